@@ -45,8 +45,8 @@ class Rollout(Section):
     server_start_s: PositiveFloat = 600.0
     """Seconds that a server may take to start. It is started three times before the run fails."""
     server_silence_s: PositiveFloat = 60.0
-    """Seconds without an answer after which a server counts as hung and is started again. At least
-    the longest step of its model."""
+    """Seconds without an answer, to a request or to a probe, after which a server counts as hung
+    and is started again. At least the longest step of its model."""
     offload: bool | None = None
     """Free the memory of the generation weights once another model computes; they move again before
     the next generation. Requires `backend`. Default: true if generation shares GPUs with other

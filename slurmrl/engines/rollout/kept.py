@@ -106,7 +106,7 @@ class KeptEngine(RolloutEngine):
         while await self._up_before(order.aborted):
             start, order.engine = await self._current()
             try:
-                return await order.engine.submit(request)
+                completions = await order.engine.submit(request)
             except RunFailedError as error:
                 order.engine = None
                 if order.aborted.is_set():
@@ -116,6 +116,9 @@ class KeptEngine(RolloutEngine):
                 faults += await self._server.up() == start
                 if faults == MOST_FAULTS:
                     raise
+            else:
+                self._server.heard()
+                return completions
         return (ABORTED,) * len(request.keys)
 
     async def _up_before(self, aborted: asyncio.Event) -> bool:

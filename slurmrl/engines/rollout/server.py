@@ -17,8 +17,6 @@ from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 logger = log.get(__name__)
 
 MOST_FAILED_STARTS = 3
-STABLE_S = 60.0
-"""A server that served for this long has started well: earlier failures no longer count."""
 RESTART_S = (0.5, 30.0)
 """First and longest pause before another start."""
 PROBE_S = 0.25
@@ -32,9 +30,11 @@ class Patience:
     start_s: float = 600.0
     """From its start to its first sign of life, and for what makes it ready."""
     silence_s: float = 60.0
-    """Without a sign of life, after which it counts as hung."""
+    """Without a sign of life while this process listened, after which it counts as hung."""
     probe_s: float = 5.0
     """Between two probes of a server that serves."""
+    stable_s: float = 60.0
+    """A server that served for this long has started well: earlier failures no longer count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,7 @@ class KeptServer:
         self._lost: SlurmrlError | None = None
         """Why there will be no further start."""
         self._doubted = asyncio.Event()
+        self._heard = False
         self._busy = 0
         self._task = asyncio.create_task(self._keep(), name=program.name)
 
@@ -111,6 +112,11 @@ class KeptServer:
         finally:
             self._busy -= 1
 
+    def heard(self) -> None:
+        """Take the answer to a request as a sign of life: between such answers, a server with much
+        to do may not come to answer a probe."""
+        self._heard = True
+
     async def close(self) -> None:
         """End the server with all of its processes."""
         self._task.cancel()
@@ -126,7 +132,7 @@ class KeptServer:
             except UsageError as error:
                 lost = f"{self.name} cannot be used: {error}"
                 return await self._now(None, lost=UsageError(lost))
-            failures = 1 if served_s >= STABLE_S else failures + 1
+            failures = 1 if served_s >= self._patience.stable_s else failures + 1
             if failures == MOST_FAILED_STARTS:
                 break
             if failures == 1:
@@ -178,44 +184,48 @@ class KeptServer:
             work.cancel()
 
     async def _get_ready(self) -> None:
+        await self._answer()
+        await self._prepare()
+
+    async def _answer(self) -> None:
+        """Probe the server until it answers."""
         while True:
             try:
-                await self._probe()
-                break
+                return await self._probe()
             except SlurmrlError:
                 await asyncio.sleep(PROBE_S)
-        await self._prepare()
 
     async def _watch(self, ended: asyncio.Future[None]) -> None:
         """Return once the server has ended. Raises RunFailedError if it hangs."""
-        loop = asyncio.get_running_loop()
-        heard = loop.time()
         while not ended.done():
             doubted = asyncio.ensure_future(self._doubted.wait())
             await _first_of(ended, doubted, timeout_s=self._patience.probe_s)
             doubted.cancel()
-            heard = await self._listen(heard, ended)
-            if loop.time() - heard >= self._patience.silence_s:
-                raise RunFailedError(
-                    f"{self.name} hangs: it has not answered for {self._patience.silence_s:g} s"
-                )
+            answer = asyncio.ensure_future(self._answer())
+            try:
+                await self._listen(answer, ended)
+            finally:
+                answer.cancel()
 
-    async def _listen(self, heard: float, ended: asyncio.Future[None]) -> float:
-        """Probe the server. Returns when it was last heard of, or expected to be silent."""
+    async def _listen(self, answer: asyncio.Future[None], ended: asyncio.Future[None]) -> None:
+        """Return once the server answers or has ended. Raises RunFailedError if it hangs."""
         loop = asyncio.get_running_loop()
-        left_s = max(heard + self._patience.silence_s - loop.time(), PROBE_S)
-        probe = asyncio.ensure_future(self._probe())
-        await _first_of(probe, ended, timeout_s=left_s)
-        probe.cancel()
-        if self._busy:
-            return loop.time()
-        if not probe.done() or probe.cancelled() or probe.exception() is not None:
-            await asyncio.sleep(PROBE_S)
-            return heard
-        async with self._changed:
-            self._doubted.clear()
-            self._changed.notify_all()
-        return loop.time()
+        silent_s = 0.0
+        while not answer.done() and not ended.done():
+            if silent_s >= self._patience.silence_s:
+                limit = f"{self._patience.silence_s:g} s"
+                raise RunFailedError(f"{self.name} hangs: it has not answered for {limit}")
+            self._heard, began = False, loop.time()
+            await _first_of(answer, ended, timeout_s=PROBE_S)
+            # a process that was stopped, or got no CPU, has not listened for longer than that
+            silent_s += min(loop.time() - began, 2 * PROBE_S)
+            if self._busy or self._heard:
+                silent_s = 0.0
+        if answer.done():
+            answer.result()
+            async with self._changed:
+                self._doubted.clear()
+                self._changed.notify_all()
 
     async def _now(self, up: int | None, *, lost: SlurmrlError | None = None) -> None:
         async with self._changed:

@@ -216,6 +216,62 @@ def test_a_server_that_does_not_answer_is_ended_unless_it_is_busy(
     within(test)
 
 
+def test_answers_to_requests_are_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is too busy to answer probes is not ended while requests are answered."""
+    monkeypatch.setattr(server_module, "RESTART_S", (0.01, 0.01))
+    monkeypatch.setattr(server_module, "PROBE_S", 0.02)
+
+    async def test() -> None:
+        life = Life(tmp_path)
+        patience = Patience(silence_s=0.5, probe_s=0.02)
+        server = KeptServer(
+            program(tmp_path), probe=life.probe, prepare=life.prepare, patience=patience
+        )
+        await server.up()
+        pid = family(tmp_path)["server"]
+        life.answers = False
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            server.heard()
+        assert runs(pid)
+        while runs(pid):
+            await asyncio.sleep(0.01)
+        await server.close()
+
+    within(test)
+
+
+def test_a_process_that_was_stopped_does_not_take_its_server_for_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Silence is counted only while the process listens, so a suspended job keeps its servers."""
+    monkeypatch.setattr(server_module, "PROBE_S", 0.02)
+
+    async def test() -> None:
+        life = Life(tmp_path)
+
+        async def slow_probe() -> None:
+            await asyncio.sleep(0.1)
+            await life.probe()
+
+        patience = Patience(silence_s=0.5, probe_s=0.02)
+        server = KeptServer(
+            program(tmp_path), probe=slow_probe, prepare=life.prepare, patience=patience
+        )
+        await server.up()
+        pid = family(tmp_path)["server"]
+        for _ in range(3):
+            time.sleep(1.0)  # nothing of this process runs meanwhile
+            await asyncio.sleep(0.3)
+        assert runs(pid)
+        assert await server.up() == 1
+        await server.close()
+
+    within(test)
+
+
 def test_a_server_that_fails_again_and_again_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
