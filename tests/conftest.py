@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -12,8 +13,12 @@ from slurmrl import env
 
 LANES = ("slurm", "distributed", "engines", "faults", "gpu", "null_gpu", "trl", "unit")
 HERE = Path(__file__).parent
+ONE_AT_A_TIME = "tests/engines/"
+"""Files below it are tested one after the other in one process: a server takes gigabytes of memory
+and all cores while it starts."""
 LONGEST_FIRST = (
     "slurm/test_slurm_causes.py",
+    "engines",
     "distributed/test_local_kills.py",
     "faults/test_faults_kills.py",
     "slurm/test_slurm_scheduler.py",
@@ -25,8 +30,9 @@ LONGEST_FIRST = (
     "slurm/test_slurm_accounting.py",
     "slurm/test_slurm_networks.py",
 )
-"""A process takes the next file when it has done one, so what takes minutes must not come last. The
-others follow in the order of LANES; those that wait lie among those that compute."""
+"""Files and folders. A process takes the next file when it has done one, so what takes minutes must
+not come last. The others follow in the order of LANES; those that wait lie among those that
+compute."""
 
 # Whoever runs the tests may have runs of their own.
 os.environ.pop(env.ROOT.name, None)
@@ -39,7 +45,7 @@ settings.load_profile("slurmrl")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gone = [name for name in LONGEST_FIRST if not (HERE / name).exists()]
     if gone:
-        raise pytest.UsageError(f"tests/conftest.py: LONGEST_FIRST names no file: {gone}")
+        raise pytest.UsageError(f"tests/conftest.py: LONGEST_FIRST names nothing: {gone}")
     for item in items:
         lane = item.path.relative_to(HERE).parts[0]
         if lane not in LANES:
@@ -50,7 +56,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place)
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneServerAtATime(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(ONE_AT_A_TIME):
+                return ONE_AT_A_TIME
+            return str(super()._split_scope(nodeid))
+
+    return OneServerAtATime(config, log)
+
+
 def _place(item: pytest.Item) -> tuple[int, int, str]:
     path = item.path.relative_to(HERE)
-    longest = LONGEST_FIRST.index(str(path)) if str(path) in LONGEST_FIRST else len(LONGEST_FIRST)
-    return longest, LANES.index(path.parts[0]), str(path)
+    places = (place for place, name in enumerate(LONGEST_FIRST) if path.is_relative_to(name))
+    return next(places, len(LONGEST_FIRST)), LANES.index(path.parts[0]), str(path)

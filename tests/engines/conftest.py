@@ -1,9 +1,12 @@
-"""A small model in two versions, for servers of any kind."""
+"""A small model in two versions, requests, and waits, for servers of any kind."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +14,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from slurmrl.engines.rollout.base import GenerationRequest
+from slurmrl.engines.rollout.process import WARDEN
+from slurmrl.models.generate import GenerationOptions
 
 T = TypeVar("T")
 VOCABULARY = 128
@@ -29,6 +36,10 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 DEADLINE_S = 300.0
+"""For one test; a server takes up to two minutes to start beside other tests."""
+PROMPT = (5, 6, 7, 8, 9)
+EXACT = 1e-4
+NUMBERS = itertools.count()
 
 
 class Loop:
@@ -42,6 +53,67 @@ class Loop:
 
     def close(self) -> None:
         self._runner.close()
+
+
+async def until(what: str, check: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 0.9 * DEADLINE_S
+    while not check():
+        assert time.monotonic() < deadline, f"waited {0.9 * DEADLINE_S:.0f} s for {what}"
+        await asyncio.sleep(0.05)
+
+
+async def midway(attempt: Callable[[float], Awaitable[T | None]]) -> T:
+    """What ``attempt`` returns once it has acted in the middle of a request. It gets the seconds
+    after which it is to act, and returns None if that was too early or too late."""
+    for delay_s in 4 * (0.1, 0.3, 0.03, 1.0, 0.01):
+        result = await attempt(delay_s)
+        if result is not None:
+            return result
+    raise AssertionError("no attempt came in the middle of a request")
+
+
+def request(
+    prompt: Sequence[int] = PROMPT, n: int = 1, max_new_tokens: int = 16, **options: Any
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=f"r{next(NUMBERS)}",
+        prompt=tuple(prompt),
+        keys=tuple(range(n)),
+        seed=3,
+        step=1,
+        options=GenerationOptions(max_new_tokens=max_new_tokens, **options),
+    )
+
+
+@dataclass(frozen=True)
+class ServerOfARun:
+    pid: int
+    folder: Path
+    """Its private folder in the host's memory."""
+
+
+def servers(run: Path) -> list[ServerOfARun]:
+    """The servers whose output goes to the logs of a run, the main process of each."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_text().split("\0")
+            output = (entry / "fd" / "1").readlink()
+        except OSError:
+            continue
+        names = {Path(word).name: Path(word).parent for word in words}
+        if "server.sock" in names and WARDEN.name not in names and run in output.parents:
+            found.append(ServerOfARun(int(entry.name), names["server.sock"]))
+    return sorted(found, key=lambda server: server.pid)
+
+
+def check_served(lines: Sequence[dict[str, Any]], steps: int) -> None:
+    """Every step of a trial has changed the weights, and its completions were drawn by them: the
+    server's log-probabilities are those of the training engine."""
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert min(line["actor_grad_norm"] for line in lines) > 0.0
+    assert max(abs(line["mismatch/kl"]) for line in lines) < 1e-5
+    assert max(line["mismatch/ratio_max"] for line in lines) < 1.001
 
 
 @pytest.fixture(scope="session")
@@ -69,10 +141,10 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Its tokens are letters and pairs of letters, so most texts have several spellings."""
-    letters = [chr(ord("a") + number) for number in range(26)]
-    pairs = [(first, second) for first in letters[:10] for second in letters]
-    pairs = pairs[: VOCABULARY - len(letters)]
+    """Its tokens are letters and nearly all pairs of them, so nearly all texts have several
+    spellings."""
+    letters = [chr(ord("a") + number) for number in range(11)]
+    pairs = list(itertools.product(letters, repeat=2))[: VOCABULARY - len(letters)]
     vocabulary = {text: number for number, text in enumerate([*letters, *map("".join, pairs)])}
     model = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     model.decoder = decoders.Fuse()
