@@ -70,18 +70,23 @@ def run(site: Site, trial: str, steps: int = 3, **sections: Any) -> list[dict[st
 def test_calls_on_ranks_of_their_own_overlap(tmp_path: Path) -> None:
     """The actor trains on two tensor ranks, which the critic shares, and generates on two others,
     which the reference shares. The reference, whose call comes first, may wait for the critic. The
-    numbers are those of one rank, although all models leave device memory between calls."""
+    numbers are those of one rank, although all models leave device memory between calls. The
+    moments in the metrics of a step are those with its returns."""
     site = Site(tmp_path)
+    normalized = {"value_norm": "moving"}
     found = run(
         site,
         "apart",
+        algorithm=normalized,
         actor={"backend": "fsdp:t2", "offload": True},
         critic={"backend": "fsdp:d2", "offload": True},
         ref={"backend": "fsdp:d2", "gpus": "2-3", "offload": True},
         rollout={"backend": "native:d2", "gpus": "2-3"},
         cluster=hooked(site, tmp_path, "ppo.apart", SERVE, f"{CHANGES}:reference_waits_for_critic"),
     )
-    assert_close(found, run(site, "one"))
+    assert_close(found, run(site, "one", algorithm=normalized))
+    first = next(line for line in found if line["step"] == 1)
+    assert first["value_norm_mean"] == pytest.approx(first["returns_mean"])
 
 
 @pytest.mark.long

@@ -91,13 +91,13 @@ def sample_of(prompts: Sequence[Prompt], algorithm: PolicyGradient) -> SequenceS
     if completions[0].turns is not None and algorithm.advantage in ("gae", "greedy", "none"):
         names["turn_rewards"] = "turns"
     data = {
-        key: torch.tensor([x for each in completions for x in getattr(each, name)])
+        key: _tensor([x for each in completions for x in getattr(each, name)])
         for key, name in names.items()
     }
     sample = SequenceSample.grouped(
         [[len(each.ids) for each in prompt.completions] for prompt in prompts],
         [prompt.name for prompt in prompts],
-        {key: x.double() if x.is_floating_point() else x for key, x in data.items()},
+        data,
         per_sequence=_judged(completions),
     )
     greedy = [prompt.greedy for prompt in prompts if prompt.greedy is not None]
@@ -117,6 +117,11 @@ def sample_of(prompts: Sequence[Prompt], algorithm: PolicyGradient) -> SequenceS
 
 def _judged(completions: Sequence[Completion]) -> dict[str, torch.Tensor]:
     return {
-        "rewards": torch.tensor([each.reward for each in completions]).double(),
+        "rewards": _tensor([each.reward for each in completions]),
         "finished": torch.tensor([each.finished for each in completions]),
     }
+
+
+def _tensor(values: Sequence[float]) -> torch.Tensor:
+    """In float64, unless they are tokens or bits."""
+    return torch.tensor(values, dtype=torch.float64 if isinstance(values[0], float) else None)

@@ -230,7 +230,7 @@ class Master:
         self._write_samples(step, executed.texts)
         if self.progress.evaluation_due():
             metrics.update(self.steps.evaluate(step))
-        self._record({**metrics, **scalars, "time/total": time.monotonic() - began})
+        self._record({**scalars, **metrics, "time/total": time.monotonic() - began})
         if self.progress.commit_due():
             self._checkpoint(asynchronous=self.config.checkpoint.asynchronous)
 
