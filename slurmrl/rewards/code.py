@@ -13,7 +13,7 @@ from slurmrl.rewards.base import RewardFunction
 from slurmrl.rewards.code_cases import KEYS, Case, cases_of, program_of
 from slurmrl.rewards.judge import Verdict
 from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
-from slurmrl.rewards.sandbox import check_isolation, sandbox_program
+from slurmrl.rewards.sandbox import check_isolation, check_limits, sandbox_program
 
 logger = log.get(__name__)
 
@@ -65,9 +65,14 @@ class CodeReward(RewardFunction):
         python: str = "",
         namespaces: Literal["auto", "required", "off"] = "auto",
     ) -> None:
-        limits = (test_timeout_s, timeout_s, batch_timeout_s, memory_mib, files_mib, max_processes)
-        if min(limits) <= 0:
-            raise UsageError(f"{min(limits)} is not allowed: limits of programs must be positive")
+        check_limits(
+            test_timeout_s=test_timeout_s,
+            timeout_s=timeout_s,
+            batch_timeout_s=batch_timeout_s,
+            memory_mib=memory_mib,
+            files_mib=files_mib,
+            max_processes=max_processes,
+        )
         _check_choice("score", score, ("all", "share"))
         _check_choice("namespaces", namespaces, ("auto", "required", "off"))
         self._tests_key, self._prefix_key = tests_key, prefix_key

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isclose
+from math import isclose, isinf
 from typing import Any, Final, Literal
 
 from slurmrl.errors import UsageError
@@ -19,8 +19,14 @@ MOST_EXPECTED: Final = 1 << 20
 SPARE_BYTES: Final = 4096
 TOLERANCE: Final = 1e-6
 """Relative and absolute, between numbers of which one has a fraction or an exponent."""
-FENCE: Final = re.compile(r"```[ \t]*(\w*)[ \t]*\n(.*?)(?:\n?```|\Z)", re.DOTALL)
-LANGUAGES: Final = ("", "py", "python", "python3")
+FENCE: Final = re.compile(
+    r"(?:^(?P<indent>[ \t]+))?```(?:[ \t]*(?P<alone>\w*)[ \t]*|\{?\.?(?P<word>\w[\w.+#-]*)[^\n`]*)"
+    r"\r?\n(?P<body>.*?)(?:\n?[ \t]*```|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+"""A block of Markdown. Behind its language there may be more: ```` ```python title="a.py" ````."""
+PYTHON: Final = re.compile(r"(py3?|python(3(\.\d+)*)?)?", re.IGNORECASE)
+"""The languages of blocks that hold Python; none is Python too."""
 NUMBER: Final = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -68,8 +74,15 @@ class Case:
 
 def program_of(completion: str) -> str:
     """The last fenced block of Python; the whole text if there is none."""
-    blocks = [body for language, body in FENCE.findall(completion) if language in LANGUAGES]
-    return blocks[-1] if blocks else completion
+    blocks = [
+        block
+        for block in FENCE.finditer(completion)
+        if PYTHON.fullmatch(block["alone"] or block["word"] or "")
+    ]
+    if not blocks:
+        return completion
+    indent = len(blocks[-1]["indent"] or "")
+    return re.sub(rf"^[ \t]{{0,{indent}}}", "", blocks[-1]["body"], flags=re.MULTILINE)
 
 
 def cases_of(row: Mapping[str, Any], value: Any) -> list[Case]:
@@ -206,7 +219,16 @@ def _same_word(word: str, wanted: str) -> bool:
         return False
     if word.lstrip("+-").isdigit() and wanted.lstrip("+-").isdigit():
         return False
-    return isclose(float(word), float(wanted), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return _close(float(word), float(wanted))
+
+
+def _close(ours: float, theirs: float) -> bool:
+    """Whether two numbers differ by no more than `TOLERANCE`. Integers may have any size; numbers
+    with a fraction that are too large for one are equal to none."""
+    try:
+        return not isinf(theirs) and isclose(ours, theirs, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except OverflowError:
+        return ours == theirs
 
 
 def same_value(value: Any, expected: Any) -> bool:
@@ -222,7 +244,7 @@ def _equal(ours: Any, theirs: Any) -> bool:
         return ours is theirs
     if isinstance(ours, float) or isinstance(theirs, float):
         numbers = isinstance(ours, int | float) and isinstance(theirs, int | float)
-        return numbers and isclose(ours, theirs, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return numbers and (ours == theirs or _close(ours, theirs))
     if isinstance(ours, list) and isinstance(theirs, list):
         return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
     if isinstance(ours, dict) and isinstance(theirs, dict):

@@ -38,7 +38,7 @@ class JudgePool:
     def __init__(
         self, program: JudgeProgram, timeout_s: float, processes: int | None = None
     ) -> None:
-        if timeout_s <= 0 or (processes is not None and processes < 1):
+        if not 0 < timeout_s < inf or (processes is not None and processes < 1):
             raise UsageError(f"timeout_s {timeout_s} and processes {processes} must be positive")
         self.facts: Verdict = {}
         """What the judge that started last has reported about itself."""

@@ -56,7 +56,7 @@ class MathReward(RewardFunction):
             raise UsageError("marker must not be empty")
         self._marker = marker
         self._tail = tail_characters
-        if batch_timeout_s <= 0:
+        if not batch_timeout_s > 0:
             raise UsageError(f"batch_timeout_s {batch_timeout_s} must be positive")
         self._batch_timeout_s = batch_timeout_s
         self._pool = JudgePool(PROGRAM, timeout_s, processes)

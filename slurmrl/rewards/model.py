@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from slurmrl.errors import UsageError
+from slurmrl.rewards.scores import as_number, shown
 
 
 class ModelReward:
@@ -31,6 +33,7 @@ class ModelReward:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"{name} must be a number, but is {value!r}")
-    return float(value)
+    number = None if isinstance(value, bool) else as_number(value)
+    if number is None or not isfinite(number):
+        raise UsageError(f"{name} must be a finite number, but is {shown(value)}")
+    return number

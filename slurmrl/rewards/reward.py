@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.errors import RewardError, UnusableRowError, UsageError
 from slurmrl.rewards.base import RewardFunction
-from slurmrl.rewards.scores import as_scores
+from slurmrl.rewards.scores import as_scores, shown
 
 if TYPE_CHECKING:
     import asyncio
@@ -107,9 +107,9 @@ class CheckedReward:
         stats = self._optional("stats") or {}
         try:
             return {str(name): (float(total), float(n)) for name, (total, n) in stats.items()}
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise RewardError(
-                f"reward {self.name}: stats() returned {stats!r}; it must return a dict of "
+                f"reward {self.name}: stats() returned {shown(stats)}; it must return a dict of "
                 "name to (sum, count)"
             ) from error
 

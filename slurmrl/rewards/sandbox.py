@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ def sandbox_program(
         setup={"source": source, "settings": settings},
         most_reply_bytes=MOST_REPLY_BYTES,
     )
+
+
+def check_limits(**limits: Any) -> None:
+    """Check limits of programs by the names of their options.
+
+    :raises UsageError: one is not a positive number.
+    """
+    for name, value in limits.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value < inf:
+            raise UsageError(
+                f"{name} {value!r} is not allowed: limits of programs must be positive numbers"
+            )
 
 
 def check_isolation(user: str, facts: Mapping[str, Any], *, required: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite
 from numbers import Real
 from typing import Any
 
@@ -11,6 +10,7 @@ from slurmrl.errors import RewardError
 
 FLOAT32_MAX = 3.4028234e38
 """Rewards become float32 tensors; larger values would overflow to infinity."""
+LIMITS = "of at most 3.4e+38, float32's largest"
 SHOWN_CHARACTERS = 200
 
 
@@ -29,16 +29,33 @@ def as_scores(
         )
     scores = []
     for value, completion, place in zip(values, completions, places, strict=True):
-        score = _number(value)
-        if score is None or not (isfinite(score) and abs(score) <= FLOAT32_MAX):
-            what = f"{value!r}"[:SHOWN_CHARACTERS]
-            rule = "a score must be a finite number"
+        score = as_number(value)
+        if score is None or not abs(score) <= FLOAT32_MAX:
             raise RewardError(
-                f"reward {reward} returned {what} for {place}, completion {shortened(completion)}; "
-                f"{rule}"
+                f"reward {reward} returned {shown(value)} for {place}, completion "
+                f"{shortened(completion)}; a score must be a finite number ({LIMITS})"
             )
         scores.append(score)
     return scores
+
+
+def check_sum(score: float, place: str, parts: str) -> None:
+    """Check a completion's reward, which adds up ``parts`` (for the message).
+
+    :raises RewardError: it is too large for a float32.
+    """
+    if not abs(score) <= FLOAT32_MAX:
+        raise RewardError(
+            f"the reward for {place} is {score:g} = {parts}; it must be a finite number ({LIMITS})"
+        )
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value for a message."""
+    try:
+        return repr(value)[:SHOWN_CHARACTERS]
+    except ValueError:  # integers of thousands of digits are not printed
+        return f"{type(value).__name__} of thousands of digits"
 
 
 def _values(reward: str, returned: Any, count: int) -> list[Any]:
@@ -57,7 +74,7 @@ def _values(reward: str, returned: Any, count: int) -> list[Any]:
     )
 
 
-def _number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """The value as a float, scalars of torch and numpy included; None if it is not a number."""
     if not isinstance(value, Real) and hasattr(value, "item"):
         try:

@@ -13,6 +13,7 @@ from slurmrl.errors import RewardError
 from slurmrl.rewards import make
 from slurmrl.rewards.pooled import PooledReward
 from slurmrl.rewards.reward import NO_EXTRAS, Extras, Stats, of_completion
+from slurmrl.rewards.scores import check_sum
 
 METRIC = "reward/"
 """With the name of a part: the mean of its scores before the weight."""
@@ -73,12 +74,16 @@ class WeightedReward:
         places: Sequence[str],
         extras: Extras = NO_EXTRAS,
     ) -> list[float]:
-        """One finite score per completion; see `CheckedReward.score`."""
+        """One finite score per completion; see `CheckedReward.score`.
+
+        :raises RewardError: besides, the sum for a completion is too large.
+        """
         self._stats = {}
         for row, place in zip(rows, places, strict=True):
             if problem := self._judged_by_none(row):
                 raise RewardError(f"{place}: {problem}")
         totals = [0.0] * len(completions)
+        terms: list[list[str]] = [[] for _ in completions]
         for name, (settings, scorer) in self._parts.items():
             chosen = [index for index, row in enumerate(rows) if applies(settings, row)]
             if not chosen:
@@ -92,9 +97,12 @@ class WeightedReward:
             )
             for index, score in zip(chosen, scores, strict=True):
                 totals[index] += settings.weight * score
+                terms[index].append(f"{settings.weight:g} * {score:g} ({name or settings.name})")
             self._add(scorer.stats())
             if name != ALONE:
                 self._add({METRIC + name: (sum(scores), float(len(scores)))})
+        for total, place, added in zip(totals, places, terms, strict=True):
+            check_sum(total, place, " + ".join(added))
         return totals
 
     def check_rows(self, rows: Sequence[Row]) -> list[str]:

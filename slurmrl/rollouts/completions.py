@@ -4,10 +4,11 @@ Torch-free."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
+from math import nan
 from typing import TYPE_CHECKING
 
 from slurmrl.errors import UsageError
+from slurmrl.rewards.scores import FLOAT32_MAX, LIMITS, as_number, shown
 
 if TYPE_CHECKING:
     from slurmrl.engines.rollout.base import Completion
@@ -50,10 +51,14 @@ class Completions:
     def reward(self, value: float) -> None:
         """Add to what the latest turn has earned."""
         if self._last_written < 0:
-            raise UsageError(f"reward {value}: there is no turn yet")
-        if not isfinite(value):
-            raise UsageError(f"reward {value} is not a finite number")
-        self.rewards[self._last_written] += float(value)
+            raise UsageError(f"reward {shown(value)}: there is no turn yet")
+        number = as_number(value)
+        total = self.rewards[self._last_written] + (nan if number is None else number)
+        if not abs(total) <= FLOAT32_MAX:
+            raise UsageError(
+                f"reward {shown(value)}: what a turn earns must be a finite number ({LIMITS})"
+            )
+        self.rewards[self._last_written] = total
 
     def wrote(self, completion: Completion) -> None:
         """Add a turn; `Policy` calls this."""

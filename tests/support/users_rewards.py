@@ -43,6 +43,7 @@ def returning(
         "infinite": [float("inf")] * len(scores),
         "more than float32": [1e39] * len(scores),
         "huge": [10**400] * len(scores),
+        "unprintable": [10**5000] * len(scores),
     }
     return forms[what]
 
@@ -122,3 +123,8 @@ class Silent:
 class WrongStats(Looks):
     def stats(self) -> Any:
         return {"scaled": 0.5}
+
+
+class HugeStats(Looks):
+    def stats(self) -> Any:
+        return {"scaled": (10**5000, 1)}

@@ -17,6 +17,7 @@ from slurmrl.data.meta import one_each, repeated
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.rewards.reward import Extras, of_completion
+from slurmrl.rewards.scores import check_sum
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class RuleRewardInterface(Interface):
         places, extras = _places(sample, context), _extras(sample, tokens, completions, context)
         scores, stats = _scores(reward, prompts, completions, rows, places, extras)
         if TURN_REWARDS in sample.keys:
-            scores = [score + more for score, more in zip(scores, earned(sample), strict=True)]
+            scores = _with_turns(scores, earned(sample), places)
         rewards = torch.tensor(scores, dtype=torch.float32)
         stats["reward"] = (float(sum(scores)), float(len(scores)))
         evaluation = context.settings.config.evaluation
@@ -122,6 +123,16 @@ def _scores(
     for place, score in zip(judged, given, strict=True):
         scores[place] = score
     return scores, reward.stats()
+
+
+def _with_turns(
+    scores: Sequence[float], earned: Sequence[float], places: Sequence[str]
+) -> list[float]:
+    """The scores and what the turns have earned besides."""
+    sums = [score + more for score, more in zip(scores, earned, strict=True)]
+    for total, score, more, place in zip(sums, scores, earned, places, strict=True):
+        check_sum(total, place, f"{score:g} + {more:g} (its turns)")
+    return sums
 
 
 def decode_completions(

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from slurmrl.errors import UsageError
 from slurmrl.rewards.judges import JudgePool, Unjudged
-from slurmrl.rewards.sandbox import check_isolation, sandbox_program
+from slurmrl.rewards.sandbox import check_isolation, check_limits, sandbox_program
 from slurmrl.rollouts.tools.toolbox import Job
 
 GRACE_S: Final = 10.0
@@ -45,8 +45,13 @@ class PythonTool:
         python: str = "",
         namespaces: Literal["auto", "required", "off"] = "auto",
     ) -> None:
-        if min(timeout_s, memory_mib, files_mib, max_processes, processes) <= 0:
-            raise UsageError("limits of programs must be positive")
+        check_limits(
+            timeout_s=timeout_s,
+            memory_mib=memory_mib,
+            files_mib=files_mib,
+            max_processes=max_processes,
+            processes=processes,
+        )
         if namespaces not in ("auto", "required", "off"):
             message = f"namespaces {namespaces!r} is not allowed; allowed: auto, required, off"
             raise UsageError(message)

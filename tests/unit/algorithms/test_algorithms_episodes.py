@@ -20,6 +20,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.engines.rollout.native import batch as batch_module
 from slurmrl.engines.rollout.native.pages import PagePool
+from slurmrl.errors import RewardError
 from slurmrl.models.paged import cell_bytes
 
 MakeWorld = Callable[..., Any]
@@ -187,6 +188,27 @@ def test_the_last_turn_is_judged_and_turns_are_paid(make_world: MakeWorld) -> No
         {"read": "77"},
         {"wrote": "7<eos>", "reward": 0.25},
     ]
+
+
+def test_a_reward_of_turns_that_is_no_float32_is_an_error(make_world: MakeWorld) -> None:
+    """It would be infinite on the ranks."""
+    world = make_world()
+    sample = SequenceSample(
+        ("a",),
+        {
+            **{key: [[4]] for key in ("input_ids", "prompt_mask", "turn_rewards")},
+            "finished": [[1]],
+        },
+        {"prompt": ["q"], "answer": ["7"], "row": [{"answer": "7"}], "line": [1]},
+        {
+            "input_ids": torch.tensor([2, 3, 1, 1]),
+            "prompt_mask": torch.tensor([True, False, True, False]),
+            "turn_rewards": torch.tensor([0.0, 3e38, 0.0, 3e38]),
+            "finished": torch.tensor([True]),
+        },
+    )
+    with pytest.raises(RewardError, match=r":1 \(sample a\) is 6e\+38 = 0 \+ 6e\+38 \(its turns\)"):
+        judged(world, context_of(world, SEVERAL), sample)
 
 
 def test_environments_alone_can_give_the_reward(make_world: MakeWorld) -> None:

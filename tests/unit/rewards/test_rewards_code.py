@@ -280,8 +280,9 @@ def test_rows_without_usable_tests_are_refused(row: dict[str, Any], why: str) ->
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(UsageError, match="-1 is not allowed: limits"):
-        CodeReward(memory_mib=-1)
+    for limit in (-1, float("nan"), float("inf"), True, "5"):
+        with pytest.raises(UsageError, match=f"memory_mib {limit!r} is not allowed: limits"):
+            CodeReward(memory_mib=limit)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="score 'any' is not allowed; allowed: all, share"):
         CodeReward(score="any")  # type: ignore[arg-type]
 
@@ -294,6 +295,16 @@ def test_options_are_checked() -> None:
         ("```\na\n```", "a"),
         ("```python\na", "a"),
         ("```python\na\n```\n```json\n{}\n```", "a"),
+        ("```Python\na\n```", "a"),
+        ("```PYTHON3.11\na\n```\n```JSON\n{}\n```", "a"),
+        ("``` py3 \r\na\r\n```\r\n", "a\r"),
+        ('```python title="a.py"\na\n```', "a"),
+        ("```{.python .numbered}\na\n```", "a"),
+        ("```python\na\n```\n```c++\nb\n```\n```python-repl\n>>> c\n```", "a"),
+        ("1. So:\n   ```python\n   if a:\n     b\n   ```", "if a:\n  b"),
+        ("```python\n    return b\n```", "    return b"),
+        ("```python\na\n``` And so on\n```python\nb\n```", "b"),
+        ("One ``` so to say\n```python\na\n```", "a"),
     ],
 )
 def test_the_last_block_is_the_program(completion: str, program: str) -> None:
@@ -312,6 +323,8 @@ def test_the_last_block_is_the_program(completion: str, program: str) -> None:
         ("1e3", "1000.0", True),
         ("1", "1.0", True),
         ("nan", "nan", True),
+        ("1e999", "2e999", False),
+        ("1e999", "1e999", True),
         ("Yes", "YES", False),
         ("", "x", False),
     ],
@@ -331,6 +344,11 @@ def test_outputs_are_compared_by_line(output: str, expected: str, same: bool) ->
         ({"a": [0.1]}, {"a": [0.1000000001]}, True),
         ("1", 1, False),
         (None, None, True),
+        (10**400, 0.5, False),
+        (0.5, 10**400, False),
+        (10**400, 10**400, True),
+        (float("inf"), float("inf"), True),
+        (float("inf"), 1e308, False),
     ],
 )
 def test_results_are_compared_as_json(value: Any, expected: Any, same: bool) -> None:

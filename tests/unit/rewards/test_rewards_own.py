@@ -66,6 +66,7 @@ def test_objects_need_only_look_like_rewards() -> None:
         ("infinite", "returned inf for rows.jsonl:1"),
         ("more than float32", r"returned 1e\+39 for rows.jsonl:1"),
         ("huge", "returned 1000+ for rows.jsonl:1"),
+        ("unprintable", "returned int of thousands of digits for rows.jsonl:1"),
     ],
 )
 def test_what_is_no_score_is_named(form: str, message: str) -> None:
@@ -109,7 +110,8 @@ def test_modules_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Mon
         make("not_python:f", {})
 
 
-def test_stats_that_are_none(tmp_path: Path) -> None:
-    reward = make(f"{MODULE}:WrongStats", {})
+@pytest.mark.parametrize("name", ["WrongStats", "HugeStats"])
+def test_stats_that_are_none(name: str) -> None:
+    reward = make(f"{MODULE}:{name}", {})
     with pytest.raises(RewardError, match=r"stats\(\) returned .* name to \(sum, count\)"):
         reward.stats()

@@ -16,6 +16,7 @@ from slurmrl.rewards.weighted import WeightedReward, applies, make_reward
 from tests.support.trials import ppo_config
 
 MODULE = "tests.support.users_rewards"
+FAILING = "tests.support.failing_rewards:score"
 LENGTHS = {"name": f"{MODULE}:asynchronous"}
 ROWS = [
     {"answer": "a", "source": "one"},
@@ -109,11 +110,35 @@ def test_fields_are_compared_as_json(
 
 
 def test_a_pool_and_its_statistics_are_part_of_the_sum(reward: Make) -> None:
-    name = "tests.support.failing_rewards:score"
     pool = {"processes": 1, "unjudged_score": -2.0}
-    made = reward(parts={"a": {"name": name, "pool": pool, "weight": 10.0}})
+    made = reward(parts={"a": {"name": FAILING, "pool": pool, "weight": 10.0}})
     assert judge(made, ["xx", "raise"]) == [20.0, -20.0]
     assert made.stats() == {"reward_unjudged": (1.0, 2.0), "reward/a": (0.0, 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (
+            {"parts": {"a": {**LENGTHS, "weight": 1e39}, "b": {"name": "exact_match"}}},
+            r"for rows.jsonl:1 is 1e\+39 = 1e\+39 \* 1 \(a\) \+ 1 \* 0 \(b\); it must be",
+        ),
+        (
+            {"parts": {name: {**LENGTHS, "weight": w} for name, w in (("a", 3e38), ("b", 3e38))}},
+            r"is 6e\+38 = 3e\+38 \* 1 \(a\) \+ 3e\+38 \* 1 \(b\)",
+        ),
+        (
+            {"name": FAILING, "pool": {"processes": 1, "unjudged_score": -1e300}},
+            r"the reward for rows.jsonl:2 is -1e\+300 = 1 \* -1e\+300 \(tests.support",
+        ),
+    ],
+)
+def test_a_sum_that_is_no_float32_is_an_error(
+    reward: Make, values: dict[str, Any], why: str
+) -> None:
+    """It would be infinite on the ranks, and every advantage of its group no number."""
+    with pytest.raises(RewardError, match=why):
+        judge(reward(**values), ["x", "raise"])
 
 
 @pytest.mark.parametrize(

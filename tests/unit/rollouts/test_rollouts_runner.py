@@ -184,15 +184,35 @@ def failing(policy: Policy, item: EpisodeItem, how: str) -> Any:
         case "reads another vocabulary":
             completions = Completions((10_000,))
             return policy(completions)
-        case "earns nan":
-            Completions(item.prompt).reward(float("nan"))
+        case "earns before its first turn":
+            Completions(item.prompt).reward(1.0)
     raise AssertionError(how)
 
 
 WAYS = (
     "raises", "exits", "hangs", "returns None", "writes nothing", "reads nonsense",
-    "reads another vocabulary", "earns nan",
+    "reads another vocabulary", "earns before its first turn",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e39, -3e38, 10**5000, "1", None], ids=type)
+def test_a_turn_earns_finite_numbers(
+    value: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also in sum (-3e38 twice), as rewards are float32. The log says what was wrong."""
+
+    async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+        completions = Completions(item.prompt)
+        await policy(completions)
+        completions.reward(-3e38 if item.row["number"] == 1 else 0.5)
+        completions.reward(value if item.row["number"] == 1 else 1)
+        return completions
+
+    with caplog.at_level(logging.WARNING):
+        outcomes = run(episode, ScriptedEngine(say(4, STOP)), tokenizer, items(2))
+    assert sum(outcomes[0].completions.rewards) == 1.5
+    assert "what a turn earns must be a finite number" in outcomes[1].failure
+    assert "what a turn earns must be a finite number" in caplog.text
 
 
 @pytest.mark.parametrize("how", WAYS)
