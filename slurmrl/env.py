@@ -76,6 +76,21 @@ TRITON_INTERPRET: Variable[bool] = Variable(
     USER,
     "With `1`, Triton's interpreter runs the fused operators, on CPUs too, for debugging.",
 )
+SERVER_KEY: Variable[str] = Variable(
+    "SLURMRL_SERVER_KEY",
+    str,
+    "",
+    USER,
+    "API key of the `rollout.servers`, where `rollout.server_keys` names no file. Jobs do not "
+    "inherit it from your shell: set it in `cluster.slurm.setup`.",
+)
+SERVER_ADMIN_KEY: Variable[str] = Variable(
+    "SLURMRL_SERVER_ADMIN_KEY",
+    str,
+    "",
+    USER,
+    "Their key for administration (`--admin-api-key` of SGLang), in the same way.",
+)
 XDG_CACHE_HOME: Variable[str] = Variable(
     "XDG_CACHE_HOME", str, "", USER, "The user's cache directory. Default: `~/.cache`."
 )

@@ -100,6 +100,11 @@ class RunPaths:
         return self.run / "data"
 
     @property
+    def weights(self) -> Path:
+        """Weight versions that ``rollout.servers`` read."""
+        return self.run / "weights"
+
+    @property
     def checkpoints(self) -> Path:
         return self.run / "checkpoints"
 

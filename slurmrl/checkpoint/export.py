@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from slurmrl.checkpoint.precision import AS_STORED, FLOATS, Precision
 from slurmrl.checkpoint.stored import Storage, by_name, file_entries
-from slurmrl.checkpoint.tensors import TensorEntry, write_tensors
+from slurmrl.checkpoint.tensors import TensorEntry, in_file_order, write_tensors
 from slurmrl.errors import EnvironmentFailure, UnreadableInputError
 from slurmrl.fsio import inputs
 from slurmrl.fsio.calls import REAL, SystemCalls
@@ -124,6 +124,14 @@ def write_weights(
         total = sum(entry.spec.bytes for entry in entries)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         write_json(folder / "model.safetensors.index.json", index, calls)
+
+
+def in_written_order(
+    entries: Iterable[TensorEntry], shard_bytes: int = SHARD_BYTES
+) -> Iterator[TensorEntry]:
+    """The order in which `write_weights` reads tensors."""
+    for shard in _shards(entries, shard_bytes):
+        yield from in_file_order(shard)
 
 
 def _shards(entries: Iterable[TensorEntry], limit_bytes: int) -> list[Shard]:

@@ -90,12 +90,13 @@ def file_entries(
     """The tensors to write for these parameters; ``read`` provides a box of a parameter on
     demand."""
     return [
-        TensorEntry(name, tensor.spec, partial(_assembled, read, tensor))
+        TensorEntry(name, tensor.spec, partial(assembled, read, tensor))
         for name, tensor in file_tensors(parameters, storage).items()
     ]
 
 
-def _assembled(read: Callable[[str, Box], Array], tensor: FileTensor) -> Array:
+def assembled(read: Callable[[str, Box], Array], tensor: FileTensor) -> Array:
+    """The elements of a file's tensor, of which ``read`` provides those of its parameters."""
     arrays = []
     for name, spec, stored in tensor.shards:
         box = stored.of(spec.shape)

@@ -83,8 +83,12 @@ def write_tensors(
     calls: SystemCalls = REAL,
 ) -> SavedFile:
     """Write and fsync a safetensors file. Raises EnvironmentFailure naming the path."""
-    ordered = sorted(entries, key=lambda e: (-DTYPE_RANK.index(e.spec.dtype), e.name))
-    return write_file(path, _parts(ordered, metadata), calls=calls)
+    return write_file(path, _parts(in_file_order(entries), metadata), calls=calls)
+
+
+def in_file_order(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """The order in which tensors are written to a file."""
+    return sorted(entries, key=lambda e: (-DTYPE_RANK.index(e.spec.dtype), e.name))
 
 
 def write_file(path: Path, parts: Iterable[memoryview], *, calls: SystemCalls = REAL) -> SavedFile:

@@ -49,8 +49,8 @@ FSDP: Final = EngineRules(
     context_heads=True,
 )
 """FSDP2 around the built-in decoder; ``archon`` is another name for it."""
-SERVERS: Final = EngineRules("d", "slurmrl.models.config:ModelConfig", own_experts=False)
-"""Each data-parallel rank keeps a server with a whole copy of the model."""
+SERVERS: Final = EngineRules("dt", "slurmrl.models.config:ModelConfig", own_experts=False)
+"""The leader of each data-parallel copy keeps a server on the GPUs of its tensor ranks."""
 ENGINES: Final = {
     "fsdp": FSDP,
     "archon": FSDP,

@@ -40,14 +40,15 @@ class Placement:
     group: str = TRAINERS
 
 
-def place(backend: str, gpus: str) -> Placement:
+def place(backend: str, gpus: str, *, running: bool = False) -> Placement:
     """Place a layout on the listed GPUs, or on the first ones. Servers without a list are tasks of
-    a group of their own. Raises AllocationError."""
+    a group of their own; of ``running`` ones only the weights are placed, which they are given.
+    Raises AllocationError."""
     allocation = parse(backend)
     size, serves = allocation.world_size, BACKENDS[allocation.backend].serves
     order = _by_copies(allocation) if serves else tuple(range(size))
     if not gpus.strip():
-        return Placement(allocation, order, ROLLOUTS if serves else TRAINERS)
+        return Placement(allocation, order, ROLLOUTS if serves and not running else TRAINERS)
     numbers = parse_gpus(gpus)
     if len(numbers) != size:
         raise AllocationError(
@@ -79,7 +80,8 @@ def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
         sections[ROLLOUTS] = config.rollout
     for role, section in sections.items():
         try:
-            placed[role] = place(section.backend, section.gpus)
+            running = role == ROLLOUTS and bool(config.rollout.servers)
+            placed[role] = place(section.backend, section.gpus, running=running)
         except AllocationError:
             continue
     return placed

@@ -16,11 +16,12 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from slurmrl.config.servers import Address
 from slurmrl.engines.rollout import sglang_server
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
 from slurmrl.engines.rollout.dialect import Draw, ServedModel
 from slurmrl.engines.rollout.host_folder import HostFolder
-from slurmrl.engines.rollout.http import Address, HttpClient
+from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.kept import KeptEngine
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.server import Patience
@@ -190,6 +191,7 @@ class Recorder(HttpClient):
             "max_req_input_len": 100,
             "weight_version": "1.1",
             "architectures": ["Qwen2ForCausalLM"],
+            "model_path": "/none",
         }
 
     async def post(self, path: str, body: object = None, **_: object) -> object:

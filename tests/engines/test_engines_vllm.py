@@ -17,10 +17,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from slurmrl.config.servers import Address
 from slurmrl.engines.rollout import vllm_server
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
 from slurmrl.engines.rollout.dialect import Draw, ServedModel
-from slurmrl.engines.rollout.http import Address, HttpClient
+from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.instance import InstanceLimits
 from slurmrl.engines.rollout.instances import Instances
 from slurmrl.engines.rollout.process import ServerProgram

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import AfterValidator, model_validator
 
 from slurmrl.config.schema.base import (
     Line,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveFraction,
     PositiveInt,
@@ -17,8 +18,21 @@ from slurmrl.config.schema.base import (
     Word,
 )
 from slurmrl.config.schema.episode import EpisodeSettings
+from slurmrl.config.servers import ADDRESSES, Address
+from slurmrl.errors import UsageError
 
 SAME_COMPLETIONS = "all completions of a prompt would be the same; use n 1, or sample"
+
+
+def _check_address(text: str) -> str:
+    try:
+        Address(text)
+    except UsageError as error:
+        raise ValueError(f"an address is {ADDRESSES}") from error
+    return text.rstrip("/")
+
+
+ServerAddress = Annotated[Word, AfterValidator(_check_address)]
 
 
 def subset_sizes(n: int) -> tuple[int, ...]:
@@ -32,21 +46,35 @@ class Rollout(Section):
     backend: Line = ""
     """Engine and layout for generation: `native:d4`, `native:d2t2`, `sglang:d2`,
     `vllm:d2`. The actor's weights move there before each generation. `sglang` and `vllm` need
-    `gpus` and `python`. Default: the actor's engine, on its ranks."""
+    `gpus` and `python`, or `servers`. Default: the actor's engine, on its ranks."""
     gpus: Line = ""
     """GPUs of the trainers' job for generation (workers, if there are no GPUs). Required with
-    `sglang` and `vllm`. Default: from GPU 0 of the trainers."""
+    `sglang` and `vllm`, unless `servers` are given. Default: from GPU 0 of the trainers."""
     python: Word | None = None
     """Python of the environment in which `sglang` or `vllm` is installed, which need not be the
     one of slurmrl: `/shared/sglang/bin/python`. It must have the same path on all hosts."""
+    servers: Sequence[ServerAddress] = ()
+    """Addresses of `sglang` or `vllm` servers that run already: `http://host:30000`,
+    `https://host:30000`, `unix:/path`. slurmrl sends them requests and weights but neither starts
+    nor ends them. `backend` is then `sglang` or `vllm`; with `sglang:t4`, large weights are
+    gathered on 4 of the trainers' GPUs instead of one. Default: servers of the run's own."""
+    server_weights: PathText | None = None
+    """Folder in which `servers` find new weights under the same path as the trainers. Default: in
+    the run directory."""
+    server_keys: PathText | None = None
+    """File with the API key of `servers`, and in a second line SGLang's admin key if it has one.
+    Only you may have access to it (mode 0600). Default: SLURMRL_SERVER_KEY and
+    SLURMRL_SERVER_ADMIN_KEY of the job's environment, or no key."""
     server_args: Sequence[Line] = ()
     """Further arguments of each server, a word each: `[--mem-fraction-static, "0.5"]`. They win
     over those that slurmrl sets."""
     server_start_s: PositiveFloat = 600.0
-    """Seconds that a server may take to start. It is started three times before the run fails."""
+    """Seconds that a server may take to start. It is started three times before the run fails. With
+    `servers`: seconds without a usable one after which requests fail."""
     server_silence_s: PositiveFloat = 60.0
-    """Seconds without an answer, to a request or to a probe, after which a server counts as hung
-    and is started again. At least the longest step of its model."""
+    """Seconds without an answer, to a request or to a probe, after which a server counts as hung:
+    it is started again, or gets no more requests if it is one of `servers`. At least the longest
+    step of its model."""
     offload: bool | None = None
     """Free the memory of the generation weights once another model computes; they move again before
     the next generation. Requires `backend`. Default: true if generation shares GPUs with other

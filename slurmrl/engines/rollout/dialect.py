@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 from slurmrl.engines.rollout.base import Completion, WeightVersion
-from slurmrl.errors import UsageError
+from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
+from slurmrl.plan.estimates.shape import ModelShape
+from slurmrl.plan.estimates.shape import read as read_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,29 @@ class ServedModel:
     architecture: str
     """As in ``config.json``: ``Qwen2ForCausalLM``."""
     vocabulary: int
+    shape: ModelShape | None = None
+    """None: of any sizes."""
+    text: bool = False
+    """Whether requests need a tokenizer on the server."""
+
+    def check_folder(self, where: str, folder: object) -> None:
+        """Compare the sizes with those in the server's ``folder`` of the model, if there is such a
+        folder here. Raises UsageError if one differs: of a model with fewer layers, a server would
+        load the weights without a word."""
+        if self.shape is None:
+            return
+        try:
+            values = json.loads((Path(str(folder)) / "config.json").read_bytes())
+        except (OSError, ValueError):
+            return  # a name of the hub, or a path of the server's host
+        found = read_shape(values) if isinstance(values, dict) else None
+        for size in fields(ModelShape):
+            own, its = getattr(self.shape, size.name), getattr(found, size.name, None)
+            if found is not None and own != its and size.name != "positions":
+                raise UsageError(
+                    f"{where}: the server's model {folder} has {size.name} {its}, the weights have "
+                    f"{own}"
+                )
 
     async def check_vocabulary(self, where: str, knows: Callable[[int], Awaitable[bool]]) -> None:
         """``knows``: whether the server's model has a token id. Raises UsageError if its vocabulary
@@ -49,6 +76,9 @@ class Dialect(ABC):
     Methods raise RunFailedError where the server cannot be reached, fails, or does not answer in
     time, and UsageError where it refuses the request as such.
     """
+
+    where: str
+    """The server's address, for messages."""
 
     @abstractmethod
     async def connect(self) -> int:
@@ -71,6 +101,16 @@ class Dialect(ABC):
     @abstractmethod
     async def resume(self) -> None:
         """Undo ``pause``."""
+
+    @abstractmethod
+    async def version(self) -> str:
+        """The name of the weight version that the server reports."""
+
+    async def check_version(self, name: str) -> None:
+        """Return if the server holds the version of this name."""
+        held = await self.version()
+        if held != name:
+            raise RunFailedError(f"{self.where}: holds version {held} instead of {name}")
 
     @abstractmethod
     async def load(self, version: WeightVersion) -> None:

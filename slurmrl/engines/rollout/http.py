@@ -10,10 +10,9 @@ import asyncio
 import errno
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from slurmrl.backoff import Backoff
+from slurmrl.config.servers import Address
 from slurmrl.errors import MissingDependencyError, RunFailedError, UsageError
 
 try:
@@ -29,43 +28,9 @@ BUSY = (429, 503)
 """The server did not begin to work on the request."""
 FAULTS_OF_THE_REQUEST = (400, 401, 403, 404, 405, 413, 415, 422)
 """Repeating the request gives the same answer."""
+NEEDS_KEY = (401, 403)
 SHOWN_CHARACTERS = 500
 """Of an answer in a message."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a server listens: ``http://host:port``, ``https://host:port`` or ``unix:/path``."""
-
-    text: str
-
-    def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.text)
-            port = parts.port
-        except ValueError as error:
-            raise UsageError(f"server address '{self.text}': {error}; {self._allowed()}") from error
-        if parts.scheme == "unix":
-            valid = parts.path.startswith("/") and not parts.netloc
-        else:
-            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and port is not None
-            valid = valid and parts.path in ("", "/") and "@" not in parts.netloc
-        if not valid or parts.query or parts.fragment:
-            raise UsageError(f"server address '{self.text}' is not valid; {self._allowed()}")
-
-    @staticmethod
-    def _allowed() -> str:
-        return "allowed: http://HOST:PORT, https://HOST:PORT, unix:/PATH"
-
-    @property
-    def socket(self) -> str | None:
-        """The path of the Unix socket; None for TCP."""
-        scheme, _, path = self.text.partition(":")
-        return path if scheme == "unix" else None
-
-    def url(self, path: str) -> str:
-        """The URL of ``/path``. A Unix socket needs a host name as well, which means nothing."""
-        return (self.text.rstrip("/") if self.socket is None else "http://localhost") + path
 
 
 class HttpClient:
@@ -176,6 +141,8 @@ def _value(where: str, status: int, kind: str, content: bytes) -> object:
     if not 200 <= status < 300:
         text = content.decode(errors="replace").strip()
         message = f"{where}: HTTP status {status}: {_shown(text)}"
+        if status in NEEDS_KEY:
+            message += "; does rollout.server_keys name the file with the server's key?"
         if status in BUSY:
             raise _NotBegunError(message)
         raise (UsageError if status in FAULTS_OF_THE_REQUEST else RunFailedError)(message)

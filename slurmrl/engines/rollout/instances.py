@@ -75,6 +75,8 @@ class Instances(RolloutEngine):
         self._order = itertools.count()
         self._prefixes = PrefixIndex()
         self._closed = False
+        self._usable = asyncio.Event()
+        """Set once an instance could be used."""
         self._giving_up: asyncio.TimerHandle | None = None
         self._instances = [
             Instance(
@@ -84,15 +86,24 @@ class Instances(RolloutEngine):
         ]
         self._expect_instances()
 
-    async def start(self) -> None:
+    async def start(self, *, wait_s: float = 0.0) -> None:
         """Return once an instance can be used. Closes all of them and raises UsageError if one will
-        never be usable, RunFailedError if all have failed at their first attempt."""
+        never be usable, RunFailedError if all have failed at their first attempt and none can be
+        used within ``wait_s``."""
         await asyncio.wait([instance.tried for instance in self._instances])
         errors = [instance.error for instance in self._instances if instance.error is not None]
-        usage = [error for error in errors if isinstance(error, UsageError)]
-        if usage or len(errors) == len(self._instances):
+        unusable = next((error for error in errors if isinstance(error, UsageError)), None)
+        try:
+            if unusable is not None:
+                raise unusable
+            async with asyncio.timeout(wait_s):
+                await self._usable.wait()
+        except TimeoutError as error:
             await self.close()
-            raise (usage or errors)[0]
+            raise RunFailedError(f"no server can be used: {self._reasons()}") from error
+        except UsageError:
+            await self.close()
+            raise
 
     @property
     def version(self) -> str | None:
@@ -134,15 +145,18 @@ class Instances(RolloutEngine):
 
     async def update_weights(self, version: WeightVersion) -> None:
         """Have all instances hold ``version``. Those that fail are lost, and load it before they
-        get another request. Raises UsageError if it cannot be held; then the last one stays."""
+        get another request. Raises UsageError if one refuses it and none takes it; then the last
+        one stays."""
         before = tuple(self._versions)
         self._versions.append(version)
         updates = (instance.update(version) for instance in self._instances)
         results = await asyncio.gather(*updates, return_exceptions=True)
-        for error in results:
-            if isinstance(error, BaseException):
-                self._versions = deque(before, self._versions.maxlen)
-                raise error
+        errors = [error for error in results if isinstance(error, BaseException)]
+        refused = all(isinstance(error, UsageError) for error in errors)
+        taken = any(instance.version == version.name for instance in self._instances)
+        if errors and not (refused and taken):
+            self._versions = deque(before, self._versions.maxlen)
+            raise errors[0]
         self._prefixes = PrefixIndex()  # caches do not outlive weights
         self._dispatch()
 
@@ -161,6 +175,7 @@ class Instances(RolloutEngine):
         return (self._versions[-1] if self._versions else None), self._paused
 
     def _came(self, instance: Instance) -> None:
+        self._usable.set()
         if self._giving_up is not None:
             self._giving_up.cancel()
             self._giving_up = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from slurmrl import log
+from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.base import (
     ABORTED,
     Completion,
@@ -16,7 +17,7 @@ from slurmrl.engines.rollout.base import (
     WeightVersion,
 )
 from slurmrl.engines.rollout.dialect import Dialect
-from slurmrl.engines.rollout.http import Address, HttpClient
+from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.served import ServedEngine
 from slurmrl.engines.rollout.server import KeptServer, Patience

@@ -43,6 +43,8 @@ class ServedEngine(RolloutEngine):
         self._free = asyncio.Semaphore(concurrency)
         self._jobs: dict[str, _Served] = {}
         self._version: str | None = None
+        self._held: set[str] = set()
+        """The versions that were installed here."""
         self._installed = asyncio.Event()
         """Set while there is a version; requests wait for it."""
         self._paused = False
@@ -53,11 +55,21 @@ class ServedEngine(RolloutEngine):
         self._lost: RunFailedError | None = None
 
     @classmethod
-    async def connect(cls, dialect: Dialect, *, concurrency: int = 256) -> ServedEngine:
+    async def connect(
+        cls, dialect: Dialect, *, concurrency: int = 256, least: int = 0
+    ) -> ServedEngine:
         """The engine of a server that answers now. It has no weight version yet, whatever the
-        server holds. Closes the dialect if that fails."""
+        server holds. Raises UsageError if the server takes fewer than ``least`` tokens of a prompt
+        and its completion. Closes the dialect if that fails."""
         try:
-            return cls(dialect, await dialect.connect(), concurrency=concurrency)
+            context = await dialect.connect()
+            if context < least:
+                raise UsageError(
+                    f"{dialect.where}: the server takes {context} tokens of a prompt and its "
+                    f"completion, and this run may have {least}: start it with a longer context, "
+                    "or lower dataset.max_prompt_tokens or rollout.max_new_tokens"
+                )
+            return cls(dialect, context, concurrency=concurrency)
         except BaseException:
             await dialect.close()
             raise
@@ -93,6 +105,11 @@ class ServedEngine(RolloutEngine):
             await self._installed.wait()
             job.sent.add(draw.name)
             completion = await self._dialect.draw(draw)
+        if others := set(completion.versions) - self._held:
+            raise RunFailedError(
+                f"{draw.name}: {self._dialect.where} has drawn with weights {min(others)}, which "
+                "this run has not installed: it was started again, or another run uses it"
+            )
         if completion.finish == "aborted" and job.aborting is None:
             raise RunFailedError(
                 f"{draw.name}: the server aborted the request, as one that ends does"
@@ -169,6 +186,7 @@ class ServedEngine(RolloutEngine):
             await self._let_run()
             began = time.monotonic()
             await self._dialect.pause()
+            self._held.add(version.name)
             await self._dialect.load(version)
             if not self._paused:
                 await self._dialect.resume()
@@ -187,6 +205,8 @@ class ServedEngine(RolloutEngine):
             raise self._lost
         async with self._control:  # a server answers nothing else while it loads weights
             await self._dialect.health()
+            if self._version is not None:
+                await self._dialect.check_version(self._version)
 
     async def close(self) -> None:
         if self._lost is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from slurmrl import log
 from slurmrl.backoff import Backoff
+from slurmrl.config.servers import Address, ServerKeys
 from slurmrl.engines.rollout.process import ServerProcess, ServerProgram
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 
@@ -49,6 +50,26 @@ class Serving:
     """None where requests need no text."""
     patience: Patience
     log: Path
+
+    @property
+    def text(self) -> bool:
+        """Whether requests need a tokenizer on the server."""
+        return self.tokenizer is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """Servers that run already."""
+
+    addresses: tuple[Address, ...]
+    weights: Path
+    """A folder that they see under the same path, of this trial alone."""
+    keys: ServerKeys
+    context: int
+    """Tokens that a prompt and its completion may have together; a server must take as many."""
+    text: bool
+    """Whether requests need a tokenizer on the server."""
+    patience: Patience
 
 
 class KeptServer:

@@ -31,6 +31,13 @@ LOAD_S = 1800.0
 FIRST_S = 600.0
 """Time limit of the first token, before which a server may compile."""
 OLDEST = (0, 5, 20)
+NEUTRAL: Mapping[str, float] = {
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Without these a server's ``--preferred-sampling-params`` would apply."""
 
 
 class _SglangSpan(BaseModel):
@@ -99,10 +106,10 @@ class _Drawing:
         )
 
 
-def request_body(draw: Draw, *, context: int, vocabulary: int) -> dict[str, Any]:
-    """The body of a request for one completion."""
-    options = draw.options
-    all_tokens = vocabulary if restricted(draw) else -1  # the support is reported up to a limit
+def request_body(draw: Draw, *, context: int, vocabulary: int, full: bool) -> dict[str, Any]:
+    """The body of a request for one completion. ``full``: see `read_reply`."""
+    options, masked = draw.options, restricted(draw) and not full
+    all_tokens = vocabulary if masked else -1  # the support is reported up to a limit
     return {
         "rid": draw.name + "/",  # an abort also ends requests whose names begin with its own
         "input_ids": list(draw.prompt),
@@ -112,6 +119,7 @@ def request_body(draw: Draw, *, context: int, vocabulary: int) -> dict[str, Any]
             "temperature": options.temperature,
             "top_p": 1.0 if options.greedy else options.top_p,
             "top_k": 1 if options.greedy else options.top_k or all_tokens,
+            **NEUTRAL,
             "stop_token_ids": list(options.stop_token_ids),
             "stop": list(options.stop_strings),
             "sampling_seed": draw.seed,
@@ -119,7 +127,7 @@ def request_body(draw: Draw, *, context: int, vocabulary: int) -> dict[str, Any]
             "no_stop_trim": True,
         },
         "return_logprob": True,
-        "return_sampling_mask": restricted(draw),
+        "return_sampling_mask": masked,
         "priority": draw.priority,
     }
 
@@ -164,17 +172,19 @@ class SglangDialect(Dialect):
     def __init__(
         self,
         client: HttpClient,
+        control: HttpClient | None = None,
         *,
         model: ServedModel,
         full_logprobs: bool = False,
         checksums: dict[str, object] | None = None,
         health_s: float = 30.0,
     ) -> None:
-        """``model``: `connect` refuses servers of other models. ``full_logprobs``: see
+        """``control``: a client with the key for administration, if that is another one.
+        ``model``: `connect` refuses servers of other models. ``full_logprobs``: see
         `read_reply`. ``checksums``: those of weight versions that other starts of this server have
         loaded; this one is compared with them. ``health_s``: time limit of `health`; at least the
         longest step of the model."""
-        self._client = client
+        self._client, self._control = client, control or client
         self._model = model
         self._full = full_logprobs
         self._checksums = {} if checksums is None else checksums
@@ -185,30 +195,37 @@ class SglangDialect(Dialect):
         self._running = asyncio.Event()
         self._running.set()
         self._pauses = 0
-        self._where = client.address.text
+        self.where = client.address.text
 
     async def connect(self) -> int:
         info = await self._info(CONTROL_S)
-        self._check_version(str(_value_of(self._where, info, "version")))
-        if _value_of(self._where, info, "enable_custom_logit_processor"):
+        self._check_version(str(_value_of(self.where, info, "version")))
+        if _value_of(self.where, info, "enable_custom_logit_processor"):
             raise UsageError(
-                f"{self._where}: --enable-custom-logit-processor is not allowed: the server would "
+                f"{self.where}: --enable-custom-logit-processor is not allowed: the server would "
                 "run code that requests carry"
             )
+        if self._model.text and _value_of(self.where, info, "skip_tokenizer_init"):
+            raise UsageError(
+                f"{self.where}: --skip-tokenizer-init is not allowed: rollout.min_new_tokens and "
+                "stop strings need the server's tokenizer"
+            )
         await self._check_model()
-        self._on_gpu = _value_of(self._where, info, "device") == "cuda"
-        self._context = int(str(_value_of(self._where, info, "max_req_input_len"))) + 1
+        self._on_gpu = _value_of(self.where, info, "device") == "cuda"
+        self._context = int(str(_value_of(self.where, info, "max_req_input_len"))) + 1
         return self._context
 
     async def _check_model(self) -> None:
-        names = _value_of(self._where, await self._get("/model_info"), "architectures")
+        info = await self._get("/model_info")
+        names = _value_of(self.where, info, "architectures")
         if not isinstance(names, list) or self._model.architecture not in names:
             raise UsageError(
-                f"{self._where}: the architecture of the server's model is {names}; the weights "
+                f"{self.where}: the architecture of the server's model is {names}; the weights "
                 f"are those of {self._model.architecture}"
             )
+        self._model.check_folder(self.where, _value_of(self.where, info, "model_path"))
         await self.resume()  # a client that was lost during an update has left it paused
-        await self._model.check_vocabulary(self._where, self._knows)
+        await self._model.check_vocabulary(self.where, self._knows)
 
     async def _knows(self, token: int) -> bool:
         """Whether the vocabulary has this token id. SGLang reports no size, and computes with
@@ -216,7 +233,7 @@ class SglangDialect(Dialect):
         options = {"max_new_tokens": 1, "temperature": 0.0, "logit_bias": {str(token): 0.0}}
         body = {"input_ids": [0], "sampling_params": options}
         try:
-            await self._post("/generate", body, FIRST_S)
+            await self._client.post("/generate", body, timeout_s=FIRST_S)
         except UsageError as error:
             if "logit_bias" not in str(error):
                 raise
@@ -228,7 +245,7 @@ class SglangDialect(Dialect):
         known = all(part.isdigit() for part in numbers)
         if not known or tuple(map(int, numbers)) < OLDEST:
             oldest = ".".join(map(str, OLDEST))
-            raise UsageError(f"{self._where}: SGLang {version}; at least {oldest} is needed")
+            raise UsageError(f"{self.where}: SGLang {version}; at least {oldest} is needed")
 
     async def draw(self, draw: Draw) -> Completion:
         drawing = self._draws[draw.name] = _Drawing(draw)
@@ -257,9 +274,11 @@ class SglangDialect(Dialect):
 
     async def _piece(self, draw: Draw) -> Completion:
         """Tokens until the draw has ended, was aborted, or the server was paused."""
-        body = request_body(draw, context=self._context, vocabulary=self._model.vocabulary)
+        body = request_body(
+            draw, context=self._context, vocabulary=self._model.vocabulary, full=self._full
+        )
         reply = await self._client.post("/generate", body, timeout_s=None)
-        return read_reply(f"{self._where}/generate", reply, draw, full=self._full)
+        return read_reply(f"{self.where}/generate", reply, draw, full=self._full)
 
     async def abort(self, name: str) -> None:
         if name in self._draws:
@@ -287,10 +306,11 @@ class SglangDialect(Dialect):
             "flush_cache": True,
         }
         await self._succeed("/update_weights_from_disk", body, LOAD_S)
-        held = _value_of(self._where, await self._get("/model_info"), "weight_version")
-        if held != version.name:
-            raise RunFailedError(f"{self._where}: holds version {held} instead of {version.name}")
+        await self.check_version(version.name)
         await self._compare(version.name)
+
+    async def version(self) -> str:
+        return str(_value_of(self.where, await self._get("/model_info"), "weight_version"))
 
     async def _compare(self, version: str) -> None:
         """Check that the server's tensors are those of its earlier starts with this version.
@@ -298,10 +318,10 @@ class SglangDialect(Dialect):
         if not self._on_gpu:
             return
         reply = await self._succeed("/weights_checker", {"action": "checksum"}, LOAD_S)
-        checksum = _value_of(self._where, reply, "per_engine_checksum")
+        checksum = _value_of(self.where, reply, "per_engine_checksum")
         if self._checksums.setdefault(version, checksum) != checksum:
             raise RunFailedError(
-                f"{self._where}: its weights of version {version} differ from those that it held "
+                f"{self.where}: its weights of version {version} differ from those that it held "
                 "before it was started again"
             )
 
@@ -310,6 +330,7 @@ class SglangDialect(Dialect):
 
     async def close(self) -> None:
         await self._client.close()
+        await self._control.close()
 
     async def _info(self, timeout_s: float) -> object:
         """The settings of the server, with the state of the processes that compute, which they
@@ -322,12 +343,12 @@ class SglangDialect(Dialect):
     async def _post(
         self, path: str, body: Mapping[str, object], timeout_s: float = CONTROL_S
     ) -> object:
-        return await self._client.post(path, body, timeout_s=timeout_s)
+        return await self._control.post(path, body, timeout_s=timeout_s)
 
     async def _succeed(self, path: str, body: Mapping[str, object], timeout_s: float) -> object:
         reply = await self._post(path, body, timeout_s)
-        if _value_of(self._where, reply, "success") is not True:
-            raise RunFailedError(f"{self._where}{path}: {reply}")
+        if _value_of(self.where, reply, "success") is not True:
+            raise RunFailedError(f"{self.where}{path}: {reply}")
         return reply
 
 

@@ -1,4 +1,4 @@
-"""SGLang servers: how they are started, and kept in the trainers' job."""
+"""SGLang servers: how they are started, and how the trainers' job uses them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 from slurmrl.engines.rollout.dialect import Dialect
 from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.placed import PlacedServer
+from slurmrl.engines.rollout.server import Serving
+from slurmrl.engines.rollout.server_engine import ServerEngine
 from slurmrl.engines.rollout.sglang import SglangDialect
 
 LAUNCHER = Path(__file__).with_name("launch_sglang.py")
@@ -38,6 +39,7 @@ def command(
     *,
     vocabulary: int,
     tokenizer: Path | None = None,
+    tensor_ranks: int = 1,
     options: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Start a server on a Unix socket, whose folder must have mode 0700.
@@ -45,40 +47,45 @@ def command(
     ``model`` has a ``config.json`` without ``eos_token_id``, so that only the stop tokens of a
     request end it; its weights are undefined until the first version. Stop strings and a minimum
     of new tokens need a ``tokenizer``; its end of a sequence then always ends a completion.
-    ``options``: further flags, which win over these.
+    ``tensor_ranks``: GPUs that share the model. ``options``: further flags, which win over these.
     """
     text = ("--skip-tokenizer-init",) if tokenizer is None else ("--tokenizer-path", str(tokenizer))
     return (
         *(python, "-P", str(LAUNCHER), str(socket), "--model-path", str(model), *text),
         *("--load-format", "dummy", "--sampling-mask-max-tokens", str(vocabulary)),
         *FLAGS,
+        *("--tp-size", str(tensor_ranks)),
         *options,
     )
 
 
-class SglangEngine(PlacedServer):
-    """An SGLang server on each data-parallel rank."""
+class SglangEngine(ServerEngine):
+    """SGLang servers."""
 
     name = "sglang"
 
-    def command(self, model: Path, socket: Path) -> Sequence[str]:
+    def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
         flags = CPU_FLAGS if self.context.device.type == "cpu" else ()
         return command(
-            self.serving.python,
+            serving.python,
             model,
             socket,
             vocabulary=self.decoder_config.vocab_size,
-            tokenizer=self.serving.tokenizer,
-            options=(*flags, "--dtype", self.dtype, *self.serving.arguments),
+            tokenizer=serving.tokenizer,
+            tensor_ranks=self.tensor_ranks,
+            options=(*flags, "--dtype", self.dtype, *serving.arguments),
         )
 
     def environment(self) -> Mapping[str, str]:
         return ENVIRONMENT
 
-    def dialect(self, client: HttpClient) -> Dialect:
+    def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
+        checksums = self._checksums.setdefault(client.address.text, {})
         return SglangDialect(
             client,
+            control,
             model=self.model,
             full_logprobs=True,
-            checksums=self.checksums,
+            checksums=checksums,
+            health_s=self.serving.patience.silence_s,
         )

@@ -138,26 +138,37 @@ def read_reply(where: str, reply: object) -> Completion:
 class VllmDialect(Dialect):
     """One vLLM server."""
 
-    def __init__(self, client: HttpClient, *, model: ServedModel, health_s: float = 30.0) -> None:
-        """``model``: `connect` refuses servers of other models. ``health_s``: time limit of
-        `health`; at least the longest step of the model."""
-        self._client = client
+    def __init__(
+        self,
+        client: HttpClient,
+        control: HttpClient | None = None,
+        *,
+        model: ServedModel,
+        health_s: float = 30.0,
+    ) -> None:
+        """``control``: a client with the key for administration, if that is another one. ``model``:
+        `connect` refuses servers of other models. ``health_s``: time limit of `health`; at least
+        the longest step of the model."""
+        self._client, self._control = client, control or client
         self._model = model
         self._health_s = health_s
-        self._where = client.address.text
+        self.where = client.address.text
 
     async def connect(self) -> int:
         await self._check_version()
         await self._check_flags()
         await self.resume()  # a client that was lost during an update has left it paused
         await self._try()
-        await self._model.check_vocabulary(self._where, self._knows)
+        await self._model.check_vocabulary(self.where, self._knows)
         return await self._context()
 
     async def _try(self) -> None:
         """Draw a token, which shows what else is wrong before there are requests."""
-        reply = await self._generate(request_body(FIRST), FIRST_S)
-        read_reply(self._where + GENERATE, reply)
+        try:
+            reply = await self._generate(request_body(FIRST), FIRST_S)
+        except UsageError as error:
+            raise UsageError(f"{error}; start the server with {' '.join(FLAGS)}") from error
+        read_reply(self.where + GENERATE, reply)
 
     async def _knows(self, token: int) -> bool:
         """Whether the vocabulary has this token id. vLLM reports no size, and a prompt with a token
@@ -176,36 +187,43 @@ class VllmDialect(Dialect):
         return await self._client.post(GENERATE, body, timeout_s=timeout_s)
 
     async def _check_version(self) -> None:
-        version = str(_field(self._where, await self._get("/version"), "version"))
+        version = str(_field(self.where, await self._get("/version"), "version"))
         numbers = version.split(".")[:2]
         if not all(part.isdigit() for part in numbers) or tuple(map(int, numbers)) < OLDEST:
-            raise UsageError(f"{self._where}: vLLM {version} is too old; at least 0.32 is needed")
+            raise UsageError(f"{self.where}: vLLM {version} is too old; at least 0.32 is needed")
 
     async def _check_flags(self) -> None:
         try:
             info = await self._get("/server_info?config_format=json")
         except UsageError as error:
             raise UsageError(
-                f"{self._where} does not offer updates of weights: start it with "
+                f"{self.where} does not offer updates of weights: start it with "
                 f"VLLM_SERVER_DEV_MODE=1 ({error})"
             ) from error
-        config = _field(self._where, info, "vllm_config")
-        mode = _field(self._where, _field(self._where, config, "model_config"), "logprobs_mode")
+        config = _field(self.where, info, "vllm_config")
+        model = _field(self.where, config, "model_config")
+        if self._model.text and _field(self.where, model, "skip_tokenizer_init"):
+            raise UsageError(
+                f"{self.where}: --skip-tokenizer-init is not allowed: stop strings need the "
+                "server's tokenizer"
+            )
+        mode = _field(self.where, model, "logprobs_mode")
         if mode != "processed_logprobs":
             raise UsageError(
-                f"{self._where}: --logprobs-mode is {mode}, so log-probabilities are not those of "
+                f"{self.where}: --logprobs-mode is {mode}, so log-probabilities are not those of "
                 f"the sampled distribution; start the server with {' '.join(FLAGS)}"
             )
 
     async def _context(self) -> int:
-        models = _field(self._where, await self._get("/v1/models"), "data")
+        models = _field(self.where, await self._get("/v1/models"), "data")
         if not isinstance(models, list) or not models:
-            raise RunFailedError(f"{self._where}: /v1/models lists no model")
-        return int(str(_field(self._where, models[0], "max_model_len")))
+            raise RunFailedError(f"{self.where}: /v1/models lists no model")
+        self._model.check_folder(self.where, _field(self.where, models[0], "root"))
+        return int(str(_field(self.where, models[0], "max_model_len")))
 
     async def draw(self, draw: Draw) -> Completion:
         reply = await self._generate(request_body(draw), None)
-        return read_reply(self._where + GENERATE, reply)
+        return read_reply(self.where + GENERATE, reply)
 
     async def abort(self, name: str) -> None:
         await self._post("/inference/v1/abort_requests", {"request_ids": [PREFIX + name]})
@@ -223,12 +241,13 @@ class VllmDialect(Dialect):
             )
         await self._call("update_config", overrides=LOADING)
         await self._call("reload_weights", weights_path=str(version.folder))
-        if _field(self._where, await self._post(RESET), "success") is not True:
-            raise RunFailedError(f"{self._where}: the server did not empty its prefix cache")
+        if _field(self.where, await self._post(RESET), "success") is not True:
+            raise RunFailedError(f"{self.where}: the server did not empty its prefix cache")
         await self._post("/update_weight_version", {"new_version": version.name})
-        held = _field(self._where, await self._get("/weight_info"), "weight_version")
-        if held != version.name:
-            raise RunFailedError(f"{self._where}: holds version {held} instead of {version.name}")
+        await self.check_version(version.name)
+
+    async def version(self) -> str:
+        return str(_field(self.where, await self._get("/weight_info"), "weight_version"))
 
     async def health(self) -> None:
         await self._client.get("/health", timeout_s=self._health_s)
@@ -238,6 +257,7 @@ class VllmDialect(Dialect):
 
     async def close(self) -> None:
         await self._client.close()
+        await self._control.close()
 
     async def _call(self, method: str, **arguments: object) -> None:
         """Call a method of the processes that compute."""
@@ -250,7 +270,7 @@ class VllmDialect(Dialect):
     async def _post(
         self, path: str, body: Mapping[str, object] | None = None, timeout_s: float = CONTROL_S
     ) -> object:
-        return await self._client.post(path, body, timeout_s=timeout_s)
+        return await self._control.post(path, body, timeout_s=timeout_s)
 
 
 def _field(where: str, value: object, name: str) -> object:

@@ -1,4 +1,4 @@
-"""vLLM servers: how they are started, and kept in the trainers' job."""
+"""vLLM servers: how they are started, and how the trainers' job uses them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 from slurmrl.engines.rollout.dialect import Dialect
 from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.placed import PlacedServer
+from slurmrl.engines.rollout.server import Serving
+from slurmrl.engines.rollout.server_engine import ServerEngine
 from slurmrl.engines.rollout.vllm import FLAGS, VllmDialect
 
 CPU_FLAGS = ("--enforce-eager",)
@@ -20,13 +21,14 @@ def command(
     socket: Path,
     *,
     tokenizer: Path | None = None,
+    tensor_ranks: int = 1,
     options: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Start a server on a Unix socket, whose folder must have mode 0700.
 
     ``model`` has a ``config.json``; its weights are undefined until the first version. Stop strings
-    need a ``tokenizer``. Sequences may be as long as the model and the memory allow. ``options``:
-    further flags, which win over these.
+    need a ``tokenizer``. Sequences may be as long as the model and the memory allow.
+    ``tensor_ranks``: GPUs that share the model. ``options``: further flags, which win over these.
     """
     text = ("--skip-tokenizer-init",) if tokenizer is None else ("--tokenizer", str(tokenizer))
     return (
@@ -35,6 +37,7 @@ def command(
         *("--model", str(model), "--uds", str(socket), "--load-format", "dummy", *text),
         *FLAGS,
         *("--generation-config", "vllm"),  # that of the model would change sampling silently
+        *("--tensor-parallel-size", str(tensor_ranks)),
         *("--max-model-len", "-1", "--scheduling-policy", "priority", "--enable-prefix-caching"),
         *options,
     )
@@ -54,24 +57,26 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
 """Further variables of a server without a GPU."""
 
 
-class VllmEngine(PlacedServer):
-    """A vLLM server on each data-parallel rank."""
+class VllmEngine(ServerEngine):
+    """vLLM servers."""
 
     name = "vllm"
 
-    def command(self, model: Path, socket: Path) -> Sequence[str]:
+    def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
         flags = CPU_FLAGS if self.context.device.type == "cpu" else ()
         return command(
-            self.serving.python,
+            serving.python,
             model,
             socket,
-            tokenizer=self.serving.tokenizer,
-            options=(*flags, "--dtype", self.dtype, *self.serving.arguments),
+            tokenizer=serving.tokenizer,
+            tensor_ranks=self.tensor_ranks,
+            options=(*flags, "--dtype", self.dtype, *serving.arguments),
         )
 
     def environment(self) -> Mapping[str, str]:
         further = CPU_ENVIRONMENT if self.context.device.type == "cpu" else {}
         return {**ENVIRONMENT, **further}
 
-    def dialect(self, client: HttpClient) -> Dialect:
-        return VllmDialect(client, model=self.model)
+    def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
+        health_s = self.serving.patience.silence_s
+        return VllmDialect(client, control, model=self.model, health_s=health_s)

@@ -182,7 +182,10 @@ def tensor_sizes(placed: dict[str, Placement]) -> list[int]:
 def rollout_instances(draft: Draft) -> Iterator[Problem]:
     """One copy of a serving engine fits on a host."""
     servers = draft.placements().get(ROLLOUTS)
-    if servers is None or servers.group != ROLLOUTS:
+    if servers is None or not BACKENDS[servers.allocation.backend].serves:
+        return
+    if servers.group == TRAINERS:
+        yield from _copies_over_hosts(draft, servers)
         return
     largest = draft.config.cluster.workers_per_host or LARGEST_HOST
     needed = servers.allocation.instance_size
@@ -192,6 +195,24 @@ def rollout_instances(draft: Draft) -> Iterator[Problem]:
             f"has {largest}"
         )
         yield draft.problem((ROLLOUTS, "backend"), message)
+
+
+def _copies_over_hosts(draft: Draft, servers: Placement) -> Iterator[Problem]:
+    """A server in the trainers' job has the GPUs of one host. (Of running servers, only the weights
+    are there.)"""
+    placed, size = draft.placements(), servers.allocation.instance_size
+    per_host = draft.config.cluster.workers_per_host or placement.workers_per_host(
+        placement.trainers(placed.values()), tensor_sizes(placed)
+    )
+    copies = [servers.ranks[first : first + size] for first in range(0, len(servers.ranks), size)]
+    for copy in copies if not draft.config.rollout.servers else ():
+        if len({rank // per_host for rank in copy}) > 1:
+            message = (
+                f"'{servers.allocation}' is not allowed: one server has GPUs "
+                f"{format_gpus(sorted(copy))}, which are on several hosts with {per_host} GPUs each"
+            )
+            yield draft.problem((ROLLOUTS, "gpus"), message)
+            return
 
 
 def architectures(draft: Draft) -> Iterator[Problem]:

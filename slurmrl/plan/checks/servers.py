@@ -1,52 +1,108 @@
-"""Checks of the servers that generate in the trainers' job."""
+"""Checks of the servers that generate: the run's own, and those that run already."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from slurmrl.allocation import Allocation
 from slurmrl.allocation.allocation import BACKENDS
-from slurmrl.errors import Problem
+from slurmrl.config.servers import read_keys
+from slurmrl.errors import Problem, UsageError
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.placement import ROLLOUTS
 
-OF_SERVERS: Final = ("python", "server_args", "server_start_s", "server_silence_s")
-"""Settings of ``rollout`` that only servers use."""
+OF_OURS: Final = ("python", "server_args")
+"""Settings of ``rollout`` that only servers of the run's own use."""
+OF_RUNNING: Final = ("servers", "server_weights", "server_keys")
+"""Those that only running ones use."""
+OF_ALL: Final = ("server_start_s", "server_silence_s")
 
 
 def servers(draft: Draft) -> Iterator[Problem]:
-    """Servers have GPUs and a Python, and only they have settings of servers."""
+    """What servers need is there, and only they have settings of servers."""
     rollout = draft.config.rollout
     allocation = draft.allocations().get(ROLLOUTS)
     backend = allocation.backend if allocation else ""
-    if not backend or not BACKENDS[backend].serves:
+    if allocation is None or not BACKENDS[backend].serves:
         able = " or ".join(name for name in ENGINES if BACKENDS[name].serves)
-        for field in OF_SERVERS:
-            default = type(rollout).model_fields[field].get_default(call_default_factory=True)
-            if getattr(rollout, field) != default:  # (a resumed trial states its defaults)
-                message = f"is not allowed: it is for servers (rollout.backend {able})"
-                yield draft.problem((ROLLOUTS, field), message)
+        message = f"is not allowed: it is for servers (rollout.backend {able})"
+        yield from _refused(draft, (*OF_RUNNING, *OF_OURS, *OF_ALL), message)
         return
     if backend not in ENGINES:
         return  # already reported
-    if not rollout.gpus.strip():
-        message = (
-            f"is required with {backend}: the GPUs of the trainers' job (workers, if there are no "
-            "GPUs) that have a server; servers in jobs of their own do not run in this version"
-        )
-        yield draft.problem((ROLLOUTS, "gpus"), message)
-    if reason := _unusable(rollout.python, contained=bool(draft.config.cluster.slurm.container)):
-        message = f"{reason}; set the Python of an environment in which {backend} is installed"
-        yield draft.problem((ROLLOUTS, "python"), message)
+    if rollout.servers:
+        yield from _running(draft, allocation)
+    else:
+        if (draft.source.values.get(ROLLOUTS) or {}).get("servers"):
+            return  # addresses that are not valid, which are reported
+        message = "is not allowed without rollout.servers"
+        yield from _refused(draft, OF_RUNNING, message)
+        yield from _own(draft, backend)
     if rollout.greedy and rollout.temperature != 1.0:
         message = (
             f"{rollout.temperature:g} is not allowed with greedy and {backend}: its "
             "log-probabilities of greedy tokens are those at temperature 1"
         )
         yield draft.problem((ROLLOUTS, "temperature"), message)
+
+
+def _refused(draft: Draft, fields: Iterable[str], message: str) -> Iterator[Problem]:
+    """Those of the fields that are set."""
+    rollout = draft.config.rollout
+    for field in fields:
+        default = type(rollout).model_fields[field].get_default(call_default_factory=True)
+        if getattr(rollout, field) != default:  # (a resumed trial states its defaults)
+            yield draft.problem((ROLLOUTS, field), message)
+
+
+def _own(draft: Draft, backend: str) -> Iterator[Problem]:
+    """Servers that the run starts need GPUs and a Python."""
+    rollout = draft.config.rollout
+    if not rollout.gpus.strip():
+        message = (
+            f"is required with {backend}: the GPUs of the trainers' job (workers, if there are no "
+            "GPUs) that have a server; servers in jobs of their own do not run in this version. "
+            "Or set rollout.servers to the addresses of running ones"
+        )
+        yield draft.problem((ROLLOUTS, "gpus"), message)
+    if reason := _unusable(rollout.python, contained=bool(draft.config.cluster.slurm.container)):
+        message = f"{reason}; set the Python of an environment in which {backend} is installed"
+        yield draft.problem((ROLLOUTS, "python"), message)
+
+
+def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:
+    """Running servers are addresses and, if need be, keys and a folder for weights."""
+    rollout, backend = draft.config.rollout, allocation.backend
+    message = "is not allowed with rollout.servers, which slurmrl does not start"
+    yield from _refused(draft, OF_OURS, message)
+    if allocation.sizes["dp"] > 1:
+        message = (
+            f"'{rollout.backend}' is not allowed with rollout.servers, which have their own "
+            f"layouts: write {backend}, or for example {backend}:t2 to gather the weights on 2 "
+            "GPUs of the trainers"
+        )
+        yield draft.problem((ROLLOUTS, "backend"), message)
+    if rollout.offload is not None:
+        message = "is not allowed with rollout.servers: their memory is not the run's"
+        yield draft.problem((ROLLOUTS, "offload"), message)
+    twice = [address for address, count in Counter(rollout.servers).items() if count > 1]
+    if twice:
+        message = f"{', '.join(twice)} is listed more than once"
+        yield draft.problem((ROLLOUTS, "servers"), message)
+    if rollout.server_keys is not None:
+        try:
+            read_keys(Path(rollout.server_keys))
+        except UsageError as error:
+            yield draft.problem((ROLLOUTS, "server_keys"), str(error))
+    folder = rollout.server_weights
+    if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
+        message = f"'{folder}' is not allowed: there is no such folder, or it cannot be written to"
+        yield draft.problem((ROLLOUTS, "server_weights"), message)
 
 
 def _unusable(python: str | None, *, contained: bool) -> str:

@@ -9,13 +9,12 @@ from typing import Any
 
 from slurmrl.allocation import Allocation
 from slurmrl.allocation.allocation import AXIS_OF
-from slurmrl.config.schema import Dataset, Model
-from slurmrl.config.source import KeyPath
+from slurmrl.config.schema import Model
 from slurmrl.errors import Problem, UsageError
 from slurmrl.plan import model_files
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engines import ENGINES
-from slurmrl.plan.estimates.lengths import longest
+from slurmrl.plan.estimates.lengths import bounded_parts, longest
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.registry import resolve
 
@@ -114,14 +113,7 @@ def lengths(draft: Draft) -> Iterator[Problem]:
     if not limits:
         return
     lowest, silent = min(limits), [limit for limit in limits if limit.silent]
-    config = draft.config
-    new = config.rollout.most_tokens
-    parts: list[tuple[KeyPath, Dataset, int]] = [(("dataset",), config.dataset, new)]
-    if config.evaluation is not None:
-        own = config.evaluation.max_new_tokens or new
-        own = new if config.rollout.episode.has_turns else own
-        parts.append((("evaluation", "dataset"), config.evaluation.dataset, own))
-    for where, dataset, new_tokens in parts:
+    for where, dataset, new_tokens in bounded_parts(draft.config):
         key = (*where, "max_prompt_tokens" if dataset.kind == "prompt" else "max_tokens")
         tokens = longest(dataset, new_tokens)
         if tokens is None and silent:

@@ -92,7 +92,8 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
             head=use.head,
             trained=use.trained,
             computes=bool(methods - {Method.GENERATE}),
-            generates=Method.GENERATE in methods,
+            generates=Method.GENERATE in methods
+            and not (name == ROLLOUTS and config.rollout.servers),
             lengths=lengths,
             minibatches=algorithm.minibatches if use.trained else 1,
             cache_bytes=config.rollout.episode.cache_bytes,
@@ -178,7 +179,8 @@ def cost(checked: Checked, call: Call, placed: dict[str, Placement]) -> CallCost
     frozen = model.lora is not None
     flops = call_flops(shape, use.head, call.method, lengths, algorithm.epochs, frozen=frozen)
     gpu = hardware.gpu_of(config.cluster)
-    if gpu is None or config.cluster.gpus_per_worker == 0:
+    elsewhere = name == ROLLOUTS and bool(config.rollout.servers)
+    if gpu is None or config.cluster.gpus_per_worker == 0 or elsewhere:
         return CallCost(flops, None)
     again = REPEATED[model.recompute] if call.method is Method.TRAIN_STEP else 0
     seconds = compute_seconds(round(flops * (1 + again)), len(placed[name].ranks), gpu)

@@ -51,7 +51,8 @@ def worker_bytes(checked: Checked) -> int | None:
             on_rank[rank] = on_rank.get(rank, 0) + size
         loading = max(loading, _loading_bytes(checked.config, uses[name]))
     servers = placed.get(ROLLOUTS)
-    if servers is not None and BACKENDS[servers.allocation.backend].serves:
+    running = bool(checked.config.rollout.servers)
+    if servers is not None and BACKENDS[servers.allocation.backend].serves and not running:
         for rank in servers.ranks if servers.group == TRAINERS else ():
             on_rank[rank] = on_rank.get(rank, 0) + VERSIONS * sizes[ROLLOUTS].weights
     return WORKER + max(max(on_rank.values(), default=0), loading)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slurmrl.config.schema import Config, Dataset
+from slurmrl.config.source import KeyPath
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.estimates.shape import ModelShape
 
@@ -35,6 +37,16 @@ def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -
     if shape is None or shape.positions is None:
         return None
     return Lengths(sequences, max(shape.positions, new), new, assumed=True, group=group)
+
+
+def bounded_parts(config: Config) -> Iterator[tuple[KeyPath, Dataset, int]]:
+    """The keys of the datasets of training and evaluation, with the most new tokens of each."""
+    new = config.rollout.most_tokens
+    yield ("dataset",), config.dataset, new
+    evaluation = config.evaluation
+    if evaluation is not None:
+        own = None if config.rollout.episode.has_turns else evaluation.max_new_tokens
+        yield ("evaluation", "dataset"), evaluation.dataset, own or new
 
 
 def longest(dataset: Dataset, new_tokens: int) -> int | None:

@@ -130,5 +130,7 @@ def _rollout(config: Config) -> tuple[Any, list[sizes.Disagreement]]:
         message = f"{size} is not allowed without rollout.backend, the engine that it applies to"
         return rollout, [sizes.Disagreement(sizes.ROLLOUT_FIELDS[axis], message)]
     backend, found = sizes.merge(rollout.backend, given, None)
+    if rollout.servers and sizes.is_engine_only(backend):
+        backend = f"{backend.strip()}:d1"  # of the weights alone: the servers have their layouts
     conflicts = [sizes.Disagreement(sizes.ROLLOUT_FIELDS[axis], message) for axis, message in found]
     return rollout.model_copy(update={"backend": backend}), conflicts

@@ -3,6 +3,7 @@ datasets, tokenizer."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
@@ -17,10 +18,11 @@ from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.backoff import READ_S, retry
 from slurmrl.checkpoint.manifest import until_certain, verify_share
 from slurmrl.config.schema import Optimizer
+from slurmrl.config.servers import Address, read_keys
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, TrainEngine
-from slurmrl.engines.rollout.server import Patience, Serving
+from slurmrl.engines.rollout.server import Patience, Running, Serving
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.parallel import device, gpu_memory, groups, numa
@@ -29,6 +31,8 @@ from slurmrl.parallel.groups import ParallelContext
 from slurmrl.paths import RunPaths
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks import memory
+from slurmrl.plan.estimates.lengths import bounded_parts, longest
+from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.placement import model_of
@@ -50,6 +54,8 @@ from slurmrl.workers.worker.sharing import Mail
 from slurmrl.worlds import TRAINERS, RankId, group_of
 
 T = TypeVar("T")
+KEPT_BY_SERVERS = 8
+"""Tokens of a model's context that a server may keep for itself: 5 of SGLang's."""
 
 
 class Worker(Protocol):
@@ -124,7 +130,7 @@ def build_trainer(
         activity=activity,
     )
     activity.phase("making the models")
-    engines = _engines(settings, plan, contexts, paths.logs / TRAINERS)
+    engines = _engines(settings, plan, contexts, paths)
     if start.base is not None:
         activity.phase("loading the checkpoint")
         ranks = group.world_size
@@ -196,10 +202,9 @@ def require_inputs(settings: Settings) -> None:
 
 
 def _engines(
-    settings: Settings, plan: Plan, contexts: Mapping[str, ParallelContext], logs: Path
+    settings: Settings, plan: Plan, contexts: Mapping[str, ParallelContext], paths: RunPaths
 ) -> dict[str, Engine]:
-    """Build the models of which this rank holds a shard, with their initial weights. ``logs`` is
-    the folder for those of servers."""
+    """Build the models of which this rank holds a shard, with their initial weights."""
     config = settings.config
     algorithm = settings.algorithm
     engines: dict[str, Engine] = {}
@@ -221,27 +226,61 @@ def _engines(
             seed=config.seed,
             total_steps=steps * algorithm.optimizer_steps,
             source=source,
-            **_serving(settings, placed.engine, logs / f"{placed.engine}.{context.dp_rank}.log"),
+            **_serving(settings, placed.engine, context, paths),
         )
     return engines
 
 
-def _serving(settings: Settings, engine: str, log: Path) -> dict[str, Serving]:
-    """The further argument of an engine that keeps servers."""
+def _serving(
+    settings: Settings, engine: str, context: ParallelContext, paths: RunPaths
+) -> dict[str, Serving | Running]:
+    """The further argument of an engine of servers."""
     if not BACKENDS[engine].serves:
         return {}
     rollout = settings.config.rollout
+    patience = Patience(start_s=rollout.server_start_s, silence_s=rollout.server_silence_s)
+    if rollout.servers:
+        return {"serving": _running(settings, patience, paths)}
     python, tokenizer = rollout.python, settings.config.actor.tokenizer
     assert python is not None and tokenizer is not None, "checked at submission"  # noqa: PT018
-    patience = Patience(start_s=rollout.server_start_s, silence_s=rollout.server_silence_s)
     serving = Serving(
         python=python,
         arguments=tuple(rollout.server_args),
         tokenizer=Path(tokenizer) if rollout.min_new_tokens else None,
         patience=patience,
-        log=log,
+        log=paths.logs / TRAINERS / f"{engine}.{context.dp_rank}.log",
     )
     return {"serving": serving}
+
+
+def _running(settings: Settings, patience: Patience, paths: RunPaths) -> Running:
+    rollout, weights = settings.config.rollout, paths.weights
+    keys = Path(rollout.server_keys) if rollout.server_keys is not None else None
+    if rollout.server_weights is not None:  # other trials may use it, too
+        weights = Path(rollout.server_weights) / f"{paths.trial}-{_digest(paths.run)}"
+    return Running(
+        addresses=tuple(map(Address, rollout.servers)),
+        weights=weights,
+        keys=_read("the keys of rollout.servers", lambda: read_keys(keys)),
+        context=_context(settings),
+        text=rollout.min_new_tokens > 0,
+        patience=patience,
+    )
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(str(path).encode()).hexdigest()[:16]
+
+
+def _context(settings: Settings) -> int:
+    """Tokens of a prompt and its completion that a server must take; 0 if they are not bounded."""
+    parts = bounded_parts(settings.config)
+    bounds = [longest(dataset, new_tokens) for _, dataset, new_tokens in parts]
+    shape = shape_of(settings.config.actor)
+    if shape is not None and shape.positions is not None:
+        most = shape.positions - KEPT_BY_SERVERS
+        bounds = [most if bound is None else min(bound, most) for bound in bounds]
+    return max(bound or 0 for bound in bounds)
 
 
 def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:

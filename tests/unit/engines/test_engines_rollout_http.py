@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.engines.rollout.http import Address, HttpClient
+from slurmrl.config.servers import Address
+from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.errors import RunFailedError, UsageError
 
 Handler = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]

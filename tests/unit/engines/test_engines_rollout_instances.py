@@ -74,6 +74,8 @@ class FakeServer:
         self.connects = 0
         self.most = 0
         self.served: list[str] = []
+        self.blind = False
+        """Whether it sees no folder with weights."""
         self.failing: SlurmrlError | None = None
         """Fails each request, while the server is healthy."""
         self.refusing: SlurmrlError | None = None
@@ -162,7 +164,7 @@ class FakeEngine(RolloutEngine):
 
     async def update_weights(self, version: WeightVersion) -> None:
         self._version = None
-        if version.name == "bad":
+        if version.name == "bad" or self.server.blind:
             raise UsageError("weight version bad: no such folder")
         await self.server.answer(0.5)
         self._version = self._held = version.name
@@ -353,6 +355,44 @@ def test_a_version_that_cannot_be_held_leaves_the_one_before() -> None:
             await instances.update_weights(WeightVersion(name="bad"))
         (result,) = await instances.submit(request("r"))
         assert (instances.version, result.versions) == ("1", ("1",))
+        await instances.close()
+
+    run(main)
+
+
+def test_a_version_that_one_instance_refuses_is_served_by_the_others() -> None:
+    """A server whose disk is full costs no run that has others; it comes back once it can load."""
+
+    async def main() -> None:
+        servers = [FakeServer(), FakeServer()]
+        instances = await serving(servers)
+        servers[0].blind = True
+        await instances.update_weights(WeightVersion(name="2"))
+        for name in ("a", "b", "c"):
+            (result,) = await instances.submit(request(name))
+            assert result.versions == ("2",)
+        assert servers[0].served == []
+        servers[0].blind = False
+        await asyncio.sleep(60.0)
+        assert instances._instances[0].version == "2"
+        servers[0].blind = servers[1].blind = True
+        with pytest.raises(UsageError, match="no such folder"):
+            await instances.update_weights(WeightVersion(name="3"))
+        await instances.close()
+
+    run(main)
+
+
+def test_the_start_waits_for_servers_that_come_later() -> None:
+    async def main() -> None:
+        server = FakeServer()
+        server.refusing = RunFailedError("connection refused")
+        instances = instances_of([server])
+        start = asyncio.ensure_future(instances.start(wait_s=300.0))
+        await asyncio.sleep(120.0)
+        assert not start.done()
+        server.refusing = None
+        await start
         await instances.close()
 
     run(main)

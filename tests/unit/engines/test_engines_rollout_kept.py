@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.base import WeightVersion
-from slurmrl.engines.rollout.http import Address, HttpClient
+from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.kept import KeptEngine
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.server import Patience

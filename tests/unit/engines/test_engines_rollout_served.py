@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,10 @@ class ScriptedDialect(Dialect):
     """Draws wait until the test ends them. Aborts of draws younger than ``deaf`` calls of `abort`
     get lost, as those that overtake their request do."""
 
+    where = "server"
+
     def __init__(self, *, deaf: int = 0) -> None:
+        self.held = "none"
         self.draws: dict[str, asyncio.Future[Completion]] = {}
         self.seeds: dict[str, int] = {}
         self.calls: list[str] = []
@@ -57,6 +61,10 @@ class ScriptedDialect(Dialect):
         self.calls.append(f"load {version.name}")
         if version.name == "broken":
             raise RunFailedError("no such weights")
+        self.held = version.name
+
+    async def version(self) -> str:
+        return self.held
 
     async def health(self) -> None:
         self.calls.append("health")
@@ -100,6 +108,39 @@ async def ready(dialect: ScriptedDialect, **options: int) -> ServedEngine:
     await engine.update_weights(WeightVersion(name="1.1"))
     dialect.calls.clear()
     return engine
+
+
+def test_tokens_of_weights_that_were_not_installed_are_refused() -> None:
+    """A server that was started again, or that another run has updated, is found out by the
+    versions of its tokens; `health` then fails, so that it gets the weights again."""
+
+    async def main() -> None:
+        dialect = ScriptedDialect()
+        engine = await ready(dialect)
+        future = engine.submit(request())
+        await settle()
+        made = replace(completion(), versions=("1.1", "default", "default"))
+        dialect.draws["r-0"].set_result(made)
+        with pytest.raises(RunFailedError, match=r"drawn with weights default.* not installed"):
+            await future
+        await engine.health()
+        dialect.held = "default"
+        with pytest.raises(RunFailedError, match=r"holds version default instead of 1\.1"):
+            await engine.health()
+
+    run(main())
+
+
+def test_a_server_with_a_shorter_context_is_refused() -> None:
+    """It would cut completions short, which would look like long ones."""
+
+    async def main() -> None:
+        with pytest.raises(
+            UsageError, match=r"takes 16 tokens.*may have 17: start it with a longer"
+        ):
+            await ServedEngine.connect(ScriptedDialect(), least=17)
+
+    run(main())
 
 
 def test_requests_wait_for_the_first_version_and_are_bounded() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.base import Completion
 from slurmrl.engines.rollout.dialect import Draw, ServedModel
-from slurmrl.engines.rollout.http import Address, HttpClient
+from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.sglang import SglangDialect, read_reply
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
@@ -20,7 +21,9 @@ INFO: dict[str, Any] = {
     "enable_custom_logit_processor": False,
     "device": "cpu",
     "max_req_input_len": 63,
+    "skip_tokenizer_init": True,
     "architectures": ["Qwen2ForCausalLM"],
+    "model_path": "/none",
 }
 VOCABULARY = 50
 MODEL = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=VOCABULARY)

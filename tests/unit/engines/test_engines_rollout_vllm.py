@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.base import Completion, WeightVersion
 from slurmrl.engines.rollout.dialect import ServedModel
-from slurmrl.engines.rollout.http import Address, HttpClient
+from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.vllm import VllmDialect, read_reply
 from slurmrl.engines.rollout.vllm_server import command
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
@@ -37,7 +38,7 @@ REPLY: dict[str, Any] = {
 SERVER: dict[str, Any] = {
     "GET /version": {"version": "0.32.0"},
     "GET /server_info": {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}},
-    "GET /v1/models": {"data": [{"id": "model", "max_model_len": 256}]},
+    "GET /v1/models": {"data": [{"root": "/none", "max_model_len": 256}]},
     "GET /weight_info": {"weight_version": "2.1"},
     "POST /inference/v1/generate": REPLY,
     "POST /resume": {"status": "resumed"},

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from slurmrl.errors import ConfigError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks import inventory
+from slurmrl.plan.estimates.costs import memories
 from slurmrl.plan.model import Plan, Reallocation
 from slurmrl.plan.placement import place, workers_per_host
 from slurmrl.plan.report.tables import process_groups, rows, split_over_hosts
@@ -129,6 +131,26 @@ def test_a_reference_that_follows_the_actor_does_so_after_training(plan_ppo: Loa
     assert found.models["ref"].changes
     assert not found.models["ref"].trained
     assert Plan.from_json(found.to_json()) == found
+
+
+def test_weights_of_running_servers_are_gathered_on_the_first_gpus(plan_ppo: Load) -> None:
+    """The servers themselves have no place in the plan, and no cache there."""
+    running = "rollout.servers=[http://host:30000]"
+    for backend, ranks in (("sglang", (0,)), ("vllm:t2", (0, 1))):
+        settings = plan_ppo("actor.backend=fsdp:d4", f"rollout.backend={backend}", running)
+        plan = make_plan(settings, scheduler="local")
+        assert [group.name for group in plan.groups] == ["trainer"]
+        assert plan.models["rollout"].ranks == ranks
+        assert memories(settings)["rollout"].kv_cache == 0
+
+
+def test_a_server_has_gpus_of_one_host(plan_ppo: Load) -> None:
+    """With 2 GPUs on a host, t2 fits on GPUs 0 and 1, not on 1 and 2."""
+    fixed = ("actor.backend=fsdp:d4", "rollout.backend=sglang:t2", "rollout.python=/bin/sh")
+    hosts = "cluster.workers_per_host=2"
+    assert plan_ppo(*fixed, "rollout.gpus=0-1", hosts).config.rollout.gpus == "0-1"
+    with pytest.raises(ConfigError, match=r"rollout.gpus: .sglang:t2. .*GPUs 1-2, .*2 GPUs each"):
+        plan_ppo(*fixed, "rollout.gpus=1-2", hosts)
 
 
 def test_servers_on_the_trainers_gpus_are_part_of_their_job(plan_ppo: Load) -> None:

@@ -88,6 +88,9 @@ def test_a_run_directory_gives_the_same_settings(load_ppo: Load, folder: Path) -
     assert again.algorithm == settings.algorithm
 
 
+RUNNING = "rollout.servers=[http://host:30000]"
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "message"),
     [
@@ -124,6 +127,38 @@ def test_a_run_directory_gives_the_same_settings(load_ppo: Load, folder: Path) -
             "must be a multiple of 3",
         ),
         (["rollout.python=/bin/sh"], "rollout.python", "it is for servers"),
+        ([RUNNING], "rollout.servers", "it is for servers (rollout.backend sglang or vllm)"),
+        (["rollout.backend=sglang:d2", RUNNING], "rollout.backend", "write sglang, or for example"),
+        (
+            ["rollout.backend=vllm:d1", "rollout.servers=[ftp://a]"],
+            "rollout.servers.0",
+            "http://HO",
+        ),
+        (
+            ["rollout.backend=vllm", "rollout.servers=[http://a:1, http://a:1/]"],
+            "rollout.servers",
+            "http://a:1 is listed more than once",
+        ),
+        (["rollout.backend=sglang", RUNNING, "rollout.python=/bin/sh"], "rollout.python", "start"),
+        (["rollout.backend=sglang", RUNNING, "rollout.offload=true"], "rollout.offload", "not the"),
+        (
+            ["rollout.backend=sglang", RUNNING, "rollout.server_keys=/no/file"],
+            "rollout.server_keys",
+            "/no/file cannot be read: No such file",
+        ),
+        (
+            ["rollout.backend=sglang", RUNNING, "rollout.server_weights=/no/folder"],
+            "rollout.server_weights",
+            "'/no/folder' is not allowed: there is no such folder",
+        ),
+        (
+            [
+                *("rollout.backend=sglang:d1", "rollout.gpus=0", "rollout.python=/bin/sh"),
+                "rollout.server_weights=/tmp",
+            ],
+            "rollout.server_weights",
+            "is not allowed without rollout.servers",
+        ),
         (
             ["rollout.backend=fsdp:d2"],
             "rollout.backend",

@@ -1,0 +1,335 @@
+"""Generation by servers: those that ranks of the trainers' job keep, or some that run already."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slurmrl.config.schema.model import Model
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.base import PROMPTS, GenerateEngine
+from slurmrl.engines.fsdp.placing import Placing
+from slurmrl.engines.fsdp.weights import constant_specs, whole_shapes
+from slurmrl.engines.initial_weights import model_config
+from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.engines.rollout.dialect import Dialect, ServedModel
+from slurmrl.engines.rollout.host_folder import HostFolder
+from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.engines.rollout.process import ServerProgram
+from slurmrl.engines.rollout.server import Running, Serving
+from slurmrl.engines.rollout.servers import PlacedServer, RunningServers, Servers
+from slurmrl.engines.rollout.whole_weights import WholeWeights
+from slurmrl.layout.layout import Layout
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.decoder import build
+from slurmrl.models.generate import GenerationOptions, GenerationOutput
+from slurmrl.models.parallel.boxes import TensorSplit
+from slurmrl.ops.collectives import broadcast_bytes
+from slurmrl.parallel.groups import ParallelContext
+from slurmrl.plan.estimates.shape import read as read_shape
+
+T = TypeVar("T")
+REPORT_S = 5.0
+"""Between two reports of a server that starts."""
+DROPPED = ("PYTHONPATH", "PYTHONHOME", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+"""Variables of a worker that mean something else to a server."""
+SOCKET = "server.sock"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class ServerEngine(GenerateEngine):
+    """Servers of one kind that generate for the data-parallel ranks of ``context``: one of their
+    own for each, or some that run already.
+
+    Moves fill tensors of this process. Before the next generation, the leader of each copy writes
+    them with those of its tensor ranks into a folder from which the servers read them, and all of
+    them free the tensors. Then the leader sends the requests, and the others get its results.
+    """
+
+    name: str
+    """Of the kind of server."""
+
+    def __init__(
+        self,
+        role: str,
+        model: Model,
+        *,
+        head: Head,
+        trained: bool,
+        context: ParallelContext,
+        seed: int,
+        total_steps: int,
+        source: Path | None,
+        serving: Serving | Running,
+    ) -> None:
+        """The arguments are as for ``FSDPEngine``. `wait_until_up` starts the server."""
+        assert not trained, "the plan trains no model on this engine"
+        config = model_config(role, model, source)
+        assert isinstance(config, ModelConfig), "checked at submission"
+        self.role, self.head, self.context = role, head, context
+        self.config = self.decoder_config = config
+        self.serving, self.dtype = serving, model.dtype
+        values = config.to_hf(head=head, dtype=model.dtype)
+        self.model = ServedModel(
+            architecture=values["architectures"][0],
+            vocabulary=config.vocab_size,
+            shape=read_shape(values),
+            text=serving.text,
+        )
+        self.tensor_ranks = context.axis_size("tp")
+        self._placing = self._placed(model.dtype)
+        self._weights = WholeWeights(
+            config, head, model.dtype, tuple(self._placing.shapes), self.layout(), context
+        )
+        self._devices = self._visible_devices()
+        self._tensors: dict[str, Tensor] = {}
+        self._moved = False
+        self._updates = 0
+        self._token = secrets.token_hex(4)
+        """Distinguishes requests and weight versions from those of other incarnations and runs."""
+        self._installed: Path | None = None
+        self._checksums: dict[str, dict[str, object]] = {}
+        """Those that servers have reported, by address and weight version."""
+        self._servers: Servers | None = None
+        self._loop = asyncio.new_event_loop()
+        if context.is_leader:
+            threading.Thread(target=self._loop.run_forever, daemon=True, name=self.name).start()
+
+    def _placed(self, dtype: str) -> Placing:
+        with torch.device("meta"):
+            decoder = build(self.decoder_config, self.head)
+        tensor_ranks = self.tensor_ranks
+        return Placing(
+            whole_shapes(decoder),
+            dtype,
+            self.context.topology,
+            self.context.rank,
+            TensorSplit(self.decoder_config, tensor_ranks) if tensor_ranks > 1 else None,
+            constant_specs(decoder, trained=False),
+            sharded=False,
+        )
+
+    def _visible_devices(self) -> str:
+        """The GPUs of all ranks of this copy. Collective over them."""
+        own = os.environ.get(VISIBLE, "")
+        if self.tensor_ranks == 1:
+            return own
+        group, device = self.context.group("tp"), self.context.device
+        contents = (
+            broadcast_bytes(own.encode(), group, device, source=rank)
+            for rank in range(self.tensor_ranks)
+        )
+        return ",".join(content.decode() for content in contents)
+
+    @abstractmethod
+    def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
+        """The command that starts a server without weights, over ``tensor_ranks`` GPUs."""
+
+    @abstractmethod
+    def environment(self) -> Mapping[str, str]:
+        """Variables of the server, over those of this process."""
+
+    @abstractmethod
+    def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
+        """How to speak to it. Log-probabilities are under the distribution over all tokens."""
+
+    def wait_until_up(self, report: Callable[[], None]) -> None:
+        """Start the server, and wait as in the contract. Raises RunFailedError if it does not
+        start, UsageError if it cannot be used."""
+        if self.context.is_leader:
+            self._servers = self._run(self._start())
+            self._wait(self._servers, report)
+
+    def _wait(self, servers: Servers, report: Callable[[], None]) -> None:
+        self.context.activity.phase(f"waiting for the {self.name} server")
+        up = asyncio.run_coroutine_threadsafe(servers.up(), self._loop)
+        while True:
+            try:
+                return up.result(REPORT_S)
+            except TimeoutError:
+                report()
+
+    async def _start(self) -> Servers:
+        if isinstance(self.serving, Running):
+            return RunningServers(self.serving, self.dialect)
+        folder = HostFolder()
+        program = self._program(self.serving, folder.path)
+        socket = folder.path / SOCKET
+        return PlacedServer(folder, program, socket, self.dialect, self.serving.patience)
+
+    def _program(self, serving: Serving, folder: Path) -> ServerProgram:
+        model, temporary = folder / "model", folder / "tmp"
+        for each in (model, temporary):
+            each.mkdir(mode=0o700)
+        self._weights.write_config(model)
+        inherited = {name: value for name, value in os.environ.items() if name not in DROPPED}
+        own = {"TMPDIR": str(temporary), VISIBLE: self._devices}
+        return ServerProgram(
+            name=f"{self.name} server of {self.role} {self.context.dp_rank}",
+            command=self.command(serving, model, folder / SOCKET),
+            environment={**inherited, **own, **self.environment()},
+            log=serving.log,
+        )
+
+    def layout(self) -> Layout:
+        return self._placing.layout()
+
+    def storages(self) -> Mapping[str, Tensor]:
+        """Tensors that a move fills; the servers get them before they draw again."""
+        self._moved = True
+        if not self._tensors:
+            layout = self.layout()
+            self._tensors = {
+                shard.storage: torch.empty(
+                    shard.box.size,
+                    dtype=getattr(torch, layout.tensors[shard.name].dtype),
+                    device=self.context.device,
+                )
+                for shard in layout.held_by(self.context.rank)
+            }
+        return self._tensors
+
+    def offload(self) -> None:
+        """No-op: the tensors are freed as soon as the servers have them."""
+
+    def onload(self) -> None:
+        """No-op."""
+
+    def close(self) -> None:
+        """End the server and remove its folder."""
+        if self._servers is not None:
+            self._run(self._servers.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def generate(
+        self,
+        sample: SequenceSample,
+        options: GenerationOptions,
+        *,
+        seed: int,
+        step: int,
+        keys: Tensor,
+    ) -> GenerationOutput:
+        if self._moved:
+            self._install(step)
+        if self._servers is None:
+            return self._share(None)
+        prompts = _prompts(sample)
+        copies = len(keys) // max(len(prompts), 1)
+        requests = [
+            GenerationRequest(
+                request_id=f"{self._token}-{step}-{index}",
+                prompt=prompt,
+                keys=tuple(keys[index * copies : (index + 1) * copies].tolist()),
+                seed=seed,
+                step=step,
+                options=options,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        completions = self._run(_complete(self._servers, requests))
+        return self._share(_output(requests, completions, self.context.device))
+
+    def _install(self, step: int) -> None:
+        """Hand the tensors to the servers. Collective over the ranks of the copy."""
+        self.context.activity.phase(f"handing the weights to the {self.name} server")
+        tensors, self._tensors, self._moved = self._tensors, {}, False
+        if self._servers is None:
+            self._weights.offer(tensors)
+            self._free(tensors)
+            return
+        self._updates += 1
+        name = f"{step}.{self._updates}.{self._token}"
+        folder = self._servers.folder / name
+        self._weights.write(tensors, folder)
+        self._free(tensors)
+        version = WeightVersion(name=name, folder=folder)
+        self._run(self._servers.install(version))
+        before, self._installed = self._installed, folder
+        if before is not None:
+            shutil.rmtree(before)
+
+    def _free(self, tensors: dict[str, Tensor]) -> None:
+        tensors.clear()
+        if self.context.device.type == "cuda":
+            torch.cuda.empty_cache()  # for the server
+
+    def _share(self, output: GenerationOutput | None) -> GenerationOutput:
+        """The leader's output on all ranks of the copy. Collective."""
+        if self.tensor_ranks > 1:
+            return _broadcast(output, self.context.group("tp"), self.context.device)
+        assert output is not None, "a rank without others is the leader"
+        return output
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+async def _complete(
+    servers: Servers, requests: Sequence[GenerationRequest]
+) -> list[tuple[Completion, ...]]:
+    return await asyncio.gather(*map(servers.engine.submit, requests))
+
+
+def _prompts(sample: SequenceSample) -> list[tuple[int, ...]]:
+    tokens, ends = sample.tensor(PROMPTS).tolist(), sample.cu_seqlens(PROMPTS).tolist()
+    return [tuple(tokens[begin:end]) for begin, end in pairwise(ends)]
+
+
+def _output(
+    requests: Sequence[GenerationRequest],
+    completions: Sequence[Sequence[Completion]],
+    device: torch.device,
+) -> GenerationOutput:
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    sizes: list[tuple[int, int]] = []
+    finished: list[bool] = []
+    for request, drawn in zip(requests, completions, strict=True):
+        for completion in drawn:
+            tokens += (*request.prompt, *completion.tokens)
+            logprobs += (*(0.0 for _ in request.prompt), *completion.logprobs)
+            prompt = len(request.prompt)
+            sizes.append((prompt + len(completion.tokens), prompt))
+            finished.append(completion.finish == "stop")
+    both = torch.tensor(sizes, dtype=torch.int64).view(-1, 2)
+    return GenerationOutput(
+        torch.tensor(tokens, dtype=torch.int64, device=device),
+        both[:, 0].contiguous(),
+        both[:, 1].contiguous(),
+        torch.tensor(logprobs, dtype=torch.float32, device=device),
+        torch.tensor(finished, dtype=torch.bool),
+    )
+
+
+def _broadcast(
+    output: GenerationOutput | None, group: dist.ProcessGroup, device: torch.device
+) -> GenerationOutput:
+    """The output of the group's first rank, which alone has one."""
+    sizes = torch.zeros(2, dtype=torch.int64, device=device)
+    if output is not None:
+        sizes.copy_(torch.tensor([len(output.tokens), len(output.lengths)]))
+    dist.broadcast(sizes, group=group, group_src=0)
+    tokens, sequences = sizes.tolist()
+    numbers = torch.empty(tokens + 3 * sequences, dtype=torch.int64, device=device)
+    logprobs = torch.empty(tokens, dtype=torch.float32, device=device)
+    if output is not None:
+        rest = (output.lengths, output.prompt_lengths, output.finished.long())
+        numbers.copy_(torch.cat([output.tokens.cpu(), *rest]))
+        logprobs.copy_(output.logprobs)
+    for values in (numbers, logprobs):
+        dist.broadcast(values, group=group, group_src=0)
+    lengths, prompt_lengths, finished = numbers[tokens:].cpu().view(3, sequences)
+    return GenerationOutput(numbers[:tokens], lengths, prompt_lengths, logprobs, finished.bool())

@@ -1,0 +1,243 @@
+"""Engines of servers on several ranks: weights come by moves, requests go to a stand-in of SGLang
+that draws from transformers' model."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slurmrl.config.schema.model import Model
+from slurmrl.config.servers import Address, ServerKeys
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines import ENGINES
+from slurmrl.engines.rollout.server import Patience, Running, Serving
+from slurmrl.engines.rollout.server_engine import ServerEngine
+from slurmrl.models.generate import GenerationOptions
+from slurmrl.parallel.groups import build
+from slurmrl.transfer.execute import Holdings, Mover
+from slurmrl.transfer.plan import plan_move
+from slurmrl.transfer.regions import PlacedLayout
+from tests.distributed.engines import cases
+from tests.distributed.engines.cases import Placed, Setup, batch, loss, model
+from tests.pool import RankError, RankPool
+from tests.support.stand_ins import Started, python
+
+HERE = "tests.distributed.engines.test_engines_servers"
+ARCHITECTURE = {
+    "model_type": "qwen2",
+    "vocab_size": 34,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+PROMPTS = ((3, 4, 5), (9,), (1, 2), (30, 31, 32, 33))
+PATIENCE = Patience(start_s=240.0)
+
+
+def engine(sizes: dict[str, int], serving: Serving | Running) -> ServerEngine:
+    size = sizes.get("dp", 1) * sizes.get("tp", 1)
+    context = build(
+        [Placed("rollout", tuple(range(size)), sizes, "sglang")],
+        rank=dist.get_rank(),
+        device=torch.device("cpu"),
+    )["rollout"]
+    made: ServerEngine = ENGINES.load("sglang")(
+        "rollout",
+        Model(**model(architecture=ARCHITECTURE)),
+        head="lm",
+        trained=False,
+        context=context,
+        seed=7,
+        total_steps=1,
+        source=None,
+        serving=serving,
+    )
+    made.wait_until_up(lambda: None)
+    return made
+
+
+def drawn(servers: ServerEngine, prompts: tuple[tuple[int, ...], ...], step: int) -> list[Any]:
+    """The rows of tokens with their log-probabilities, as this rank gets them."""
+    sample = SequenceSample.from_default(
+        tuple(map(len, prompts)),
+        [f"item{index}" for index in range(len(prompts))],
+        {"prompt_ids": torch.tensor([token for prompt in prompts for token in prompt])},
+    )
+    output = servers.generate(
+        sample,
+        GenerationOptions(max_new_tokens=5),
+        seed=3,
+        step=step,
+        keys=torch.arange(2 * len(prompts)),
+    )
+    ends = output.lengths.cumsum(0).tolist()
+    begins = [0, *ends[:-1]]
+    assert output.finished.tolist() == [False] * len(ends)
+    return [
+        (output.tokens[begin:end].tolist(), output.logprobs[begin:end].tolist(), prompt)
+        for begin, end, prompt in zip(begins, ends, output.prompt_lengths.tolist(), strict=True)
+    ]
+
+
+def trained_and_served(sizes: dict[str, int], program: str, folder: Path) -> list[Any]:
+    """After each of two steps of training: what this rank gets, and the log-probabilities that the
+    engine that trains gives these tokens."""
+    setup = Setup(model=model(architecture=ARCHITECTURE), sizes={"dp": 2})
+    trained: Any = cases.make(setup)
+    serving = Serving(
+        python=program,
+        arguments=(),
+        tokenizer=None,
+        patience=PATIENCE,
+        log=folder / f"server.{dist.get_rank()}.log",
+    )
+    servers = engine(sizes, serving)
+    ranks = (0, 1)
+    results = []
+    for step in (1, 2):
+        sample = batch().take([0, 1, 2, 3, 4] if dist.get_rank() == 0 else [5, 6, 7, 8, 9])
+        trained.train_batch(sample, loss, cases.denominator(sample))
+        sides = [PlacedLayout(each.layout(), ranks) for each in (trained, servers)]
+        plan = plan_move(*sides, hosts=dict.fromkeys(ranks, 0), budget=1 << 20)
+        held, taken = (
+            Holdings(side, dist.get_rank(), each.storages())
+            for side, each in zip(sides, (trained, servers), strict=True)
+        )
+        Mover(plan, dist.get_rank(), held, taken, group=None, device=torch.device("cpu")).run()
+        own = PROMPTS if "tp" in sizes else PROMPTS[2 * dist.get_rank() :][:2]
+        rows = drawn(servers, own, step)
+        tokens = SequenceSample.from_default(
+            tuple(len(row[0]) for row in rows),
+            [str(number) for number in range(len(rows))],
+            {"input_ids": torch.tensor([token for row in rows for token in row[0]])},
+        )
+        results.append((rows, trained.forward(tokens)["logp"].tolist()))
+    servers.close()
+    return results
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=str)
+def test_servers_draw_with_the_weights_of_every_step(
+    ranks: RankPool, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    """One server for two tensor ranks, of which both get its completions, or one for each
+    data-parallel rank. The log-probabilities of transformers are those of the engine that trains,
+    so every tensor arrived whole, in both steps."""
+    record = tmp_path / "record"
+    results = ranks(
+        2, f"{HERE}:trained_and_served", sizes, python(tmp_path / "bin", record), tmp_path
+    )
+    for of_rank in results:
+        for rows, logp in of_rank:
+            assert len(rows) == 2 * len(PROMPTS if "tp" in sizes else PROMPTS[:2])
+            own = [(value, at >= prompt) for _, row, prompt in rows for at, value in enumerate(row)]
+            for (value, made), expected in zip(own, logp, strict=True):
+                assert value == (pytest.approx(expected, abs=1e-4) if made else 0.0)
+    if "tp" in sizes:
+        assert results[0] == results[1]
+    paths = [json.loads(line)[0] for line in record.read_text().splitlines()]
+    assert paths.count("/update_weights_from_disk") == (2 if "tp" in sizes else 4)
+    words = (tmp_path / "server.0.log").read_text()
+    assert "Traceback" not in words
+
+
+@pytest.fixture
+def started() -> Iterator[list[Started]]:
+    servers: list[Started] = []
+    yield servers
+    for server in servers:
+        server.end()
+
+
+def running(addresses: Sequence[str], weights: Path, **options: Any) -> Running:
+    options = {"keys": ServerKeys(), "context": 16, **options}
+    return Running(
+        addresses=tuple(map(Address, addresses)),
+        weights=weights,
+        text=False,
+        patience=PATIENCE,
+        **options,
+    )
+
+
+def served(settings: Running) -> list[Any]:
+    """What servers that run already draw with two versions, the second of which is all zeros."""
+    servers = engine({"dp": 1}, settings)
+    results = []
+    for step, scale in ((1, 0.5), (2, 0.0)):
+        generator = torch.Generator().manual_seed(step)
+        for tensor in servers.storages().values():
+            tensor.copy_(scale * torch.randn(tensor.shape, generator=generator))
+        results.append(drawn(servers, PROMPTS, step))
+    servers.close()
+    return results
+
+
+def test_running_servers_share_the_requests_and_get_every_version(
+    ranks: RankPool, tmp_path: Path, started: list[Started]
+) -> None:
+    """By TCP and by a Unix socket, each with its keys, one of which is for updates alone. The
+    folder with the weights holds those of this incarnation while it runs, and nothing afterwards.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    keys = ("--keys", "the-key,the-admin-key")
+    started.append(Started(tmp_path, ARCHITECTURE, "tcp", str(port), *keys))
+    started.append(Started(tmp_path, ARCHITECTURE, "unix", str(tmp_path / "socket"), *keys))
+    addresses = [f"http://127.0.0.1:{port}", f"unix:{tmp_path / 'socket'}"]
+    weights = tmp_path / "weights"
+    (weights / "of-an-earlier-incarnation").mkdir(parents=True)
+    settings = running(addresses, weights, keys=ServerKeys(api="the-key", admin="the-admin-key"))
+    (results,) = ranks(1, f"{HERE}:served", settings)
+    for rows in results:
+        assert len(rows) == 2 * len(PROMPTS)
+    uniform = -math.log(ARCHITECTURE["vocab_size"])
+    assert all(
+        value == pytest.approx(uniform, abs=1e-5)
+        for _, logprobs, prompt in results[1]
+        for value in logprobs[prompt:]
+    )
+    assert all(server.count("/update_weights_from_disk") == 2 for server in started)
+    tried = 2  # whether the vocabulary has a token
+    assert all(server.count("/generate") > tried for server in started)
+    assert list(weights.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes", "settings", "message"),
+    [
+        (("--keys", "other"), {}, {}, "HTTP status 401.*rollout.server_keys"),
+        ((), {"num_hidden_layers": 3}, {}, "has layers 3, the weights have 2"),
+        ((), {"vocab_size": 40}, {}, "has vocabulary 40, the weights have 34"),
+        ((), {}, {"context": 64}, "takes 59 tokens.* may have 64"),
+        (("--mounted-as", "/elsewhere"), {}, {}, "see .*weights.*server_weights to a folder"),
+    ],
+)
+def test_a_running_server_that_cannot_be_used_is_refused_with_the_reason(
+    ranks: RankPool,
+    tmp_path: Path,
+    started: list[Started],
+    options: tuple[str, ...],
+    sizes: dict[str, int],
+    settings: dict[str, Any],
+    message: str,
+) -> None:
+    """Before it gets a request, or with the first weights."""
+    architecture = {**ARCHITECTURE, **sizes}
+    started.append(Started(tmp_path, architecture, "one", str(tmp_path / "socket"), *options))
+    refused = running([f"unix:{tmp_path / 'socket'}"], tmp_path / "weights", **settings)
+    with pytest.raises(RankError, match=f"UsageError: .*{message}"):
+        ranks(1, f"{HERE}:served", refused)

@@ -1,0 +1,78 @@
+"""Trials whose completions come from servers: stand-ins of SGLang that draw from transformers'
+model of the weights that they were given."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.stand_ins import Started
+from tests.support.trials import ARCHITECTURE, REPOSITORY, Site, processes, sft_config, wait_until
+
+REWARD = """
+def different(prompts, completions, rows):
+    return [float(len(set(completion))) for completion in completions]
+"""
+
+
+@pytest.fixture
+def started() -> Iterator[list[Started]]:
+    servers: list[Started] = []
+    yield servers
+    for server in servers:
+        server.end()
+
+
+def site_with_reward(folder: Path) -> Site:
+    (folder / "reward_of_mine.py").write_text(REWARD)
+    return Site(folder, {"PYTHONPATH": os.pathsep.join((str(folder), str(REPOSITORY)))})
+
+
+def grpo(rollout: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    config = sft_config(
+        experiment="grpo",
+        algorithm={"name": "grpo", "batch_size": 4, "n_minibatches": 1},
+        rollout={"n": 4, "max_new_tokens": 6, **rollout},
+        reward={"name": "reward_of_mine:different"},
+        **changes,
+    )
+    config["actor"]["optimizer"] = {"lr": 1e-2}
+    config["dataset"] = {**config["dataset"], "type": "prompt", "max_prompt_tokens": 16}
+    return config
+
+
+def test_a_trial_outlives_running_servers_that_end_and_come_back(
+    tmp_path: Path, started: list[Started]
+) -> None:
+    """While both are gone its requests wait. The one that comes back has other weights, and gets
+    those of the run before its first request: all log-probabilities are the training engine's.
+    Nothing is left of the weights that the servers read, and the servers still run."""
+    sockets = [tmp_path / "first", tmp_path / "second"]
+    started += [Started(tmp_path, ARCHITECTURE, path.name, str(path)) for path in sockets]
+    rollout = {"backend": "sglang", "servers": [f"unix:{path}" for path in sockets]}
+    site = site_with_reward(tmp_path)
+    path = site.write("grpo.yaml", grpo(rollout, total_steps=12))
+    site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
+    site.wait_for_step("grpo/1", 2)
+    for server in started:
+        server.end()
+    again = Started(tmp_path, ARCHITECTURE, "again", str(sockets[0]))
+    started.append(again)
+    status = site.wait_for_end("grpo/1")
+    assert (status["state"], status["incarnation"]) == ("COMPLETED", 1)
+    lines = site.metrics("grpo/1")
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert min(line["actor_grad_norm"] for line in lines) > 0.0, "every step changes the weights"
+    assert max(abs(line["mismatch/kl"]) for line in lines) < 1e-5
+    asked = [json.loads(line) for line in again.record.read_text().splitlines()]
+    drawing = [path for path, body in asked if "logit_bias" not in body and path != "/server_info"]
+    assert drawing.index("/update_weights_from_disk") < drawing.index("/generate")
+    run = site.paths("grpo/1").run
+    assert list((run / "weights").iterdir()) == []
+    wait_until("the end of all processes", lambda: not any(processes(run).values()))
+    assert again.runs
