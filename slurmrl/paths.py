@@ -212,6 +212,10 @@ class RunPaths:
         other = ("" if role == "actor" else f"-{role}") + ("-adapter" if adapter else "")
         return self.exports / f"step-{step:08d}{other}"
 
+    def pinned(self, directory: str) -> Path:
+        """A model folder with links to the files of a commit, by the commit's directory."""
+        return self.exports / f"{directory}-checkpoint"
+
     def log(self, group: str, task: int, attempt: int) -> Path:
         return self.logs / group / f"{task}.{attempt}.log"
 

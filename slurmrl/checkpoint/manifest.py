@@ -73,11 +73,15 @@ def write_manifest(
     atomic.replace(directory / STATE, text, calls=calls)
     own = SavedFile(STATE, len(text), checksum(BytesIO(text)))
     manifest = Manifest(step, (*files, own))
-    atomic.replace(
-        directory / MANIFEST, _json({"version": VERSION, **asdict(manifest)}), calls=calls
-    )
+    write_listing(directory, manifest, calls=calls)
     atomic.sync_directory(directory.parent, calls=calls)
     return manifest
+
+
+def write_listing(directory: Path, manifest: Manifest, *, calls: SystemCalls = REAL) -> None:
+    """Write ``manifest.json`` alone, durably."""
+    text = _json({"version": VERSION, **asdict(manifest)})
+    atomic.replace(directory / MANIFEST, text, calls=calls)
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -40,6 +40,17 @@ class TensorSlice:
             start[-1] += self.first
         return Box(tuple(start), tuple(size))
 
+    def parameter(self, stored: Box) -> Box:
+        """The box of the parameter that a box of the tensor stores: the inverse of `box`."""
+        start, size = list(stored.start), list(stored.size)
+        if self.first:
+            start[-1] -= self.first
+        if self.transposed:
+            start, size = start[::-1], size[::-1]
+        if self.row is not None:
+            start, size = [self.row, *start], [1, *size]
+        return Box(tuple(start), tuple(size))
+
     def of(self, shape: Index) -> Box:
         """The box of a parameter of ``shape`` that it stores."""
         if self.row is None:

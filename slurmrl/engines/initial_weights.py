@@ -16,7 +16,7 @@ from slurmrl.config.schema.model import Model
 from slurmrl.errors import UsageError
 from slurmrl.layout.box import Box
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.models.hf import TensorSource, Weights, read_values
+from slurmrl.models.hf import Weights, open_tensors, read_values
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
 
@@ -48,7 +48,7 @@ def initial_weights(
     drawn whole; the last ``keep`` of them are cached for further boxes.
     """
     if source is not None:
-        with TensorSource(source) as files:
+        with open_tensors(source) as files:
             yield Weights(files, config, head).read
         return
     shapes = parameter_shapes(config, head)

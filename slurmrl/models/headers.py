@@ -9,8 +9,10 @@ from typing import Final
 
 from safetensors import SafetensorError, safe_open
 
+from slurmrl.checkpoint.pinned import is_pinned
 from slurmrl.checkpoint.stored import file_tensors
-from slurmrl.errors import UsageError
+from slurmrl.checkpoint.tensors import CODES
+from slurmrl.errors import CheckpointError, CorruptFileError, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.config import Head, ModelConfig
@@ -59,6 +61,8 @@ def weight_files(folder: Path) -> dict[str, set[str]]:
 
 def read_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
     """The tensors of a model folder by name, and what is wrong with its files."""
+    if is_pinned(folder):
+        return _pinned_headers(folder)
     try:
         files = weight_files(folder)
     except UsageError as error:
@@ -78,6 +82,16 @@ def read_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
             problems.append(f"{folder / file} lacks {_some(absent)}, which {INDEX_FILE} lists")
         headers |= held
     return headers, problems
+
+
+def _pinned_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
+    from slurmrl.models.pinned import PinnedTensors  # it compares headers itself
+
+    try:
+        specs = PinnedTensors(folder).specs()
+    except (UsageError, CheckpointError, CorruptFileError) as error:
+        return {}, [str(error)]
+    return {name: Header(spec.shape, CODES[spec.dtype]) for name, spec in specs.items()}, []
 
 
 def mismatches(headers: Mapping[str, Header], config: ModelConfig, head: Head) -> list[str]:

@@ -6,8 +6,10 @@ Files are memory-mapped by safetensors, and only the bytes of a box are read.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slurmrl.checkpoint.export import SHARD_BYTES, write_weights
+from slurmrl.checkpoint.pinned import is_pinned
 from slurmrl.checkpoint.stored import TensorSlice, file_entries
+from slurmrl.checkpoint.tensors import CODES
 from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.layout.box import Box
@@ -30,6 +34,7 @@ from slurmrl.models.headers import (
     stored_name,
     weight_files,
 )
+from slurmrl.models.pinned import PinnedTensors
 from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
 from slurmrl.models.storage import storage_of
 
@@ -52,8 +57,75 @@ def read_values(folder: Path) -> dict[str, Any]:
     return inputs.read_json(folder / CONFIG_FILE)
 
 
+class Tensors(Protocol):
+    """The tensors of a model folder."""
+
+    folder: Path
+
+    def names(self) -> list[str]:
+        """Names in the files, sorted."""
+        ...
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def header(self, name: str) -> Header: ...
+
+    def read(
+        self, name: str, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """The box of ``size`` at ``start`` (default: the whole tensor), in the file's dtype.
+
+        Raises UsageError for an unknown name or a box that exceeds the tensor.
+        """
+        ...
+
+
+@contextmanager
+def open_tensors(folder: Path) -> Iterator[Tensors]:
+    """The tensors of a model folder, which may be a pinned checkpoint."""
+    if is_pinned(folder):
+        yield PinnedSource(folder)
+        return
+    with TensorSource(folder) as files:
+        yield files
+
+
+class PinnedSource:
+    """The tensors of a pinned checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._tensors = PinnedTensors(folder)
+        self._specs = self._tensors.specs()
+
+    def names(self) -> list[str]:
+        return sorted(self._specs)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._specs
+
+    def header(self, name: str) -> Header:
+        spec = self._spec(name)
+        return Header(spec.shape, CODES[spec.dtype])
+
+    def read(
+        self, name: str, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None
+    ) -> Tensor:
+        spec = self._spec(name)
+        whole = Box.whole(spec.shape)
+        box = Box(start if start is not None else whole.start, size or whole.size)
+        values = torch.from_numpy(self._tensors.read(name, box))
+        return values.view(torch.bfloat16) if spec.dtype == "bfloat16" else values
+
+    def _spec(self, name: str) -> TensorSpec:
+        if name not in self._specs:
+            raise UsageError(f"{self.folder} has no tensor '{name}' ({len(self._specs)} others)")
+        return self._specs[name]
+
+
 class TensorSource:
-    """The tensors of one model folder. A context manager; files are opened on first use."""
+    """The tensors in the files of a model folder. A context manager; files are opened on first
+    use."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,7 +143,6 @@ class TensorSource:
         self._open.clear()
 
     def names(self) -> list[str]:
-        """Names in the files, sorted."""
         return sorted(self._file_of)
 
     def __contains__(self, name: object) -> bool:
@@ -84,10 +155,6 @@ class TensorSource:
     def read(
         self, name: str, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None
     ) -> Tensor:
-        """The box of ``size`` at ``start`` (default: the whole tensor), in the file's dtype.
-
-        Raises UsageError for an unknown name or a box that exceeds the tensor.
-        """
         view, shape = self._slice(name), self.header(name).shape
         first = start if start is not None else (0,) * len(shape)
         extent = size if size is not None else shape
@@ -116,7 +183,7 @@ class TensorSource:
 class Weights:
     """The parameters of a model folder, by the decoder's names."""
 
-    def __init__(self, files: TensorSource, config: ModelConfig, head: Head) -> None:
+    def __init__(self, files: Tensors, config: ModelConfig, head: Head) -> None:
         """Raises UsageError if the files do not match the config (``mismatches``). The value head
         may be missing."""
         self._files = files
@@ -153,7 +220,7 @@ def from_hf(folder: Path, head: Head = "lm", *, dtype: torch.dtype = torch.float
     with torch.device("meta"):
         decoder = build(config, head).to(dtype)
     decoder.to_empty(device="cpu")
-    with TensorSource(folder) as files, torch.no_grad():
+    with open_tensors(folder) as files, torch.no_grad():
         weights = Weights(files, config, head)
         for name, parameter in decoder.named_parameters():
             parameter.copy_(weights.read(name, Box.whole(tuple(parameter.shape))))

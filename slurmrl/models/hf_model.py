@@ -22,10 +22,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+from slurmrl.checkpoint.pinned import is_pinned
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.models.base import PackedModel
 from slurmrl.models.config import Head
+from slurmrl.models.hf import open_tensors
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_head import only_multiplies
 from slurmrl.models.hf_session import HFSession
@@ -146,9 +148,7 @@ def _model(
         if source is not None:
             with inputs.reading(source):
                 settings = _without_dropout(AutoConfig.from_pretrained(source, **more))
-                model, report = task.from_pretrained(
-                    source, config=settings, dtype=dtype, output_loading_info=True
-                )
+                model, report = _loaded(task, source, settings, dtype)
             fresh = "score.weight" in report["missing_keys"]
         else:
             values = {k: deepcopy(v) for k, v in config.values.items() if k != "model_type"}
@@ -167,6 +167,23 @@ def _model(
         nn.init.zeros_(model.score.weight)  # a new critic's values start at zero
     made: PreTrainedModel = model
     return made
+
+
+def _loaded(
+    task: Any, source: Path, settings: Any, dtype: torch.dtype
+) -> tuple[Any, dict[str, Any]]:
+    """The model of a folder, and transformers' report. The weights of a pinned checkpoint are in
+    memory twice meanwhile."""
+    options = {"config": settings, "dtype": dtype, "output_loading_info": True}
+    if not is_pinned(source):
+        loaded: tuple[Any, dict[str, Any]] = task.from_pretrained(source, **options)
+        return loaded
+    with open_tensors(source) as tensors:
+        state = {name: tensors.read(name) for name in tensors.names()}
+    with torch.device("meta"):
+        kind: Any = type(task.from_config(settings, dtype=dtype))
+    made, report = kind.from_pretrained(None, state_dict=state, **options)
+    return made, report
 
 
 def refuse_dropout(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from slurmrl.config.schema import Config
 from slurmrl.config.source import Source
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.paths import RunPaths
-from slurmrl.plan.algorithms import ALGORITHMS, Algorithm
+from slurmrl.plan.algorithms import ALGORITHMS, Algorithm, uses_of
 from slurmrl.plan.checks import check, check_submission, correctness
 from slurmrl.plan.checks.contract import violations, wrong_class
 from slurmrl.plan.checks.draft import Draft
@@ -33,10 +33,10 @@ from slurmrl.plan.resolve import (
     allocation_mode,
     hardware_defaults,
     hub_references,
-    trial_references,
 )
 from slurmrl.plan.resolve.hub_references import HubResolver
 from slurmrl.plan.resolve.inherit import complete
+from slurmrl.plan.resolve.trial_references import TrialResolver
 from slurmrl.registry import import_own, near
 from slurmrl.scheduler import choose
 
@@ -112,9 +112,8 @@ def _checked(
         config = _with_root(config, root)
         config, more, notes = allocation_mode.apply(config, source)
         problems += more
-        config, missing = trial_references.resolve(
-            config, Path(config.root), source, planning=planning
-        )
+        trials = TrialResolver(config, source, frozen=_frozen(config, algorithm), planning=planning)
+        config, missing = trials.resolved(), trials.problems
         if not planning and hub_references.are_in(config):
             # what is wrong is refused before anything large is fetched
             _checked(source, folders, root, scheduler, planning=True, resumed=resumed, data=False)
@@ -219,6 +218,12 @@ def _with_root(config: Config, root: Path | None) -> Config:
 def _with_algorithm(config: Config, algorithm: Algorithm) -> Config:
     values = cast(BaseModel, algorithm).model_dump(mode="json")
     return config.model_copy(update={"algorithm": values})
+
+
+def _frozen(config: Config, algorithm: Algorithm | None) -> set[str]:
+    """The roles that a trial does not train."""
+    uses = uses_of(config, algorithm) if algorithm is not None else ()
+    return {use.role for use in uses if not use.trained or config.total_steps == 0}
 
 
 def _new(reported: Sequence[Problem], found: Sequence[Problem]) -> list[Problem]:

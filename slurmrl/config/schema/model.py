@@ -47,7 +47,9 @@ class Model(Section):
     path: HubPathText | None = None
     """Folder in Hugging Face format, `org/name` or `hf://org/name@revision` for a model of the
     Hugging Face hub, or `trial:EXPERIMENT/TRIAL` for that trial's newest export,
-    or `trial:EXPERIMENT/TRIAL@STEP` for its export of a step."""
+    `trial:EXPERIMENT/TRIAL@STEP` for its export of a step and `@last` for that of its newest
+    checkpoint. A model that is not trained needs no export: it is the checkpoint of that step
+    (docs/checkpoints.md)."""
     architecture: dict[str, Any] | None = None
     """A new model instead of a path, as in a Hugging Face `config.json`: `model_type`,
     `hidden_size`, … Its weights are initialised with the run's seed."""

@@ -1,57 +1,49 @@
-"""``trial:EXPERIMENT/TRIAL`` is the newest export of that trial, and
-``trial:EXPERIMENT/TRIAL@STEP`` that of a step."""
+"""``trial:EXPERIMENT/TRIAL`` is the newest export of that trial, ``trial:EXPERIMENT/TRIAL@STEP``
+the export of a step, and ``@last`` that of its newest checkpoint.
+
+A model that is not trained can also be a checkpoint itself: a folder with hard links to its files,
+which its own trial may then delete.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
-from slurmrl.config.schema import Config, role_key
+from slurmrl.config.schema import Config, Model, role_key
 from slurmrl.config.schema.base import NAME_PATTERN
 from slurmrl.config.schema.model import TRIAL_PREFIX
-from slurmrl.config.source import Source, read
-from slurmrl.errors import Problem, UsageError
+from slurmrl.config.source import KeyPath, Source, read
+from slurmrl.errors import EnvironmentFailure, Problem, SlurmrlError, UsageError
+from slurmrl.fsio import inputs
+from slurmrl.history.log import History
+from slurmrl.history.state import Commit, fold
 from slurmrl.paths import RunPaths, user_name
+from slurmrl.plan.model_files import CONFIG
+from slurmrl.registry import resolve
 
 FIELDS: Final = ("path", "tokenizer")
+LAST: Final = "last"
 LONGEST: Final = 8
 """Trials that start from each other and are followed."""
+PIN: Final = "slurmrl.workers.master.exporting:pin_actor"
+"""Its layer is above the plan's, so it is resolved by name."""
 _EXPORT: Final = re.compile(r"step-(\d+)")
+_PINNED: Final = re.compile(r"step-(\d+)\.(\d+)-checkpoint")
+"""Step and incarnation (see `RunPaths.pinned`)."""
 
 
 class TrialReference(NamedTuple):
     experiment: str
     trial: str
-    step: int | None
+    step: int | Literal["last"] | None
     """None: that of the newest export."""
 
-
-def resolve(
-    config: Config, root: Path, source: Source, *, planning: bool = False
-) -> tuple[Config, list[Problem]]:
-    """Replace all references by the folders of exports. A reference without an export is a problem
-    and becomes null; when ``planning``, the architecture that its trial will export replaces it."""
-    problems: list[Problem] = []
-    update = {}
-    for role in config.roles:
-        model = config.find_model(role)
-        if model is None:
-            continue
-        changes: dict[str, Any] = {}
-        for name in FIELDS:
-            text = getattr(model, name)
-            if text is None or not text.startswith(TRIAL_PREFIX):
-                continue
-            try:
-                changes[name] = str(export_of(text, root, source.path.parent))
-            except UsageError as error:
-                problems.append(source.problem((*role_key(role), name), str(error)))
-                changes[name] = None
-                if planning and name == "path":
-                    changes["architecture"] = promised(text, root, source.path.parent)
-        update[role] = model.model_copy(update=changes)
-    return config.with_models(update), problems
+    @property
+    def name(self) -> str:
+        return f"{self.experiment}/{self.trial}"
 
 
 def parse(text: str) -> TrialReference:
@@ -59,48 +51,178 @@ def parse(text: str) -> TrialReference:
     experiment, _, rest = text.removeprefix(TRIAL_PREFIX).partition("/")
     trial, at, step = rest.partition("@")
     named = all(NAME_PATTERN.fullmatch(name) and ".." not in name for name in (experiment, trial))
-    if not named or bool(at) != bool(re.fullmatch(r"[0-9]{1,9}", step)):
+    if not named or bool(at) != bool(re.fullmatch(rf"[0-9]{{1,9}}|{LAST}", step)):
         raise UsageError(
-            f"'{text}' is not allowed: expected {TRIAL_PREFIX}EXPERIMENT/TRIAL, with @STEP for the "
-            "export of a step"
+            f"'{text}' is not allowed: expected {TRIAL_PREFIX}EXPERIMENT/TRIAL, with @STEP for a "
+            f"step or @{LAST} for the newest checkpoint"
         )
-    return TrialReference(experiment, trial, int(step) if at else None)
+    if not at:
+        return TrialReference(experiment, trial, None)
+    return TrialReference(experiment, trial, "last" if step == LAST else int(step))
 
 
-def export_of(text: str, root: Path, configs: Path) -> Path:
-    """The folder of the export that a reference names. Raises UsageError with what to do first; the
-    configuration to submit is searched for in ``configs``."""
-    experiment, trial, step = parse(text)
-    exports = RunPaths.of(root, user_name(), experiment, trial).exports
-    steps = {}
-    if exports.is_dir():
-        matches = ((_EXPORT.fullmatch(folder.name), folder) for folder in exports.iterdir())
-        steps = {int(match[1]): folder for match, folder in matches if match}
-    if not steps and exports.is_dir() and any(exports.glob("step-*-adapter")):
-        raise UsageError(
-            f"'{text}' has exports of adapters only in {exports}; export a whole model: "
-            f"slurmrl export {experiment}/{trial} --form merged"
-        )
-    if not steps and step is None:
-        raise UsageError(
-            f"'{text}' has no export yet in {exports}; first let that trial finish: "
-            f"slurmrl submit {_config_of(experiment, configs)}"
-        )
-    if step is not None and step not in steps:
-        known = ", ".join(map(str, sorted(steps))) or "none"
-        raise UsageError(
-            f"'{text}' has no export yet (exports in {exports}: {known}); export the "
-            f"checkpoint first: slurmrl export {experiment}/{trial} --step {step}"
-        )
-    return steps[max(steps) if step is None else step]
+class TrialResolver:
+    """Replaces references by folders. ``problems`` are those found. The roles in ``frozen`` are not
+    trained. When ``planning``, nothing is written: architectures stand for checkpoints, and for
+    what a trial will export.
+
+    A trial that has a commit keeps the folder that it has, where a reference names the newest.
+    """
+
+    def __init__(
+        self, config: Config, source: Source, *, frozen: Collection[str], planning: bool
+    ) -> None:
+        self.problems: list[Problem] = []
+        self._config = config
+        self._source = source
+        self._root = Path(config.root)
+        self._configs = source.path.parent
+        """Where the configuration of a trial is searched for that is to be submitted first."""
+        self._frozen = frozen
+        self._planning = planning
+        run = RunPaths.of(self._root, user_name(), config.experiment, config.trial)
+        self._before = read(run.config).values if _commits(run) else {}
+
+    def resolved(self) -> Config:
+        """The configuration with folders; what cannot be resolved is null."""
+        update = {
+            role: self._model(role, model)
+            for role in self._config.roles
+            if (model := self._config.find_model(role)) is not None
+        }
+        return self._config.with_models(update)
+
+    def _model(self, role: str, model: Model) -> Model:
+        changes: dict[str, Any] = {}
+        for name in FIELDS:
+            text = getattr(model, name)
+            if text is None or not text.startswith(TRIAL_PREFIX):
+                continue
+            key = (*role_key(role), name)
+            try:
+                folder = self._folder(key, text, frozen=role in self._frozen)
+            except (UsageError, EnvironmentFailure) as error:
+                self.problems.append(self._source.problem(key, str(error)))
+                folder = None
+            changes[name] = None if folder is None else str(folder)
+            if folder is None and self._planning and name == "path":
+                changes["architecture"] = promised(text, self._root, self._configs)
+        return model.model_copy(update=changes)
+
+    def _folder(self, key: KeyPath, text: str, *, frozen: bool) -> Path | None:
+        """The folder that a reference names; None for a checkpoint when planning. Raises UsageError
+        with what to do first."""
+        reference = parse(text)
+        paths = RunPaths.of(self._root, user_name(), reference.experiment, reference.trial)
+        if (kept := self._kept(key, reference, paths)) is not None:
+            return kept
+        exports, commits = exports_of(paths), _commits(paths)
+        step = reference.step
+        if step is None:
+            if exports:
+                return exports[max(exports)]
+            raise UsageError(self._no_export(text, reference, paths, commits, frozen=frozen))
+        if step == "last":
+            if not commits:
+                message = f"'{text}': {reference.name} has no checkpoint yet; first submit it"
+                raise UsageError(f"{message}: slurmrl submit {self._config_of(reference)}")
+            step = commits[-1].step
+        if step in exports:
+            return exports[step]
+        known = [commit.step for commit in commits]
+        if step not in known:
+            if frozen and (earlier := _earlier_pin(paths, step)) is not None:
+                return earlier
+            raise UsageError(
+                f"'{text}': {reference.name} has neither an export nor a checkpoint of step {step} "
+                f"(exports: {_listed(exports)}; checkpoints: {_listed(known)})"
+            )
+        if not frozen:
+            raise UsageError(
+                f"'{text}' has no export yet (exports in {paths.exports}: {_listed(exports)}), and "
+                "a model that is trained starts from one; export the checkpoint first: slurmrl "
+                f"export {reference.name} --step {step}"
+            )
+        newest = reference.step == LAST  # at that time: this one may be deleted meanwhile
+        return None if self._planning else _pinned(text, paths, None if newest else step)
+
+    def _kept(self, key: KeyPath, reference: TrialReference, paths: RunPaths) -> Path | None:
+        """The folder that the trial has already."""
+        before: Any = self._before
+        for part in key:
+            before = before.get(part) if isinstance(before, dict) else None
+        if isinstance(reference.step, int) or not isinstance(before, str):
+            return None
+        folder = Path(before)
+        return folder if folder.parent == paths.exports and folder.is_dir() else None
+
+    def _no_export(
+        self,
+        text: str,
+        reference: TrialReference,
+        paths: RunPaths,
+        commits: Collection[Commit],
+        *,
+        frozen: bool,
+    ) -> str:
+        if paths.exports.is_dir() and any(paths.exports.glob("step-*-adapter")):
+            message = f"'{text}' has exports of adapters only in {paths.exports}; export a whole "
+            message += f"model: slurmrl export {reference.name} --form merged"
+        else:
+            message = f"'{text}' has no export yet in {paths.exports}; first let that trial "
+            message += f"finish: slurmrl submit {self._config_of(reference)}"
+        if commits and frozen:
+            message += f"; or take its newest checkpoint: {text}@{LAST}"
+        return message
+
+    def _config_of(self, reference: TrialReference) -> str:
+        """The configuration file of the experiment, for the hint."""
+        path = _find(reference.experiment, self._configs)
+        return str(path or f"<the configuration of experiment {reference.experiment}>")
+
+
+def exports_of(paths: RunPaths) -> dict[int, Path]:
+    """The folders of a trial's exports of the actor, by step."""
+    if not paths.exports.is_dir():
+        return {}
+    matches = ((_EXPORT.fullmatch(folder.name), folder) for folder in paths.exports.iterdir())
+    return {int(match[1]): folder for match, folder in matches if match}
+
+
+def _commits(paths: RunPaths) -> tuple[Commit, ...]:
+    return fold(History(paths.history).read()).commits
+
+
+def _listed(steps: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(steps))) or "none"
+
+
+def _earlier_pin(paths: RunPaths, step: int) -> Path | None:
+    """The folder of a checkpoint of a step that the trial has deleted since: of the newest
+    incarnation, if there are several."""
+    folders = paths.exports.iterdir() if paths.exports.is_dir() else ()
+    matches = ((_PINNED.fullmatch(folder.name), folder) for folder in folders)
+    found = {int(m[2]): folder for m, folder in matches if m and int(m[1]) == step}
+    return found[max(found)] if found else None
+
+
+def _pinned(text: str, paths: RunPaths, step: int | None) -> Path:
+    """The folder of a checkpoint, or of the newest. Raises UsageError, EnvironmentFailure."""
+    try:
+        folder: Path = resolve(PIN)(paths, step)
+    except (UsageError, EnvironmentFailure):
+        raise
+    except SlurmrlError as error:  # a damaged checkpoint
+        raise UsageError(f"'{text}' cannot be used: {error}") from error
+    return folder
 
 
 def promised(
     text: str, root: Path, configs: Path, *, longest: int = LONGEST
 ) -> dict[str, Any] | None:
-    """The architecture of a referenced trial that has no export yet, from its run directory or from
-    the configuration next to this one, or that of the trial that it starts from itself; None if
-    none states it."""
+    """The architecture of a referenced trial without a folder, from its run directory or from the
+    configuration next to this one, or that of the trial or folder that it starts from itself; None
+    if none states it."""
     try:
         experiment, trial, _ = parse(text)
     except UsageError:
@@ -120,13 +242,16 @@ def promised(
         start = str(actor.get("path"))
         if start.startswith(TRIAL_PREFIX) and longest > 0:
             return promised(start, root, configs, longest=longest - 1)
+        if (values := _config_json(path.parent / start)) is not None:
+            return values
     return None
 
 
-def _config_of(experiment: str, folder: Path) -> str:
-    """The configuration file of the experiment, for the hint."""
-    path = _find(experiment, folder)
-    return f"<the configuration of experiment {experiment}>" if path is None else str(path)
+def _config_json(folder: Path) -> dict[str, Any] | None:
+    try:
+        return inputs.read_json(folder / CONFIG)
+    except UsageError:
+        return None
 
 
 def _find(experiment: str, folder: Path) -> Path | None:

@@ -5,16 +5,24 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmrl.checkpoint.export import ExportedWeights, export
-from slurmrl.checkpoint.manifest import open_verified, read_state, until_certain
+from slurmrl.checkpoint.export import (
+    ExportedWeights,
+    copy_tokenizer,
+    export,
+    write_folder,
+    write_json,
+)
+from slurmrl.checkpoint.manifest import open_verified, read_state, until_certain, verify
+from slurmrl.checkpoint.pinned import VERSION, PinnedOrigin, is_pinned, pin
 from slurmrl.checkpoint.precision import FLOATS, Precision
 from slurmrl.checkpoint.shards import RoleCheckpoint
+from slurmrl.checkpoint.stored import Storage
 from slurmrl.checkpoint.tensors import DTYPES
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config, Lora, Model
@@ -28,6 +36,7 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import inputs
 from slurmrl.fsio.atomic import make_private_directory
+from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import is_temporary
 from slurmrl.history.log import History
 from slurmrl.history.state import Commit, fold
@@ -38,7 +47,15 @@ from slurmrl.models.peft import write_adapter
 from slurmrl.models.storage import file_form
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
-from slurmrl.plan.model_files import EOS, config_values, generation_values, stop_tokens, text_config
+from slurmrl.plan.model_files import (
+    CONFIG,
+    EOS,
+    GENERATION_CONFIG,
+    config_values,
+    generation_values,
+    stop_tokens,
+    text_config,
+)
 from slurmrl.workers.master.progress import STATE
 
 ROLE = "actor"
@@ -76,22 +93,54 @@ class Exporter:
         if model.lora is not None and self.form == "adapter":
             return self._write_adapter(trained, target, model.lora)
         weights = self._whole(trained)
-        stops = self._stop_tokens(checkpoint)
-        stated = config_values(model)
-        if stated.get(EOS) is None and text_config(stated).get(EOS) is None:
-            # The family's default need not be a token of this tokenizer.
-            stated = {**stated, EOS: _one_or_list(stops)}
-        values, storage = file_form(stated, model.implementation, self.head)
+        values, generation, storage = self._model_files(checkpoint)
         make_private_directory(target.parent)
         return export(
             weights,
             values,
             target,
-            generation=_generation(generation_values(model), values, stops),
+            generation=generation,
             storage=storage,
             precision=_precision(model, self.dtype),
             tokenizer=self._tokenizer,
         )
+
+    def pin(self, commit: Commit, target: Path) -> Path:
+        """Make a model folder with links to the files of a commit; return it. Raises
+        DamagedCheckpointError."""
+        model, checkpoint = self.model, self.paths.checkpoints / commit.directory
+        verify(checkpoint, checksums=False)
+        values, generation, _ = self._model_files(checkpoint)
+        origin = PinnedOrigin(
+            version=VERSION,
+            trial=f"{self.paths.experiment}/{self.paths.trial}",
+            step=commit.step,
+            role=self.role,
+            implementation=model.implementation,
+            head=self.head,
+            base=None if model.lora is None else model.path,
+            lora=None if model.lora is None else model.lora.model_dump(mode="json"),
+        )
+
+        def fill(folder: Path) -> None:
+            pin(checkpoint, origin, folder)
+            write_json(folder / CONFIG, {**values, "dtype": "float32"}, REAL)
+            write_json(folder / GENERATION_CONFIG, generation, REAL)
+            if self._tokenizer is not None:
+                copy_tokenizer(self._tokenizer, folder, REAL)
+
+        make_private_directory(target.parent)
+        return write_folder(target, fill)
+
+    def _model_files(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any], Storage]:
+        """``config.json``, ``generation_config.json``, and the storage of parameters in files."""
+        model, stops = self.model, self._stop_tokens(checkpoint)
+        stated = config_values(model)
+        if stated.get(EOS) is None and text_config(stated).get(EOS) is None:
+            # The family's default need not be a token of this tokenizer.
+            stated = {**stated, EOS: _one_or_list(stops)}
+        values, storage = file_form(stated, model.implementation, self.head)
+        return values, _generation(generation_values(model), values, stops), storage
 
     def _whole(self, trained: RoleCheckpoint) -> ExportedWeights:
         """All weights of the role, of which a checkpoint may have adapters only."""
@@ -158,16 +207,46 @@ def export_step(
         raise UsageError(f"{role} has no adapters: all its weights were trained; export it merged")
     if target is not None and target.exists() and not _is_empty_folder(target):
         raise UsageError(f"{target} exists already: choose a new directory")
+
+    def exported(commit: Commit) -> Path:
+        return exporter.write(commit, target or exporter.folder(commit.step))
+
+    return _of_commit(paths, step, exported, how="with --step")
+
+
+def pin_actor(paths: RunPaths, step: int | None) -> Path:
+    """A model folder with links to the files of a commit of any trial, by default the newest, so
+    that another trial can read it; an existing one is returned. It is in the trial's own directory,
+    as links need one file system.
+
+    Raises UsageError for an unknown step or a trial that trains no actor, CheckpointError for a
+    damaged commit, EnvironmentFailure.
+    """
+    config = load_resolved(paths.config)
+    exporter = Exporter(paths, config, ROLE, _head(paths, ROLE), "float32", "merged")
+
+    def pinned(commit: Commit) -> Path:
+        folder = paths.pinned(commit.directory)
+        return folder if is_pinned(folder) else exporter.pin(commit, folder)
+
+    return _of_commit(paths, step, pinned, how="with @STEP")
+
+
+def _of_commit(
+    paths: RunPaths, step: int | None, make: Callable[[Commit], Path], *, how: str
+) -> Path:
+    """Make a folder of a commit. If the run deletes the commit meanwhile, another one is chosen.
+    ``how`` says how to choose one, for the message about a damaged one."""
     while True:
         commit = _choose(paths, step)
         try:
-            return exporter.write(commit, target or exporter.folder(commit.step))
+            return make(commit)
         except (CheckpointError, CorruptFileError, EnvironmentFailure) as error:
             left = fold(History(paths.history).read()).commits
             if commit not in left:
                 continue
             if isinstance(error, DamagedCheckpointError):
-                raise CheckpointError(f"{error}. {_remedy(paths, commit, left)}") from error
+                raise CheckpointError(f"{error}. {_remedy(paths, commit, left, how)}") from error
             raise
 
 
@@ -175,13 +254,13 @@ def _is_empty_folder(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-def _remedy(paths: RunPaths, damaged: Commit, commits: Sequence[Commit]) -> str:
+def _remedy(paths: RunPaths, damaged: Commit, commits: Sequence[Commit], how: str) -> str:
     others = [commit.step for commit in commits if commit != damaged]
     if not others:
-        return "Nothing was exported, and there is no other checkpoint"
+        return "Nothing was written, and there is no other checkpoint"
     steps = ", ".join(map(str, others))
     return (
-        f"Nothing was exported; choose another checkpoint with --step (there are: {steps}); "
+        f"Nothing was written; choose another checkpoint {how} (there are: {steps}); "
         f"`slurmrl checkpoints {paths.experiment}/{paths.trial}` shows which are intact"
     )
 

@@ -17,13 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.backoff import READ_S, retry
 from slurmrl.checkpoint.manifest import until_certain, verify_share
+from slurmrl.checkpoint.pinned import is_pinned
 from slurmrl.config.schema import Optimizer
 from slurmrl.config.servers import Address, read_keys
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, TrainEngine
 from slurmrl.engines.rollout.server import Patience, Running, Serving
-from slurmrl.errors import UsageError
+from slurmrl.errors import DamagedCheckpointError, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.parallel import device, gpu_memory, groups, numa
 from slurmrl.parallel.activity import Activity
@@ -130,13 +131,13 @@ def build_trainer(
         activity=activity,
     )
     activity.phase("making the models")
+    wait = partial(wait_for_all, store, world_size=(ranks := group.world_size), timeout=timeout)
+    verify_pinned(settings, rank, ranks, wait)
     engines = _engines(settings, plan, contexts, paths)
     if start.base is not None:
         activity.phase("loading the checkpoint")
-        ranks = group.world_size
-        verified = partial(wait_for_all, store, "checkpoint verified", ranks, timeout)
         trained = [engine for engine in engines.values() if isinstance(engine, TrainEngine)]
-        load(paths.checkpoints / start.base, rank, ranks, trained, verified)
+        load(paths.checkpoints / start.base, rank, ranks, trained, wait)
     for engine in engines.values():
         engine.wait_until_up(lambda: say(Preparing(rank=rank)))
     activity.phase("planning moves of weights")
@@ -173,17 +174,39 @@ def load(
     rank: int,
     ranks: int,
     engines: Iterable[TrainEngine],
-    wait_for_others: Callable[[], None],
+    wait_for_others: Callable[[str], None],
 ) -> None:
     """Load a checkpoint after the ranks have verified it, a share each.
 
     Raises DamagedCheckpointError, and EnvironmentFailure if it cannot be read for `READ_S`.
     """
-    share = partial(verify_share, checkpoint, rank, ranks)
-    _read("the checkpoint", lambda: until_certain(share))
-    wait_for_others()  # a rank that finds damage reports it before any rank loads
+    _verify(checkpoint, rank, ranks)
+    # a rank that finds damage reports it before any rank loads
+    wait_for_others("checkpoint verified")
     for engine in engines:
         _read("the checkpoint", partial(engine.load, checkpoint))
+
+
+def verify_pinned(
+    settings: Settings, rank: int, ranks: int, wait_for_others: Callable[[str], None]
+) -> None:
+    """Verify the checkpoints of other trials that models start from, a share of each rank.
+
+    Raises UsageError for damaged ones, and EnvironmentFailure if they cannot be read for `READ_S`.
+    """
+    config = settings.config
+    paths = {config.model(use.role).path for use in uses_of(config, settings.algorithm)}
+    for path in sorted(path for path in paths if path is not None and is_pinned(Path(path))):
+        try:
+            _verify(Path(path), rank, ranks)
+        except DamagedCheckpointError as error:
+            raise UsageError(f"{error}; choose another step of that trial") from error
+        wait_for_others(f"{path} verified")
+
+
+def _verify(checkpoint: Path, rank: int, ranks: int) -> None:
+    share = partial(verify_share, checkpoint, rank, ranks)
+    _read("the checkpoint", lambda: until_certain(share))
 
 
 def require_memory(settings: Settings, gpu: str, total_bytes: int) -> None:

@@ -286,16 +286,15 @@ def test_the_name_of_a_trial_means_its_newest_export(load_ppo: Load, folder: Pat
 
 
 def test_a_trial_at_a_step_is_that_export(load_ppo: Load, folder: Path) -> None:
-    """Whether or not it is the newest; a step without one is explained by how to make it."""
+    """Whether or not it is the newest."""
     exports = RunPaths.of(folder / "runs", user_name(), "sft", "1").exports
     for step in (90, 1000):
         write_model(exports / f"step-{step:08d}")
     config = load_ppo("actor.path=trial:sft/1@90").config
     assert config.actor.path == config.actor.tokenizer == str(exports / "step-00000090")
     [problem] = problems(load_ppo, "actor.path=trial:sft/1@91")
-    assert "90, 1000" in problem.message
-    assert "slurmrl export sft/1 --step 91" in problem.message
-    for text in ("trial:sft/1@", "trial:sft/1@last", "trial:sft@90", "trial:sft/1@-1"):
+    assert "of step 91 (exports: 90, 1000; checkpoints: none)" in problem.message
+    for text in ("trial:sft/1@", "trial:sft/1@first", "trial:sft@90", "trial:sft/1@-1"):
         [problem] = problems(load_ppo, f"actor.path={text}")
         assert "expected trial:EXPERIMENT/TRIAL, with @STEP" in problem.message
 

@@ -1,0 +1,73 @@
+"""The weights of a pinned checkpoint, as the tensors of the model files that an export would have.
+Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slurmrl.checkpoint.export import ExportedWeights
+from slurmrl.checkpoint.pinned import PinnedOrigin, read_origin
+from slurmrl.checkpoint.shards import RoleCheckpoint
+from slurmrl.checkpoint.stored import Storage, file_tensors
+from slurmrl.checkpoint.tensors import NUMPY_DTYPES
+from slurmrl.config.schema.lora import Lora
+from slurmrl.errors import UsageError
+from slurmrl.fsio import inputs
+from slurmrl.layout.box import Box
+from slurmrl.layout.copy import Array
+from slurmrl.layout.layout import TensorSpec
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.hf_config import stored
+from slurmrl.models.merged import MergedCheckpoint
+from slurmrl.models.storage import storage_of
+
+
+class PinnedTensors:
+    """Reads boxes of them. Raises CheckpointError or CorruptFileError for files that do not belong
+    together, UsageError if the model that adapters belong to is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        origin = read_origin(folder)
+        values = inputs.read_json(folder / "config.json")
+        self._weights, storage = _opened(folder, origin, values)
+        self._tensors = file_tensors(self._weights.weights(), storage)
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """The tensors by name."""
+        return {name: tensor.spec for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, box: Box) -> Array:
+        """A box of a tensor, contiguous; bfloat16 as its bits (uint16)."""
+        tensor = self._tensors[name]
+        target = np.empty(box.size, NUMPY_DTYPES[tensor.spec.dtype])
+        for parameter, spec, part in tensor.shards:
+            common = part.box(part.of(spec.shape)).intersect(box)
+            if common is None:
+                continue
+            values = self._weights.read(parameter, part.parameter(common))
+            values = values if part.row is None else values[0]
+            place: tuple[Any, ...] = (*common.inside(box), ...)  # (a view of a scalar, too)
+            target[place] = values.T if part.transposed else values
+        return target
+
+
+def _opened(
+    folder: Path, origin: PinnedOrigin, values: dict[str, Any]
+) -> tuple[ExportedWeights, Storage]:
+    trained = RoleCheckpoint(folder, origin.role)
+    if origin.implementation == "hf":
+        return trained, stored
+    config = ModelConfig.from_hf(values)
+    if origin.lora is None:
+        return trained, storage_of(config)
+    if origin.base is None or not Path(origin.base).is_dir():
+        raise UsageError(
+            f"the adapters of {origin.trial} belong to the model {origin.base}, which is not there"
+        )
+    head: Head = "value" if origin.head == "value" else "lm"
+    lora = Lora.model_validate(dict(origin.lora))
+    merged = MergedCheckpoint(trained, Path(origin.base), config, head, lora)
+    return merged, storage_of(config)

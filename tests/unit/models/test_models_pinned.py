@@ -1,0 +1,108 @@
+"""A pinned checkpoint is read like the export that it saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slurmrl.config.schema import Lora
+from slurmrl.models.adapters import trained_shapes
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.headers import mismatches, read_headers
+from slurmrl.models.hf import PinnedSource, TensorSource, from_hf
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_model import HFModel
+from slurmrl.models.shapes import parameter_shapes
+from slurmrl.workers.master.exporting import export_step, pin_actor
+from tests.support.committed import CommittedTrial, Weights
+from tests.unit.models.conftest import BASE, ODD
+
+LLAMA_ONLY = ("num_key_value_heads", "head_dim")
+FAMILIES = ("llama", "qwen2-tied", "gemma", "mixtral", "qwen3_moe-some-dense", "gpt2", "gpt2-odd")
+
+
+def random(shapes: Any) -> Weights:
+    generator = np.random.default_rng(1)
+    return {name: generator.normal(size=shape).astype("<f4") for name, shape in shapes.items()}
+
+
+def compare(trial: CommittedTrial, step: int) -> tuple[Path, Path]:
+    """Every tensor and some boxes of the export and the pinned checkpoint of a step."""
+    pinned = pin_actor(trial.paths, step)
+    exported = export_step(trial.paths, "actor", step, None, dtype="float32")
+    assert read_headers(pinned) == read_headers(exported)
+    generator = np.random.default_rng(2)
+    found = PinnedSource(pinned)
+    with TensorSource(exported) as expected:
+        assert found.names() == expected.names()
+        for name in expected.names():
+            whole = expected.read(name)
+            torch.testing.assert_close(found.read(name), whole, rtol=1e-6, atol=1e-6)
+            start = tuple(int(generator.integers(0, size)) for size in whole.shape)
+            ends = zip(start, whole.shape, strict=True)
+            size = tuple(int(generator.integers(1, stop - a + 1)) for a, stop in ends)
+            box = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+            part = found.read(name, start, size)
+            torch.testing.assert_close(part, whole[box], rtol=1e-6, atol=1e-6)
+            assert name in found
+    return pinned, exported
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pinned_checkpoint_has_the_tensors_of_its_export(tmp_path: Path, family: str) -> None:
+    """Whatever the files of the family call, stack, fuse or transpose."""
+    values = {**BASE, **ODD[family], "eos_token_id": 3}
+    if family.startswith("gpt2"):
+        values = {key: value for key, value in values.items() if key not in LLAMA_ONLY}
+    config = ModelConfig.from_hf(values)
+    trial = CommittedTrial(tmp_path, architecture=values)
+    trial.commit(4, random(parameter_shapes(config, "lm")))
+    pinned, exported = compare(trial, 4)
+    decoders = from_hf(pinned), from_hf(exported)
+    for one, other in zip(*(decoder.parameters() for decoder in decoders), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_adapters_are_merged_with_the_model_that_they_belong_to(tmp_path: Path) -> None:
+    """Without that model there is one message that names it."""
+    base = tmp_path / "base"
+    values = {**BASE, "model_type": "llama"}
+    config = ModelConfig.from_hf(values)
+    AutoModelForCausalLM.from_config(_config(values)).save_pretrained(base)
+    lora = {"rank": 3, "alpha": 6, "targets": ["q_proj", "down_proj"]}
+    trial = CommittedTrial(tmp_path / "runs", path=str(base), lora=lora)
+    adapters = random(trained_shapes(config, "lm", Lora.model_validate(lora)))
+    trial.commit(4, adapters)
+    pinned, exported = compare(trial, 4)
+    assert not [file for file in pinned.iterdir() if file.name == "model.safetensors"]
+    assert (exported / "model.safetensors").is_file()
+    base.rename(tmp_path / "moved")
+    _, [problem] = read_headers(pinned)
+    assert f"belong to the model {base}, which is not there" in problem
+
+
+def test_a_model_of_transformers_is_loaded_from_its_checkpoint(tmp_path: Path) -> None:
+    """With its constants, and as the built-in decoder too."""
+    values = {**BASE, "model_type": "qwen2", "tie_word_embeddings": False}
+    made = HFModel(HFConfig.from_hf(values), "lm", source=None, seed=7, dtype=torch.float32)
+    with torch.no_grad():
+        weights = {name: p.numpy() for name, p in made.named_parameters()}
+    trial = CommittedTrial(tmp_path, architecture=values, implementation="hf")
+    trial.commit(4, weights)
+    pinned, _ = compare(trial, 4)
+    loaded = HFModel(HFConfig.from_hf(values), "lm", source=pinned, seed=1, dtype=torch.float32)
+    for (name, one), other in zip(loaded.named_parameters(), made.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    headers, problems = read_headers(pinned)
+    assert mismatches(headers, ModelConfig.from_hf(values), "lm") == problems == []
+
+
+def _config(values: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**values)
