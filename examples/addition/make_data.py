@@ -4,10 +4,12 @@
 
 ``12+34=`` has the answer ``64``. The held-out problems are those of 256 pairs of numbers in
 either order; ``train.jsonl`` holds all other problems, for SFT and for RL. ``pairs.jsonl`` and
-``heldout_pairs.jsonl`` have a right and a wrong answer to each problem, for DPO and reward models,
-``labels.jsonl`` right and wrong answers with labels, for KTO. ``chat.jsonl`` and
-``heldout_chat.jsonl`` have conversations: a sum, then a number that is added to it. Run it again
-after a change; a test compares the files with what it makes.
+``heldout_pairs.jsonl`` have a right and a wrong answer to each problem, for reward models.
+``chat.jsonl`` and ``heldout_chat.jsonl`` have conversations: a sum, then a number that is added to
+it. Run it again after a change; a test compares the files with what it makes.
+
+``sampled_pairs.jsonl`` and ``sampled_labels.jsonl``, for DPO and KTO, are answers of a model
+(judged.py).
 """
 
 from __future__ import annotations
@@ -55,15 +57,6 @@ def pairs(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return made
 
 
-def labels(rows: list[dict[str, str]]) -> list[dict[str, str | bool]]:
-    """The answers of pairs, one by one: right ones are desirable, wrong ones are not."""
-    return [
-        {**_problem(row), "id": f"{row['id']} {key}", "answer": row[key], "label": key == "chosen"}
-        for row in rows
-        for key in ("chosen", "rejected")
-    ]
-
-
 def conversations(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
     """Two turns: the problem, and one more summand."""
     draw = random.Random("chat")
@@ -100,7 +93,6 @@ def write(folder: Path) -> None:
         "heldout": held_out,
         "pairs": pairs(some),
         "heldout_pairs": pairs(held_out),
-        "labels": labels(pairs(some)),
         "chat": conversations(some),
         "heldout_chat": conversations(held_out),
     }

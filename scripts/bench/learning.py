@@ -2,12 +2,13 @@
 
 Trains every entry of the table below with every seed through `slurmrl submit` and the local
 scheduler, and prints the held-out score over the steps: mean, least and most over the seeds. All
-start from one supervised model, and distillation learns from one teacher; both are made first. A
-trial is its example (examples/*.yaml) on one worker process with one thread, with the overrides in
-the table.
+start from one supervised model, distillation learns from one teacher, and DPO and KTO from answers
+that the start model gave; these are made first. A trial is its example (examples/*.yaml) on one
+worker process with one thread, with the overrides in the table.
 
 A trial that has ended is not repeated, and an interrupted one continues: run the same command
-again, with the same --root. --report trains nothing.
+again, with the same --root. The name of a trial has a digest of its settings, so one whose example
+or overrides have changed is trained anew. --report trains nothing.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from getpass import getuser
+from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
+
+from ruamel.yaml import YAML
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from slurmrl.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
-START, TEACHER = "small", "small-teacher"
+EXAMPLES = ROOT / "examples"
 SMALL = (
     "actor.architecture.hidden_size=64",
     "actor.architecture.intermediate_size=172",
@@ -54,6 +58,22 @@ class Entry:
     """Mean score at the end, over all seeds, that counts as having learned."""
     overrides: tuple[str, ...] = ()
     metric: str = "eval/reward"
+    sampled: str = ""
+    """Its data, if it is not the example's: `pairs` or `labels` of the start model's answers."""
+
+    @property
+    def experiment(self) -> str:
+        return f"addition-{self.example.replace('_', '-')}"
+
+    @property
+    def config(self) -> Path:
+        return EXAMPLES / f"{self.example}.yaml"
+
+    def trial(self, seed: int) -> str:
+        """The name of its trial: other settings are another trial."""
+        example = YAML(typ="safe").load(self.config)
+        settings = (example, *COMMON, *self.overrides, self.sampled)
+        return f"{self.name}-{seed}-{sha256(repr(settings).encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True)
@@ -73,8 +93,25 @@ class Curve:
 def policy(name: str, *overrides: str) -> Entry:
     """A preset of policy gradients: 80 steps of 1,024 completions."""
     chosen = (f"algorithm.name={name}", "total_steps=80", "actor.optimizer.lr=1e-3", *overrides)
-    return Entry(name, "grpo", JUDGED, ("evaluation.every_steps=20", *chosen))
+    return Entry(name, "grpo", JUDGED, ("evaluation.every_steps=20", *FROM_START, *chosen))
 
+
+START = Entry("small", "sft", 0.6, (*SMALL, "stop_when=eval/reward >= 0.6"))
+TEACHER = Entry("small-teacher", "sft", 0.9, (*SMALL, "stop_when=eval/reward >= 0.9"))
+FROM_START = (f"actor.path=trial:addition-sft/{START.trial(1)}",)
+ANSWERS = Entry(
+    "answers",
+    "generate",
+    0.0,
+    (
+        *FROM_START,
+        "dataset.path=examples/addition/train.jsonl",
+        "dataset.shuffle=true",
+        "algorithm.batch_size=512",
+        "total_steps=6",
+    ),
+)
+"""Four answers of the start model to each of 3,072 problems."""
 
 # The start model gets 0.62 right. The standard error of a mean over three seeds of 512 answers each
 # is 0.012, so 0.7 is far outside of chance. So is 0.75 for pairs, of which 0.5 are right by chance.
@@ -84,11 +121,16 @@ TABLE = (
     policy("reinforce_pp", "rollout.n=1", "algorithm.batch_size=1024"),
     policy("dapo", "algorithm.n_minibatches=16", "actor.optimizer.lr=3e-4"),
     policy("gspo"),
-    policy("cispo"),
-    Entry("dpo", "dpo", 0.7),
-    Entry("kto", "kto", 0.7),
-    Entry("reward_model", "reward_model", 0.75, metric="eval/accuracy"),
-    Entry("distill", "distill", 0.75, (f"teacher.path=trial:addition-sft/{TEACHER}",)),
+    policy("cispo", "actor.optimizer.lr=3e-4"),
+    Entry("dpo", "dpo", 0.7, FROM_START, sampled="pairs"),
+    Entry("kto", "kto", 0.7, FROM_START, sampled="labels"),
+    Entry("reward_model", "reward_model", 0.75, FROM_START, metric="eval/accuracy"),
+    Entry(
+        "distill",
+        "distill",
+        0.75,
+        (*FROM_START, f"teacher.path=trial:addition-sft/{TEACHER.trial(1)}"),
+    ),
 )
 
 
@@ -108,36 +150,51 @@ def has_ended(root: Path, trial: str) -> bool:
     return done.returncode == 0 and bool(json.loads(done.stdout)["state"] == "COMPLETED")
 
 
-def train(root: Path, example: str, trial: str, *overrides: str) -> None:
+def train(root: Path, entry: Entry, seed: int, *data: str) -> None:
     """Run a trial to its end, unless it has ended."""
-    experiment = experiment_of(example)
-    if has_ended(root, f"{experiment}/{trial}"):
+    trial = entry.trial(seed)
+    name = f"{entry.experiment}/{trial}"
+    if has_ended(root, name):
         return
-    config = str(ROOT / "examples" / f"{example}.yaml")
+    settings = (f"trial={trial}", f"seed={seed}", *COMMON, *entry.overrides, *data)
     how = ("--scheduler", "local", "--wait")
-    done = slurmrl(root, "submit", config, f"trial={trial}", *COMMON, *overrides, *how)
+    done = slurmrl(root, "submit", str(entry.config), *settings, *how)
     if done.returncode != 0:
-        raise SystemExit(f"{experiment}/{trial} failed:\n{done.stdout[-2000:]}{done.stderr}")
-    print(f"{experiment}/{trial} has ended", file=sys.stderr)
+        raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}{done.stderr}")
+    print(f"{name} has ended", file=sys.stderr)
 
 
-def experiment_of(example: str) -> str:
-    return f"addition-{example.replace('_', '-')}"
+def sampled_answers(root: Path) -> dict[str, Path]:
+    """The files of right and wrong answers of the start model, made now if they are not there."""
+    train(root, ANSWERS, 1)
+    results = run_of(root, ANSWERS, 1).run / "results.jsonl"
+    files = {kind: root / f"{ANSWERS.trial(1)}-{kind}.jsonl" for kind in ("pairs", "labels")}
+    command = [sys.executable, str(EXAMPLES / "addition" / "judged.py")]
+    subprocess.run([*command, results, files["pairs"], files["labels"]], check=True)
+    return files
 
 
-def train_seed(root: Path, entry: Entry, seed: int) -> None:
-    chosen = (f"actor.path=trial:addition-sft/{START}", f"seed={seed}", *entry.overrides)
-    train(root, entry.example, f"{entry.name}-{seed}", *chosen)
+def train_seed(root: Path, entry: Entry, seed: int, answers: Mapping[str, Path]) -> None:
+    train(root, entry, seed, *([f"dataset.path={answers[entry.sampled]}"] if entry.sampled else []))
 
 
 def train_all(root: Path, entries: Sequence[Entry], seeds: Sequence[int], parallel: int) -> None:
-    train(root, "sft", START, *SMALL, "stop_when=eval/reward >= 0.6")
+    train(root, START, 1)
     if any(entry.example == "distill" for entry in entries):
-        train(root, "sft", TEACHER, *SMALL, "stop_when=eval/reward >= 0.9")
+        train(root, TEACHER, 1)
+    answers = sampled_answers(root) if any(entry.sampled for entry in entries) else {}
     with ThreadPoolExecutor(parallel) as pool:
-        jobs = [pool.submit(train_seed, root, entry, seed) for seed in seeds for entry in entries]
+        jobs = [
+            pool.submit(train_seed, root, entry, seed, answers)
+            for seed in seeds
+            for entry in entries
+        ]
         for job in jobs:
             job.result()
+
+
+def run_of(root: Path, entry: Entry, seed: int) -> RunPaths:
+    return RunPaths.of(root, getuser(), entry.experiment, entry.trial(seed))
 
 
 # -- results -------------------------------------------------------------------------------------
@@ -147,9 +204,7 @@ def curve(root: Path, entry: Entry, seeds: Sequence[int]) -> Curve:
     """The steps that all trials with any evaluation have in common."""
     of_seeds = {}
     for seed in seeds:
-        trial = f"{entry.name}-{seed}"
-        run = RunPaths.of(root, getuser(), experiment_of(entry.example), trial)
-        if scores := dict(evaluations(run.metrics, entry.metric)):
+        if scores := dict(evaluations(run_of(root, entry, seed).metrics, entry.metric)):
             of_seeds[seed] = scores
     common = set.intersection(*map(set, of_seeds.values())) if of_seeds else set()
     scores = {step: {seed: of_seeds[seed][step] for seed in of_seeds} for step in sorted(common)}

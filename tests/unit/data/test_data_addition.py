@@ -6,6 +6,7 @@ import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,11 @@ FOLDER = Path(__file__).parents[3] / "examples" / "addition"
 
 @pytest.fixture(scope="module")
 def maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("addition_maker", FOLDER / "make_data.py")
+    return load("make_data")
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"addition_{name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -31,7 +36,7 @@ def read(name: str) -> list[dict[str, str]]:
 def test_the_files_are_what_the_script_makes(maker: ModuleType, tmp_path: Path) -> None:
     maker.write(tmp_path)
     made = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
-    assert len(made) == 9
+    assert len(made) == 8
     for path in made:
         assert (FOLDER / path).read_bytes() == (tmp_path / path).read_bytes(), path
 
@@ -65,21 +70,60 @@ def test_every_text_is_one_token_a_symbol() -> None:
         assert tokenizer.decode(ids) == text
 
 
-def test_pairs_and_labels_tell_right_answers_from_wrong_ones() -> None:
-    trained, held_out = read("pairs.jsonl"), read("heldout_pairs.jsonl")
-    assert {row["id"] for row in trained} < {row["id"] for row in read("train.jsonl")}
+def test_pairs_tell_right_answers_from_wrong_ones() -> None:
+    made, held_out = read("pairs.jsonl"), read("heldout_pairs.jsonl")
+    sampled = read("sampled_pairs.jsonl")
+    train = {row["id"] for row in read("train.jsonl")}
+    assert {row["id"] for row in made + sampled} < train
     assert [row["id"] for row in held_out] == [row["id"] for row in read("heldout.jsonl")]
-    labelled = [(row["prompt"], row["answer"], row["label"]) for row in read("labels.jsonl")]
-    for row in trained + held_out:
+    for row in made + held_out + sampled:
         a, b = row["prompt"].rstrip("=").split("+")
         assert int(row["chosen"][::-1]) == int(a) + int(b)
-        assert len(row["rejected"]) == len(row["chosen"])
         assert row["rejected"] != row["chosen"]
+    for row in made + held_out:
+        assert len(row["rejected"]) == len(row["chosen"])
+
+
+def test_labels_are_those_of_the_sampled_pairs() -> None:
+    labelled = [
+        (row["prompt"], row["answer"], row["label"]) for row in read("sampled_labels.jsonl")
+    ]
     assert labelled == [
         (row["prompt"], row[key], key == "chosen")
-        for row in trained
+        for row in read("sampled_pairs.jsonl")
         for key in ("chosen", "rejected")
     ]
+
+
+def test_judged_answers_become_pairs_and_labels(tmp_path: Path) -> None:
+    """A prompt with answers of one kind only has no pair; truncated and unjudged answers are left
+    out, and results without rewards are refused."""
+
+    def row(name: str, *answers: tuple[str, float | None, bool]) -> dict[str, Any]:
+        keys = ("text", "reward", "finished")
+        given = [dict(zip(keys, answer, strict=True)) for answer in answers]
+        return {"id": name, "prompt": f"{name}?", "completions": given}
+
+    rows = [
+        row("a", ("cut", 0.0, False), ("no", 0.5, True), ("yes", 1.0, True), ("also", 1.0, True)),
+        row("b", ("yes", 1.0, True), ("unknown", None, True)),
+        row("c", ("no", 0.0, True), ("cut", 1.0, False)),
+    ]
+    results, pairs, labels = (tmp_path / name for name in ("results", "pairs", "labels"))
+    results.write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+    judged = load("judged")
+    assert judged.write(results, pairs, labels) == 1
+    assert json.loads(pairs.read_text()) == {
+        "id": "a", "prompt": "a?", "chosen": "yes", "rejected": "no",
+    }  # fmt: skip
+    assert [json.loads(line) for line in labels.read_text().splitlines()] == [
+        {"id": "a chosen", "prompt": "a?", "answer": "yes", "label": True},
+        {"id": "a rejected", "prompt": "a?", "answer": "no", "label": False},
+    ]
+    del rows[1]["completions"][0]["reward"]
+    results.write_text(json.dumps(rows[1]))
+    with pytest.raises(SystemExit, match="b has no reward"):
+        judged.write(results, pairs, labels)
 
 
 def test_conversations_go_on_with_their_sums() -> None:

@@ -1,0 +1,61 @@
+"""Makes preference pairs and labels, for DPO and KTO, from answers that a model gave and a reward
+judged.
+
+    python examples/addition/judged.py RESULTS PAIRS LABELS
+
+RESULTS is the `results.jsonl` of a `generate` trial with a reward. Each prompt that got both a
+right answer, with a reward of at least 1, and a wrong one has a line in PAIRS and two in LABELS:
+the first of either kind. Answers without a stop token are left out.
+
+``sampled_pairs.jsonl`` and ``sampled_labels.jsonl`` are made in this way, from the model of
+examples/sft.yaml.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+RIGHT = 1.0
+Row = Mapping[str, Any]
+
+
+def pairs(results: Iterator[Row]) -> Iterator[Row]:
+    """A right and a wrong answer to each prompt that got both."""
+    for row in results:
+        answers: dict[bool, str] = {}
+        for completion in row["completions"]:
+            if "reward" not in completion:
+                raise SystemExit(f"{row['id']} has no reward: submit the trial with a `reward`")
+            if completion["finished"] and completion["reward"] is not None:
+                answers.setdefault(completion["reward"] >= RIGHT, completion["text"])
+        if len(answers) == 2:
+            problem = {"id": row["id"], "prompt": row["prompt"]}
+            yield {**problem, "chosen": answers[True], "rejected": answers[False]}
+
+
+def labels(pair: Row) -> Iterator[Row]:
+    """The answers of a pair, one by one: the right one is desirable, the wrong one is not."""
+    for key in ("chosen", "rejected"):
+        name = f"{pair['id']} {key}"
+        answer = {"answer": pair[key], "label": key == "chosen"}
+        yield {"id": name, "prompt": pair["prompt"], **answer}
+
+
+def write(results: Path, to_pairs: Path, to_labels: Path) -> int:
+    """Write both files; return the number of pairs."""
+    with results.open(encoding="utf-8") as lines:
+        made = list(pairs(json.loads(line) for line in lines))
+    labelled = [row for pair in made for row in labels(pair)]
+    for path, rows in ((to_pairs, made), (to_labels, labelled)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return len(made)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        raise SystemExit(__doc__)
+    print(f"{write(*map(Path, sys.argv[1:]))} pairs")
