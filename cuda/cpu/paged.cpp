@@ -33,11 +33,57 @@ SLURMRL_INLINE Lanes load(const float* from) {
 
 SLURMRL_INLINE void store(float* to, const Lanes& x) { std::memcpy(to, &x, sizeof x); }
 
+SLURMRL_INLINE Lanes load(const float* from, int64_t count) {
+    Lanes x{};
+    std::memcpy(&x, from, sizeof(float) * static_cast<size_t>(count));
+    return x;
+}
+
+SLURMRL_INLINE void store(float* to, const Lanes& x, int64_t count) {
+    std::memcpy(to, &x, sizeof(float) * static_cast<size_t>(count));
+}
+
 SLURMRL_INLINE float sum(Lanes x) {
     x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
     x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
     x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
     return x[0] + x[1];
+}
+
+SLURMRL_INLINE float largest(const Lanes& x) {
+    float most = x[0];
+    for (int64_t i = 1; i < lanes; ++i) most = std::max(most, x[i]);
+    return most;
+}
+
+// Lanes 4g to 4g + 3 of the result: the sums over the same lanes of each of four vectors.
+SLURMRL_INLINE Lanes quarters(const Lanes& a, const Lanes& b, const Lanes& c, const Lanes& d) {
+    const Lanes ab =
+        __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+        __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    const Lanes cd =
+        __builtin_shufflevector(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+        __builtin_shufflevector(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    return __builtin_shufflevector(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28,
+                                   29) +
+           __builtin_shufflevector(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30,
+                                   31);
+}
+
+// The sums of 16 vectors, from their quarters, four vectors each.
+SLURMRL_INLINE Lanes sums(const Lanes& a, const Lanes& b, const Lanes& c, const Lanes& d) {
+    const Lanes ab = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21,
+                                             22, 23) +
+                     __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28,
+                                             29, 30, 31);
+    const Lanes cd = __builtin_shufflevector(c, d, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21,
+                                             22, 23) +
+                     __builtin_shufflevector(c, d, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28,
+                                             29, 30, 31);
+    return __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26,
+                                   27) +
+           __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30,
+                                   31);
 }
 
 // e^x for x <= 0, to about one unit in the last place; 0 below -87.
@@ -66,82 +112,137 @@ struct Row {
     const float* q;        // of the heads that share a key head [group, size]
     const float* keys;     // of that key head, at cell 0
     const float* values;   // the same
-    const int64_t* cells;  // [count], in elements from cell 0
-    float* scores;         // [count] and room for the lanes
+    const int64_t* cells;  // [padded], in elements from cell 0; those behind count repeat one
+    float* scores;         // [group, padded]
     float* out;            // [group, size]
-    int64_t count, group, size;
+    int64_t count, padded, group, size;
     float scale;
 };
 
-SLURMRL_INLINE float dot(const float* a, const float* b, int64_t size) {
+SLURMRL_INLINE Lanes products(const float* a, const float* b, int64_t size) {
     Lanes total{};
     int64_t d = 0;
     for (; d + lanes <= size; d += lanes) total += load(a + d) * load(b + d);
-    float rest = 0;
-    for (; d < size; ++d) rest += a[d] * b[d];
-    return sum(total) + rest;
+    if (d < size) total += load(a + d, size - d) * load(b + d, size - d);
+    return total;
 }
 
-SLURMRL_INLINE float weights(const Row& row, const float* q) {
-    float most = -std::numeric_limits<float>::infinity();
-    for (int64_t c = 0; c < row.count; ++c) {
-        row.scores[c] = dot(q, row.keys + row.cells[c], row.size) * row.scale;
-        most = std::max(most, row.scores[c]);
+// The products of a query with the keys of 16 cells. A size known to the compiler is faster.
+SLURMRL_INLINE Lanes dots(const float* q, const float* keys, const int64_t* cells, int64_t size) {
+    Lanes parts[4];
+    for (int64_t i = 0; i < 4; ++i) {
+        const int64_t* own = cells + 4 * i;
+        parts[i] = quarters(products(q, keys + own[0], size), products(q, keys + own[1], size),
+                            products(q, keys + own[2], size), products(q, keys + own[3], size));
     }
-    for (int64_t c = row.count; c % lanes; ++c) {
-        row.scores[c] = -std::numeric_limits<float>::infinity();
+    return sums(parts[0], parts[1], parts[2], parts[3]);
+}
+
+SLURMRL_INLINE void score(const Row& row, int64_t size) {
+    for (int64_t c = 0; c < row.padded; c += lanes) {
+        for (int64_t head = 0; head < row.group; ++head) {
+            const Lanes x = dots(row.q + head * size, row.keys, row.cells + c, size) * row.scale;
+            store(row.scores + head * row.padded + c, x);
+        }
     }
-    Lanes total{};
-    for (int64_t c = 0; c < row.count; c += lanes) {
-        const Lanes p = exponential(load(row.scores + c) - most);
-        store(row.scores + c, p);
+}
+
+// Turn scores into e^(score - largest), 0 behind the last cell; return their sum.
+SLURMRL_INLINE float weigh(float* scores, int64_t count, int64_t padded) {
+    for (int64_t c = count; c < padded; ++c) scores[c] = -std::numeric_limits<float>::infinity();
+    Lanes most = load(scores), total{};
+    for (int64_t c = lanes; c < padded; c += lanes) {
+        const Lanes x = load(scores + c);
+        most = x > most ? x : most;
+    }
+    const float top = largest(most);
+    for (int64_t c = 0; c < padded; c += lanes) {
+        const Lanes p = exponential(load(scores + c) - top);
+        store(scores + c, p);
         total += p;
     }
     return sum(total);
 }
 
-template <int64_t count>
-SLURMRL_INLINE void mix(const Row& row, float* out, int64_t d, float factor) {
-    Lanes totals[count] = {};
+// The weighted sums of some lanes of the values, for some heads.
+template <int64_t heads, int64_t chunks>
+SLURMRL_INLINE void mix(const Row& row, int64_t head, int64_t d, const float* factors) {
+    Lanes totals[heads][chunks] = {};
+    const float* scores = row.scores + head * row.padded;
     for (int64_t c = 0; c < row.count; ++c) {
         const float* value = row.values + row.cells[c] + d;
-        for (int64_t i = 0; i < count; ++i) totals[i] += load(value + i * lanes) * row.scores[c];
+        for (int64_t i = 0; i < chunks; ++i) {
+            const Lanes x = load(value + i * lanes);
+            for (int64_t h = 0; h < heads; ++h) totals[h][i] += x * scores[h * row.padded + c];
+        }
     }
-    for (int64_t i = 0; i < count; ++i) store(out + d + i * lanes, totals[i] * factor);
-}
-
-SLURMRL_WIDEST void attend(const Row& row) {
-    for (int64_t head = 0; head < row.group; ++head) {
-        float* out = row.out + head * row.size;
-        const float factor = 1.0F / weights(row, row.q + head * row.size);
-        int64_t d = 0;
-        for (; d + 4 * lanes <= row.size; d += 4 * lanes) mix<4>(row, out, d, factor);
-        for (; d + lanes <= row.size; d += lanes) mix<1>(row, out, d, factor);
-        for (; d < row.size; ++d) {
-            float total = 0;
-            for (int64_t c = 0; c < row.count; ++c) {
-                total += row.scores[c] * row.values[row.cells[c] + d];
-            }
-            out[d] = total * factor;
+    for (int64_t h = 0; h < heads; ++h) {
+        float* out = row.out + (head + h) * row.size + d;
+        for (int64_t i = 0; i < chunks; ++i) {
+            store(out + i * lanes, totals[h][i] * factors[head + h]);
         }
     }
 }
 
-void attend_token(const Paged& p, int64_t token, std::vector<int64_t>& cells,
-                  std::vector<float>& scores) {
+template <int64_t heads>
+SLURMRL_INLINE void mix_all(const Row& row, int64_t head, const float* factors) {
+    int64_t d = 0;
+    for (; d + 4 * lanes <= row.size; d += 4 * lanes) mix<heads, 4>(row, head, d, factors);
+    for (; d + 2 * lanes <= row.size; d += 2 * lanes) mix<heads, 2>(row, head, d, factors);
+    for (; d + lanes <= row.size; d += lanes) mix<heads, 1>(row, head, d, factors);
+    const int64_t rest = row.size - d;
+    for (int64_t h = 0; rest && h < heads; ++h) {
+        const float* scores = row.scores + (head + h) * row.padded;
+        Lanes total{};
+        for (int64_t c = 0; c < row.count; ++c) {
+            total += load(row.values + row.cells[c] + d, rest) * scores[c];
+        }
+        store(row.out + (head + h) * row.size + d, total * factors[head + h], rest);
+    }
+}
+
+// factors: room for a number of each head.
+SLURMRL_WIDEST void attend(const Row& row, float* factors) {
+    switch (row.size) {
+        case 32: score(row, 32); break;
+        case 64: score(row, 64); break;
+        case 128: score(row, 128); break;
+        default: score(row, row.size);
+    }
+    for (int64_t head = 0; head < row.group; ++head) {
+        factors[head] = 1.0F / weigh(row.scores + head * row.padded, row.count, row.padded);
+    }
+    int64_t head = 0;
+    for (; head + 2 <= row.group; head += 2) mix_all<2>(row, head, factors);
+    for (; head < row.group; ++head) mix_all<1>(row, head, factors);
+}
+
+// Where the cells that a token sees lie; returns their number. Repeats the last one up to a
+// multiple of the lanes.
+int64_t find_cells(const Paged& p, int64_t token, std::vector<int64_t>& cells) {
     const int64_t length = p.lengths[token], stride = p.kv_heads * p.size;
     const int64_t first = p.window ? std::max<int64_t>(0, length - p.window) : 0;
     const int64_t* pages = p.tables + p.rows[token] * p.row_pages;
     cells.clear();
-    for (int64_t c = first; c < length; ++c) {
-        cells.push_back((pages[c / p.page] * p.page + c % p.page) * stride);
+    for (int64_t c = first; c < length;) {
+        const int64_t page = c / p.page, end = std::min(length, (page + 1) * p.page);
+        int64_t cell = (pages[page] * p.page + c - page * p.page) * stride;
+        for (; c < end; ++c, cell += stride) cells.push_back(cell);
     }
-    scores.resize(static_cast<size_t>(length - first + lanes));
-    const int64_t group = p.heads / p.kv_heads;
+    cells.resize(static_cast<size_t>((length - first + lanes - 1) / lanes * lanes), cells.back());
+    return length - first;
+}
+
+void attend_token(const Paged& p, int64_t token, std::vector<int64_t>& cells,
+                  std::vector<float>& scores) {
+    const int64_t count = find_cells(p, token, cells), group = p.heads / p.kv_heads;
+    const auto padded = static_cast<int64_t>(cells.size());
+    scores.resize(static_cast<size_t>(group * (padded + 1)));
     for (int64_t head = 0; head < p.kv_heads; ++head) {
         const int64_t own = (token * p.heads + head * group) * p.size;
         attend({p.q + own, p.keys + head * p.size, p.values + head * p.size, cells.data(),
-                scores.data(), p.out + own, length - first, group, p.size, p.scale});
+                scores.data(), p.out + own, count, padded, group, p.size, p.scale},
+               scores.data() + group * padded);
     }
 }
 
