@@ -2,10 +2,11 @@
 """Compare the speed of generation on one CPU thread: tokens per second of CPU time.
 
 scripts/bench/generate.py [--model small|medium] [--requests 16 128 512] [--n 1 8]
-    [--engines native batch padded transformers continuous] [--seed 0]
+    [--engines native whole slab padded transformers continuous] [--seed 0]
 
-native        the native engine: continuous batching over a paged cache
-batch         generation of the trainers' world, for the whole batch at once
+native        the native engine: continuous batching over a paged cache, for single requests
+whole         the same for a whole batch: generation of the trainers' world on CPUs
+slab          the same on GPUs and for split models: all rows at once, in one slab
 padded        a plain loop around transformers: prompts padded on the left, rows stay to the end
 transformers  transformers' generate() on one padded batch
 continuous    transformers' generate_batch(), continuous batching over a paged cache
@@ -148,10 +149,23 @@ def native(case: Case) -> Callable[[], Made]:
     return lambda: asyncio.run(run())
 
 
-def batch(case: Case) -> Callable[[], Made]:
+def whole(case: Case) -> Callable[[], Made]:
+    from slurmrl.engines.rollout.native.schedule import Limits
+    from slurmrl.engines.rollout.native.whole import generate_by_requests
+
+    return _trainers(case, generate_by_requests, limits=Limits())
+
+
+def slab(case: Case) -> Callable[[], Made]:
+    from slurmrl.models.generate import generate
+
+    return _trainers(case, generate)
+
+
+def _trainers(case: Case, generate: Callable[..., Any], **more: Any) -> Callable[[], Made]:
     import torch
 
-    from slurmrl.models.generate import GenerationOptions, generate
+    from slurmrl.models.generate import GenerationOptions
 
     decoder, texts = own_decoder(case), prompts(case)
     options = GenerationOptions(max_new_tokens=LIMIT, stop_token_ids=tuple(stops(case)))
@@ -160,8 +174,8 @@ def batch(case: Case) -> Callable[[], Made]:
         cu = torch.tensor([0, *map(len, texts)]).cumsum(0).to(torch.int32)
         flat = torch.tensor([token for text in texts for token in text])
         keys = torch.arange(case.requests * case.n)
-        out = generate(decoder, flat, cu, options, seed=case.seed, step=0, keys=keys)
-        return Made(int((out.lengths - out.prompt_lengths).sum()), len(flat))
+        out = generate(decoder, flat, cu, options, seed=case.seed, step=0, keys=keys, **more)
+        return Made(int((out.lengths - out.prompt_lengths).sum()), None)
 
     return run
 
@@ -253,7 +267,8 @@ def continuous(case: Case) -> Callable[[], Made]:
 
 ENGINES: dict[str, Callable[[Case], Callable[[], Made]]] = {
     "native": native,
-    "batch": batch,
+    "whole": whole,
+    "slab": slab,
     "padded": padded,
     "transformers": transformers,
     "continuous": continuous,

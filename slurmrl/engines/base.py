@@ -204,9 +204,10 @@ class ServingEngine(GenerateEngine):
 
     @abstractmethod
     def serving(
-        self, version: str, *, cache_bytes: int | None = None
+        self, version: str, *, rows: int, cache_bytes: int | None = None
     ) -> AbstractContextManager[RolloutEngine]:
         """An engine that serves requests with the weights of now, whose name is ``version``, while
-        entered. Its keys and values take no more than ``cache_bytes`` of this rank's memory
-        (default: on a GPU most of what is free, elsewhere what they need). Collective over the
-        data-parallel ranks. Raises UsageError where it cannot."""
+        entered. It extends up to ``rows`` sequences at a time; further ones wait. Their keys and
+        values take no more than ``cache_bytes`` of this rank's memory (default: on a GPU most of
+        what is free, elsewhere what they need). Collective over the data-parallel ranks. Raises
+        UsageError where it cannot."""

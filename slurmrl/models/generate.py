@@ -87,15 +87,11 @@ def generate(
     sequence) and on the logits only. Parameters must be plain tensors: a sharded engine gathers
     them first.
     """
-    if options.stop_strings:
-        raise UsageError("generation of a whole batch supports stop tokens, not stop strings")
     prompts: list[int] = cu_seqlens.diff().tolist()
-    copies = _copies(len(prompts), len(keys))
+    copies = completions_of_each(prompts, keys, options)
     batch = _Batch([length for length in prompts for _ in range(copies)], keys, options)
     if not prompts:
         return batch.output(input_ids)
-    if min(prompts) < 1:
-        raise UsageError("an empty prompt cannot be continued")
     tokens = sum(prompts) if prefill_tokens is None else prefill_tokens
     session = decoder.session(prompts, options.max_new_tokens, tokens)
     logits = session.prompts(input_ids)
@@ -110,11 +106,20 @@ def generate(
         logits = session.next(batch.last, batch.alive, batch.longest)
 
 
-def _copies(prompts: int, keys: int) -> int:
-    """Continuations of each prompt."""
-    copies = keys // max(prompts, 1)
-    if copies * prompts != keys or (prompts and not copies):
-        raise UsageError(f"{keys} keys for {prompts} prompts: expected 1 or more keys for each")
+def completions_of_each(prompts: list[int], keys: Tensor, options: GenerationOptions) -> int:
+    """Continuations of each prompt, of which these are the lengths.
+
+    Raises UsageError for arguments with which no whole batch can be generated.
+    """
+    if options.stop_strings:
+        raise UsageError("generation of a whole batch supports stop tokens, not stop strings")
+    copies = len(keys) // max(len(prompts), 1)
+    if copies * len(prompts) != len(keys) or (prompts and not copies):
+        raise UsageError(
+            f"{len(keys)} keys for {len(prompts)} prompts: expected 1 or more keys for each"
+        )
+    if prompts and min(prompts) < 1:
+        raise UsageError("an empty prompt cannot be continued")
     return copies
 
 

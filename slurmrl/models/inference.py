@@ -1,9 +1,10 @@
 """The layers of a built-in decoder as few calls of torch, for generation on one rank.
 
-Matrices that read the same input lie side by side in memory (``join_matrices``), so that one
-product computes what all of them give. Parts without a short form are called as modules.
+One product computes what all matrices give that read the same input. For that they lie side by side
+in memory (``join_matrices``); on a CPU small models are copied for faster products. Parts without a
+short form are called as modules.
 
-T packed tokens, h hidden size.
+T packed tokens, h hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,17 +22,24 @@ from slurmrl.models.mlp import GatedMLP
 from slurmrl.models.norm import RMSNorm
 from slurmrl.models.rotary import Rotation
 from slurmrl.ops.gated import ACTIVATIONS, gated_halves
+from slurmrl.ops.products import PackedMatrix, packable, wide_product
 from slurmrl.ops.rotary import rotate
 
 Apply = Callable[[Tensor], Tensor]
+Forward = Callable[[Tensor, Tensor, AttentionCore], Tensor]
+"""(input_ids [T], positions [T], core) -> hidden states [T, h]."""
+PACKED_BYTES = 256 * 2**20
+"""Models of up to this size are copied for faster products, where there are any."""
 
 
-def short_forward(decoder: Decoder) -> Callable[[Tensor, Tensor, AttentionCore], Tensor] | None:
+def short_forward(decoder: Decoder) -> Forward | None:
     """A function that computes ``decoder.run_unhooked``; None if the decoder has no short form:
-    with several ranks or adapters. It uses the parameters' memory of now."""
+    with several ranks or adapters. It uses the parameters' memory, and may use their values, of
+    now."""
     if not decoder.split.whole or decoder.adapters is not None:
         return None
-    layers = [_Layer(cast(ResidualLayer, layer)) for layer in decoder.layers]
+    packed = packs(decoder)
+    layers = [_Layer(cast(ResidualLayer, layer), packed) for layer in decoder.layers]
 
     def run(input_ids: Tensor, positions: Tensor, core: AttentionCore) -> Tensor:
         x = decoder.embed(F.embedding(input_ids, embedding), positions)
@@ -42,6 +50,22 @@ def short_forward(decoder: Decoder) -> Callable[[Tensor, Tensor, AttentionCore],
 
     embedding, final = decoder.embedding_weight(), _norm(decoder.final_norm)
     return run
+
+
+def head_product(decoder: Decoder) -> Apply:
+    """A function from hidden states [T, h] to logits [T, V], those of this rank's part of the
+    vocabulary; in float64 for a model in float64, else in float32. It may use the projection's
+    values of now."""
+    weight = decoder.head_weight()
+    if packs(decoder):
+        return PackedMatrix(weight).product
+    return lambda hidden: wide_product(hidden, weight.t())
+
+
+def packs(decoder: Decoder) -> bool:
+    """Whether the matrices of a decoder are copied for faster products."""
+    size = sum(p.numel() * p.element_size() for p in decoder.parameters())
+    return size <= PACKED_BYTES and packable(decoder.head_weight())
 
 
 @torch.no_grad()
@@ -70,7 +94,7 @@ def _groups(module: nn.Module) -> list[tuple[nn.Linear, ...]]:
 
 
 class _Layer:
-    def __init__(self, layer: ResidualLayer) -> None:
+    def __init__(self, layer: ResidualLayer, packed: bool) -> None:
         attention = layer.self_attn
         assert isinstance(attention, Attention)
         self._attention = attention
@@ -78,14 +102,14 @@ class _Layer:
             _norm(layer.input_layernorm),
             _norm(layer.post_attention_layernorm),
         )
-        self._qkv = _product(_groups(attention)[0])
+        self._qkv = _product(_groups(attention)[0], packed)
         self._sizes = [
             linear.weight.shape[0] // attention.head_dim
             for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
         ]
-        self._mixed = _add_product(attention.o_proj)
+        self._mixed = _add_product(attention.o_proj, packed)
         self._plain_heads = isinstance(attention.q_norm, nn.Identity)
-        self._feed_forward = _feed_forward(layer.mlp)
+        self._feed_forward = _feed_forward(layer.mlp, packed)
 
     def __call__(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
         heads = self._qkv(self._before(x)).view(x.shape[0], -1, self._attention.head_dim)
@@ -115,9 +139,13 @@ def _norm(module: nn.Module) -> Apply:
     return lambda x: F.rms_norm(x, weight.shape, weight, eps)
 
 
-def _product(linears: Sequence[nn.Linear]) -> Apply:
-    """The outputs of linear layers side by side; by one product if their weights are."""
-    weights = [linear.weight for linear in linears]
+def _product(linears: Sequence[nn.Linear], packed: bool) -> Apply:
+    """The outputs of linear layers side by side; by one product if their weights are or can be
+    ``packed``."""
+    weights: list[Tensor] = [linear.weight for linear in linears]
+    if packed:
+        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+        return PackedMatrix(torch.cat(weights), torch.cat(biases) if biases else None).product
     weight, bias = _joined(weights), None
     if linears[0].bias is not None:
         bias = _joined([linear.bias for linear in linears])
@@ -127,19 +155,22 @@ def _product(linears: Sequence[nn.Linear]) -> Apply:
     return lambda x: F.linear(x, weight, bias)
 
 
-def _add_product(linear: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
+def _add_product(linear: nn.Linear, packed: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """(sum, input) -> the sum with the layer's output added."""
     weight, bias = linear.weight, linear.bias
+    if packed:
+        return PackedMatrix(weight, bias).added
     if bias is None:
         return lambda total, x: torch.addmm(total, x, weight.t())
     return lambda total, x: torch.addmm(total, x, weight.t()).add_(bias)
 
 
-def _feed_forward(block: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+def _feed_forward(block: nn.Module, packed: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """(residual, input) -> the residual with the block's output added."""
     if not isinstance(block, GatedMLP):
         return lambda residual, x: residual + block(x)
-    both, down = _product((block.gate_proj, block.up_proj)), _add_product(block.down_proj)
+    both = _product((block.gate_proj, block.up_proj), packed)
+    down = _add_product(block.down_proj, packed)
     name, value = block.activation, ACTIVATIONS[block.activation].value
 
     def run(residual: Tensor, x: Tensor) -> Tensor:

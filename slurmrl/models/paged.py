@@ -13,11 +13,14 @@ from torch import Tensor
 
 from slurmrl.models.attention import AttentionSpec, kv_heads
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.inference import short_forward
+from slurmrl.models.inference import Apply, Forward, head_product, packs, short_forward
 from slurmrl.models.parallel.heads import rows_of
 from slurmrl.ops.attention import Packing, packed_attention
 from slurmrl.ops.paged_attention import paged_attention
-from slurmrl.ops.products import wide_product
+
+PADDED = 8
+"""Calls with packed matrices read a multiple of this many tokens; from 64 on, of a quarter of the
+largest power of 2 that is not above their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,8 @@ def cell_bytes(decoder: Decoder) -> int:
 
 
 class PagedCache:
-    """Keys and values of all layers, in pages of ``page`` cells."""
+    """Keys and values of all layers, in pages of ``page`` cells. Behind the pages lies one more
+    cell, the ``spare`` one, for tokens that belong to no sequence."""
 
     def __init__(self, decoder: Decoder, page: int) -> None:
         """Empty, in the dtype and on the device of the decoder's head."""
@@ -60,6 +64,10 @@ class PagedCache:
             for _ in range(config.num_layers)
         ]
 
+    @property
+    def spare(self) -> int:
+        return self.pages * self.page
+
     def grow(self, pages: int) -> None:
         """Have at least this many pages; their content stays."""
         if pages <= self.pages:
@@ -70,7 +78,7 @@ class PagedCache:
 
     def _grown(self, slab: Tensor) -> Tensor:
         # Zeros: what is masked is still multiplied by 0.
-        grown = slab.new_zeros((self.pages * self.page, *self._shape))
+        grown = slab.new_zeros((self.spare + 1, *self._shape))
         grown[: slab.shape[0]] = slab
         return grown
 
@@ -78,7 +86,7 @@ class PagedCache:
         """Copy whole pages, by their numbers [·] int64."""
         for slabs in self.layers:
             for slab in slabs:
-                pages = slab.view(self.pages, -1)
+                pages = slab[: self.spare].view(self.pages, -1)
                 pages[targets] = pages[sources]
 
 
@@ -114,14 +122,30 @@ class PagedDecoder:
 
     def __init__(self, decoder: Decoder, page: int) -> None:
         self.decoder, self.cache = decoder, PagedCache(decoder, page)
-        self._forward = short_forward(decoder) or decoder.run_unhooked
+        self._products: tuple[Forward, Apply] | None = None
+        self._packed = packs(decoder)
+
+    def padding(self, tokens: int) -> int:
+        """How many tokens to add to a call of so many, so that products have one of few shapes: the
+        first one of a shape compiles code for it."""
+        if not self._packed:
+            return 0
+        step = max(PADDED, 1 << max(0, tokens.bit_length() - 3))
+        return -tokens % step
+
+    def renew(self) -> None:
+        """Use the values that the parameters have at the next call."""
+        self._products = None
 
     def logits(self, input_ids: Tensor, positions: Tensor, call: PagedCall, last: Tensor) -> Tensor:
         """The logits [·, V] after the tokens at places ``last`` of the packed tokens [T], of which
         the cache gets the keys and values. Tensor ranks get the same logits."""
         decoder = self.decoder
-        hidden = self._forward(input_ids, positions, PagedCore(self.cache, call))
-        logits = wide_product(hidden.index_select(0, last), decoder.head_weight().t())
+        if self._products is None:
+            self._products = short_forward(decoder) or decoder.run_unhooked, head_product(decoder)
+        forward, head = self._products
+        hidden = forward(input_ids, positions, PagedCore(self.cache, call))
+        logits = head(hidden.index_select(0, last))
         if decoder.split.tensor.size == 1:
             return logits
         vocabulary = decoder.config.vocab_size

@@ -6,6 +6,8 @@ head size, M cells that a token may see.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,11 @@ BUILT = SMALL_ELEMENTS
 are."""
 MULTIPLE = 8
 """The torch form reads a multiple of this many cells: its kernels copy biases of other lengths."""
+
+
+def reads_in_place(cache: Tensor) -> bool:
+    """Whether attention reads a cache like this one where it lies; the torch form copies it."""
+    return _compiled(cache) is not None
 
 
 def paged_attention(
@@ -41,13 +48,20 @@ def paged_attention(
     tables [R, N] int64, the pages of each row; rows, lengths [T] int64; no length exceeds
     ``longest``. Returns [T, Hq, D].
     """
-    native = operators(q.device, BUILT) if q.dtype == torch.float32 and not q.is_cuda else None
+    native = _compiled(q)
     if native is None:
         return reference(q, keys, values, tables, rows, lengths, page, longest, scale, window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     inputs = (q.contiguous(), keys, values, tables, rows, lengths)
     native.paged_attention(*inputs, out, page, scale, window or 0)
     return out
+
+
+def _compiled(like: Tensor) -> Any | None:
+    """The compiled operators for tensors of this dtype and device; None if there are none."""
+    if like.dtype != torch.float32 or like.device.type != "cpu":
+        return None
+    return operators(like.device, BUILT)
 
 
 def reference(

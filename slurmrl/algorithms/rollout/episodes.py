@@ -72,8 +72,9 @@ class EpisodeGeneration:
         dialogue, draws, waiting = self._dialogue(context), _draws(context), Waiting()
         version = str(context.step)
         if isinstance(engine, ServingEngine) and engine.serves_requests:
-            cache_bytes = context.settings.config.rollout.episode.cache_bytes
-            with engine.serving(version, cache_bytes=cache_bytes) as served:
+            episode = context.settings.config.rollout.episode
+            rows, memory = episode.concurrency, episode.cache_bytes
+            with engine.serving(version, rows=rows, cache_bytes=memory) as served:
                 return asyncio.run(self._runner.run(items, served, dialogue, draws, waiting))
         lockstep = LockstepEngine(engine, version)
         return lockstep.run(

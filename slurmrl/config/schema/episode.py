@@ -60,7 +60,8 @@ class EpisodeSettings(Section):
     """Seconds that an episode may spend outside the engine, in tools and environments. One that
     takes longer fails: it is not trained on, and its reward is 0."""
     concurrency: PositiveInt = 256
-    """Episodes that each rank advances at the same time."""
+    """Episodes that each rank advances at the same time, and where the built-in decoder serves
+    them, sequences that one call of the model extends."""
     cache_gib: PositiveFloat | None = None
     """Memory of each rank for keys and values, in GiB, where the built-in decoder serves episodes.
     When it is full, the sequence that came last waits, and its tokens are read again later.

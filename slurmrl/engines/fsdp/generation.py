@@ -14,10 +14,15 @@ from slurmrl.engines.fsdp.sharding import Shards
 from slurmrl.engines.offload import Offload
 from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.engines.rollout.native.schedule import Limits
+from slurmrl.engines.rollout.native.whole import generate_by_requests
 from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
+from slurmrl.ops.paged_attention import reads_in_place
+
+ROWS = 256
+"""Sequences of a whole batch that are extended at a time, where they are served as requests."""
 
 
 class GatheredGeneration(ServingEngine):
@@ -33,7 +38,9 @@ class GatheredGeneration(ServingEngine):
         return isinstance(self.config, ModelConfig) and "data" not in self.context.groups
 
     @contextmanager
-    def serving(self, version: str, *, cache_bytes: int | None = None) -> Iterator[NativeRollout]:
+    def serving(
+        self, version: str, *, rows: int, cache_bytes: int | None = None
+    ) -> Iterator[NativeRollout]:
         """See `ServingEngine`. The weights stay gathered meanwhile, so no rank may call another
         method; every data-parallel rank enters and leaves, with requests of its own or none.
 
@@ -46,8 +53,7 @@ class GatheredGeneration(ServingEngine):
                     f"{self.role}: 'implementation: hf' generates whole batches only; episodes "
                     "and single requests need the built-in decoder"
                 )
-            rows = min(Limits().rows, self._max_tokens)
-            limits = Limits(rows=rows, step_tokens=self._max_tokens, cache_bytes=cache_bytes)
+            limits = self._limits(rows, cache_bytes)
             yield NativeRollout(decoder, limits=limits, version=version, own=False)
 
     def generate(
@@ -61,14 +67,22 @@ class GatheredGeneration(ServingEngine):
     ) -> GenerationOutput:
         self._offload.check()
         sample = sample.to(self.context.device)
+        batch = (sample.tensor(PROMPTS), sample.cu_seqlens(PROMPTS), options)
+        keys = keys.to(self.context.device)
         with torch.no_grad(), self._shards.gathered() as decoder:
+            if isinstance(decoder, Decoder) and self.serves_requests and _pages_pay(decoder):
+                return generate_by_requests(
+                    decoder, *batch, seed=seed, step=step, keys=keys, limits=self._limits(ROWS)
+                )
             return generate(
-                decoder,
-                sample.tensor(PROMPTS),
-                sample.cu_seqlens(PROMPTS),
-                options,
-                seed=seed,
-                step=step,
-                keys=keys.to(self.context.device),
-                prefill_tokens=self._max_tokens,
+                decoder, *batch, seed=seed, step=step, keys=keys, prefill_tokens=self._max_tokens
             )
+
+    def _limits(self, rows: int, cache_bytes: int | None = None) -> Limits:
+        tokens = max(rows, self._max_tokens)
+        return Limits(rows=rows, step_tokens=tokens, cache_bytes=cache_bytes)
+
+
+def _pages_pay(decoder: Decoder) -> bool:
+    """Whether a cache in pages is faster than one slab for all rows."""
+    return reads_in_place(decoder.head_weight())

@@ -20,6 +20,8 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.engines.rollout.native import batch as batch_module
 from slurmrl.engines.rollout.native.pages import PagePool
+from slurmrl.engines.rollout.native.runner import Drawn, Runner
+from slurmrl.engines.rollout.native.schedule import Step
 from slurmrl.errors import RewardError
 from slurmrl.models.paged import cell_bytes
 
@@ -108,9 +110,9 @@ def test_episodes_keep_within_their_cache(
     world, limits = make_world(), []
     pool = batch_module.PagePool
 
-    def counted(page: int, limit: int | None) -> PagePool:
+    def counted(page: int, limit: int | None, **options: bool) -> PagePool:
         limits.append(limit)
-        return pool(page, limit)
+        return pool(page, limit, **options)
 
     monkeypatch.setattr(batch_module, "PagePool", counted)
     free, _ = generated(world, context_of(world, SEVERAL, n=2), ["a", "bb", "ccc"])
@@ -121,6 +123,26 @@ def test_episodes_keep_within_their_cache(
     )
     assert limits == [None, 8]
     assert torch.equal(free.tensor("input_ids"), few.tensor("input_ids"))
+
+
+def test_as_many_sequences_are_extended_as_episodes_advance(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token of each by one call of the model, however many they are."""
+    world, draws = make_world(), []
+    run = batch_module.Runner.run
+
+    def counted(self: Runner, step: Step, version: str) -> Drawn | None:
+        draws.append(sum(reading.draws for reading in step.readings) + len(step.forks))
+        return run(self, step, version)
+
+    monkeypatch.setattr(batch_module.Runner, "run", counted)
+    ids = [str(number) for number in range(300)]
+    generated(world, context_of(world, {"name": f"{OWN}:once", "concurrency": 300}), ids)
+    assert max(draws) == 300
+    draws.clear()
+    generated(world, context_of(world, {"name": f"{OWN}:once", "concurrency": 30}), ids)
+    assert max(draws) == 30
 
 
 def test_an_episode_does_not_depend_on_the_others(make_world: MakeWorld) -> None:

@@ -22,7 +22,7 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.hf import to_hf
-from slurmrl.models.paged import PagedDecoder, cell_bytes
+from slurmrl.models.paged import PagedCall, PagedDecoder, cell_bytes
 from slurmrl.models.parallel.split import WHOLE
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
 from tests.unit.models.conftest import BASE, ODD, hf_model, random_decoder
@@ -76,13 +76,15 @@ def everything_is_free(engine: NativeRollout) -> bool:
 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each later call of a decoder."""
+    """Tokens of sequences in each later call of a decoder."""
     counts: list[int] = []
     read = PagedDecoder.logits
 
-    def counted(self: PagedDecoder, ids: Tensor, *others: Any) -> Tensor:
-        counts.append(len(ids))
-        return read(self, ids, *others)
+    def counted(
+        self: PagedDecoder, ids: Tensor, positions: Tensor, call: PagedCall, last: Tensor
+    ) -> Tensor:
+        counts.append(int((call.slots != self.cache.spare).sum()))
+        return read(self, ids, positions, call, last)
 
     monkeypatch.setattr(PagedDecoder, "logits", counted)
     return counts
@@ -549,12 +551,12 @@ def test_the_cache_of_a_gpu_leaves_memory_for_computing(monkeypatch: pytest.Monk
         head_weight=lambda: SimpleNamespace(device=torch.device("cuda", 1), element_size=lambda: 2),
     )
     cell = cell_bytes(decoder)
-    free = {torch.device("cuda", 1): 700 * cell}
+    free = {torch.device("cuda", 1): 702 * cell}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 10**12))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500 * cell)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200 * cell)
     assert bounded(Limits(), decoder) == Limits(cache_tokens=800)
-    assert bounded(Limits(cache_bytes=64 * cell), decoder) == Limits(cache_tokens=64)
+    assert bounded(Limits(cache_bytes=65 * cell), decoder) == Limits(cache_tokens=64)
     assert bounded(Limits(cache_tokens=48), decoder) == Limits(cache_tokens=48)
     free[torch.device("cuda", 1)] = -290 * cell
     with pytest.raises(UsageError, match=r"page of 16 tokens .* free memory of cuda:1"):

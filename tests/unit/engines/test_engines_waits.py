@@ -11,9 +11,11 @@ import torch
 
 from slurmrl.config.schema import Model
 from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.fsdp import generation as generation_module
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.engines.rollout.base import GenerationRequest
 from slurmrl.models import generate as generate_module
+from slurmrl.models import inference as inference_module
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.parallel.topology import ProcessTopology
@@ -79,6 +81,8 @@ def test_micro_batches_and_layers_wait_for_nothing(head: str, mode: str, budget:
 def test_generation_reads_what_has_ended_every_few_tokens(
     stops: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where the whole batch has one slab for its cache, as on GPUs."""
+    monkeypatch.setattr(generation_module, "reads_in_place", lambda cache: False)
     monkeypatch.setitem(generate_module.CHECK_TOKENS, "cpu", 8)
     model, batch = engine(), sample("prompt_ids")
     options = GenerationOptions(
@@ -92,16 +96,19 @@ def test_generation_reads_what_has_ended_every_few_tokens(
     assert 1 <= len(waits) <= -(-tokens // 8), waits
 
 
-def test_requests_wait_only_for_what_an_earlier_call_has_drawn() -> None:
+def test_requests_wait_only_for_what_an_earlier_call_has_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Calls of the model and draws are queued without a wait; tokens are read when the next call
-    runs, and completions are those of the whole batch."""
+    runs, and completions are those of the whole batch. (Products are those of a GPU.)"""
+    monkeypatch.setattr(inference_module, "packable", lambda weight: False)
     model, batch, keys = engine(), sample("prompt_ids"), torch.arange(len(LENGTHS))
     options = GenerationOptions(max_new_tokens=12, top_k=20, stop_token_ids=(10, 11))
     output = model.generate(batch, options, seed=1, step=1, keys=keys)
     texts = batch.tensor("prompt_ids").split(LENGTHS)
 
     async def served() -> list[tuple[int, ...]]:
-        with model.serving("1.0") as rollout:
+        with model.serving("1.0", rows=256) as rollout:
             rollout._batch._late = True
             requests = [
                 GenerationRequest(

@@ -28,13 +28,15 @@ class ContinuousBatch:
         context: int | None,
         decode: Decode | None = None,
         support: bool = True,
+        turns: bool = True,
         late: bool | None = None,
     ) -> None:
         """``context`` is the most tokens of a sequence, prompt included; None for no limit.
-        ``decode`` is needed for stop strings. ``support``: see ``Runner``. With ``late``, the
-        tokens of a call are read while the next one runs (default: on a GPU)."""
+        ``decode`` is needed for stop strings. ``support``: see ``Runner``. Without ``turns``, the
+        cache does not grow to keep what later prompts might begin with. With ``late``, the tokens
+        of a call are read while the next one runs (default: on a GPU)."""
         limits = bounded(limits, decoder)
-        self._pool = PagePool(limits.page_tokens, limits.pages)
+        self._pool = PagePool(limits.page_tokens, limits.pages, keep=turns)
         self._schedule = Schedule(limits, self._pool, self._settle)
         self._runner = Runner(decoder, limits, self._pool, support=support)
         self._limits, self._context, self._decode = limits, context, decode
@@ -76,7 +78,7 @@ class ContinuousBatch:
         """Call the model once; return the sequences that have ended since the last call."""
         step = self._schedule.next()
         drawn = self._runner.run(step, self.version) if step.readings else None
-        self.read += sum(reading.count for reading in step.readings)
+        self.read += sum(reading.tokens for reading in step.readings)
         self._settle()  # what the call before has drawn, while this one runs
         if drawn is not None:
             self._unread.append(drawn)
@@ -100,6 +102,7 @@ class ContinuousBatch:
         for sequence in list(self._schedule.running):
             self._schedule.preempt(sequence)
         self._pool.forget()
+        self._runner.renew()
         self.version = version
 
     def _limit(self, request: GenerationRequest) -> int:
@@ -147,7 +150,7 @@ class ContinuousBatch:
     def _finish(self, sequence: Sequence, token: int) -> None:
         """End a sequence whose last token ends it."""
         options = sequence.request.options
-        if token in options.stop_token_ids or self._stopped(sequence):
+        if token in options.stop_token_ids or (options.stop_strings and self._stopped(sequence)):
             sequence.finish = "stop"
         elif len(sequence.tokens) >= sequence.limit:
             sequence.finish = "length"
@@ -159,7 +162,7 @@ class ContinuousBatch:
 
     def _stopped(self, sequence: Sequence) -> bool:
         options, new = sequence.request.options, len(sequence.logprobs)
-        if not options.stop_strings or new <= options.min_new_tokens:
+        if new <= options.min_new_tokens:
             return False
         assert self._decode is not None
         tokens = sequence.tokens[len(sequence.request.prompt) :]

@@ -30,9 +30,10 @@ def bounded(limits: Limits, decoder: Decoder) -> Limits:
         size, source = int(SHARE * _free_bytes(device)), f"the free memory of {device} leaves it"
     if size is None:
         return limits
-    pages = size // (cell_bytes(decoder) * limits.page_tokens)
-    if not pages:
-        needed = cell_bytes(decoder) * limits.page_tokens / GIB
+    cell = cell_bytes(decoder)
+    pages = (size - cell) // (cell * limits.page_tokens)  # (a spare cell lies behind them)
+    if pages < 1:
+        needed = cell * (limits.page_tokens + 1) / GIB
         raise UsageError(
             f"a page of {limits.page_tokens} tokens of the key-value cache needs {needed:.3g} GiB, "
             f"but {source} {size / GIB:.3g} GiB: give it more memory, use fewer models on this "

@@ -13,9 +13,10 @@ class PagePool:
     """Pages with numbers of users. A page without users keeps its content until it is needed, so
     a sequence that begins with the same tokens can share it."""
 
-    def __init__(self, page: int, limit: int | None) -> None:
-        """Pages of ``page`` tokens; ``limit`` is their number, None for no limit."""
-        self.page, self._limit = page, limit
+    def __init__(self, page: int, limit: int | None, *, keep: bool = True) -> None:
+        """Pages of ``page`` tokens; ``limit`` is their number, None for no limit. Without ``keep``
+        the content of pages without users is given up before further pages are used."""
+        self.page, self._limit, self._keep = page, limit, keep
         self.made = 0
         """Pages that were ever used."""
         self._users: list[int] = []
@@ -36,7 +37,7 @@ class PagePool:
         """A page for one user, without content. One must be available."""
         if self._free:
             page = self._free.pop()
-        elif self._limit is None or self.made < self._limit:
+        elif self._grows:
             page, self.made = self.made, self.made + 1
             self._users.append(0)
         else:
@@ -44,6 +45,12 @@ class PagePool:
             self._forget(page)
         self._users[page] = 1
         return page
+
+    @property
+    def _grows(self) -> bool:
+        """Whether to use another page rather than one with content."""
+        room = self._limit is None or self.made < self._limit
+        return room and (self._keep or not self._idle)
 
     def share(self, page: int) -> None:
         """Count another user of a page."""

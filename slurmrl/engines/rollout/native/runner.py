@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slurmrl.engines.rollout.native.pages import PagePool
 from slurmrl.engines.rollout.native.schedule import Limits, Reading, Step
-from slurmrl.engines.rollout.native.sequence import Sequence
+from slurmrl.engines.rollout.native.sequence import Law, Sequence
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.paged import PagedCall, PagedDecoder
 from slurmrl.ops.attention import Packing
@@ -57,6 +57,10 @@ class Runner:
         self._tables = torch.zeros((limits.rows, 1), dtype=torch.int64)
         self._last = torch.zeros(limits.rows, dtype=torch.int64, device=self._device)
 
+    def renew(self) -> None:
+        """Compute with the weights that the decoder has now."""
+        self._decoder.renew()
+
     @torch.no_grad()
     def run(self, step: Step, version: str) -> Drawn | None:
         """Read the step's tokens and draw the next ones, if any of its sequences is complete.
@@ -65,7 +69,7 @@ class Runner:
             grown = int(self._pool.made * GROWTH)
             most = self._limits.pages
             self._decoder.cache.grow(grown if most is None else min(grown, most))
-        fresh = sorted((c for c in step.readings if not c.begin), key=lambda c: c.count)
+        fresh = sorted((c for c in step.readings if not c.begin), key=lambda c: c.tokens)
         readings = fresh + [reading for reading in step.readings if reading.begin]
         logits = self._logits(readings, len(fresh))
         sequences = [reading.sequence for reading in readings if reading.draws]
@@ -91,23 +95,26 @@ class Runner:
         positions: list[int] = []
         rows: list[int] = []
         ends, last = [0], []
-        for reading in readings:
-            sequence = reading.sequence
-            self._table(sequence)
-            end = reading.begin + reading.count
-            known = sequence.tokens[reading.begin : end]
-            if len(known) < reading.count:  # its last token is on the device only
-                unread.append((len(ids) + len(known), sequence.row or 0))
+        for sequence, begin, count, ready in readings:
+            own, pages = self._table(sequence), sequence.pages
+            end = begin + count
+            known = sequence.tokens[begin:end]
+            if len(known) < count:  # its last token is on the device only
+                unread.append((len(ids) + len(known), own))
                 known.append(0)
             ids += known
-            pages = sequence.pages
-            slots += [pages[n // page] * page + n % page for n in range(reading.begin, end)]
-            positions += range(reading.begin, end)
-            rows += [sequence.row or 0] * reading.count
+            slots += [pages[n // page] * page + n % page for n in range(begin, end)]
+            positions += range(begin, end)
+            rows += [own] * count
             ends.append(len(ids))
-            if reading.draws:
+            if ready:
                 last.append(len(ids) - 1)
-        first = ends[fresh]
+        first, draws = ends[fresh], len(last)
+        more = self._decoder.padding(len(ids))
+        slots += [self._decoder.cache.spare] * more
+        for values in (ids, positions, rows):
+            values += [0] * more
+        last += last[-1:] * self._decoder.padding(draws)
         host = [torch.tensor(x, dtype=torch.int64) for x in (ids, slots, positions, rows, last)]
         tables = self._tables.flatten()
         on_device = upload([*host, tables, *_columns(unread)], self._device)
@@ -123,31 +130,31 @@ class Runner:
             lengths=position[first:] + 1,
             longest=max(positions[first:], default=0) + 1,
         )
-        return self._decoder.logits(input_ids, position, call, ending)
+        return self._decoder.logits(input_ids, position, call, ending)[:draws]
 
-    def _table(self, sequence: Sequence) -> None:
-        """Write a sequence's new pages into the table."""
-        count = len(sequence.pages)
+    def _table(self, sequence: Sequence) -> int:
+        """Write a sequence's new pages into the table; return its row."""
+        count, row = len(sequence.pages), sequence.row
+        assert row is not None
         if sequence.tabled == count:
-            return
-        assert sequence.row is not None
+            return row
         missing = count - self._tables.shape[1]
         if missing > 0:
             more = max(missing, self._tables.shape[1])
             self._tables = torch.nn.functional.pad(self._tables, (0, more))
         new = torch.tensor(sequence.pages[sequence.tabled :])
-        self._tables[sequence.row, sequence.tabled : count] = new
+        self._tables[row, sequence.tabled : count] = new
         sequence.tabled = count
+        return row
 
     def _draw(self, sequences: list[Sequence], logits: Tensor, version: str) -> Drawn:
         """Draw a token for each sequence from logits [D, V]."""
-        groups: dict[object, list[int]] = {}
+        groups: dict[tuple[Law, tuple[int, ...]], list[int]] = {}
         for place, sequence in enumerate(sequences):
             options = sequence.request.options
-            banned = sequence.drawn < options.min_new_tokens
-            settings = (options, sequence.request.seed, sequence.request.step, banned)
-            groups.setdefault(settings, []).append(place)
-        parts = [self._sampled(sequences, logits, places) for places in groups.values()]
+            banned = options.stop_token_ids if sequence.drawn < options.min_new_tokens else ()
+            groups.setdefault((sequence.law, banned), []).append(place)
+        parts = [self._sampled(sequences, logits, *group) for group in groups.items()]
         tokens, logprobs = (torch.cat(both) for both in zip(*parts, strict=True))
         if len(groups) > 1:
             order = torch.tensor([place for places in groups.values() for place in places])
@@ -161,12 +168,16 @@ class Runner:
         return self._drawn(sequences, tokens, logprobs, version)
 
     def _sampled(
-        self, sequences: list[Sequence], logits: Tensor, places: list[int]
+        self,
+        sequences: list[Sequence],
+        logits: Tensor,
+        settings: tuple[Law, tuple[int, ...]],
+        places: list[int],
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities of sequences with the same settings."""
+        """Tokens and log-probabilities of the sequences at these places, which are drawn from one
+        law without the same stop tokens."""
         group = [sequences[place] for place in places]
-        request, options = group[0].request, group[0].request.options
-        banned = options.stop_token_ids if group[0].drawn < options.min_new_tokens else ()
+        (seed, step, temperature, top_k, top_p, greedy), banned = settings
         host = (
             torch.tensor([sequence.key for sequence in group], dtype=torch.int64),
             torch.tensor([sequence.length for sequence in group], dtype=torch.int64),
@@ -176,11 +187,11 @@ class Runner:
         keys, positions, stops, index = upload(host, self._device)
         return sample(
             logits if len(places) == len(sequences) else logits[index],
-            keyed_uniform(request.seed, request.step, keys, positions),
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            greedy=options.greedy,
+            keyed_uniform(seed, step, keys, positions),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            greedy=greedy,
             banned=stops if banned else None,
             support=self._support,
         )

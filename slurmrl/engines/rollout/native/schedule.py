@@ -10,6 +10,7 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from slurmrl.engines.rollout.native.pages import PagePool
 from slurmrl.engines.rollout.native.sequence import Rank, Sequence
@@ -56,13 +57,12 @@ class Limits:
         return None if self.cache_tokens is None else self.cache_tokens // self.page_tokens
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Tokens of a sequence that a call reads: ``count`` behind the first ``begin``."""
+class Reading(NamedTuple):
+    """Tokens of a sequence that a call reads: ``tokens`` behind the first ``begin``."""
 
     sequence: Sequence
     begin: int
-    count: int
+    tokens: int
     draws: bool
     """Whether it ends with the last token, so that the next one is drawn."""
 
@@ -114,15 +114,16 @@ class Schedule:
         """Choose what to read next. Tokens and pages count as stored from now on."""
         step = Step()
         budget = self._limits.step_tokens
-        for decoding in (True, False):
-            for sequence in list(self.running):
-                ahead = sequence.ahead
-                if sequence.row is None or not ahead or (ahead == 1) != decoding or not budget:
-                    continue
-                count = min(ahead, budget)
-                if self._reserve(sequence, sequence.stored + count):
-                    self._read(sequence, count, step)
-                    budget -= count
+        pending = [(ahead, sequence) for sequence in self.running if (ahead := sequence.ahead)]
+        pending.sort(key=lambda pair: pair[0] > 1)  # those that draw first
+        for ahead, sequence in pending:
+            count = min(ahead, budget)
+            if not count:
+                break
+            # (one that was preempted for an earlier one has no row)
+            if sequence.row is not None and self._reserve(sequence, sequence.stored + count):
+                self._read(sequence, count, step)
+                budget -= count
         while budget and self._waiting and self._rows:
             sequence = self._waiting[0][1]
             if not self._admit(sequence):

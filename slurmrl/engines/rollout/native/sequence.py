@@ -8,9 +8,12 @@ from slurmrl.engines.rollout.base import Completion, Finish, GenerationRequest
 
 Rank = tuple[int, int]
 """A sequence's place in the order of service: priority and arrival."""
+Law = tuple[int, int, float, int | None, float, bool]
+"""What is common to draws that one call of `ops.sampling.sample` can make: seed, step, temperature,
+top k, top p, greedy."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """The tokens of a completion and its part of the cache."""
 
@@ -21,6 +24,7 @@ class Sequence:
     """Most tokens, those of the prompt included."""
     tokens: list[int] = field(init=False)
     """The prompt and the tokens drawn, as far as the host knows them."""
+    law: Law = field(init=False)
     logprobs: list[float] = field(default_factory=list)
     """Of the tokens drawn."""
     versions: list[str] = field(default_factory=list)
@@ -40,7 +44,10 @@ class Sequence:
     """Tokens drawn on the device that the host has not read."""
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt)
+        request, options = self.request, self.request.options
+        self.tokens = list(request.prompt)
+        restriction = (options.top_k, options.top_p, options.greedy)
+        self.law = (request.seed, request.step, options.temperature, *restriction)
 
     @property
     def length(self) -> int:

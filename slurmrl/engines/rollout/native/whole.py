@@ -1,0 +1,77 @@
+"""Generation of a whole batch by continuous batching.
+
+T packed tokens, P prompts, S sequences.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from slurmrl.engines.rollout.base import GenerationRequest
+from slurmrl.engines.rollout.native.batch import ContinuousBatch
+from slurmrl.engines.rollout.native.schedule import Limits
+from slurmrl.engines.rollout.native.sequence import Sequence
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.generate import GenerationOptions, GenerationOutput, completions_of_each
+from slurmrl.ops.checks import wide
+
+
+def generate_by_requests(
+    decoder: Decoder,
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    options: GenerationOptions,
+    *,
+    seed: int,
+    step: int,
+    keys: Tensor,
+    limits: Limits,
+) -> GenerationOutput:
+    """The same as `models.generate.generate`, by requests that one decoder serves together.
+
+    Nothing is kept between two calls, so a call with the same arguments, weights and limits gives
+    the same bits.
+    """
+    lengths: list[int] = cu_seqlens.diff().tolist()
+    each = completions_of_each(lengths, keys, options)
+    if lengths:
+        decoder.config.check_length(max(lengths) + options.max_new_tokens)
+    batch = ContinuousBatch(decoder, limits, context=None, support=False, turns=False)
+    tokens, streams = input_ids.tolist(), keys.tolist()
+    sequences: list[Sequence] = []
+    for prompt, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
+        request = GenerationRequest(
+            request_id=str(prompt),
+            prompt=tuple(tokens[start:stop]),
+            keys=tuple(streams[prompt * each : (prompt + 1) * each]),
+            seed=seed,
+            step=step,
+            options=options,
+        )
+        sequences += batch.add(request)
+    while batch.busy:
+        batch.step()
+    return _output(sequences, input_ids.device, wide(decoder.head_weight().dtype))
+
+
+def _output(
+    sequences: list[Sequence], device: torch.device, dtype: torch.dtype
+) -> GenerationOutput:
+    prompts = [len(sequence.request.prompt) for sequence in sequences]
+    logprobs = [
+        value
+        for prompt, sequence in zip(prompts, sequences, strict=True)
+        for part in ([0.0] * prompt, sequence.logprobs)
+        for value in part
+    ]
+    tokens = [token for sequence in sequences for token in sequence.tokens]
+    return GenerationOutput(
+        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+        lengths=torch.tensor([len(each.tokens) for each in sequences], dtype=torch.int64),
+        prompt_lengths=torch.tensor(prompts, dtype=torch.int64),
+        logprobs=torch.tensor(logprobs, dtype=dtype, device=device),
+        finished=torch.tensor([each.finish == "stop" for each in sequences], dtype=torch.bool),
+    )

@@ -1,0 +1,182 @@
+"""Whole batches by the native request engine, against generation with one slab for all rows."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.fsdp import generation as generation_module
+from slurmrl.engines.rollout.native.schedule import Limits
+from slurmrl.engines.rollout.native.whole import generate_by_requests
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
+from slurmrl.models.paged import PagedCache
+from slurmrl.ops.products import PackedMatrix, packable
+from tests.unit.engines.test_engines_waits import engine, sample
+from tests.unit.models.conftest import BASE, ODD, random_decoder
+
+STOP = 3
+USUAL = Limits(rows=8, step_tokens=16)
+
+
+def decoder_of(name: str = "qwen3") -> Decoder:
+    return random_decoder(ModelConfig.from_hf({**BASE, **ODD[name]}), 0)
+
+
+def prompts(count: int, longest: int = 20) -> tuple[Tensor, Tensor]:
+    """Packed token ids and their boundaries."""
+    draw = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, longest + 1, (count,), generator=draw)
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return torch.randint(4, 37, (int(lengths.sum()),), generator=draw), ends
+
+
+def by_requests(
+    decoder: Decoder,
+    options: GenerationOptions,
+    keys: Tensor,
+    count: int = 12,
+    limits: Limits = USUAL,
+) -> GenerationOutput:
+    draws: dict[str, Any] = {"seed": 1, "step": 2, "keys": keys}
+    return generate_by_requests(decoder, *prompts(count), options, limits=limits, **draws)
+
+
+def assert_same(found: GenerationOutput, wanted: GenerationOutput) -> None:
+    """The same completions, with log-probabilities that differ by rounding at most."""
+    assert torch.equal(found.tokens, wanted.tokens)
+    assert torch.equal(found.lengths, wanted.lengths)
+    assert torch.equal(found.prompt_lengths, wanted.prompt_lengths)
+    assert torch.equal(found.finished, wanted.finished)
+    assert found.logprobs.dtype == wanted.logprobs.dtype
+    assert (found.logprobs - wanted.logprobs).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stop_token_ids": (STOP, 11), "min_new_tokens": 3, "temperature": 0.7},
+        {"top_k": 5, "top_p": 0.8, "stop_token_ids": tuple(range(3, 12))},
+        {"greedy": True},
+        {"max_new_tokens": 1},
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-windows", "mixtral-windows", "gpt2"])
+def test_it_generates_what_the_whole_batch_does(name: str, changes: dict[str, Any], n: int) -> None:
+    """With more sequences than rows, prompts longer than a call, and log-probabilities of the whole
+    distribution, as training computes them."""
+    decoder, keys = decoder_of(name), torch.arange(12 * n) * 7919 - 40
+    options = GenerationOptions(**{"max_new_tokens": 20, **changes})
+    wanted = generate(decoder, *prompts(12), options, seed=1, step=2, keys=keys)
+    assert_same(by_requests(decoder, options, keys), wanted)
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    """Also after other calls, since nothing of theirs is kept."""
+    decoder, keys = decoder_of(), torch.arange(36)
+    options = GenerationOptions(max_new_tokens=15, stop_token_ids=(STOP,))
+    first = by_requests(decoder, options, keys)
+    by_requests(decoder, GenerationOptions(max_new_tokens=9), torch.arange(5), 5)
+    again = by_requests(decoder, options, keys)
+    assert torch.equal(first.tokens, again.tokens)
+    assert torch.equal(first.logprobs, again.logprobs)
+
+
+def test_ended_sequences_leave_their_memory_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is that of the rows that are served at a time, and of no prompt that has ended."""
+    sizes: list[int] = []
+    grow = PagedCache.grow
+
+    def recorded(self: PagedCache, pages: int) -> None:
+        grow(self, pages)
+        sizes.append(self.pages * self.page)
+
+    monkeypatch.setattr(PagedCache, "grow", recorded)
+    limits = Limits(rows=4, step_tokens=64, page_tokens=4)
+    options = GenerationOptions(max_new_tokens=20)
+    output = by_requests(decoder_of(), options, torch.arange(60), 60, limits)
+    growth_and_page_ends = 1.5 * 4 * (20 + 20 + 4)
+    assert sizes[-1] <= growth_and_page_ends < int(output.lengths.sum()) / 5
+
+
+def test_products_have_one_of_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first product of a shape compiles code, which takes longer than most products."""
+    assert packable(torch.zeros(2, 2))
+    rows: list[int] = []
+    for name in ("product", "added"):
+        method = getattr(PackedMatrix, name)
+
+        def recorded(self: PackedMatrix, *tensors: Tensor, of: Any = method) -> Tensor:
+            rows.append(tensors[-1].shape[0])
+            return cast(Tensor, of(self, *tensors))
+
+        monkeypatch.setattr(PackedMatrix, name, recorded)
+    options = GenerationOptions(max_new_tokens=30, stop_token_ids=(STOP, 4, 5))
+    output = by_requests(
+        decoder_of(), options, torch.arange(120), 120, Limits(rows=100, step_tokens=700)
+    )
+    assert len(set(output.lengths.tolist())) > 30
+    assert len(rows) > 200
+    assert set(rows) <= {8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, *range(160, 897, 32)}
+
+
+def test_arguments_are_checked_before_anything_is_computed() -> None:
+    decoder, options = decoder_of("gpt2"), GenerationOptions(max_new_tokens=8)
+    draws: dict[str, Any] = {"seed": 0, "step": 0, "limits": USUAL}
+    none, ids = torch.zeros(0, dtype=torch.int64), torch.arange(4, 14)
+    output = generate_by_requests(
+        decoder, none, torch.zeros(1, dtype=torch.int32), options, keys=none, **draws
+    )
+    assert output.tokens.shape == output.lengths.shape == output.logprobs.shape == (0,)
+
+    def refused(ends: list[int], keys: int, options: GenerationOptions, message: str) -> None:
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32)
+        with pytest.raises(UsageError, match=message):
+            generate_by_requests(
+                decoder, ids, cu_seqlens, options, keys=torch.arange(keys), **draws
+            )
+
+    refused([0, 4, 4, 10], 3, options, "empty prompt")
+    refused([0, 4, 10], 3, options, "3 keys for 2 prompts")
+    refused([0, 10], 1, GenerationOptions(max_new_tokens=55), r"of 65 tokens .* for 64")
+    strings = GenerationOptions(max_new_tokens=8, stop_strings=("x",))
+    refused([0, 10], 1, strings, "not stop strings")
+
+
+def test_a_diverged_model_is_named() -> None:
+    decoder = decoder_of()
+    with torch.no_grad():
+        decoder.head_weight().fill_(float("nan"))
+    with pytest.raises(RunFailedError, match="not finite"):
+        by_requests(decoder, GenerationOptions(max_new_tokens=3), torch.arange(12))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_engines_use_it_where_attention_reads_pages(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere, as on GPUs, they generate with one slab for all rows; the samples are the same."""
+    calls: list[int] = []
+
+    def recorded(*arguments: Any, **options: Any) -> GenerationOutput:
+        calls.append(1)
+        return generate_by_requests(*arguments, **options)
+
+    model, batch = engine(), sample("prompt_ids")
+    options = GenerationOptions(max_new_tokens=9, stop_token_ids=(STOP,))
+    draws: dict[str, Any] = {"seed": 1, "step": 1, "keys": torch.arange(2 * len(batch.ids))}
+    wanted = model.generate(batch, options, **draws)
+    monkeypatch.setattr(generation_module, "generate_by_requests", recorded)
+    monkeypatch.setattr(generation_module, "reads_in_place", lambda cache: in_place)
+    assert_same(model.generate(batch, options, **draws), wanted)
+    assert len(calls) == in_place
+    empty = SequenceSample.from_default([], [], {"prompt_ids": torch.zeros(0, dtype=torch.int64)})
+    none = model.generate(empty, options, seed=1, step=1, keys=torch.zeros(0, dtype=torch.int64))
+    assert none.tokens.shape == (0,)
