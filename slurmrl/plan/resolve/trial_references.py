@@ -105,9 +105,17 @@ class TrialResolver:
                 self.problems.append(self._source.problem(key, str(error)))
                 folder = None
             changes[name] = None if folder is None else str(folder)
-            if folder is None and self._planning and name == "path":
-                changes["architecture"] = promised(text, self._root, self._configs)
+            if folder is None and self._planning:
+                changes |= self._promised(name, text, model)
         return model.model_copy(update=changes)
+
+    def _promised(self, name: str, text: str, model: Model) -> dict[str, Any]:
+        """What a plan needs of a folder that is not there."""
+        tokenizer = _tokenizer_of(text, self._root)
+        if name == "tokenizer":
+            return {"tokenizer": tokenizer}
+        architecture = promised(text, self._root, self._configs)
+        return {"architecture": architecture, "tokenizer": model.tokenizer or tokenizer}
 
     def _folder(self, key: KeyPath, text: str, *, frozen: bool) -> Path | None:
         """The folder that a reference names; None for a checkpoint when planning. Raises UsageError
@@ -245,6 +253,18 @@ def promised(
         if (values := _config_json(path.parent / start)) is not None:
             return values
     return None
+
+
+def _tokenizer_of(text: str, root: Path) -> str | None:
+    """The folder of the tokenizer of a referenced trial that was submitted."""
+    try:
+        experiment, trial, _ = parse(text)
+    except UsageError:
+        return None
+    file = RunPaths.of(root, user_name(), experiment, trial).config
+    actor = read(file).values.get("actor") if file.is_file() else None
+    tokenizer = actor.get("tokenizer") if isinstance(actor, dict) else None
+    return tokenizer if isinstance(tokenizer, str) else None
 
 
 def _config_json(folder: Path) -> dict[str, Any] | None:

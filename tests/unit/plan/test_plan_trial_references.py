@@ -23,7 +23,7 @@ from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.workers.worker.setup import verify_pinned
 from tests.fake_runs import FakeRun
 from tests.support.committed import CommittedTrial
-from tests.support.trials import ARCHITECTURE
+from tests.support.trials import ADDITION, ARCHITECTURE
 from tests.unit.plan.conftest import write_model
 
 CONFIG = {
@@ -82,6 +82,7 @@ def test_a_model_that_is_not_trained_is_a_checkpoint_itself(
     planned = judge.load(f"trial:sft/1{text}", planning=True)
     assert planned.missing == ()
     assert planned.config.actor.architecture == ARCHITECTURE
+    assert planned.config.actor.tokenizer == str(ADDITION / "tokenizer")
     assert make_plan(planned, scheduler="local").models["actor"]
     assert contents(judge.root) == before
     config = judge.load(f"trial:sft/1{text}").config
