@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from slurmrl.engines.rollout.base import GenerationRequest
+from slurmrl.engines.rollout.base import GenerationRequest, RolloutEngine, WeightVersion
 from slurmrl.engines.rollout.process import WARDEN
+from slurmrl.engines.rollout.server import Patience
 from slurmrl.models.generate import GenerationOptions
 
 T = TypeVar("T")
@@ -37,6 +39,9 @@ SIZES: dict[str, Any] = {
 }
 DEADLINE_S = 300.0
 """For one test; a server takes up to two minutes to start beside other tests."""
+PATIENCE = Patience(start_s=200.0, silence_s=20.0, probe_s=1.0, stable_s=0.01)
+"""The silence suits a machine on which four test processes share two cores. However often tests end
+a server, it is not given up, unless it does not start."""
 PROMPT = (5, 6, 7, 8, 9)
 EXACT = 1e-4
 NUMBERS = itertools.count()
@@ -53,6 +58,35 @@ class Loop:
 
     def close(self) -> None:
         self._runner.close()
+
+
+class SharedServer(ABC):
+    """What the tests of a file share: a server and its engine."""
+
+    engine: RolloutEngine
+
+    def __init__(self, loop: Loop, versions: dict[str, Path]) -> None:
+        self.loop, self.versions = loop, versions
+        self._usable = True
+
+    def version(self, name: str) -> WeightVersion:
+        return WeightVersion(name=name, folder=self.versions[name])
+
+    def start_anew(self) -> None:
+        """Serve the first version, whatever the test before has left. Once that has failed, all
+        later tests fail at once."""
+        usable, self._usable = self._usable, False
+        assert usable, "the server was lost in an earlier test"
+        self.loop.run(self._reset())
+        self._usable = True
+
+    async def _reset(self) -> None:
+        await self.engine.resume()
+        await self.engine.update_weights(self.version("1.1"))
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the server, whatever state it is in."""
 
 
 async def until(what: str, check: Callable[[], bool]) -> None:

@@ -24,7 +24,6 @@ from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.kept import KeptEngine
 from slurmrl.engines.rollout.process import ServerProgram
-from slurmrl.engines.rollout.server import Patience
 from slurmrl.engines.rollout.sglang import SglangDialect
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
@@ -32,9 +31,11 @@ from tests.engines.conftest import (
     CONTEXT,
     DEADLINE_S,
     EXACT,
+    PATIENCE,
     PROMPT,
     VOCABULARY,
     Loop,
+    SharedServer,
     logprobs,
     midway,
     request,
@@ -42,12 +43,9 @@ from tests.engines.conftest import (
 
 PYTHON = os.environ.get("SGLANG_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="no SGLang: run scripts/test-engines")
-PATIENCE = Patience(start_s=280.0, silence_s=20.0, probe_s=1.0, stable_s=0.0)
-"""Silence suits a machine with as many busy processes again as it has cores. No number of kills
-makes a test's server lost for the tests after it."""
 
 
-class Served:
+class Served(SharedServer):
     """The engine, and the process that the tests hurt."""
 
     def __init__(
@@ -58,7 +56,7 @@ class Served:
         logs: Path,
     ) -> None:
         tokenizer.save_pretrained(logs / "tokenizer")
-        self.loop, self.versions = loop, versions
+        super().__init__(loop, versions)
         self.folder = HostFolder()
         self._socket = self.folder.path / "server.sock"
         self.program = ServerProgram(
@@ -80,17 +78,9 @@ class Served:
         address = Address(f"unix:{self._socket}")
         return KeptEngine(self.program, address, dialect, patience=PATIENCE)
 
-    async def reset(self) -> None:
-        """Serve the first version, whatever the test before has left."""
-        await self.engine.resume()
-        await self.engine.update_weights(self.version("1.1"))
-
     def close(self) -> None:
         self.loop.run(self.engine.close())
         self.folder.close()
-
-    def version(self, name: str) -> WeightVersion:
-        return WeightVersion(name=name, folder=self.versions[name])
 
     def main(self) -> int:
         """The pid of the server's main process: its command ends with a port."""
@@ -122,7 +112,7 @@ def server(
 
 @pytest.fixture
 def served(server: Served) -> Served:
-    server.loop.run(server.reset())
+    server.start_anew()
     return server
 
 

@@ -26,7 +26,7 @@ from slurmrl.engines.rollout.instance import InstanceLimits
 from slurmrl.engines.rollout.instances import Instances
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.served import ServedEngine
-from slurmrl.engines.rollout.server import KeptServer, Patience
+from slurmrl.engines.rollout.server import KeptServer
 from slurmrl.engines.rollout.vllm import VllmDialect, request_body
 from slurmrl.errors import UsageError
 from slurmrl.models.generate import GenerationOptions
@@ -34,9 +34,11 @@ from tests.engines.conftest import (
     CONTEXT,
     DEADLINE_S,
     EXACT,
+    PATIENCE,
     PROMPT,
     VOCABULARY,
     Loop,
+    SharedServer,
     logprobs,
     midway,
     request,
@@ -45,10 +47,7 @@ from tests.engines.conftest import (
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="no vLLM: run scripts/test-engines")
-PATIENCE = Patience(start_s=280.0, silence_s=20.0, probe_s=1.0, stable_s=0.0)
 LIMITS = InstanceLimits(probe_every_s=1.0, silence_s=20.0, control_s=60.0)
-"""Silence suits a machine with as many busy processes again as it has cores. No number of kills
-makes a test's server lost for the tests after it."""
 MODEL = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=VOCABULARY)
 
 
@@ -122,14 +121,14 @@ class VllmServer:
         return found
 
 
-class Served:
+class Served(SharedServer):
     """One server, and a second one where a test wants it, behind one engine."""
 
     def __init__(
         self, loop: Loop, versions: dict[str, Path], tokenizer: PreTrainedTokenizerFast, logs: Path
     ) -> None:
         tokenizer.save_pretrained(logs / "tokenizer")
-        self.loop, self.versions = loop, versions
+        super().__init__(loop, versions)
         self.servers = [
             VllmServer(f"vllm-{number}", logs, versions["1.1"], logs / "tokenizer")
             for number in range(2)
@@ -142,19 +141,14 @@ class Served:
     async def start_both(self) -> None:
         await self.engine.close()
         self.engine = await self._make(self.servers)
-        await self.reset()
+        await self._reset()
 
-    async def reset(self) -> None:
-        """Serve the first version on all servers, whatever the test before has left."""
-        await until("the servers", self.all_up)
-        await self.engine.resume()
-        await self.engine.update_weights(self.version("1.1"))
+    async def _reset(self) -> None:
+        await until("all servers", self._all_up)
+        await super()._reset()
 
-    def all_up(self) -> bool:
+    def _all_up(self) -> bool:
         return all(instance.engine is not None for instance in self.engine._instances)
-
-    def version(self, name: str) -> WeightVersion:
-        return WeightVersion(name=name, folder=self.versions[name])
 
     async def _close(self) -> None:
         await self.engine.close()
@@ -178,7 +172,7 @@ def server(
 
 @pytest.fixture
 def served(server: Served) -> Served:
-    server.loop.run(server.reset())
+    server.start_anew()
     return server
 
 
