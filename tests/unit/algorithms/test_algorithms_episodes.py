@@ -117,7 +117,7 @@ def test_episodes_keep_within_their_cache(
     monkeypatch.setattr(batch_module, "PagePool", counted)
     free, _ = generated(world, context_of(world, SEVERAL, n=2), ["a", "bb", "ccc"])
     with world.actor._shards.gathered() as decoder:
-        size = 8 * 16 * cell_bytes(decoder) / 2**30
+        size = (8 * 16 + 1) * cell_bytes(decoder) / 2**30
     few, _ = generated(
         world, context_of(world, {**SEVERAL, "cache_gib": size}, n=2), ["a", "bb", "ccc"]
     )
