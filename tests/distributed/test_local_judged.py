@@ -68,8 +68,8 @@ def test_a_teacher_of_another_layout_and_pairs_with_labels(tmp_path: Path) -> No
         total_steps=2,
         algorithm={"name": "kto", "batch_size": 32},
         ref={"backend": "fsdp:d1"},
-        dataset=data("kto", "labels"),
-        evaluation={"dataset": data("kto", "labels"), "samples": 16},
+        dataset=data("kto", "sampled_labels"),
+        evaluation={"dataset": data("kto", "sampled_labels"), "samples": 16},
     )
     lines = run(site, "kto", config)
     assert lines[1]["loss"] == 0.5, "the actor is the reference"

@@ -101,6 +101,5 @@ def test_a_snapshot_that_is_there_stays(proposal: Proposal) -> None:
 
 def test_a_place_where_nothing_can_be_made(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    proposal = propose(write_config(tmp_path), [], root=str(tmp_path / "runs"), scheduler="local")
     with pytest.raises(EnvironmentFailure, match="runs"):
-        make(proposal)
+        make(propose(write_config(tmp_path), [], root=str(tmp_path / "runs"), scheduler="local"))
