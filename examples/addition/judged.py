@@ -30,7 +30,8 @@ def pairs(results: Iterator[Row]) -> Iterator[Row]:
         for completion in row["completions"]:
             if "reward" not in completion:
                 raise SystemExit(f"{row['id']} has no reward: submit the trial with a `reward`")
-            if completion["finished"] and completion["reward"] is not None:
+            judged = completion["finished"] and completion["reward"] is not None
+            if judged and completion["text"]:
                 answers.setdefault(completion["reward"] >= RIGHT, completion["text"])
         if len(answers) == 2:
             problem = {"id": row["id"], "prompt": row["prompt"]}
