@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DAMAGED_PREFIX = "damaged-"
+EVALUATION = "evaluation-"
+"""What part files of evaluations begin with."""
 
 
 def user_name() -> str:
@@ -21,6 +23,11 @@ def user_name() -> str:
 def part_prefix(step: int, incarnation: int) -> str:
     """What the names of the part files begin with that an incarnation writes for a step."""
     return f"step-{step:08d}.{incarnation}"
+
+
+def evaluation_prefix(step: int, incarnation: int, call: int) -> str:
+    """`part_prefix` of the ``call``-th call of an evaluation after a step."""
+    return f"{EVALUATION}{step:08d}.{incarnation}.{call}"
 
 
 def rotated(log: Path) -> Path:
@@ -130,6 +137,14 @@ class RunPaths:
     def part(self, prefix: str, number: int) -> Path:
         """The ``number``-th part file of a step (see `part_prefix`)."""
         return self.parts / f"{prefix}.{number}.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """The scores of the items of evaluations during training."""
+        return self.run / "evaluations"
+
+    def evaluation(self, step: int) -> Path:
+        return self.evaluations / f"step-{step:08d}.json"
 
     @property
     def metrics(self) -> Path:

@@ -253,4 +253,8 @@ def leave() -> None:
 
     with contextlib.suppress(AssertionError, ValueError):
         dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()  # its keys hold meshes, and these the groups
     gc.collect()  # engines are cycles that hold groups, each of which keeps threads awake

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Compare the speed of generation on one CPU thread: tokens per second of CPU time.
 
-scripts/bench/generate.py [--model small|medium] [--requests 16 128 512] [--n 1 8]
-    [--engines native whole slab padded transformers continuous] [--seed 0]
+scripts/bench/generate.py [--model small|medium] [--requests 16 128 512] [--n 1 8] [--seed 0]
+    [--engines native whole slab padded transformers continuous trl sglang vllm]
+    [--trl-python PYTHON] [--sglang-python PYTHON] [--vllm-python PYTHON]
 
 native        the native engine: continuous batching over a paged cache, for single requests
 whole         the same for a whole batch: generation of the trainers' world on CPUs
@@ -10,13 +11,20 @@ slab          the same on GPUs and for split models: all rows at once, in one sl
 padded        a plain loop around transformers: prompts padded on the left, rows stay to the end
 transformers  transformers' generate() on one padded batch
 continuous    transformers' generate_batch(), continuous batching over a paged cache
+trl           the generation of TRL's GRPOTrainer with its default backend
+sglang        a server of rollout.backend sglang on CPUs, with its client
+vllm          a server of rollout.backend vllm on CPUs, with its client
 
-Each runs in a process of its own, with one thread, float32 and the same random model. Prompts have
+The last three need the Python of an environment of their own (scripts/test-trl,
+`scripts/test-engines --variables`) and are left out without it. Each engine runs in a process of
+its own, with one thread for operators, float32 and the same sizes of a random model. Prompts have
 8 to 512 tokens, log-uniformly. One in 128 tokens of the vocabulary ends a completion and the model
 is near uniform, so lengths are geometric with mean 128, and 512 at most. Draws differ between
-programs, lengths only in law. A line has new tokens per second of CPU time of the process, and the
-wall time, the tokens of prompts that were read as a share of all prompts times n, and the peak of
-memory beyond that before generation.
+programs, lengths only in law. A line has new tokens per second of CPU time of all processes of the
+engine (starting a server and a first small batch do not count), the wall time, the tokens of
+prompts that were read as a share of all prompts times n (where it is known), the peak of resident
+memory beyond that before generation, and beside it the keys and values of each prompt, once, and of
+all completions. Servers reserve their caches when they start, which is not counted.
 """
 
 from __future__ import annotations
@@ -25,152 +33,70 @@ import argparse
 import asyncio
 import json
 import os
-import random
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from generate_peers import sglang, trl, vllm
+from generation import (
+    LIMIT,
+    SIZES,
+    Case,
+    Made,
+    Run,
+    kv_bytes,
+    own_decoder,
+    prompts,
+    reference,
+    requests,
+    stops,
+)
+from process_tree import reset_peaks, usage
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-SIZES: dict[str, dict[str, Any]] = {
-    "small": {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "medium": {
-        "vocab_size": 4096,
-        "hidden_size": 384,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": False,
-    },
-}
-PROMPTS = (8, 512)
-MEAN = 128
-LIMIT = 512
 
-
-class Case(NamedTuple):
-    """What one process measures."""
-
-    engine: str
-    model: str
-    requests: int
-    n: int
-    seed: int
-
-
-class Made(NamedTuple):
-    """What an engine has generated."""
-
-    tokens: int
-    read: int | None
-    """Tokens of prompts that the model has read; None where it is not known."""
-
-
-def prompts(case: Case) -> list[list[int]]:
-    draw = random.Random(case.seed)
-    low, high = PROMPTS
-    vocabulary = SIZES[case.model]["vocab_size"]
-    lengths = [round(low * (high / low) ** draw.random()) for _ in range(case.requests)]
-    return [[draw.randrange(MEAN, vocabulary) for _ in range(length)] for length in lengths]
-
-
-def stops(case: Case) -> list[int]:
-    return list(range(SIZES[case.model]["vocab_size"] // MEAN))
-
-
-def config(case: Case) -> dict[str, Any]:
-    return {"model_type": "qwen2", "max_position_embeddings": 2048, **SIZES[case.model]}
-
-
-def own_decoder(case: Case) -> Any:
-    from slurmrl.engines.initial_weights import init_tensor
-    from slurmrl.models.config import ModelConfig
-    from slurmrl.models.decoder import build
-
-    decoder = build(ModelConfig.from_hf(config(case)))
-    state = {
-        name: init_tensor(name, tuple(value.shape), decoder.config, case.seed)
-        for name, value in decoder.state_dict().items()
-    }
-    decoder.load_state_dict(state)
-    return decoder.requires_grad_(False)
-
-
-def reference(case: Case) -> Any:
-    import torch
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    torch.manual_seed(case.seed)
-    settings = transformers.AutoConfig.for_model(**config(case))
-    model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa")
-    return model.eval().requires_grad_(False)
-
-
-def native(case: Case) -> Callable[[], Made]:
-    from slurmrl.engines.rollout.base import GenerationRequest
+def native(case: Case) -> Run:
     from slurmrl.engines.rollout.native.rollout import NativeRollout
-    from slurmrl.models.generate import GenerationOptions
 
     decoder = own_decoder(case)
-    options = GenerationOptions(max_new_tokens=LIMIT, stop_token_ids=tuple(stops(case)))
 
-    async def run() -> Made:
+    async def run(case: Case) -> Made:
         engine = NativeRollout(decoder, version="0.1")
-        requests = [
-            GenerationRequest(
-                request_id=str(i),
-                prompt=tuple(prompt),
-                keys=tuple(range(i * case.n, (i + 1) * case.n)),
-                seed=case.seed,
-                step=0,
-                options=options,
-            )
-            for i, prompt in enumerate(prompts(case))
-        ]
-        results = await asyncio.gather(*map(engine.submit, requests))
+        results = await asyncio.gather(*map(engine.submit, requests(case)))
         new = [len(completion.tokens) for result in results for completion in result]
         # Every token drawn is read as well, but for the last of each completion.
         return Made(sum(new), engine.read - sum(new) + len(new))
 
-    return lambda: asyncio.run(run())
+    return lambda case: asyncio.run(run(case))
 
 
-def whole(case: Case) -> Callable[[], Made]:
+def whole(case: Case) -> Run:
     from slurmrl.engines.rollout.native.schedule import Limits
     from slurmrl.engines.rollout.native.whole import generate_by_requests
 
     return _trainers(case, generate_by_requests, limits=Limits())
 
 
-def slab(case: Case) -> Callable[[], Made]:
+def slab(case: Case) -> Run:
     from slurmrl.models.generate import generate
 
     return _trainers(case, generate)
 
 
-def _trainers(case: Case, generate: Callable[..., Any], **more: Any) -> Callable[[], Made]:
+def _trainers(case: Case, generate: Callable[..., Any], **more: Any) -> Run:
     import torch
 
     from slurmrl.models.generate import GenerationOptions
 
-    decoder, texts = own_decoder(case), prompts(case)
+    decoder = own_decoder(case)
     options = GenerationOptions(max_new_tokens=LIMIT, stop_token_ids=tuple(stops(case)))
 
-    def run() -> Made:
+    def run(case: Case) -> Made:
+        texts = prompts(case)
         cu = torch.tensor([0, *map(len, texts)]).cumsum(0).to(torch.int32)
         flat = torch.tensor([token for text in texts for token in text])
         keys = torch.arange(case.requests * case.n)
@@ -192,14 +118,14 @@ def _left_padded(case: Case) -> tuple[Any, Any]:
     return ids, mask
 
 
-def padded(case: Case) -> Callable[[], Made]:
+def padded(case: Case) -> Run:
     import torch
 
-    model, (ids, mask) = reference(case), _left_padded(case)
-    ends = torch.tensor(stops(case))
+    model, ends = reference(case), torch.tensor(stops(case))
 
     @torch.no_grad()
-    def run() -> Made:
+    def run(case: Case) -> Made:
+        ids, mask = _left_padded(case)
         seen, positions = mask, (mask.cumsum(-1) - 1).clamp(min=0)
         out = model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=1)
         alive, total = torch.ones(len(ids), dtype=torch.bool), 0
@@ -225,13 +151,13 @@ def padded(case: Case) -> Callable[[], Made]:
     return run
 
 
-def transformers(case: Case) -> Callable[[], Made]:
+def transformers(case: Case) -> Run:
     import torch
 
-    model, (ids, mask) = reference(case), _left_padded(case)
-    ends = stops(case)
+    model, ends = reference(case), stops(case)
 
-    def run() -> Made:
+    def run(case: Case) -> Made:
+        ids, mask = _left_padded(case)
         out = model.generate(
             ids,
             attention_mask=mask,
@@ -249,30 +175,42 @@ def transformers(case: Case) -> Callable[[], Made]:
     return run
 
 
-def continuous(case: Case) -> Callable[[], Made]:
-    from transformers import GenerationConfig
+def continuous(case: Case) -> Run:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = reference(case)
+    # by default it reserves nine tenths of the machine's memory
+    cache = ContinuousBatchingConfig(page_size=256, num_blocks=1024, max_batch_tokens=2048)
     settings = GenerationConfig(
         max_new_tokens=LIMIT, do_sample=True, top_k=0, eos_token_id=stops(case), pad_token_id=0
     )
-    texts = [text for text in prompts(case) for _ in range(case.n)]
 
-    def run() -> Made:
-        out = model.generate_batch(inputs=texts, generation_config=settings, progress_bar=False)
+    def run(case: Case) -> Made:
+        texts = [text for text in prompts(case) for _ in range(case.n)]
+        out = model.generate_batch(
+            inputs=texts,
+            generation_config=settings,
+            continuous_batching_config=cache,
+            progress_bar=False,
+        )
         return Made(sum(len(result.generated_tokens) for result in out.values()), None)
 
     return run
 
 
-ENGINES: dict[str, Callable[[Case], Callable[[], Made]]] = {
+ENGINES: dict[str, Callable[[Case], Run]] = {
     "native": native,
     "whole": whole,
     "slab": slab,
     "padded": padded,
     "transformers": transformers,
     "continuous": continuous,
+    "trl": trl,
+    "sglang": sglang,
+    "vllm": vllm,
 }
+ELSEWHERE = ("trl", "sglang", "vllm")
+"""Engines that need the interpreter of another environment."""
 
 
 def measure(case: Case) -> dict[str, float | None]:
@@ -280,20 +218,20 @@ def measure(case: Case) -> dict[str, float | None]:
 
     torch.set_num_threads(1)
     torch.manual_seed(case.seed)
-    ENGINES[case.engine](case._replace(requests=2))()  # warm up
     run = ENGINES[case.engine](case)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    cpu, wall = time.process_time(), time.monotonic()
-    made = run()
-    cpu, wall = time.process_time() - cpu, time.monotonic() - wall
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run(case._replace(requests=2))  # warm up
+    reset_peaks()
+    before, began = usage(), time.monotonic()
+    made = run(case)
+    after, wall = usage(), time.monotonic() - began
     whole = sum(map(len, prompts(case))) * case.n
     return {
         "tokens": made.tokens,
-        "rate": made.tokens / cpu,
+        "rate": made.tokens / (after.cpu_s - before.cpu_s),
         "wall": wall,
         "read": None if made.read is None else made.read / whole,
-        "memory": (after - before) / 1024,
+        "memory": (after.peak_kib - before.resident_kib) / 1024,
+        "kv": kv_bytes(case, made.tokens) / 2**20,
     }
 
 
@@ -304,27 +242,42 @@ def main() -> None:
     parser.add_argument("--model", choices=SIZES, default="small")
     parser.add_argument("--requests", type=int, nargs="+", default=[16, 128, 512])
     parser.add_argument("--n", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--engines", choices=ENGINES, nargs="+", default=list(ENGINES))
+    parser.add_argument(
+        "--engines",
+        choices=ENGINES,
+        nargs="+",
+        help="default: all whose environment is here or named",
+    )
+    for engine in ELSEWHERE:
+        parser.add_argument(f"--{engine}-python", help=f"Python of an environment with {engine}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         print(json.dumps(measure(Case(**json.loads(options.case)))))
         return
+    pythons = {name: getattr(options, f"{name}_python") for name in ELSEWHERE}
+    pythons = {name: pythons.get(name, sys.executable) for name in ENGINES}
+    engines = options.engines or [name for name, python in pythons.items() if python]
+    for engine in engines:
+        if not pythons[engine]:
+            parser.error(f"--engines {engine} needs --{engine}-python")
+    print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
     print(
         f"{'engine':14}{'requests':>9}{'n':>3}{'tokens':>9}{'per CPU s':>11}{'wall s':>8}", end=""
     )
-    print(f"{'prompts read':>14}{'MiB':>7}")
-    for requests in options.requests:
+    print(f"{'prompts read':>14}{'MiB':>7}{'KV MiB':>8}")
+    for count in options.requests:
         for n in options.n:
-            for engine in options.engines:
-                case = Case(engine, options.model, requests, n, options.seed)
+            for engine in engines:
+                case = Case(engine, options.model, count, n, options.seed, pythons[engine])
                 show(case, measured(case))
 
 
 def measured(case: Case) -> dict[str, Any] | None:
     """The figures of one process; None if it failed."""
-    command = [sys.executable, __file__, "--case", json.dumps(case._asdict())]
+    python = case.python if case.engine == "trl" else sys.executable
+    command = [python, __file__, "--case", json.dumps(case._asdict())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
@@ -342,7 +295,7 @@ def show(case: Case, found: dict[str, Any] | None) -> None:
     read = "" if found["read"] is None else f"{found['read']:.1%}"
     print(
         f"{found['tokens']:9}{found['rate']:11.0f}{found['wall']:8.1f}{read:>14}"
-        f"{found['memory']:7.0f}",
+        f"{found['memory']:7.0f}{found['kv']:8.0f}",
         flush=True,
     )
 

@@ -56,7 +56,9 @@ class CallResult:
     dropped: dict[str, str] = field(default_factory=dict)
     """Of a filter: the reason, by id, of each item that it does not accept."""
     records: Mapping[str, Record] = field(default_factory=dict)
-    """Of a call that records: a line for the results of the trial, by id, about each item."""
+    """JSON objects by id, about each item or none. A call that records returns lines of the trial's
+    results; any other call of an evaluation may return scores, which go to the evaluation's file
+    behind the row's id."""
 
 
 class Interface(ABC):  # noqa: B024 - each interface implements some of the methods

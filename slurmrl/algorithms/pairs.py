@@ -7,6 +7,7 @@ an item's pairs add up to one, so each prompt counts alike, however many pairs i
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.sequences import TOKENS, global_means, train_on_batch
 from slurmrl.data.sample import SequenceSample
+from slurmrl.graph.call import Record
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import LossFn, TrainEngine
@@ -25,9 +27,17 @@ class PairInterface(Interface):
 
     metrics: ClassVar[tuple[str, ...]]
     """Statistics of the loss function: sums over the items."""
+    item_metrics: ClassVar[tuple[str, str]] = ("accuracy", "margin")
+    """Their names of an item's ``accuracies`` and ``margins`` (see `pair_stats`)."""
 
     @abstractmethod
     def loss_fn(self, context: CallContext) -> LossFn: ...
+
+    @abstractmethod
+    def scores(
+        self, outputs: dict[str, Tensor], batch: SequenceSample, context: CallContext
+    ) -> Tensor:
+        """[S]: what the model gives each answer, the chosen one more."""
 
     def train_step(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
@@ -41,13 +51,29 @@ class PairInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """The loss and the metrics of held-out pairs; no output keys."""
+        """The loss and the metrics of held-out pairs, with the scores of each item; no output
+        keys."""
         assert engine is not None
         outputs = engine.forward(sample.only([TOKENS]))
-        device = next(iter(outputs.values())).device
-        loss, stats = self.loss_fn(context)(outputs, sample.to(device))
+        batch = sample.to(next(iter(outputs.values())).device)
+        loss, stats = self.loss_fn(context)(outputs, batch)
         sums = {"loss": loss, **stats}
-        return CallResult(stats={key: (float(sums[key]), float(sample.bs)) for key in sums})
+        scores = iter(self.scores(outputs, batch, context).tolist())
+        return CallResult(
+            stats={key: (float(sums[key]), float(sample.bs)) for key in sums},
+            records={
+                name: self._record([next(scores) for _ in item])
+                for name, item in zip(sample.ids, sample.lengths[TOKENS], strict=True)
+            },
+        )
+
+    def _record(self, scores: Sequence[float]) -> Record:
+        """The scores of an item's answers, with their accuracy and margin."""
+        chosen, rejected = list(scores[0::2]), list(scores[1::2])
+        margins = [a - b for a, b in zip(chosen, rejected, strict=True)]
+        accuracy = sum(margin > 0 for margin in margins) / len(margins)
+        own = zip(self.item_metrics, (accuracy, sum(margins) / len(margins)), strict=True)
+        return {"chosen": chosen, "rejected": rejected, **dict(own)}
 
 
 class PairValues(NamedTuple):

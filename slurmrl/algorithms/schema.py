@@ -9,7 +9,16 @@ from typing import Any, ClassVar, Self
 
 from slurmrl.config.schema import Config, PositiveInt, Section
 from slurmrl.config.source import KeyPath
-from slurmrl.graph.call import REWARD_MODEL, Call, Method, Record, Refill, RoleUse, Summary
+from slurmrl.graph.call import (
+    REWARD_MODEL,
+    Call,
+    Measure,
+    Method,
+    Record,
+    Refill,
+    RoleUse,
+    Summary,
+)
 
 ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"
 REFERENCE = "slurmrl.algorithms.sequences:ReferenceInterface"
@@ -101,6 +110,18 @@ class AlgorithmSchema(Section, ABC):
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         """The calls of one evaluation: completions of held-out prompts, judged."""
         return (generate_call(config), *reward_calls(config))
+
+    def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
+        """The metrics that the scores of an evaluation's items (`CallResult.records`) become:
+        ``eval/<name>``, with the ends of its confidence interval, ``/low`` and ``/high``. By
+        default those of judged completions. Called only with ``config.evaluation``."""
+        evaluation = config.evaluation
+        assert evaluation is not None, "the caller evaluates"
+        if not any("rewards" in call.outputs for call in self.evaluation_calls(config)):
+            return {}
+        binary = config.default_pass_score is not None
+        rates = dict.fromkeys(evaluation.rates, Measure.RATE)
+        return {"reward": Measure.RATE if binary else Measure.MEAN, **rates}
 
     def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
         """Settings anywhere in the configuration that exclude each other with this algorithm: their

@@ -48,6 +48,11 @@ def last_values(values: Tensor, sample: SequenceSample) -> Tensor:
     return values[last.to(values.device)]
 
 
+def row_id(sample_id: str) -> str:
+    """The id of the row of a sample, ``<id>@<epoch>``: each row comes once."""
+    return sample_id.rpartition("@")[0]
+
+
 def nth_sequences(sample: SequenceSample, nth: int) -> SequenceSample:
     """The sample with only the ``nth`` sequence of each item. Keys with fewer sequences an item are
     left out."""

@@ -57,16 +57,17 @@ def progress(status: Status) -> str:
 
 def metrics(values: Mapping[str, Any]) -> str:
     """Return ``reward 0.41  kl 0.003  …``."""
-    alone = (name for name in SHOWN if name in values and f"{name}/low" not in values)
-    return "  ".join([*(f"{name} {number(values[name])}" for name in alone), *_rates(values)])
+    estimates = dict(_estimates(values))
+    alone = (name for name in SHOWN if name in values and name not in estimates)
+    return "  ".join([*(f"{name} {number(values[name])}" for name in alone), *estimates.values()])
 
 
-def _rates(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield ``eval/pass@8 0.5 (0.31-0.69)`` for each rate with its confidence interval."""
+def _estimates(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each metric that has a confidence interval, and ``eval/pass@8 0.5 (0.31 to 0.69)``."""
     for name in values:
         bounds = values.get(f"{name}/low"), values.get(f"{name}/high")
         if None not in bounds:
-            yield f"{name} {number(values[name])} ({'-'.join(map(number, bounds))})"
+            yield name, f"{name} {number(values[name])} ({' to '.join(map(number, bounds))})"
 
 
 def commit(status: Status) -> str:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurmrl.config.schema import Cluster
-from slurmrl.doctor import login, servers, software
+from slurmrl.doctor import login, running, servers, software
 from slurmrl.doctor.check import Check, failed, guarded
 from slurmrl.doctor.job import JobShape, ProbeJob, Say, scratch
 from slurmrl.errors import SchedulerError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks import inventory
 from slurmrl.plan.model import Plan
+from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.settings import Settings
 from slurmrl.scheduler import choose
 from slurmrl.scheduler.client import SlurmClient
@@ -56,7 +57,10 @@ def examine(what: Examination, say: Say) -> list[Check]:
     hosts = inventory.ask(settings.config) if settings and kind == "slurm" else None
     plan = make_plan(settings, scheduler=kind, hosts=hosts) if settings else None
     checks += _trial(settings, plan, what.check_timeout_s)
-    checks += servers.check(config) if config else []
+    checks += servers.check(config, sleeps=_servers_sleep(plan)) if config else []
+    running_servers = running.settings_of(config) if config else None
+    if running_servers is not None and not what.job:
+        checks += running.check(running_servers, elsewhere=kind != "local")
     checks += [*login.scheduler(requested, kind, settings, plan, hosts), *login.machine()]
     root = Path(config.root) if config else what.root or what.fallback
 
@@ -68,11 +72,16 @@ def examine(what: Examination, say: Say) -> list[Check]:
             if what.config is not None and settings is None:
                 advice = "fix the configuration first: it determines where and as whom the job runs"
                 return _here([*beside, failed("job", "was not submitted", advice)])
-            job = ProbeJob(paths, kind, cluster, _shape(kind, cluster, plan), what.timeout_s, say)
+            shape = _shape(kind, cluster, plan)
+            job = ProbeJob(paths, kind, cluster, shape, what.timeout_s, say, running_servers)
             return [*_here(beside), *job.run()]
 
     more = guarded("root", login.ROOT_ADVICE, look_at_root)
     return _here([*checks, *more, *software.same_everywhere(checks, more)])
+
+
+def _servers_sleep(plan: Plan | None) -> bool:
+    return plan is not None and plan.trainers.gpus_per_worker > 0 and ROLLOUTS in plan.offloaded
 
 
 def _trial(settings: Settings | None, plan: Plan | None, timeout_s: float | None) -> list[Check]:

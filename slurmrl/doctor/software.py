@@ -10,12 +10,8 @@ from slurmrl.submission.versions import interpreter, torch_build, version_of
 
 LEAST_PYTHON = (3, 11)
 NEEDED = ("torch", "transformers", "safetensors", "numpy")
-OPTIONAL = {
-    "megatron-core": "backend megatron",
-    "sglang": "rollout by sglang",
-    "vllm": "rollout by vllm",
-    "flash-attn": "faster attention",
-}
+OPTIONAL = {"megatron-core": "backend megatron", "flash-attn": "faster attention"}
+"""Servers of ``rollout.backend`` have environments of their own (`doctor/servers.py`)."""
 BUILDS = {12: "cu126", 13: "cu130"}
 """For each release of CUDA, a build of torch that scripts/setup can install."""
 

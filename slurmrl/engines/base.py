@@ -200,14 +200,17 @@ class ServingEngine(GenerateEngine):
     @property
     @abstractmethod
     def serves_requests(self) -> bool:
-        """Whether this model on this layout can."""
+        """Whether this model can."""
 
     @abstractmethod
     def serving(
         self, version: str, *, rows: int, cache_bytes: int | None = None
-    ) -> AbstractContextManager[RolloutEngine]:
+    ) -> AbstractContextManager[RolloutEngine | None]:
         """An engine that serves requests with the weights of now, whose name is ``version``, while
         entered. It extends up to ``rows`` sequences at a time; further ones wait. Their keys and
         values take no more than ``cache_bytes`` of this rank's memory (default: on a GPU most of
-        what is free, elsewhere what they need). Collective over the data-parallel ranks. Raises
-        UsageError where it cannot."""
+        what is free, elsewhere what they need). Collective.
+
+        Of the ranks that have the same samples the leader gets the engine. The others compute with
+        it as they enter, until the leader leaves, and get None. Raises UsageError where the model
+        cannot."""

@@ -54,6 +54,22 @@ Record: TypeAlias = Mapping[str, Any]
 """A line of the results of a trial, about one item: JSON values."""
 
 
+class Measure(StrEnum):
+    """How the scores of all items become one number."""
+
+    MEAN = "mean"
+    RATE = "rate"
+    """A mean of values between 0 and 1."""
+    LOSS = "loss"
+    """The mean of -log p over all ``tokens`` of answers, from each item's ``logprob``."""
+    PERPLEXITY = "perplexity"
+    """Its exponential."""
+
+    def score(self, metric: str) -> str:
+        """The score from which a metric is computed: the one of its name, except for losses."""
+        return "logprob" if self in (Measure.LOSS, Measure.PERPLEXITY) else metric
+
+
 class Estimate(NamedTuple):
     """A value and its 95 % confidence interval."""
 
@@ -70,6 +86,14 @@ class Summary:
     """By the name of the metric."""
     scores: Sequence[Record]
     """A short line about each item, in the order of the results."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The estimates and the ends of their intervals."""
+        metrics: dict[str, float] = {}
+        for name, (value, low, high) in self.estimates.items():
+            metrics |= {name: value, f"{name}/low": low, f"{name}/high": high}
+        return metrics
 
 
 @dataclass(frozen=True)

@@ -133,19 +133,26 @@ class PagedDecoder:
         step = max(PADDED, 1 << max(0, tokens.bit_length() - 3))
         return -tokens % step
 
+    @property
+    def copies_weights(self) -> bool:
+        """Whether calls use copies of the parameters' values, which ``renew`` makes anew."""
+        return self._packed
+
     def renew(self) -> None:
         """Use the values that the parameters have at the next call."""
         self._products = None
 
-    def logits(self, input_ids: Tensor, positions: Tensor, call: PagedCall, last: Tensor) -> Tensor:
-        """The logits [·, V] after the tokens at places ``last`` of the packed tokens [T], of which
-        the cache gets the keys and values. Tensor ranks get the same logits."""
+    def logits(
+        self, input_ids: Tensor, positions: Tensor, call: PagedCall, last: Tensor | None
+    ) -> Tensor:
+        """The logits [·, V] after the tokens at places ``last`` (None: all) of the packed tokens
+        [T], of which the cache gets the keys and values. Tensor ranks get the same logits."""
         decoder = self.decoder
         if self._products is None:
             self._products = short_forward(decoder) or decoder.run_unhooked, head_product(decoder)
         forward, head = self._products
         hidden = forward(input_ids, positions, PagedCore(self.cache, call))
-        logits = head(hidden.index_select(0, last))
+        logits = head(hidden if last is None else hidden.index_select(0, last))
         if decoder.split.tensor.size == 1:
             return logits
         vocabulary = decoder.config.vocab_size

@@ -21,8 +21,17 @@ def keyed_uniform(seed: int, step: int, keys: Tensor, position: Tensor | int) ->
     keys [S] int64; position: one number or [S]. A row's number does not depend on the other rows of
     the batch, on their order, or on the device.
     """
-    state = mix(keys.to(torch.int64) ^ start(seed, step))
-    bits = shift(mix(state ^ position), 11)
+    return stream_uniform(keys.to(torch.int64) ^ start(seed, step), position)
+
+
+def stream(seed: int, step: int, key: int) -> int:
+    """The stream of numbers of (seed, step, key), for `stream_uniform`."""
+    return key ^ start(seed, step)
+
+
+def stream_uniform(streams: Tensor, position: Tensor | int) -> Tensor:
+    """The numbers of `keyed_uniform` [S] for streams [S] int64."""
+    bits = shift(mix(mix(streams) ^ position), 11)
     return bits.to(torch.float64) * 2.0**-53
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol, Self, TypeAlias, get
 
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
-from slurmrl.graph.call import REWARD_MODEL, Call, Record, Refill, RoleUse, Summary
+from slurmrl.graph.call import REWARD_MODEL, Call, Measure, Record, Refill, RoleUse, Summary
 from slurmrl.registry import Registry
 
 PolicyGradientName: TypeAlias = Literal[
@@ -106,6 +106,10 @@ class Algorithm(Protocol):
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         """The calls of an evaluation."""
+        ...
+
+    def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
+        """How the scores of an evaluation's items become metrics, by the metrics' names."""
         ...
 
     @property

@@ -113,7 +113,7 @@ def offloaded(config: Config, placed: Mapping[str, Placement]) -> frozenset[str]
     """The models that leave device memory between calls."""
     found = {name for name in placed if name != ROLLOUTS and model_of(config, name).offload}
     rollout, wanted = placed.get(ROLLOUTS), config.rollout.offload
-    if rollout is None or BACKENDS[rollout.allocation.backend].serves:
+    if rollout is None or rollout.group != TRAINERS or config.rollout.servers:
         return frozenset(found)
     if wanted is None:
         others = {rank for name in placed if name != ROLLOUTS for rank in placed[name].ranks}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from slurmrl.config.load import load, parse, validate
 from slurmrl.config.problems import show
@@ -213,6 +213,18 @@ def _algorithm(schema: type[BaseModel], source: Source) -> tuple[Algorithm | Non
 def _with_root(config: Config, root: Path | None) -> Config:
     chosen = Path(config.root) if root is None else root
     return config.model_copy(update={"root": str(chosen.expanduser().absolute())})
+
+
+def with_present_defaults(config: Config, algorithm: Algorithm) -> Config:
+    """A trial's resolved configuration with defaults for settings that its algorithm did not have
+    when the trial was submitted, by the class of ``algorithm``."""
+    if config.algorithm.get("name") != algorithm.name:
+        return config
+    try:
+        before = type(cast(BaseModel, algorithm)).model_validate(config.algorithm)
+    except ValidationError:  # it has a setting that the present class does not have
+        return config
+    return _with_algorithm(config, cast(Algorithm, before).completed(config))
 
 
 def _with_algorithm(config: Config, algorithm: Algorithm) -> Config:

@@ -39,6 +39,7 @@ MAY_CHANGE = frozenset(
         "evaluation.every_epochs",
         "evaluation.at_start",
         "evaluation.at_end",
+        "evaluation.keep_last",
         "evaluation.pass_score",
         "evaluation.vote_pattern",
     }

@@ -13,7 +13,13 @@ from slurmrl.rewards.base import RewardFunction
 from slurmrl.rewards.code_cases import KEYS, Case, cases_of, program_of
 from slurmrl.rewards.judge import Verdict
 from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
-from slurmrl.rewards.sandbox import check_isolation, check_limits, sandbox_program
+from slurmrl.rewards.sandbox import (
+    Namespaces,
+    check_choice,
+    check_isolation,
+    check_limits,
+    sandbox_program,
+)
 
 logger = log.get(__name__)
 
@@ -63,18 +69,14 @@ class CodeReward(RewardFunction):
         processes: int | None = None,
         container: str | Sequence[str] = "",
         python: str = "",
-        namespaces: Literal["auto", "required", "off"] = "auto",
+        namespaces: Namespaces = "auto",
     ) -> None:
         check_limits(
             test_timeout_s=test_timeout_s,
             timeout_s=timeout_s,
             batch_timeout_s=batch_timeout_s,
-            memory_mib=memory_mib,
-            files_mib=files_mib,
-            max_processes=max_processes,
         )
-        _check_choice("score", score, ("all", "share"))
-        _check_choice("namespaces", namespaces, ("auto", "required", "off"))
+        check_choice("score", score, ("all", "share"))
         self._tests_key, self._prefix_key = tests_key, prefix_key
         self._share = score == "share"
         self._required = namespaces == "required"
@@ -86,7 +88,7 @@ class CodeReward(RewardFunction):
             memory_mib=memory_mib,
             files_mib=files_mib,
             max_processes=max_processes,
-            namespaces=namespaces != "off",
+            namespaces=namespaces,
         )
         self._pool = JudgePool(program, timeout_s + GRACE_S, processes)
         self._checked = False
@@ -242,8 +244,3 @@ class _Run:
         if self.unjudged:
             return 0.0
         return self._passed / len(self._cases) if share else float(not self._failed)
-
-
-def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise UsageError(f"{name} {value!r} is not allowed; allowed: {', '.join(allowed)}")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from slurmrl import log
 from slurmrl.errors import UsageError
@@ -28,6 +28,8 @@ space["main"](setup["settings"])
 """
 """Reads the sandbox's source from the first line of its input, and runs it."""
 MOST_REPLY_BYTES = 64 << 20
+Namespaces = Literal["auto", "required", "off"]
+"""Whether programs are isolated by Linux namespaces: ``auto`` where possible."""
 MISSING = {
     "network": "they can use the network",
     "files": "they can change the user's files",
@@ -43,15 +45,20 @@ def sandbox_program(
     memory_mib: int,
     files_mib: int,
     max_processes: int,
-    namespaces: bool,
+    namespaces: Namespaces,
 ) -> JudgeProgram:
-    """A process that runs programs (see `CodeReward` for the settings)."""
+    """A process that runs programs (see `CodeReward` for the settings).
+
+    :raises UsageError: a limit or ``namespaces`` is not allowed.
+    """
+    check_limits(memory_mib=memory_mib, files_mib=files_mib, max_processes=max_processes)
+    check_choice("namespaces", namespaces, get_args(Namespaces))
     prefix = shlex.split(container) if isinstance(container, str) else list(container)
     settings = {
         "memory_bytes": memory_mib << 20,
         "files_bytes": files_mib << 20,
         "most_processes": max_processes,
-        "namespaces": namespaces,
+        "namespaces": namespaces != "off",
     }
     interpreter = python or ("python3" if prefix else sys.executable)
     source = SANDBOX.read_text(encoding="utf-8")
@@ -74,6 +81,14 @@ def check_limits(**limits: Any) -> None:
             raise UsageError(
                 f"{name} {value!r} is not allowed: limits of programs must be positive numbers"
             )
+
+
+def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    """
+    :raises UsageError: the value of an option is not among those allowed.
+    """
+    if value not in allowed:
+        raise UsageError(f"{name} {value!r} is not allowed; allowed: {', '.join(allowed)}")
 
 
 def check_isolation(user: str, facts: Mapping[str, Any], *, required: bool) -> None:

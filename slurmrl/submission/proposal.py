@@ -160,7 +160,7 @@ def propose_resume(
         own = _own_names(settings.config)
         if own and own != _own_names(before):
             raise UsageError(
-                "a resumed trial keeps the code of its algorithm, reward and data; add "
+                "a resumed trial keeps the code of its algorithm, reward, data and episodes; add "
                 "--update-code"
             )
         return _planned(settings, scheduler, own_code.OwnCode())
@@ -169,12 +169,12 @@ def propose_resume(
 
 
 def _own_names(config: Config) -> list[str]:
-    """Return the names of the user's own algorithm, rewards and types of dataset."""
+    """Return the names of the user's own algorithm, rewards, types of dataset and episodes."""
     functions = config.reward.functions.values() if config.reward is not None else ()
     sections = [config.dataset, *([config.evaluation.dataset] if config.evaluation else [])]
     algorithm = str(config.algorithm["name"])
     names = [algorithm, *(part.name for part in functions), *(part.type for part in sections)]
-    return [name for name in names if ":" in name]
+    return [*(name for name in names if ":" in name), *config.rollout.episode.own.values()]
 
 
 def _needs_other_code(paths: RunPaths, config: Config) -> bool:

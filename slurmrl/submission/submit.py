@@ -21,7 +21,7 @@ from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import resume
 from slurmrl.monitor import sinks
 from slurmrl.paths import RunPaths
-from slurmrl.plan.settings import Settings
+from slurmrl.plan.settings import Settings, with_present_defaults
 from slurmrl.recover import (
     consequences,
     differences,
@@ -146,8 +146,9 @@ def look(proposal: Proposal) -> Outlook:
     live trial, one with another configuration and one with another slurmrl."""
     state = fold(History(proposal.paths.history).read())
     left = _jobs_left(proposal, state)
-    before = load_resolved(proposal.paths.config)
-    changed = differences(before, proposal.settings.config)
+    settings = proposal.settings
+    before = with_present_defaults(load_resolved(proposal.paths.config), settings.algorithm)
+    changed = differences(before, settings.config)
     if changed and state.last_commit is not None:
         _check_code(proposal)  # another version may have other defaults
         raise UsageError(_other_configuration(proposal.trial, changed))
@@ -156,7 +157,7 @@ def look(proposal: Proposal) -> Outlook:
     _check_code(proposal)
     commit = state.last_commit
     if commit is not None:
-        notes = _notes(before, proposal.settings, commit.step)
+        notes = _notes(before, settings, commit.step)
     else:
         notes = [f"starts from the beginning with {line}" for line in changed]
     return Outlook(state, complete=False, left=left, notes=tuple(notes))

@@ -155,6 +155,9 @@ class Done:
     """Rows of the samples table."""
     dropped: Mapping[str, tuple[Annotated[int, SIZE], ...]] = field(default_factory=dict)
     """Of a filter: places in the batch of the items that it does not accept, by reason."""
+    scored: bool = False
+    """Of a call of an evaluation: the rank has written scores of its items to a part file, whose
+    number is the rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
-"""The part files of a step, which ranks write and the master reads: a line about each item."""
+"""The part files of a step or an evaluation, which ranks write and the master reads: a line about
+each item."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,13 +46,13 @@ def write_part(
     retry("record the results", write, timeout_s=READ_S)
 
 
-def read_parts(paths: RunPaths, prefix: str, files: int) -> list[Record]:
-    """The records of a step, in the order of its batch, from the part files whose names begin with
-    ``prefix``.
+def read_parts(paths: RunPaths, prefix: str, numbers: Iterable[int]) -> list[Record]:
+    """The records of a step, in the order of its batch, from the part files with these numbers
+    whose names begin with ``prefix``.
 
     Raises CorruptFileError for files that are missing or damaged, EnvironmentFailure.
     """
-    lines = [line for number in range(files) for line in _lines(paths.part(prefix, number))]
+    lines = [line for number in numbers for line in _lines(paths.part(prefix, number))]
     lines.sort(key=_place)
     if [_place(line) for line in lines] != list(range(len(lines))):
         raise corrupt(paths.parts / prefix, "has an item twice or lacks one")

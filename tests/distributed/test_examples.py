@@ -140,7 +140,8 @@ def short_forms(tmp_path_factory: pytest.TempPathFactory) -> ShortForms:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_an_example_runs_to_its_end(config: str, short_forms: ShortForms) -> None:
-    """It completes its steps, and is evaluated before the first and after the last of them."""
+    """It completes its steps, and is evaluated before the first and after the last of them, with a
+    file of the items' scores that agrees with the metrics."""
     values = settings_of(config)
     ended = short_forms.run(config)
     assert ended["state"] == "COMPLETED"
@@ -150,6 +151,16 @@ def test_an_example_runs_to_its_end(config: str, short_forms: ShortForms) -> Non
     evaluated = [line["step"] for line in lines if any(name.startswith("eval/") for name in line)]
     assert [line["step"] for line in lines if line["step"]] == [1, 2]
     assert evaluated == ([0, 2] if "evaluation" in values else [])
+    folder = short_forms.site.paths(ended["trial"]).evaluations
+    files = sorted(folder.iterdir()) if folder.exists() else []
+    assert [path.name for path in files] == [f"step-{step:08d}.json" for step in evaluated]
+    for path in files:
+        scores = json.loads(path.read_text())
+        assert len(scores["scores"]) == scores["items"] > 0
+        metrics = next(line for line in lines if line["step"] == scores["step"])
+        for name, estimate in scores["estimates"].items():
+            assert metrics[f"eval/{name}"] == estimate["value"]
+            assert metrics[f"eval/{name}/low"] == estimate["low"]
 
 
 def test_a_loss_of_ones_own_is_evaluated_like_ours(short_forms: ShortForms) -> None:

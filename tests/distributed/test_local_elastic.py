@@ -56,9 +56,9 @@ def resume(site: Site, trial: str, ranks: int, *changes: str) -> str:
 def test_an_interrupted_run_continues_with_more_ranks(tmp_path: Path) -> None:
     """Resume from the last commit after removing the later steps; then again with one rank."""
     site = Site(tmp_path)
-    whole = site.write("whole.yaml", config_of("sft", trial="whole", total_steps=44))
+    whole = site.write("whole.yaml", config_of("sft", trial="whole", total_steps=124))
     site.slurmrl("submit", str(whole), "--scheduler", "local", "--wait")
-    config = site.write("sft.yaml", config_of("sft", trial="killed", total_steps=40))
+    config = site.write("sft.yaml", config_of("sft", trial="killed", total_steps=120))
     site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
     site.wait_for_commit("sft/killed")
     kill_one(site.paths("sft/killed").run, "chain")
@@ -67,7 +67,7 @@ def test_an_interrupted_run_continues_with_more_ranks(tmp_path: Path) -> None:
     assert "-> 'fsdp:d2'" in said
     assert "preserved exactly: weights, optimizer state, order of the data" in said
     assert "sums have another order" in said
-    resume(site, "sft/killed", 1, "total_steps=44")
+    resume(site, "sft/killed", 1, "total_steps=124")
     assert ledgers(site, "sft/killed") == ledgers(site, "sft/whole")
     assert_close(site.metrics("sft/killed"), site.metrics("sft/whole"))
 

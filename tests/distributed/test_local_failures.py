@@ -209,6 +209,7 @@ def test_command_of_workers_that_does_not_exist_fails_the_trial(
     assert "no-such-container" in status["reason"]
 
 
+@pytest.mark.long
 def test_interrupted_trial_resumes_to_the_same_outcome(make_site: Callable[[str], Site]) -> None:
     """Ctrl-C in a followed run: it stops at a step, commits, and continues when resumed."""
     left_alone = make_site("left_alone")

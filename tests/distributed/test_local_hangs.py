@@ -92,18 +92,12 @@ def waited_for(site: Site) -> dict[str, Any]:
     return wait_until("the ranks to wait", look)
 
 
-@pytest.mark.parametrize("kind", ["sleep", "stop"])
-def test_a_hang_is_explained_before_it_is_ended(site: Site, kind: str) -> None:
-    """A sleeping rank is ended at the deadline, a stopped one for its silence. The story says who
-    waited for whom, and the stacks of all processes are kept."""
-    submit(site, "sleep", step_timeout_s=15.0 if kind == "sleep" else 1000.0)
-    if kind == "stop":
-        waited_for(site)
-        workers = processes(site.paths("ppo/1").run)["worker"]
-        comms = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in workers}
-        os.kill(comms["rank 1"], signal.SIGSTOP)
+def test_a_hang_is_explained_before_it_is_ended(site: Site) -> None:
+    """A sleeping rank is ended at the deadline. The story says who waited for whom, and the stacks
+    of all processes are kept."""
+    submit(site, "sleep", step_timeout_s=15.0)
     assert site.wait_for_end("ppo/1")["state"] == "FAILED"
-    check_end(site, kind)
+    check_end(site, "sleep")
 
 
 @pytest.mark.long
@@ -131,9 +125,10 @@ def check_end(site: Site, kind: str) -> None:
     assert " in _end\n" in parts[3]  # the master reports the end, or already waits for the stacks
 
 
-def test_stacks_on_demand(site: Site) -> None:
+def test_stacks_on_demand_and_of_a_stopped_rank(site: Site) -> None:
     """Stacks of ranks that hang while their trial continues; the status says who waits for whom.
-    One rank wrote 3 MB before, of which 1 MiB may stay."""
+    One rank wrote 3 MB before, of which 1 MiB may stay. Once it is stopped, it is ended for its
+    silence, long before the deadline."""
     submit(site, "flood", step_timeout_s=1000.0, logging={"output_mib": 1})
     status = waited_for(site)
     assert f"for {SLEEPS}" in status["waiting"]["explained"]
@@ -153,5 +148,9 @@ def test_stacks_on_demand(site: Site) -> None:
     wait_until("the output to be cut", (folder / "0.0.log.1").exists)
     assert sum(file.stat().st_size for file in folder.glob("0.0.log*")) < 1 << 20
     assert "of this output without its first" in (folder / "0.0.log.1").read_text()
-    site.slurmrl("cancel", "ppo/1")
+    workers = processes(site.paths("ppo/1").run)["worker"]
+    comms = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in workers}
+    os.kill(comms["rank 1"], signal.SIGSTOP)
+    assert site.wait_for_end("ppo/1")["state"] == "FAILED"
+    check_end(site, "stop")
     assert "no ranks of ppo/1 are running" in site.slurmrl("stacks", "ppo/1", code=2).stderr

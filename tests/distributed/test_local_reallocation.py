@@ -14,6 +14,7 @@ from slurmrl.monitor import events
 from tests.distributed.test_local_elastic import assert_close, config_of
 from tests.distributed.test_local_layouts import REWARDED
 from tests.distributed.test_local_megatron import let_megatron_compute_here
+from tests.distributed.test_local_servers import grpo, site_with_reward
 from tests.support.chaos_trials.runs import Setting, chaos, undisturbed
 from tests.support.chaos_trials.watched import Watched
 from tests.support.hooks import hooked
@@ -87,6 +88,46 @@ def test_calls_on_ranks_of_their_own_overlap(tmp_path: Path) -> None:
     assert_close(found, run(site, "one", algorithm=normalized))
     first = next(line for line in found if line["step"] == 1)
     assert first["value_norm_mean"] == pytest.approx(first["returns_mean"])
+
+
+THREE_TURNS = """
+from slurmrl.rollouts.completions import Completions
+
+async def three(policy, item, tools):
+    completions = Completions(item.prompt)
+    for number in range(3):
+        if number:
+            policy.say(completions, "1")
+        await policy(completions)
+    return completions
+"""
+
+
+def test_episodes_of_tensor_ranks_outlive_kills(tmp_path: Path) -> None:
+    """A rank that repeats what its leader serves is killed in the middle of an episode, and later
+    the leader. The trial ends with the same bits as one without kills, and log-probabilities are
+    those of the training engine."""
+    site, outcomes = site_with_reward(tmp_path), []
+    (tmp_path / "turns_of_mine.py").write_text(THREE_TURNS)
+    episode = {"name": "turns_of_mine:three"}
+    for trial in ("calm", "killed"):
+        rollout = {"backend": "native:t2", "episode": episode}
+        config = grpo(rollout, trial=trial, total_steps=5)
+        if trial == "killed":
+            dying = f"{CHANGES}:ranks_die_while_they_serve"
+            config["cluster"] |= hooked(site, tmp_path, f"grpo.{trial}", SERVE, dying)
+        file = site.write(f"{trial}.yaml", config)
+        site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
+        outcomes.append(site.outcome(f"grpo/{trial}"))
+    calm, killed = outcomes
+    seen = events.read_all(site.paths("grpo/killed"))
+    failures = [event for event in seen if event["kind"] == "failure"]
+    assert [failure["rank"] for failure in failures] == [1, 0]
+    assert killed == calm
+    for line in calm["metrics"]:
+        assert line["turns"] == 3.0
+        assert line["actor_grad_norm"] > 0
+        assert abs(line["mismatch/kl"]) < 1e-5
 
 
 @pytest.mark.long

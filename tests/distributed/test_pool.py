@@ -9,6 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.pool import RankError, RankPool
 
@@ -38,6 +40,15 @@ def leave_on(rank: int) -> None:
     dist.barrier()
 
 
+def make_sharded(length: int) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.zeros_like(DTensor.from_local(torch.ones(length), mesh, [Shard(0)]))
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
 def listen_to_a_rank_that_has_returned() -> str:
     if dist.get_rank() == 0:
         return ""
@@ -54,6 +65,14 @@ def test_ranks_are_reused_and_results_are_in_rank_order(ranks: RankPool) -> None
     assert [value for _, value in first] == [6.0, 6.0]
     assert [value for _, value in second] == [15.0, 15.0]
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
+
+
+def test_a_job_leaves_no_threads_of_its_groups(ranks: RankPool) -> None:
+    """DTensor's caches hold meshes, and these their groups, each with threads that wake up."""
+    before = ranks(2, f"{HERE}:threads")
+    for length in (2, 4, 6):
+        ranks(2, f"{HERE}:make_sharded", length)
+    assert ranks(2, f"{HERE}:threads") == before
 
 
 def test_a_rank_that_returns_stays_connected_until_all_have_answered(ranks: RankPool) -> None:

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from slurmrl.config.servers import Address
 from slurmrl.engines.rollout import sglang_server
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.engines.rollout.dialect import Draw, ServedModel
+from slurmrl.engines.rollout.dialect import Draw
+from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.kept import KeptEngine
@@ -33,6 +34,7 @@ from tests.engines.conftest import (
     EXACT,
     PATIENCE,
     PROMPT,
+    START_S,
     VOCABULARY,
     Loop,
     SharedServer,
@@ -152,8 +154,13 @@ classes = {
     "/continue_generation": "ContinueGenerationReqInput",
     "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
     "/weights_checker": "CheckWeightsReqInput",
+    "/flush_cache": "FlushCacheReqInput",
+    "/release_memory_occupation": "ReleaseMemoryOccupationReqInput",
+    "/resume_memory_occupation": "ResumeMemoryOccupationReqInput",
 }
 for path, body in json.load(sys.stdin):
+    path, _, query = path.partition("?")
+    assert query in ("", "timeout=30"), query
     kind = getattr(io_struct, classes[path])
     known = getattr(kind, "__struct_fields__", None) or kind.__dataclass_fields__
     unknown = set(body) - set(known)
@@ -213,6 +220,8 @@ def test_bodies_are_those_of_sglangs_own_classes(tmp_path: Path) -> None:
         await speaker.pause()
         await speaker.load(WeightVersion(name="1.1", folder=tmp_path))
         await speaker.resume()
+        await speaker.sleep()
+        await speaker.wake()
         return client.bodies
 
     bodies = asyncio.run(work())
@@ -224,7 +233,7 @@ def test_bodies_are_those_of_sglangs_own_classes(tmp_path: Path) -> None:
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(set(done.stdout.split())) == 6
+    assert len(set(done.stdout.split())) == 9
 
 
 def test_log_probabilities_are_those_of_transformers(
@@ -404,9 +413,37 @@ def test_requests_survive_the_end_of_the_server(served: Served, number: signal.S
         await served.engine.update_weights(served.version("2.1"))
         return await midway(attempt)
 
-    made = served.loop.run(work())
+    made = served.loop.run(work(), deadline_s=START_S)
     assert set(made.versions) == {"2.1"}
     check(served.versions["2.1"], PROMPT, made)
+
+
+def test_a_server_sleeps_as_soon_as_it_is_idle_and_draws_with_the_next_weights(
+    served: Served,
+) -> None:
+    """A batch whose request was cancelled may still run when the server is to sleep: SGLang's
+    scheduler ends if it frees its memory then. (On CPUs it frees none.) Twice, because the second
+    sleep follows an update that woke the server."""
+
+    async def work() -> list[Completion]:
+        drawn = []
+        for version in ("2.1", "1.1"):
+            cancelled = served.engine.submit(request(max_new_tokens=200))
+            await asyncio.sleep(0.3)
+            cancelled.cancel()
+            await asyncio.sleep(0)
+            await served.engine.sleep()
+            assert served.engine.version is None
+            await served.engine.health()
+            await served.engine.update_weights(served.version(version))
+            drawn += await served.engine.submit(request(greedy=True))
+        return drawn
+
+    before = served.main()
+    for version, made in zip(("2.1", "1.1"), served.loop.run(work()), strict=True):
+        assert set(made.versions) == {version}
+        check(served.versions[version], PROMPT, made)
+    assert served.main() == before
 
 
 def test_wrong_versions_and_models_are_named(served: Served, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from slurmrl.config.servers import Address
 from slurmrl.engines.rollout import vllm_server
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.engines.rollout.dialect import Draw, ServedModel
+from slurmrl.engines.rollout.dialect import Draw
+from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.instance import InstanceLimits
 from slurmrl.engines.rollout.instances import Instances
@@ -36,6 +37,7 @@ from tests.engines.conftest import (
     EXACT,
     PATIENCE,
     PROMPT,
+    START_S,
     VOCABULARY,
     Loop,
     SharedServer,
@@ -219,9 +221,12 @@ def test_log_probabilities_are_those_of_transformers(
 
 
 def test_a_sample_does_not_depend_on_what_it_was_batched_with(served: Served) -> None:
+    """Also if its prompt arrives with more tokens than the server reads in one step."""
+
     async def main() -> None:
         alone = await served.engine.submit(request(n=3))
-        others = [served.engine.submit(request((number, 7), n=2)) for number in range(40)]
+        long = 2 * tuple(range(100))
+        others = [served.engine.submit(request((number, *long), n=2)) for number in range(40)]
         crowded = await served.engine.submit(request(n=3))
         assert [made.tokens for made in alone] == [made.tokens for made in crowded]
         await asyncio.gather(*others)
@@ -426,6 +431,30 @@ def test_bodies_are_those_of_vllms_own_classes() -> None:
     )
 
 
+def test_a_server_sleeps_and_draws_with_the_next_weights(served: Served) -> None:
+    """It answers probes while it sleeps, and what it has cached before is forgotten. (On CPUs it
+    frees no memory.)"""
+
+    async def work() -> list[Completion]:
+        await served.engine.close()  # its probes would find versions of another client
+        engine = await served.servers[0].connect()
+        drawn = []
+        for version in ("2.1", "1.1"):
+            await engine.sleep()
+            assert engine.version is None
+            await engine.health()
+            await engine.update_weights(served.version(version))
+            drawn += await engine.submit(request(greedy=True))
+        await engine.close()
+        served.engine = await served._make(served.servers[:1])
+        return drawn
+
+    before = served.servers[0].processes()
+    for version, made in zip(("2.1", "1.1"), served.loop.run(work()), strict=True):
+        check(served.versions[version], made, request(greedy=True).options, version=version)
+    assert served.servers[0].processes() == before
+
+
 async def disturbed(served: Served, pid: int, number: signal.Signals) -> None:
     """While a process gets a signal, each request is answered as if nothing had happened."""
 
@@ -447,16 +476,11 @@ async def disturbed(served: Served, pid: int, number: signal.Signals) -> None:
 
 
 def test_a_killed_server_costs_its_own_requests(served: Served) -> None:
-    async def main() -> None:
-        await served.start_both()
-        await disturbed(served, served.servers[0].processes()["EngineCore"], signal.SIGKILL)
-
-    served.loop.run(main())
+    served.loop.run(served.start_both(), deadline_s=START_S)
+    killed = served.servers[0].processes()["EngineCore"]
+    served.loop.run(disturbed(served, killed, signal.SIGKILL))
 
 
 def test_a_hung_server_costs_its_own_requests_once_the_killed_one_is_back(served: Served) -> None:
-    async def main() -> None:
-        hung = served.servers[1].processes()["EngineCore"]
-        await disturbed(served, hung, signal.SIGSTOP)
-
-    served.loop.run(main())
+    hung = served.servers[1].processes()["EngineCore"]
+    served.loop.run(disturbed(served, hung, signal.SIGSTOP))

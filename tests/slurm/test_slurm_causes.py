@@ -95,11 +95,11 @@ def same(trial: Watched, calm: Outcome) -> None:
 @pytest.mark.parametrize(
     ("causes", "how"),
     [
-        ([("worker", 0.9)], "in the job"),
+        pytest.param([("worker", 0.9)], "in the job", marks=long),
         pytest.param([("worker", 0.0), ("master", 0.0)], "in the job", marks=soak),
         pytest.param([("stop", 0.9), ("stop-master", 0.0)], "in the job", marks=long),
         pytest.param([("agent", 0.9), ("agent", 0.0)], "next round", marks=long),
-        pytest.param([("supervisor", 0.0)], "next link", marks=long),
+        ([("supervisor", 0.0)], "next link"),
     ],
     ids=["worker", "children", "hung", "agents", "batch process"],
 )

@@ -63,6 +63,7 @@ def test_a_set_up_line_that_fails_on_every_host_ends_the_trial(tmp_path: Path, b
     assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 8, 1)
 
 
+@pytest.mark.long
 def test_several_links_at_once(tmp_path: Path, bed: Path) -> None:
     """Only the first link continues."""
     trial = start_throttled(tmp_path)
@@ -73,7 +74,13 @@ def test_several_links_at_once(tmp_path: Path, bed: Path) -> None:
     assert trial.site.status(trial.name)["incarnation"] == 1
 
 
-@pytest.mark.parametrize("of_batch", [True, False], ids=["batch host", "other host"])
+@pytest.mark.parametrize(
+    "of_batch",
+    [
+        pytest.param(True, id="batch host"),
+        pytest.param(False, id="other host", marks=pytest.mark.long),
+    ],
+)
 def test_a_host_whose_gpu_fails_is_replaced_by_a_spare(
     tmp_path: Path, bed: Path, of_batch: bool
 ) -> None:

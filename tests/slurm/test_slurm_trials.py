@@ -129,20 +129,6 @@ def test_ppo_example_on_two_nodes_with_status_and_logs(site: Site) -> None:
     wait_until("the chain to be gone from the queue", lambda: not squeue("-t", "PD,R"))
 
 
-def test_killed_batch_process_is_followed_by_the_next_link(site: Site) -> None:
-    config = on_slurm(sft_config(total_steps=100))
-    submit(site, config)
-    site.wait_for_step("sft/1", 5)
-    os.kill(batch_pid(site.paths("sft/1").run), signal.SIGKILL)
-    ended = site.wait_for_end("sft/1")
-    assert (ended["state"], ended["step"]) == ("COMPLETED", 100)
-    assert ended["incarnation"] == 2
-    undisturbed = {**config, "trial": "2"}
-    submit(site, undisturbed)
-    assert site.wait_for_end("sft/2")["state"] == "COMPLETED"
-    assert site.outcome("sft/1") == site.outcome("sft/2")
-
-
 def test_cancel_leaves_nothing_in_the_queue(site: Site) -> None:
     submit(site, on_slurm(sft_config(total_steps=100000)))
     site.wait_for_step("sft/1", 2)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slurmrl.engines.fsdp.engine import FSDPEngine
+from slurmrl.engines.rollout.native.led import LedBatch, RepeatedBatch
 from slurmrl.transfer.execute import Mover
 from tests.support.hooks import FOLDER
 from tests.support.trials import wait_until
@@ -59,6 +61,27 @@ def first_move_goes_wrong() -> None:
             next(iter(self._target._storages.values())).view(-1)[0].add_(1)
 
     Mover.run = faulty  # type: ignore[method-assign]
+
+
+def ranks_die_while_they_serve() -> None:
+    """First a rank that repeats the steps of its leader is killed in the middle of generation, and
+    then, after the restart, the leader."""
+    for kind, method, calls in ((RepeatedBatch, "_step", 50), (LedBatch, "step", 30)):
+        setattr(kind, method, _deadly(getattr(kind, method), kind is LedBatch, calls))
+
+
+def _deadly(method: Any, leads: bool, calls: int) -> Any:
+    folder, made = Path(os.environ[FOLDER]), []
+
+    def step(self: Any, *args: Any) -> Any:
+        made.append(0)
+        marker, other = (folder / f"killed {name}" for name in (leads, not leads))
+        if len(made) == calls and not marker.exists() and (not leads or other.exists()):
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(self, *args)
+
+    return step
 
 
 def _lines(path: Path) -> int:

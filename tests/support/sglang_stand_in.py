@@ -18,7 +18,7 @@ import torch
 from aiohttp import web
 from transformers import AutoConfig, AutoModelForCausalLM
 
-ADMIN = ("/pause_", "/continue_", "/abort_", "/update_", "/release_", "/resume_", "/weights_")
+ADMIN = ("/pause_", "/continue_", "/abort_", "/update_", "/release_", "/resume_", "/flush_")
 KEPT = 6
 """Tokens of the context that a prompt cannot have."""
 
@@ -46,6 +46,7 @@ class StandIn:
             app.router.add_post(f"/{path.__name__}", path)
         for path in (self.release_memory_occupation, self.resume_memory_occupation):
             app.router.add_post(f"/{path.__name__}", path)
+        app.router.add_post("/flush_cache", self.flush_cache)
         return app
 
     @web.middleware
@@ -156,6 +157,9 @@ class StandIn:
         self.model, self.folder = model.eval(), body["model_path"]
         self.version = body["weight_version"]
         return web.json_response({"success": True, "message": "Succeeded"})
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        return web.Response(text="Cache flushed.")
 
     async def release_memory_occupation(self, request: web.Request) -> web.Response:
         self.asleep, self.model = True, None

@@ -45,13 +45,13 @@ ROLES = {
 
 
 def wait_until(what: str, check: Callable[[], T | None], timeout_s: float = 300.0) -> T:
-    """Poll until ``check`` returns something; at the deadline, the error says what was awaited."""
+    """Poll until ``check`` returns something; at the deadline, the error says what was awaited. A
+    check that runs a command takes at most half a core from what is awaited."""
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        found = check()
-        if found:
+    while (began := time.monotonic()) < deadline:
+        if found := check():
             return found
-        time.sleep(0.1)
+        time.sleep(max(0.1, time.monotonic() - began))
     raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
 
 
@@ -116,7 +116,7 @@ class Site:
 
         def ended() -> dict[str, Any] | None:
             paths = self.paths(trial)
-            if processes(paths.run)["chain"] and fold(History(paths.history).read()).end is None:
+            if any(processes(paths.run).values()) and not fold(History(paths.history).read()).end:
                 return None  # it is alive; running the command would take a core from it
             status = self.status(trial)
             return None if status["state"] in ("PENDING", "RUNNING") else status
@@ -128,8 +128,8 @@ class Site:
 
     def outcome(self, trial: str) -> dict[str, Any]:
         """Everything that must not depend on how often a run was interrupted: weights, optimizer
-        state and random states of the last checkpoint, its ledger, the recorded results, and all
-        metrics except times."""
+        state and random states of the last checkpoint, its ledger, the recorded results, the scores
+        of evaluations, and all metrics except times."""
         paths = self.paths(trial)
         commit = fold(History(paths.history).read()).last_commit
         assert commit is not None, f"{trial} has no commit"
@@ -143,6 +143,10 @@ class Site:
             "files": {file.name: file.read_bytes() for file in sorted(last.glob("*.safetensors"))},
             "export": exports[-1].read_bytes() if exports else None,
             "results": paths.results.read_bytes() if paths.results.exists() else None,
+            "evaluations": {
+                file.name: {**json.loads(file.read_bytes()), "trial": ""}
+                for file in sorted(paths.evaluations.glob("*"))
+            },
             "ledger": json.loads((last / "state.json").read_bytes())["ledger"],
             "metrics": [
                 {name: value for name, value in line.items() if not is_timing(name)}

@@ -139,6 +139,19 @@ CASES = (
     dpo("hinge", {"loss": "hinge", "beta": 0.3}, {"loss_type": ["hinge"], "beta": 0.3}),
     dpo("normalized", {"length_normalized": True}, {"loss_type": ["sigmoid_norm"]}),
     dpo("reference-free", {"reference_free": True}, {"reference_free": True}),
+    # Of one pair, the mean over all chosen tokens is that of its answer.
+    dpo(
+        "sft",
+        {"sft_coef": 0.4},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.4]},
+        batch="pair",
+    ),
+    dpo(
+        "sft-of-tokens",
+        {"sft_coef": 0.4},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.4]},
+        differs="both",
+    ),
     # Of one pair, TRL's loss on sorted log-ratios is conservative DPO.
     dpo(
         "smoothed",

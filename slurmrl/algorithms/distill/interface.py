@@ -10,8 +10,14 @@ from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.distill.schema import DISTILL_METRICS, Distill
-from slurmrl.algorithms.sequences import TOKENS, global_means, train_on_batch
+from slurmrl.algorithms.sequences import (
+    TOKENS,
+    global_means,
+    sequence_sums,
+    train_on_batch,
+)
 from slurmrl.data.sample import SequenceSample
+from slurmrl.graph.call import Record
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import TrainEngine
@@ -22,7 +28,8 @@ class DistillInterface(Interface):
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """``teacher_logprobs`` of all tokens, at the sampling temperature. Reports their mean over
-        response tokens, and that of log(p / p_teacher) with p as in generation."""
+        response tokens, and that of log(p / p_teacher) with p as in generation, in an evaluation
+        also the sum of the latter and the response tokens of each completion."""
         assert engine is not None
         outputs = engine.forward(sample.only([TOKENS]), temperature=_temperature(context))
         logp = outputs["logp"]
@@ -37,6 +44,7 @@ class DistillInterface(Interface):
                 data={"teacher_logprobs": logp},
             ),
             {"reverse_kl": (kl, tokens), "teacher_logprob": (total, tokens)},
+            records=_records(sample, distance, response) if context.evaluation else {},
         )
 
     def train_step(
@@ -55,6 +63,20 @@ class DistillInterface(Interface):
         )
         own = {name: result[name] / result["denominator"] for name in DISTILL_METRICS}
         return global_means({**means, **own})
+
+
+def _records(sample: SequenceSample, distance: Tensor, response: Tensor) -> dict[str, Record]:
+    """For each item the lists of its completions' sums of ``distance`` [T], and of their tokens."""
+    ends = sample.cu_seqlens(TOKENS)
+    sums = iter(sequence_sums(distance, response, ends).tolist())
+    tokens = iter(sequence_sums(response.float(), response, ends).tolist())
+    return {
+        name: {
+            "reverse_kl": [next(sums) for _ in item],
+            "tokens": [int(next(tokens)) for _ in item],
+        }
+        for name, item in zip(sample.ids, sample.lengths[TOKENS], strict=True)
+    }
 
 
 def distill_loss(

@@ -29,9 +29,17 @@ if TYPE_CHECKING:
 
 class DPOInterface(PairInterface):
     metrics = PAIR_METRICS
+    item_metrics = ("rewards/accuracies", "rewards/margins")
 
     def loss_fn(self, context: CallContext) -> LossFn:
         return partial(dpo_loss, dpo=cast(DPO, context.settings.algorithm))
+
+    def scores(
+        self, outputs: dict[str, Tensor], batch: SequenceSample, context: CallContext
+    ) -> Tensor:
+        """The implicit rewards."""
+        dpo = cast(DPO, context.settings.algorithm)
+        return dpo.beta * _log_ratios(answer_logprobs(outputs["logp"], batch), batch, dpo)
 
 
 def dpo_loss(
@@ -39,13 +47,21 @@ def dpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The engine's loss function: outputs {logp, entropy} [T]. Sums over the items."""
     sums = answer_logprobs(outputs["logp"], batch)
-    ratios = sums if dpo.reference_free else sums - batch.tensor("ref_logps")
+    ratios = _log_ratios(sums, batch, dpo)
     logps, logratios = split_pairs(sums), split_pairs(ratios)
     weights = pair_weights(batch, sums)
-    scaled = ratios / answer_lengths(batch).to(ratios) if dpo.length_normalized else ratios
-    loss = (weights * pair_losses(split_pairs(scaled), dpo)).sum()
+    lengths = answer_lengths(batch).to(sums)
+    losses = pair_losses(split_pairs(ratios / lengths if dpo.length_normalized else ratios), dpo)
+    if dpo.sft_coef:
+        losses = losses - dpo.sft_coef * split_pairs(sums / lengths).chosen
+    loss = (weights * losses).sum()
     rewards = PairValues(*(dpo.beta * part.detach() for part in logratios))
     stats = {f"rewards/{name}": value for name, value in pair_stats(weights, rewards).items()}
     stats["logps/chosen"] = (weights * logps.chosen).sum()
     stats["logps/rejected"] = (weights * logps.rejected).sum()
     return loss, stats
+
+
+def _log_ratios(sums: Tensor, batch: SequenceSample, dpo: DPO) -> Tensor:
+    """[S]: log(p / p_ref) of the answers."""
+    return sums if dpo.reference_free else sums - batch.tensor("ref_logps")

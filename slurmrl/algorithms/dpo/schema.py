@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -15,8 +16,8 @@ from slurmrl.algorithms.schema import (
     sequences_of_pairs,
     train_call,
 )
-from slurmrl.config.schema import Config, PositiveFloat
-from slurmrl.graph.call import Call, RoleUse
+from slurmrl.config.schema import Config, NonNegativeFloat, PositiveFloat
+from slurmrl.graph.call import Call, Measure, RoleUse
 
 INTERFACE = "slurmrl.algorithms.dpo.interface:DPOInterface"
 PAIR_METRICS = (
@@ -49,6 +50,9 @@ class DPO(AlgorithmSchema):
     length_normalized: bool = False
     """Divide the log-ratio of each answer by the number of its tokens before the loss: pairs of
     long answers count no more than those of short ones."""
+    sft_coef: NonNegativeFloat = 0.0
+    """Coefficient of the cross entropy of the chosen answer, the mean over its tokens, in the loss
+    of a pair: it keeps chosen answers likely."""
     reference_free: bool = False
     """Leave the reference model out, as if it gave all answers the same probability."""
 
@@ -81,10 +85,15 @@ class DPO(AlgorithmSchema):
         return (*self._reference_calls(), train)
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
-        if config.evaluation is None or config.evaluation.dataset.kind == "prompt":
+        if config.evaluates_completions:
             return (generate_call(config), *reward_calls(config))
         compare = compare_call(INTERFACE, self._inputs, PAIR_METRICS)
         return (*self._reference_calls(), compare)
+
+    def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
+        if config.evaluates_completions:
+            return super().evaluation_measures(config)
+        return {"rewards/accuracies": Measure.RATE, "rewards/margins": Measure.MEAN}
 
     @property
     def _inputs(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -45,18 +46,27 @@ class KTOInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """The loss and the metrics of held-out answers; no output keys."""
+        """The loss and the metrics of held-out answers, with the implied reward of each; no output
+        keys."""
         assert engine is not None
         kto = cast(KTO, context.settings.algorithm)
         kl = batch_kl(engine, sample)
         own = _own(sample)
         outputs = engine.forward(own.only([TOKENS]))
-        loss, stats = kto_loss(outputs, own.to(outputs["logp"].device), kl, kto)
+        batch = own.to(outputs["logp"].device)
+        loss, stats = kto_loss(outputs, batch, kl, kto)
+        logratios = answer_logprobs(outputs["logp"], batch) - batch.tensor("ref_logps")
+        rewards, labels = (kto.beta * logratios).tolist(), own.tensor("desirable").tolist()
         stats |= {"loss": loss, "answers": loss.new_tensor(float(own.bs))}
         total = engine.all_reduce_sum(torch.stack([x.double() for x in stats.values()]))
         sums = dict(zip(stats, total.tolist(), strict=True))
         # (the same on all ranks, whose mean is reported)
-        return global_means({"loss": sums["loss"] / sums["answers"], "kl": kl, **_means(sums)})
+        means = {"loss": sums["loss"] / sums["answers"], "kl": kl, **_means(sums)}
+        records = {
+            name: {"reward": reward, "desirable": desirable}
+            for name, reward, desirable in zip(own.ids, rewards, labels, strict=True)
+        }
+        return replace(global_means(means), records=records)
 
 
 def batch_kl(engine: TrainEngine, sample: SequenceSample) -> float:

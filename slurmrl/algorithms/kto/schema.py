@@ -62,7 +62,7 @@ class KTO(AlgorithmSchema):
         )
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
-        if config.evaluation is None or config.evaluation.dataset.kind == "prompt":
+        if config.evaluates_completions:
             return (generate_call(config), *reward_calls(config))
         return (
             reference_call(),

@@ -4,17 +4,16 @@ intervals. Torch-free."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
-from slurmrl.algorithms.reward.attempts import (
-    Z_95,
-    majorities,
-    pass_at_k,
-    vote_of,
-    wilson,
-)
+from slurmrl.algorithms.reward.attempts import Z_95, attempt_rates, vote_of, wilson
 from slurmrl.config.schema.rollout import subset_sizes
-from slurmrl.graph.call import Estimate, Record, Summary
+from slurmrl.errors import UsageError
+from slurmrl.graph.call import Estimate, Measure, Record, Summary
+
+ROUNDING: Final = 1e-9
+"""How far beyond 0 and 1 a rate may be."""
 
 
 def of_completions(
@@ -29,20 +28,10 @@ def of_completions(
         rewards = [_number(each["reward"]) for each in completions]
         correct = [pass_score is not None and reward >= pass_score for reward in rewards]
         votes = [vote_of(each["text"], pattern) for each in completions]
-        passed = {f"pass@{k}": pass_at_k(n, sum(correct), k) for k in sizes}
-        agreed = zip(sizes[1:], majorities(votes, correct, sizes[1:]), strict=True)
-        scores.append(
-            {
-                "id": record["id"],
-                "rewards": rewards,
-                f"avg@{n}": sum(rewards) / n,
-                **passed,
-                **{f"maj@{k}": value for k, value in agreed},
-            }
-        )
-    rates = [f"{rate}@{k}" for rate, ks in (("pass", sizes), ("maj", sizes[1:])) for k in ks]
-    estimates = {f"avg@{n}": mean(_column(scores, f"avg@{n}"))}
-    return Summary(estimates | {name: rate(_column(scores, name)) for name in rates}, scores)
+        own = {"id": record["id"], "rewards": rewards, f"avg@{n}": sum(rewards) / n}
+        scores.append({**own, **attempt_rates(correct, votes, sizes)})
+    rates = attempt_rates([True] * n, [None] * n, sizes)
+    return summarize(scores, {f"avg@{n}": Measure.MEAN, **dict.fromkeys(rates, Measure.RATE)})
 
 
 def of_preferences(records: Iterable[Record]) -> Summary:
@@ -63,20 +52,45 @@ def of_preferences(records: Iterable[Record]) -> Summary:
                 "margin": sum(margins) / len(margins),
             }
         )
+    return summarize(scores, {"accuracy": Measure.RATE, "margin": Measure.MEAN})
+
+
+def of_likelihood(records: Iterable[Record]) -> Summary:
+    """``loss`` and ``perplexity`` over all tokens of answers."""
+    scores = [dict(record) for record in records]
+    return summarize(scores, {"loss": Measure.LOSS, "perplexity": Measure.PERPLEXITY})
+
+
+def summarize(scores: Sequence[Record], measures: Mapping[str, Measure]) -> Summary:
+    """The estimates of all items together, by name. A measure whose score no item has is left out.
+
+    Raises UsageError for scores that some items lack, that are not numbers, or rates that are not
+    between 0 and 1.
+    """
     estimates = {
-        "accuracy": rate(_column(scores, "accuracy")),
-        "margin": mean(_column(scores, "margin")),
+        name: _estimate(scores, name, measure)
+        for name, measure in measures.items()
+        if any(measure.score(name) in score for score in scores)
     }
     return Summary(estimates, scores)
 
 
-def of_likelihood(records: Iterable[Record]) -> Summary:
-    """``loss``, the mean of -log p over all tokens of answers, and ``perplexity``, its
-    exponential."""
-    scores = [dict(record) for record in records]
-    losses = [-logprob for logprob in _column(scores, "logprob")]
+def _estimate(scores: Sequence[Record], name: str, measure: Measure) -> Estimate:
+    values = _column(scores, measure.score(name))
+    match measure:
+        case Measure.MEAN:
+            return mean(values)
+        case Measure.RATE:
+            for score, value in zip(scores, values, strict=True):
+                if not -ROUNDING <= value <= 1.0 + ROUNDING and not math.isnan(value):
+                    raise UsageError(
+                        f"the score '{name}' of item {score.get('id')!r} is {value:g}: a rate "
+                        "must be between 0 and 1; measure other numbers by Measure.MEAN"
+                    )
+            return rate(values)
+    losses = [-logprob for logprob in values]
     loss = ratio(losses, _column(scores, "tokens"))
-    return Summary({"loss": loss, "perplexity": Estimate(*map(_exp, loss))}, scores)
+    return loss if measure is Measure.LOSS else Estimate(*map(_exp, loss))
 
 
 def mean(values: Sequence[float]) -> Estimate:
@@ -87,12 +101,13 @@ def mean(values: Sequence[float]) -> Estimate:
 
 def ratio(values: Sequence[float], weights: Sequence[float]) -> Estimate:
     """The ratio of two sums over independent items, with the normal interval from the standard
-    deviation of its linearisation ``value - ratio * weight`` (Cochran 1977, eq. 6.13)."""
-    count, total = len(values), math.fsum(weights)
-    center = math.fsum(values) / total
-    if count < 2:
+    deviation of its linearisation ``value - ratio * weight`` (Cochran 1977, eq. 6.13). NaN if the
+    weights are all zero, or where a sum overflows."""
+    count, total = len(values), _sum(weights)
+    center = _sum(values) / total if total else math.nan
+    if count < 2 or not total:
         return Estimate(center, math.nan, math.nan)
-    squares = math.fsum(
+    squares = _sum(
         (value - center * weight) ** 2 for value, weight in zip(values, weights, strict=True)
     )
     half = Z_95 * math.sqrt(squares * count / (count - 1)) / total
@@ -100,18 +115,37 @@ def ratio(values: Sequence[float], weights: Sequence[float]) -> Estimate:
 
 
 def rate(values: Sequence[float]) -> Estimate:
-    """The mean of independent values between 0 and 1, with Wilson's interval."""
+    """The mean of independent values between 0 and 1, with Wilson's interval; NaN if a value is."""
+    if any(map(math.isnan, values)):
+        return Estimate(math.nan, math.nan, math.nan)
     center = min(max(math.fsum(values) / len(values), 0.0), 1.0)
     return Estimate(center, *wilson(center, len(values)))
 
 
 def _column(scores: Sequence[Record], name: str) -> list[float]:
+    """Raises UsageError for scores that are missing or not numbers."""
+    for score in scores:
+        value = score.get(name, "")
+        if value is not None and not isinstance(value, int | float):
+            what = f"has {value!r}" if name in score else "has none"
+            raise UsageError(
+                f"item {score.get('id')!r} {what} as its score '{name}': each item of an "
+                "evaluation must have a number there"
+            )
     return [_number(score[name]) for score in scores]
 
 
 def _number(value: float | None) -> float:
     """A value as it was before it became JSON, in which NaN and infinities are null."""
     return math.nan if value is None else float(value)
+
+
+def _sum(values: Iterable[float]) -> float:
+    """NaN where it overflows."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.nan
 
 
 def _exp(value: float) -> float:

@@ -17,6 +17,7 @@ from slurmrl.algorithms.sequences import (
     answer_lengths,
     answer_logprobs,
     per_sequence,
+    row_id,
 )
 from slurmrl.data.sample import SequenceSample
 
@@ -111,11 +112,6 @@ class LikelihoodRecords(Interface):
                 for name, own, tokens in zip(sample.ids, sums, lengths, strict=True)
             }
         )
-
-
-def row_id(sample_id: str) -> str:
-    """The id of the row of a sample, ``<id>@<epoch>``: each row comes once."""
-    return sample_id.rpartition("@")[0]
 
 
 def _by_item(sample: SequenceSample, values: Tensor) -> list[list[float]]:

@@ -136,6 +136,16 @@ def _quadrature(points: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return (nodes + 1.0) / 2.0, weights / 2.0
 
 
+def attempt_rates(
+    correct: Sequence[bool], votes: Sequence[str | None], sizes: Sequence[int]
+) -> dict[str, float]:
+    """pass@k of a prompt's completions for each k of ``sizes``, and maj@k for each but the
+    first."""
+    passed = {f"pass@{k}": pass_at_k(len(correct), sum(correct), k) for k in sizes}
+    agreed = zip(sizes[1:], majorities(votes, correct, sizes[1:]), strict=True)
+    return passed | {f"maj@{k}": share for k, share in agreed}
+
+
 def vote_of(completion: str, pattern: str | None) -> str | None:
     """The answer that a completion votes for: the last match of ``pattern`` (its group, if it has
     one), else the whole text, without surrounding white space; None without a match."""

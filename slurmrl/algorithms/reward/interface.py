@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface, Stats
-from slurmrl.algorithms.reward.attempts import majorities, pass_at_k, vote_of
+from slurmrl.algorithms.reward.attempts import attempt_rates, vote_of
 from slurmrl.algorithms.reward.turns import earned, last_turns, transcript
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.config.schema import Evaluation
 from slurmrl.data.meta import one_each, repeated
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
+from slurmrl.graph.call import Record
 from slurmrl.rewards.reward import Extras, of_completion
 from slurmrl.rewards.scores import check_sum
 from slurmrl.rewards.weighted import WeightedReward, make_reward
@@ -47,9 +48,10 @@ class RuleRewardInterface(Interface):
             scores = _with_turns(scores, earned(sample), places)
         rewards = torch.tensor(scores, dtype=torch.float32)
         stats["reward"] = (float(sum(scores)), float(len(scores)))
-        evaluation = context.settings.config.evaluation
-        if context.evaluation and evaluation is not None:
-            stats |= attempt_stats(counts, scores, completions, evaluation)
+        evaluation = context.settings.config.evaluation if context.evaluation else None
+        records: dict[str, Record] = {}
+        if evaluation is not None:
+            records = score_records(sample.ids, counts, scores, completions, evaluation)
         return CallResult(
             SequenceSample(
                 sample.ids,
@@ -58,6 +60,7 @@ class RuleRewardInterface(Interface):
             ),
             stats,
             _texts(sample, completions, scores, context),
+            records=records,
         )
 
     def close(self) -> None:
@@ -78,26 +81,25 @@ class RuleRewardInterface(Interface):
         return self._reward
 
 
-def attempt_stats(
+def score_records(
+    names: Sequence[str],
     counts: Sequence[int],
     scores: Sequence[float],
     completions: Sequence[str],
     evaluation: Evaluation,
-) -> Stats:
-    """Sums over the prompts, with their number, of `Evaluation.rates`. ``counts`` are the numbers
-    of completions of each prompt."""
-    sums, limit = dict.fromkeys(evaluation.rates, 0.0), evaluation.pass_score
-    correct = [limit is not None and score >= limit for score in scores]
-    votes = [vote_of(text, evaluation.vote_pattern) for text in completions] if sums else []
-    end = 0
-    for count in counts if sums else ():
-        group = slice(end, end := end + count)
-        for k in evaluation.attempts:
-            sums[f"pass@{k}"] += pass_at_k(count, sum(correct[group]), k)
-        agreed = majorities(votes[group], correct[group], evaluation.attempts[1:])
-        for k, probability in zip(evaluation.attempts[1:], agreed, strict=True):
-            sums[f"maj@{k}"] += probability
-    return {name: (total, float(len(counts))) for name, total in sums.items()}
+) -> dict[str, Record]:
+    """The lines of an evaluation about its prompts, by id: all rewards, their mean, and the
+    ``evaluation.rates``. ``counts`` are the numbers of completions of each prompt."""
+    sizes, limit, pattern = evaluation.attempts, evaluation.pass_score, evaluation.vote_pattern
+    records: dict[str, Record] = {}
+    for name, end, count in zip(names, accumulate(counts), counts, strict=True):
+        rewards, texts = list(scores[end - count : end]), completions[end - count : end]
+        line: dict[str, Any] = {"rewards": rewards, "reward": sum(rewards) / count}
+        if sizes and limit is not None:
+            correct = [reward >= limit for reward in rewards]
+            line |= attempt_rates(correct, [vote_of(text, pattern) for text in texts], sizes)
+        records[name] = line
+    return records
 
 
 def _scores(

@@ -30,6 +30,11 @@ class RewardModelInterface(PairInterface):
     def loss_fn(self, context: CallContext) -> LossFn:
         return partial(score_loss, options=cast(RewardModel, context.settings.algorithm))
 
+    def scores(
+        self, outputs: dict[str, Tensor], batch: SequenceSample, context: CallContext
+    ) -> Tensor:
+        return last_values(outputs["values"], batch)
+
 
 def score_loss(
     outputs: dict[str, Tensor], batch: SequenceSample, options: RewardModel

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from slurmrl.algorithms.schema import AlgorithmSchema, compare_call, sequences_of_pairs, train_call
 from slurmrl.config.schema import Config, NonNegativeFloat
-from slurmrl.graph.call import Call, RoleUse
+from slurmrl.graph.call import Call, Measure, RoleUse
 
 INTERFACE = "slurmrl.algorithms.reward_model.interface:RewardModelInterface"
 SCORE_METRICS = ("accuracy", "margin", "score_chosen", "score_rejected")
@@ -38,3 +39,6 @@ class RewardModel(AlgorithmSchema):
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         return (compare_call(INTERFACE, ("input_ids",), SCORE_METRICS),)
+
+    def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
+        return {"accuracy": Measure.RATE, "margin": Measure.MEAN}

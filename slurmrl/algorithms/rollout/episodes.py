@@ -75,6 +75,8 @@ class EpisodeGeneration:
             episode = context.settings.config.rollout.episode
             rows, memory = episode.concurrency, episode.cache_bytes
             with engine.serving(version, rows=rows, cache_bytes=memory) as served:
+                if served is None:
+                    return None
                 return asyncio.run(self._runner.run(items, served, dialogue, draws, waiting))
         lockstep = LockstepEngine(engine, version)
         return lockstep.run(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.algorithms.sequences import sequence_sums
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
@@ -29,12 +30,22 @@ class SFTInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """The held-out ``loss`` per answer token; no output keys."""
+        """The held-out ``loss`` per answer token, with the log-probability and the number of tokens
+        of each answer; no output keys."""
         assert engine is not None
         outputs = engine.forward(sample.only(["input_ids"]))
-        mask = ~sample.tensor("prompt_mask").to(outputs["logp"].device)
-        loss = cross_entropy(outputs["logp"], mask)
-        return CallResult(stats={"loss": (float(loss), float(mask.sum()))})
+        logp, ends = outputs["logp"], sample.cu_seqlens("input_ids")
+        mask = ~sample.tensor("prompt_mask").to(logp.device)
+        loss = cross_entropy(logp, mask)
+        sums = sequence_sums(logp, mask, ends).tolist()
+        tokens = sequence_sums(mask.float(), mask, ends).tolist()
+        return CallResult(
+            stats={"loss": (float(loss), float(mask.sum()))},
+            records={
+                name: {"logprob": logprob, "tokens": int(count)}
+                for name, logprob, count in zip(sample.ids, sums, tokens, strict=True)
+            },
+        )
 
 
 def sft_loss(outputs: dict[str, Tensor], batch: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_calls, train_call
 from slurmrl.config.schema import Config
-from slurmrl.graph.call import Call, Method, RoleUse
+from slurmrl.graph.call import Call, Measure, Method, RoleUse
 
 INTERFACE = "slurmrl.algorithms.sft.interface:SFTInterface"
 
@@ -32,7 +33,7 @@ class SFT(AlgorithmSchema):
         return (train_call(INTERFACE, ("input_ids", "prompt_mask")),)
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
-        if config.evaluation is None or config.evaluation.dataset.kind == "prompt":
+        if config.evaluates_completions:
             return (generate_call(config), *reward_calls(config))
         return (
             Call(
@@ -44,3 +45,8 @@ class SFT(AlgorithmSchema):
                 metrics=("loss",),
             ),
         )
+
+    def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
+        if config.evaluates_completions:
+            return super().evaluation_measures(config)
+        return {"loss": Measure.LOSS, "perplexity": Measure.PERPLEXITY}

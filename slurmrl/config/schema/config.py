@@ -140,6 +140,12 @@ class Config(Section):
         return self.model_copy(update={**known, "models": {**self.models, **own}})
 
     @property
+    def evaluates_completions(self) -> bool:
+        """Whether evaluations of a model that learns from given answers generate completions of
+        held-out prompts, instead of reading held-out answers."""
+        return self.evaluation is None or self.evaluation.dataset.kind == "prompt"
+
+    @property
     def default_pass_score(self) -> float | None:
         """The reward from which on a completion is correct, where rewards can be 1 and 0 only."""
         episode = self.rollout.episode

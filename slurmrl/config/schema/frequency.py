@@ -90,6 +90,9 @@ class Evaluation(Section):
     """Evaluate before the first step."""
     at_end: bool = True
     """Evaluate after the last step."""
+    keep_last: PositiveInt | None = None
+    """Number of newest evaluations whose files are kept in `evaluations/`, with the scores of each
+    item (docs/algorithms.md, Evaluations). Older ones are removed at a commit. Default: all."""
     temperature: PositiveFloat = 1.0
     """Divides the logits before sampling."""
     greedy: bool = False

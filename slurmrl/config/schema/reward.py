@@ -113,6 +113,12 @@ class Reward(Section):
                 "has both parts and settings of a single function (name, options, pool); with "
                 "parts, these belong to each part"
             )
+        for name in ("low", "high"):
+            if name in self.parts:
+                raise ValueError(
+                    f"has the part '{name}', but the metric reward/{name} is the {name} end of the "
+                    "confidence interval of evaluations; choose another name"
+                )
         if self.name is not None:
             _check_pool(self.name, self.pool)
         return self

@@ -67,7 +67,7 @@ class Rollout(Section):
     SLURMRL_SERVER_ADMIN_KEY of the job's environment, or no key."""
     server_args: Sequence[Line] = ()
     """Further arguments of each server, a word each: `[--mem-fraction-static, "0.5"]`. They win
-    over those that slurmrl sets."""
+    over those that slurmrl sets, its share of GPU memory included."""
     server_start_s: PositiveFloat = 600.0
     """Seconds that a server may take to start. It is started three times before the run fails. With
     `servers`: seconds without a usable one after which requests fail."""
@@ -77,8 +77,8 @@ class Rollout(Section):
     step of its model."""
     offload: bool | None = None
     """Free the memory of the generation weights once another model computes; they move again before
-    the next generation. Requires `backend`. Default: true if generation shares GPUs with other
-    models."""
+    the next generation. Servers sleep meanwhile. Requires `backend`. Default: true if generation
+    shares GPUs with other models."""
     tensor_parallel_size: PositiveInt | None = None
     """Ranks that share each matrix, instead of or in addition to the `t` of `backend`."""
     pipeline_parallel_size: PositiveInt | None = None

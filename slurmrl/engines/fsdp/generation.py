@@ -12,6 +12,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import PROMPTS, ServingEngine
 from slurmrl.engines.fsdp.sharding import Shards
 from slurmrl.engines.offload import Offload
+from slurmrl.engines.rollout.native.peers import Peers
 from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.engines.rollout.native.whole import generate_by_requests
@@ -35,16 +36,16 @@ class GatheredGeneration(ServingEngine):
 
     @property
     def serves_requests(self) -> bool:
-        return isinstance(self.config, ModelConfig) and "data" not in self.context.groups
+        return isinstance(self.config, ModelConfig)
 
     @contextmanager
     def serving(
         self, version: str, *, rows: int, cache_bytes: int | None = None
-    ) -> Iterator[NativeRollout]:
+    ) -> Iterator[NativeRollout | None]:
         """See `ServingEngine`. The weights stay gathered meanwhile, so no rank may call another
-        method; every data-parallel rank enters and leaves, with requests of its own or none.
+        method; every leader enters and leaves, with requests of its own or none.
 
-        Raises UsageError for a model of transformers or one that is split over tensor ranks.
+        Raises UsageError for a model of transformers.
         """
         self._offload.check()
         with torch.no_grad(), self._shards.gathered() as decoder:
@@ -53,8 +54,24 @@ class GatheredGeneration(ServingEngine):
                     f"{self.role}: 'implementation: hf' generates whole batches only; episodes "
                     "and single requests need the built-in decoder"
                 )
+            peers = self._peers()
             limits = self._limits(rows, cache_bytes)
-            yield NativeRollout(decoder, limits=limits, version=version, own=False)
+            rollout = NativeRollout(decoder, limits=limits, version=version, own=False, peers=peers)
+            if peers is not None and not peers.leads:
+                rollout.follow()
+                yield None
+                return
+            try:
+                yield rollout
+            finally:
+                rollout.dismiss()
+
+    def _peers(self) -> Peers | None:
+        """The ranks that have the same samples as this one; None if there are no others."""
+        context = self.context
+        if "data" not in context.groups:
+            return None
+        return Peers(context.group("data"), context.device)
 
     def generate(
         self,
@@ -70,7 +87,7 @@ class GatheredGeneration(ServingEngine):
         batch = (sample.tensor(PROMPTS), sample.cu_seqlens(PROMPTS), options)
         keys = keys.to(self.context.device)
         with torch.no_grad(), self._shards.gathered() as decoder:
-            if isinstance(decoder, Decoder) and self.serves_requests and _pages_pay(decoder):
+            if isinstance(decoder, Decoder) and _pages_pay(decoder):
                 return generate_by_requests(
                     decoder, *batch, seed=seed, step=step, keys=keys, limits=self._limits(ROWS)
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,19 @@ from slurmrl.engines import random_state
 from slurmrl.engines.base import OUTPUTS, TOKENS, LossFn, OutputFn, Outputs, TrainEngine, Veto
 from slurmrl.engines.host import HostCopies
 from slurmrl.engines.initial_weights import initial_weights, model_config
-from slurmrl.engines.megatron import state, transformer_engine
+from slurmrl.engines.megatron import transformer_engine
 from slurmrl.engines.megatron.collection import collection
 from slurmrl.engines.megatron.layers import BalancedRouter, balance_of, own_modules
 from slurmrl.engines.megatron.model import Chunk
 from slurmrl.engines.megatron.optimizer import ShardedOptimizer
 from slurmrl.engines.megatron.packing import Micro, micro_batch
-from slurmrl.engines.megatron.parts import Parts, layout_of, padded, part_of_flat, parts_of
+from slurmrl.engines.megatron.parts import Parts, layout_of, padded, parts_of
 from slurmrl.engines.megatron.place import Place, misfits, place_of
 from slurmrl.engines.megatron.random_tracker import RandomStates
 from slurmrl.engines.megatron.schedule import PipelineSchedule, Use
 from slurmrl.engines.megatron.schema import check
 from slurmrl.engines.megatron.settings import transformer_config
-from slurmrl.engines.megatron.state import Held
+from slurmrl.engines.megatron.state import ModelState
 from slurmrl.engines.microbatch import (
     MicrobatchSchedule,
     Sums,
@@ -43,12 +43,10 @@ from slurmrl.engines.microbatch import (
 )
 from slurmrl.engines.offload import Offload
 from slurmrl.errors import UsageError
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
+from slurmrl.layout.layout import Layout
 from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.rotary import RotaryTable
-from slurmrl.models.shapes import parameter_shapes
 from slurmrl.parallel.groups import ParallelContext
 
 FUSED = 4
@@ -123,12 +121,9 @@ class MegatronEngine(TrainEngine):
             self._optimizer = ShardedOptimizer(
                 model.optimizer, total_steps, self._chunks, self._groups, model.dtype
             )
-        held = {
-            **self._weights(),
-            **{f"main/{n}": h for n, h in self._shards(moments=False).items()},
-        }
+        self._state = ModelState(config, head, context, self._parts, self._chunks, self._optimizer)
         with initial_weights(config, head, seed=seed, source=source, keep=FUSED) as read:
-            state.fill(held.values(), read)
+            self._state.fill(read)
         self._pipeline = PipelineSchedule(self._chunks, self._settings, self._groups)
 
     def _place_of(self, rank: int) -> Place:
@@ -159,35 +154,6 @@ class MegatronEngine(TrainEngine):
             grad_reduce_in_fp32=True, use_distributed_optimizer=True
         )
         return DistributedDataParallel(self._settings, options, chunk, pg_collection=self._groups)
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by storage."""
-        return {
-            f"{index}.{name}": parameter
-            for index, chunk in enumerate(self._chunks)
-            for name, parameter in getattr(chunk, "module", chunk).named_parameters()
-        }
-
-    def _weights(self) -> Held:
-        """This rank's parameters and the shards in them."""
-        return {
-            name: (parameter.detach().view(-1), self._parts[name])
-            for name, parameter in self._parameters().items()
-        }
-
-    def _shards(self, *, moments: bool = True) -> Held:
-        """The float32 weights that this rank updates, and their moments."""
-        if self._optimizer is None:
-            return {}
-        names = {parameter: name for name, parameter in self._parameters().items()}
-        held: Held = {}
-        for shard in self._optimizer.shards():
-            storage = names[shard.parameter]
-            own = list(part_of_flat(self._parts[storage], shard.first, shard.last))
-            held[storage] = (shard.weight, own)
-            for moment, values in shard.moments.items() if moments else ():
-                held[f"{moment}/{storage}"] = (values, [_of_moment(moment, p) for p in own])
-        return held
 
     @property
     def steps(self) -> int:
@@ -323,42 +289,16 @@ class MegatronEngine(TrainEngine):
         if self._optimizer is None:
             return None
         self._offload.check()
-        held = self._shards()
-        if copy:
-            copies = self._host.copy({name: tensor for name, (tensor, _) in held.items()})
-            held = {name: (copies[name], shards) for name, (_, shards) in held.items()}
-        return state.snapshot(
-            self.role, self.context.rank, self.context.size, self.steps, held, self._saved_layout
-        )
+        return self._state.snapshot(self.role, self.steps, self._host if copy else None)
 
     def load(self, directory: Path) -> None:
         if self._optimizer is None:
             return
         self._offload.check()
         checkpoint = RoleCheckpoint(directory, self.role)
-        checkpoint.check(self._specs)
-        held = [*self._weights().values(), *self._shards().values()]
-        state.load(held, checkpoint)
+        self._state.load(checkpoint)
         self._optimizer.continue_from(checkpoint.step)
         random_state.restore(checkpoint, self.context.rank, self.context.size)
-
-    @property
-    def _prefixes(self) -> tuple[str, ...]:
-        """Of the names of weights and moments in a checkpoint."""
-        assert self._optimizer is not None
-        return ("", *(f"{moment}/" for moment in self._optimizer.moments))
-
-    @cached_property
-    def _specs(self) -> dict[str, TensorSpec]:
-        """Weights and moments of a checkpoint."""
-        shapes = parameter_shapes(self.config, self.head)
-        return {p + n: TensorSpec(s, "float32") for p in self._prefixes for n, s in shapes.items()}
-
-    @cached_property
-    def _saved_layout(self) -> Layout | None:
-        shapes = parameter_shapes(self.config, self.head)
-        held = self._shards(moments=False)
-        return state.saved_layout(self.context, shapes, self._prefixes, held)
 
     def layout(self) -> Layout:
         places = [self._place_of(rank) for rank in range(self.context.size)]
@@ -368,31 +308,13 @@ class MegatronEngine(TrainEngine):
 
     def storages(self) -> Mapping[str, Tensor]:
         self._offload.check()
-        return {name: tensor for name, (tensor, _) in self._weights().items()}
+        return {name: tensor for name, (tensor, _) in self._state.weights().items()}
 
     def offload(self) -> None:
-        buffers = [
-            buffer
-            for chunk in self._chunks
-            if isinstance(chunk, DistributedDataParallel)
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ]
-        # (a float32 shard has the name of the bfloat16 weight that it is copied to)
-        held = [*self._weights().values(), *self._shards().values()]
-        self._offload.take([tensor for tensor, _ in held], [b.grad_data for b in buffers])
+        self._offload.take(self._state.tensors(), self._state.gradients())
 
     def onload(self) -> None:
         self._offload.give()
-
-
-def _of_moment(moment: str, shard: Shard) -> Shard:
-    return Shard(
-        f"{moment}/{shard.name}",
-        shard.box,
-        f"{moment}/{shard.storage}",
-        shard.offset,
-        shard.strides,
-    )
 
 
 def _nothing(outputs: Outputs) -> Tensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from slurmrl.models.generate import GenerationOptions
 
@@ -35,6 +36,15 @@ class GenerationRequest:
     options: GenerationOptions
     priority: int = 0
     """Requests with a lower number begin first."""
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> GenerationRequest:
+        """The inverse of ``dataclasses.asdict``, also after a passage through JSON."""
+        options = dict(values["options"])
+        for name in ("stop_token_ids", "stop_strings"):
+            options[name] = tuple(options[name])
+        tokens = {name: tuple(values[name]) for name in ("prompt", "keys")}
+        return cls(**{**values, **tokens, "options": GenerationOptions(**options)})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 
 from slurmrl.engines.rollout.base import Completion, WeightVersion
-from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.errors import RunFailedError
 from slurmrl.models.generate import GenerationOptions
-from slurmrl.plan.estimates.shape import ModelShape
-from slurmrl.plan.estimates.shape import read as read_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,47 +22,6 @@ class Draw:
     options: GenerationOptions
     priority: int
     """Lower begins first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServedModel:
-    """The model whose weights a server is given."""
-
-    architecture: str
-    """As in ``config.json``: ``Qwen2ForCausalLM``."""
-    vocabulary: int
-    shape: ModelShape | None = None
-    """None: of any sizes."""
-    text: bool = False
-    """Whether requests need a tokenizer on the server."""
-
-    def check_folder(self, where: str, folder: object) -> None:
-        """Compare the sizes with those in the server's ``folder`` of the model, if there is such a
-        folder here. Raises UsageError if one differs: of a model with fewer layers, a server would
-        load the weights without a word."""
-        if self.shape is None:
-            return
-        try:
-            values = json.loads((Path(str(folder)) / "config.json").read_bytes())
-        except (OSError, ValueError):
-            return  # a name of the hub, or a path of the server's host
-        found = read_shape(values) if isinstance(values, dict) else None
-        for size in fields(ModelShape):
-            own, its = getattr(self.shape, size.name), getattr(found, size.name, None)
-            if found is not None and own != its and size.name != "positions":
-                raise UsageError(
-                    f"{where}: the server's model {folder} has {size.name} {its}, the weights have "
-                    f"{own}"
-                )
-
-    async def check_vocabulary(self, where: str, knows: Callable[[int], Awaitable[bool]]) -> None:
-        """``knows``: whether the server's model has a token id. Raises UsageError if its vocabulary
-        has another size."""
-        if not await knows(self.vocabulary - 1) or await knows(self.vocabulary):
-            raise UsageError(
-                f"{where}: the server's model does not have a vocabulary of {self.vocabulary} "
-                "token ids, as the weights have"
-            )
 
 
 class Dialect(ABC):
@@ -116,6 +70,14 @@ class Dialect(ABC):
     async def load(self, version: WeightVersion) -> None:
         """Replace the weights of the paused server by those of ``version``, forget what was cached
         of others, and check that the server reports the version."""
+
+    @abstractmethod
+    async def sleep(self) -> None:
+        """Free the device memory of the idle server. Its weights and caches are lost."""
+
+    @abstractmethod
+    async def wake(self) -> None:
+        """Undo `sleep`; the weights are undefined until `load`."""
 
     @abstractmethod
     async def health(self) -> None:

@@ -55,7 +55,7 @@ class KeptEngine(RolloutEngine):
         self._address, self._speak, self._concurrency = address, speak, concurrency
         self._prober = speak(HttpClient(address, patience_s=0.0))
         self._wanted: WeightVersion | None = None
-        self._paused = False
+        self._paused = self._rests = False
         self._engine: ServedEngine | None = None
         self._orders: dict[str, _Order] = {}
         self._control = asyncio.Lock()
@@ -142,30 +142,51 @@ class KeptEngine(RolloutEngine):
     async def pause(self) -> None:
         async with self._control:
             self._paused = True
-            await self._reach(ServedEngine.pause)
+            if not self._rests:
+                await self._reach(ServedEngine.pause)
 
     async def resume(self) -> None:
         async with self._control:
             self._paused = False
-            await self._reach(ServedEngine.resume)
+            if not self._rests:
+                await self._reach(ServedEngine.resume)
 
     async def update_weights(self, version: WeightVersion) -> None:
         """As in the contract. Raises UsageError if the server refuses the version; it then serves
         the one before, or is closed if it refuses that as well."""
         async with self._control:
             before, self._wanted = self._wanted, version
+            self._rests = False
+            self._server.want()
             try:
-                await self._reach(partial(_install, version=version))
+                await self._reach(partial(_install, version=version, paused=self._paused))
             except UsageError:
                 self._wanted = before
                 if before is not None:
                     await self._restore(before)
                 raise
 
+    async def sleep(self) -> None:
+        """Free the server's device memory until the next `update_weights`. Until then, a server
+        that has ended is not started again. One that fails to sleep is ended. Raises UsageError if
+        it refuses to sleep."""
+        async with self._control:
+            self._wanted, self._rests = None, True
+            start = await self._server.rest()
+            if start is None:
+                return
+            assert self._engine is not None, "a server is up once it was prepared"
+            try:
+                with self._server.busy():
+                    await self._engine.sleep()
+            except RunFailedError as error:
+                reason = RunFailedError(f"its memory was not freed: {error}")
+                await self._server.end(start, reason)
+
     async def _restore(self, version: WeightVersion) -> None:
         """Serve a version again after another one was refused, perhaps in the middle."""
         try:
-            await self._reach(partial(_install, version=version))
+            await self._reach(partial(_install, version=version, paused=self._paused))
         except UsageError:
             await self.close()
             raise
@@ -177,7 +198,10 @@ class KeptEngine(RolloutEngine):
             try:
                 with self._server.busy():
                     return await act(engine)
-            except RunFailedError:
+            except RunFailedError as error:
+                if engine.asleep:  # it may answer probes all the same
+                    await self._server.end(start, RunFailedError(f"it did not wake: {error}"))
+                    continue
                 await self._server.settle(start)
                 if await self._server.up() == start:
                     raise
@@ -193,6 +217,7 @@ class KeptEngine(RolloutEngine):
         await self._prober.close()
 
 
-async def _install(engine: ServedEngine, version: WeightVersion) -> None:
+async def _install(engine: ServedEngine, version: WeightVersion, *, paused: bool) -> None:
+    engine.paused = paused  # it may have changed while the server slept
     if engine.version != version.name:  # a start installs the version itself
         await engine.update_weights(version)

@@ -139,7 +139,7 @@ class LockstepEngine(RolloutEngine):
             return requests
         content = json.dumps([asdict(request) for request in requests]).encode()
         received = broadcast_bytes(content, context.group("data"), context.device)
-        return [_request(values) for values in json.loads(received)]
+        return [GenerationRequest.from_values(values) for values in json.loads(received)]
 
     def _any(self, own: bool) -> bool:
         """Whether a rank says yes."""
@@ -238,14 +238,6 @@ def _common(requests: Sequence[GenerationRequest]) -> GenerationOptions:
         raise UsageError("the requests of one call differ in sampling options, seed or step")
     ((options, _, _),) = kinds
     return options
-
-
-def _request(values: dict[str, Any]) -> GenerationRequest:
-    options = values.pop("options")
-    lists = ("stop_token_ids", "stop_strings")
-    made = GenerationOptions(**options | {key: tuple(options[key]) for key in lists})
-    tokens = {key: tuple(values.pop(key)) for key in ("prompt", "keys")}
-    return GenerationRequest(**{**values, **tokens, "options": made})
 
 
 async def _cancelled(task: asyncio.Future[Any]) -> None:

@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,8 @@ class ServerProgram:
     """All of its variables."""
     log: Path
     """Its output is appended to this file, which only the user can read."""
+    more: Callable[[], Sequence[str]] = tuple
+    """Further arguments, made at each start."""
 
 
 class ServerProcess:
@@ -52,7 +54,7 @@ class ServerProcess:
         with open_log(program.log) as output:
             self._begin = output.seek(0, os.SEEK_END)
             self._warden = subprocess.Popen(
-                [sys.executable, "-I", str(WARDEN), *program.command],
+                [sys.executable, "-I", str(WARDEN), *program.command, *program.more()],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -16,6 +16,7 @@ from slurmrl.engines.rollout.base import (
     WeightVersion,
 )
 from slurmrl.engines.rollout.dialect import Dialect, Draw
+from slurmrl.engines.rollout.fitness import check_context
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.ops.splitmix import start
 
@@ -47,7 +48,10 @@ class ServedEngine(RolloutEngine):
         """The versions that were installed here."""
         self._installed = asyncio.Event()
         """Set while there is a version; requests wait for it."""
-        self._paused = False
+        self.paused = False
+        """Whether `update_weights` leaves the server paused."""
+        self.asleep = False
+        """Whether its device memory may be free, wholly or in part."""
         self._control = asyncio.Lock()
         """Pausing, resuming and updates of weights, one at a time."""
         self._updated = self._update_s = 0.0
@@ -63,12 +67,7 @@ class ServedEngine(RolloutEngine):
         and its completion. Closes the dialect if that fails."""
         try:
             context = await dialect.connect()
-            if context < least:
-                raise UsageError(
-                    f"{dialect.where}: the server takes {context} tokens of a prompt and its "
-                    f"completion, and this run may have {least}: start it with a longer context, "
-                    "or lower dataset.max_prompt_tokens or rollout.max_new_tokens"
-                )
+            check_context(dialect.where, context, least)
             return cls(dialect, context, concurrency=concurrency)
         except BaseException:
             await dialect.close()
@@ -171,33 +170,46 @@ class ServedEngine(RolloutEngine):
 
     async def pause(self) -> None:
         async with self._control:
-            self._paused = True
+            self.paused = True
             await self._dialect.pause()
 
     async def resume(self) -> None:
         async with self._control:
-            self._paused = False
+            self.paused = False
             await self._dialect.resume()
 
     async def update_weights(self, version: WeightVersion) -> None:
         async with self._control:
             self._version = None
             self._installed.clear()
+            if self.asleep:
+                await self._dialect.wake()
+                self.asleep = False
             await self._let_run()
             began = time.monotonic()
             await self._dialect.pause()
             self._held.add(version.name)
             await self._dialect.load(version)
-            if not self._paused:
+            if not self.paused:
                 await self._dialect.resume()
             self._version = version.name
             self._updated, self._update_s = time.monotonic(), time.monotonic() - began
             self._installed.set()
 
+    async def sleep(self) -> None:
+        """Free the server's device memory until the next `update_weights`. There must be no
+        request."""
+        assert not self._jobs, "a server sleeps once its requests are answered"
+        async with self._control:
+            self._version = None
+            self._installed.clear()
+            self.asleep = True
+            await self._dialect.sleep()
+
     async def _let_run(self) -> None:
         """Wait until the server has run for as long as its last update took, so that updates in
         quick succession leave it time to compute caches again and to draw."""
-        if self._jobs and not self._paused:
+        if self._jobs and not self.paused:
             await asyncio.sleep(self._updated + self._update_s - time.monotonic())
 
     async def health(self) -> None:

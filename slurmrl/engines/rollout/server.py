@@ -50,6 +50,10 @@ class Serving:
     """None where requests need no text."""
     patience: Patience
     log: Path
+    memory_bytes: int | None = None
+    """Its share of each GPU; None leaves that to its own settings."""
+    sleeps: bool = False
+    """Whether it frees its GPUs between generations."""
 
     @property
     def text(self) -> bool:
@@ -101,6 +105,12 @@ class KeptServer:
         self._doubted = asyncio.Event()
         self._heard = False
         self._busy = 0
+        self._needed = asyncio.Event()
+        self._needed.set()
+        self._runs = False
+        """Whether there is a process, ready or not."""
+        self._dropped: RunFailedError | None = None
+        """Why the start that is ready is to end."""
         self._task = asyncio.create_task(self._keep(), name=program.name)
 
     async def up(self) -> int:
@@ -138,6 +148,30 @@ class KeptServer:
         to do may not come to answer a probe."""
         self._heard = True
 
+    async def rest(self) -> int | None:
+        """Start the server no more until `want`. Returns the number of the start that is ready, or
+        None if the server has ended. Raises as ``up`` does."""
+        self._needed.clear()
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._up is not None or not self._runs or self._lost is not None
+            )
+        if self._lost is not None:
+            raise self._lost
+        return self._up
+
+    def want(self) -> None:
+        """Undo `rest`."""
+        self._needed.set()
+
+    async def end(self, start: int, error: RunFailedError) -> None:
+        """Return once this start has ended, because of ``error``."""
+        if self._up == start:
+            self._dropped = error
+            self._doubted.set()
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._up != start)
+
     async def close(self) -> None:
         """End the server with all of its processes."""
         self._task.cancel()
@@ -148,6 +182,7 @@ class KeptServer:
         backoff = Backoff(*RESTART_S, growth=2.0)
         failures = 0
         while True:
+            await self._needed.wait()
             try:
                 reason, served_s = await self._serve()
             except UsageError as error:
@@ -174,9 +209,11 @@ class KeptServer:
             return str(error), 0.0
         ended: asyncio.Future[None] = loop.create_future()
         loop.add_reader(process.pidfd, _resolve, ended)
+        self._runs = True
         try:
             await self._begin(ended)
             self._starts += 1
+            self._dropped = None
             ready_at = loop.time()
             await self._now(self._starts)
             await self._watch(ended)
@@ -188,6 +225,7 @@ class KeptServer:
         finally:
             loop.remove_reader(process.pidfd)
             process.close()
+            self._runs = False
             await self._now(None)
         return reason, 0.0 if ready_at is None else loop.time() - ready_at
 
@@ -222,6 +260,8 @@ class KeptServer:
             doubted = asyncio.ensure_future(self._doubted.wait())
             await _first_of(ended, doubted, timeout_s=self._patience.probe_s)
             doubted.cancel()
+            if self._dropped is not None:
+                raise self._dropped
             answer = asyncio.ensure_future(self._answer())
             try:
                 await self._listen(answer, ended)

@@ -9,6 +9,7 @@ import shutil
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,8 @@ from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.fsdp.weights import constant_specs, whole_shapes
 from slurmrl.engines.initial_weights import model_config
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.engines.rollout.dialect import Dialect, ServedModel
+from slurmrl.engines.rollout.dialect import Dialect
+from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.process import ServerProgram
@@ -38,13 +40,16 @@ from slurmrl.models.generate import GenerationOptions, GenerationOutput
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.ops.collectives import broadcast_bytes
 from slurmrl.parallel.groups import ParallelContext
-from slurmrl.plan.estimates.shape import read as read_shape
 
 T = TypeVar("T")
 REPORT_S = 5.0
 """Between two reports of a server that starts."""
-DROPPED = ("PYTHONPATH", "PYTHONHOME", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-"""Variables of a worker that mean something else to a server."""
+DROPPED = (
+    *("PYTHONPATH", "PYTHONHOME", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
+)
+"""Variables of a worker that mean something else to a server, or that its engine needs alone: a
+server cannot free memory of expandable segments."""
 SOCKET = "server.sock"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -81,13 +86,7 @@ class ServerEngine(GenerateEngine):
         self.role, self.head, self.context = role, head, context
         self.config = self.decoder_config = config
         self.serving, self.dtype = serving, model.dtype
-        values = config.to_hf(head=head, dtype=model.dtype)
-        self.model = ServedModel(
-            architecture=values["architectures"][0],
-            vocabulary=config.vocab_size,
-            shape=read_shape(values),
-            text=serving.text,
-        )
+        self.model = ServedModel.of(config, model.dtype, text=serving.text)
         self.tensor_ranks = context.axis_size("tp")
         self._placing = self._placed(model.dtype)
         self._weights = WholeWeights(
@@ -95,7 +94,7 @@ class ServerEngine(GenerateEngine):
         )
         self._devices = self._visible_devices()
         self._tensors: dict[str, Tensor] = {}
-        self._moved = False
+        self._moved = self._away = False
         self._updates = 0
         self._token = secrets.token_hex(4)
         """Distinguishes requests and weight versions from those of other incarnations and runs."""
@@ -138,6 +137,11 @@ class ServerEngine(GenerateEngine):
         """The command that starts a server without weights, over ``tensor_ranks`` GPUs."""
 
     @abstractmethod
+    def memory_flags(self, share: int, free: int, total: int) -> Sequence[str]:
+        """Arguments with which a server uses ``share`` bytes of each GPU, of which ``free`` of
+        ``total`` are free when it starts."""
+
+    @abstractmethod
     def environment(self) -> Mapping[str, str]:
         """Variables of the server, over those of this process."""
 
@@ -154,12 +158,17 @@ class ServerEngine(GenerateEngine):
 
     def _wait(self, servers: Servers, report: Callable[[], None]) -> None:
         self.context.activity.phase(f"waiting for the {self.name} server")
-        up = asyncio.run_coroutine_threadsafe(servers.up(), self._loop)
+        up = asyncio.run_coroutine_threadsafe(self._up(servers), self._loop)
         while True:
             try:
                 return up.result(REPORT_S)
             except TimeoutError:
                 report()
+
+    async def _up(self, servers: Servers) -> None:
+        await servers.up()
+        if self._away:
+            await servers.sleep()
 
     async def _start(self) -> Servers:
         if isinstance(self.serving, Running):
@@ -181,6 +190,15 @@ class ServerEngine(GenerateEngine):
             command=self.command(serving, model, folder / SOCKET),
             environment={**inherited, **own, **self.environment()},
             log=serving.log,
+            more=partial(self._share_of_memory, serving),
+        )
+
+    def _share_of_memory(self, serving: Serving) -> Sequence[str]:
+        if serving.memory_bytes is None:
+            return ()
+        torch.cuda.empty_cache()
+        return self.memory_flags(
+            serving.memory_bytes, *torch.cuda.mem_get_info(self.context.device)
         )
 
     def layout(self) -> Layout:
@@ -202,10 +220,24 @@ class ServerEngine(GenerateEngine):
         return self._tensors
 
     def offload(self) -> None:
-        """No-op: the tensors are freed as soon as the servers have them."""
+        """Have the server sleep until the weights move again. (This process frees its tensors as
+        soon as the server has them.) Collective over the ranks of the copy."""
+        self._away, self._moved, self._tensors = True, False, {}
+        if self._servers is not None:
+            self.context.activity.phase(f"waiting for the {self.name} server to sleep")
+            self._run(self._servers.sleep())
+            self._remove_installed()
+        self._meet()  # the GPUs of all of them are free now
 
     def onload(self) -> None:
-        """No-op."""
+        """No-op: the server wakes once the weights have moved."""
+
+    def _meet(self) -> None:
+        """Return once all ranks of the copy have come here."""
+        if self.tensor_ranks > 1:
+            here = torch.zeros(1, device=self.context.device)
+            dist.all_reduce(here, group=self.context.group("tp"))
+            here.item()
 
     def close(self) -> None:
         """End the server and remove its folder."""
@@ -224,6 +256,7 @@ class ServerEngine(GenerateEngine):
     ) -> GenerationOutput:
         if self._moved:
             self._install(step)
+        assert not self._away, "weights move to a server that sleeps before it generates"
         if self._servers is None:
             return self._share(None)
         prompts = _prompts(sample)
@@ -246,6 +279,7 @@ class ServerEngine(GenerateEngine):
         """Hand the tensors to the servers. Collective over the ranks of the copy."""
         self.context.activity.phase(f"handing the weights to the {self.name} server")
         tensors, self._tensors, self._moved = self._tensors, {}, False
+        self._away = False
         if self._servers is None:
             self._weights.offer(tensors)
             self._free(tensors)
@@ -257,14 +291,21 @@ class ServerEngine(GenerateEngine):
         self._free(tensors)
         version = WeightVersion(name=name, folder=folder)
         self._run(self._servers.install(version))
-        before, self._installed = self._installed, folder
-        if before is not None:
-            shutil.rmtree(before)
+        self._remove_installed()
+        self._installed = folder
+
+    def _remove_installed(self) -> None:
+        """Remove what the servers need no more."""
+        if self._installed is not None:
+            shutil.rmtree(self._installed)
+        self._installed = None
 
     def _free(self, tensors: dict[str, Tensor]) -> None:
+        """Free the GPUs of all ranks of the copy for the server. Collective over them."""
         tensors.clear()
         if self.context.device.type == "cuda":
-            torch.cuda.empty_cache()  # for the server
+            torch.cuda.empty_cache()
+        self._meet()
 
     def _share(self, output: GenerationOutput | None) -> GenerationOutput:
         """The leader's output on all ranks of the copy. Collective."""

@@ -51,6 +51,9 @@ class Servers(ABC):
         """Serve ``version``, whose folder is in ``folder``. Raises UsageError if it is refused."""
         await self.engine.update_weights(version)
 
+    async def sleep(self) -> None:  # noqa: B027 - only servers of one's own do
+        """Free device memory until the next `install`."""
+
     @abstractmethod
     async def close(self) -> None:
         """End what was started, and remove ``folder``."""
@@ -73,6 +76,9 @@ class PlacedServer(Servers):
 
     async def up(self) -> None:
         await self._kept.up()
+
+    async def sleep(self) -> None:
+        await self._kept.sleep()
 
     async def close(self) -> None:
         await self._kept.close()

@@ -20,17 +20,19 @@ from typing import Any, Literal
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from slurmrl.engines.rollout.base import Completion, Finish, WeightVersion
-from slurmrl.engines.rollout.dialect import Dialect, Draw, ServedModel
+from slurmrl.engines.rollout.dialect import Dialect, Draw
+from slurmrl.engines.rollout.fitness import ServedModel, check_sglang, field_of
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.errors import RunFailedError, UsageError
 
 CONTROL_S = 60.0
 """Time limit of pausing, resuming, aborting: the server answers between two steps."""
+IDLE_S = 30.0
+"""How long a server may take to end its last batch, whose requests are answered."""
 LOAD_S = 1800.0
 """Time limit of reading weights from disk."""
 FIRST_S = 600.0
 """Time limit of the first token, before which a server may compile."""
-OLDEST = (0, 5, 20)
 NEUTRAL: Mapping[str, float] = {
     "min_p": 0.0,
     "frequency_penalty": 0.0,
@@ -199,33 +201,12 @@ class SglangDialect(Dialect):
 
     async def connect(self) -> int:
         info = await self._info(CONTROL_S)
-        self._check_version(str(_value_of(self.where, info, "version")))
-        if _value_of(self.where, info, "enable_custom_logit_processor"):
-            raise UsageError(
-                f"{self.where}: --enable-custom-logit-processor is not allowed: the server would "
-                "run code that requests carry"
-            )
-        if self._model.text and _value_of(self.where, info, "skip_tokenizer_init"):
-            raise UsageError(
-                f"{self.where}: --skip-tokenizer-init is not allowed: rollout.min_new_tokens and "
-                "stop strings need the server's tokenizer"
-            )
-        await self._check_model()
-        self._on_gpu = _value_of(self.where, info, "device") == "cuda"
-        self._context = int(str(_value_of(self.where, info, "max_req_input_len"))) + 1
-        return self._context
-
-    async def _check_model(self) -> None:
-        info = await self._get("/model_info")
-        names = _value_of(self.where, info, "architectures")
-        if not isinstance(names, list) or self._model.architecture not in names:
-            raise UsageError(
-                f"{self.where}: the architecture of the server's model is {names}; the weights "
-                f"are those of {self._model.architecture}"
-            )
-        self._model.check_folder(self.where, _value_of(self.where, info, "model_path"))
+        model = await self._get("/model_info")
+        self._context = check_sglang(self.where, info, model, self._model)
+        self._on_gpu = field_of(self.where, info, "device") == "cuda"
         await self.resume()  # a client that was lost during an update has left it paused
         await self._model.check_vocabulary(self.where, self._knows)
+        return self._context
 
     async def _knows(self, token: int) -> bool:
         """Whether the vocabulary has this token id. SGLang reports no size, and computes with
@@ -239,13 +220,6 @@ class SglangDialect(Dialect):
                 raise
             return False
         return True
-
-    def _check_version(self, version: str) -> None:
-        numbers = version.split(".")[:3]
-        known = all(part.isdigit() for part in numbers)
-        if not known or tuple(map(int, numbers)) < OLDEST:
-            oldest = ".".join(map(str, OLDEST))
-            raise UsageError(f"{self.where}: SGLang {version}; at least {oldest} is needed")
 
     async def draw(self, draw: Draw) -> Completion:
         drawing = self._draws[draw.name] = _Drawing(draw)
@@ -305,12 +279,13 @@ class SglangDialect(Dialect):
             "weight_version": version.name,
             "flush_cache": True,
         }
+        await self._wait_until_idle()  # 0.5.20 would end, later versions refuse the update
         await self._succeed("/update_weights_from_disk", body, LOAD_S)
         await self.check_version(version.name)
         await self._compare(version.name)
 
     async def version(self) -> str:
-        return str(_value_of(self.where, await self._get("/model_info"), "weight_version"))
+        return str(field_of(self.where, await self._get("/model_info"), "weight_version"))
 
     async def _compare(self, version: str) -> None:
         """Check that the server's tensors are those of its earlier starts with this version.
@@ -318,12 +293,27 @@ class SglangDialect(Dialect):
         if not self._on_gpu:
             return
         reply = await self._succeed("/weights_checker", {"action": "checksum"}, LOAD_S)
-        checksum = _value_of(self.where, reply, "per_engine_checksum")
+        checksum = field_of(self.where, reply, "per_engine_checksum")
         if self._checksums.setdefault(version, checksum) != checksum:
             raise RunFailedError(
                 f"{self.where}: its weights of version {version} differ from those that it held "
                 "before it was started again"
             )
+
+    async def sleep(self) -> None:
+        await self._wait_until_idle()  # a process of the server that still computes would end
+        await self._post("/release_memory_occupation", {})
+
+    async def wake(self) -> None:
+        await self._post("/resume_memory_occupation", {})
+
+    async def _wait_until_idle(self) -> None:
+        """Return once no batch runs. The last one may end after the answers to its requests, and
+        after its requests were cancelled. Raises RunFailedError if it does not end."""
+        try:
+            await self._post(f"/flush_cache?timeout={IDLE_S:g}", {}, IDLE_S + CONTROL_S)
+        except UsageError as error:
+            raise RunFailedError(f"{self.where}: the server is not idle: {error}") from error
 
     async def health(self) -> None:
         await self._info(self._health_s)
@@ -347,12 +337,6 @@ class SglangDialect(Dialect):
 
     async def _succeed(self, path: str, body: Mapping[str, object], timeout_s: float) -> object:
         reply = await self._post(path, body, timeout_s)
-        if _value_of(self.where, reply, "success") is not True:
+        if field_of(self.where, reply, "success") is not True:
             raise RunFailedError(f"{self.where}{path}: {reply}")
         return reply
-
-
-def _value_of(where: str, reply: object, name: str) -> object:
-    if not isinstance(reply, dict) or name not in reply:
-        raise RunFailedError(f"{where}: the answer has no field '{name}': {str(reply)[:200]}")
-    return reply[name]

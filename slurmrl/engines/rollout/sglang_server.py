@@ -10,6 +10,7 @@ from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.server import Serving
 from slurmrl.engines.rollout.server_engine import ServerEngine
 from slurmrl.engines.rollout.sglang import SglangDialect
+from slurmrl.plan.estimates.servers import computing
 
 LAUNCHER = Path(__file__).with_name("launch_sglang.py")
 FLAGS = (
@@ -24,6 +25,7 @@ CPU_FLAGS = (
     *("--max-total-tokens", "65536"),
 )
 """Flags of a server without a GPU."""
+LEAST_SHARE, MOST_SHARE = 0.01, 0.98
 ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_PICKLE_IPC": "0",  # it would unpickle what arrives on its internal sockets
     "SGLANG_ZMQ_ALLOWED_PEERS": "127.0.0.1",
@@ -59,13 +61,22 @@ def command(
     )
 
 
+def memory_flags(share: int, free: int, total: int) -> tuple[str, ...]:
+    """Arguments with which a server uses ``share`` bytes of a GPU, what it computes with included.
+    SGLang takes a fraction of what is ``free`` when it starts for weights and caches; it needs the
+    rest of its share besides."""
+    fraction = (share - computing(total)) / max(free, 1)
+    return ("--mem-fraction-static", f"{min(max(fraction, LEAST_SHARE), MOST_SHARE):.4f}")
+
+
 class SglangEngine(ServerEngine):
     """SGLang servers."""
 
     name = "sglang"
 
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
-        flags = CPU_FLAGS if self.context.device.type == "cpu" else ()
+        on_cpu = self.context.device.type == "cpu"
+        flags = CPU_FLAGS if on_cpu else ("--enable-memory-saver",) if serving.sleeps else ()
         return command(
             serving.python,
             model,
@@ -75,6 +86,9 @@ class SglangEngine(ServerEngine):
             tensor_ranks=self.tensor_ranks,
             options=(*flags, "--dtype", self.dtype, *serving.arguments),
         )
+
+    def memory_flags(self, share: int, free: int, total: int) -> Sequence[str]:
+        return memory_flags(share, free, total)
 
     def environment(self) -> Mapping[str, str]:
         return ENVIRONMENT

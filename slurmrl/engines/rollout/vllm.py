@@ -18,7 +18,14 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from slurmrl.engines.rollout.base import Completion, Finish, WeightVersion
-from slurmrl.engines.rollout.dialect import Dialect, Draw, ServedModel
+from slurmrl.engines.rollout.dialect import Dialect, Draw
+from slurmrl.engines.rollout.fitness import (
+    VLLM_FLAGS,
+    ServedModel,
+    check_vllm,
+    field_of,
+    without_dev_mode,
+)
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
@@ -29,9 +36,6 @@ LOAD_S = 1800.0
 """Time limit of reading weights from disk."""
 FIRST_S = 600.0
 """Time limit of the first token, before which a server may compile."""
-OLDEST = (0, 32)
-FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
-"""Without these the server refuses requests, or reports log-probabilities before temperature."""
 GENERATE = "/inference/v1/generate"
 FIRST = Draw(
     name="first",
@@ -155,19 +159,24 @@ class VllmDialect(Dialect):
         self.where = client.address.text
 
     async def connect(self) -> int:
-        await self._check_version()
-        await self._check_flags()
+        version = await self._get("/version")
+        try:
+            server = await self._get("/server_info?config_format=json")
+        except UsageError as error:
+            raise without_dev_mode(self.where, error) from error
+        models = await self._get("/v1/models")
+        context = check_vllm(self.where, version, server, models, self._model)
         await self.resume()  # a client that was lost during an update has left it paused
         await self._try()
         await self._model.check_vocabulary(self.where, self._knows)
-        return await self._context()
+        return context
 
     async def _try(self) -> None:
         """Draw a token, which shows what else is wrong before there are requests."""
         try:
             reply = await self._generate(request_body(FIRST), FIRST_S)
         except UsageError as error:
-            raise UsageError(f"{error}; start the server with {' '.join(FLAGS)}") from error
+            raise UsageError(f"{error}; start the server with {' '.join(VLLM_FLAGS)}") from error
         read_reply(self.where + GENERATE, reply)
 
     async def _knows(self, token: int) -> bool:
@@ -185,41 +194,6 @@ class VllmDialect(Dialect):
 
     async def _generate(self, body: Mapping[str, object], timeout_s: float | None) -> object:
         return await self._client.post(GENERATE, body, timeout_s=timeout_s)
-
-    async def _check_version(self) -> None:
-        version = str(_field(self.where, await self._get("/version"), "version"))
-        numbers = version.split(".")[:2]
-        if not all(part.isdigit() for part in numbers) or tuple(map(int, numbers)) < OLDEST:
-            raise UsageError(f"{self.where}: vLLM {version} is too old; at least 0.32 is needed")
-
-    async def _check_flags(self) -> None:
-        try:
-            info = await self._get("/server_info?config_format=json")
-        except UsageError as error:
-            raise UsageError(
-                f"{self.where} does not offer updates of weights: start it with "
-                f"VLLM_SERVER_DEV_MODE=1 ({error})"
-            ) from error
-        config = _field(self.where, info, "vllm_config")
-        model = _field(self.where, config, "model_config")
-        if self._model.text and _field(self.where, model, "skip_tokenizer_init"):
-            raise UsageError(
-                f"{self.where}: --skip-tokenizer-init is not allowed: stop strings need the "
-                "server's tokenizer"
-            )
-        mode = _field(self.where, model, "logprobs_mode")
-        if mode != "processed_logprobs":
-            raise UsageError(
-                f"{self.where}: --logprobs-mode is {mode}, so log-probabilities are not those of "
-                f"the sampled distribution; start the server with {' '.join(FLAGS)}"
-            )
-
-    async def _context(self) -> int:
-        models = _field(self.where, await self._get("/v1/models"), "data")
-        if not isinstance(models, list) or not models:
-            raise RunFailedError(f"{self.where}: /v1/models lists no model")
-        self._model.check_folder(self.where, _field(self.where, models[0], "root"))
-        return int(str(_field(self.where, models[0], "max_model_len")))
 
     async def draw(self, draw: Draw) -> Completion:
         reply = await self._generate(request_body(draw), None)
@@ -241,13 +215,19 @@ class VllmDialect(Dialect):
             )
         await self._call("update_config", overrides=LOADING)
         await self._call("reload_weights", weights_path=str(version.folder))
-        if _field(self.where, await self._post(RESET), "success") is not True:
+        if field_of(self.where, await self._post(RESET), "success") is not True:
             raise RunFailedError(f"{self.where}: the server did not empty its prefix cache")
         await self._post("/update_weight_version", {"new_version": version.name})
         await self.check_version(version.name)
 
     async def version(self) -> str:
-        return str(_field(self.where, await self._get("/weight_info"), "weight_version"))
+        return str(field_of(self.where, await self._get("/weight_info"), "weight_version"))
+
+    async def sleep(self) -> None:
+        await self._post("/sleep?level=2")  # weights are not kept in host memory
+
+    async def wake(self) -> None:
+        await self._post("/wake_up")
 
     async def health(self) -> None:
         await self._client.get("/health", timeout_s=self._health_s)
@@ -271,9 +251,3 @@ class VllmDialect(Dialect):
         self, path: str, body: Mapping[str, object] | None = None, timeout_s: float = CONTROL_S
     ) -> object:
         return await self._control.post(path, body, timeout_s=timeout_s)
-
-
-def _field(where: str, value: object, name: str) -> object:
-    if not isinstance(value, dict) or name not in value:
-        raise RunFailedError(f"{where}: the answer has no field '{name}': {str(value)[:200]}")
-    return value[name]

@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slurmrl.engines.rollout.dialect import Dialect
+from slurmrl.engines.rollout.fitness import VLLM_FLAGS
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.server import Serving
 from slurmrl.engines.rollout.server_engine import ServerEngine
-from slurmrl.engines.rollout.vllm import FLAGS, VllmDialect
+from slurmrl.engines.rollout.vllm import VllmDialect
 
-CPU_FLAGS = ("--enforce-eager",)
-"""Flags of a server without a GPU."""
+MOST_SHARE = 0.98
+CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
+"""Flags of a server without a GPU. A part of a prompt rewinds the random stream of its request,
+which torch's generators on CPUs cannot: vLLM 0.32 ends with "CPU Generator does not use offset"."""
 
 
 def command(
@@ -35,7 +38,7 @@ def command(
         *("/bin/sh", "-c", 'rm -f -- "$0" && exec "$@"', str(socket)),  # vLLM binds a new one only
         *(python, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--uds", str(socket), "--load-format", "dummy", *text),
-        *FLAGS,
+        *VLLM_FLAGS,
         *("--generation-config", "vllm"),  # that of the model would change sampling silently
         *("--tensor-parallel-size", str(tensor_ranks)),
         *("--max-model-len", "-1", "--scheduling-policy", "priority", "--enable-prefix-caching"),
@@ -57,13 +60,20 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
 """Further variables of a server without a GPU."""
 
 
+def memory_flags(share: int, total: int) -> tuple[str, ...]:
+    """Arguments with which a server uses ``share`` of the ``total`` bytes of a GPU, what it
+    computes with included."""
+    return ("--gpu-memory-utilization", f"{min(share / total, MOST_SHARE):.4f}")
+
+
 class VllmEngine(ServerEngine):
     """vLLM servers."""
 
     name = "vllm"
 
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
-        flags = CPU_FLAGS if self.context.device.type == "cpu" else ()
+        on_cpu = self.context.device.type == "cpu"
+        flags = CPU_FLAGS if on_cpu else ("--enable-sleep-mode",) if serving.sleeps else ()
         return command(
             serving.python,
             model,
@@ -72,6 +82,9 @@ class VllmEngine(ServerEngine):
             tensor_ranks=self.tensor_ranks,
             options=(*flags, "--dtype", self.dtype, *serving.arguments),
         )
+
+    def memory_flags(self, share: int, free: int, total: int) -> Sequence[str]:
+        return memory_flags(share, total)
 
     def environment(self) -> Mapping[str, str]:
         further = CPU_ENVIRONMENT if self.context.device.type == "cpu" else {}

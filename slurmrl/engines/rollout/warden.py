@@ -10,6 +10,7 @@ n). If the warden itself is killed, the kernel kills the server.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import select
 import signal
@@ -23,7 +24,9 @@ IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 """Signals that Slurm sends to whole steps."""
 OWNER = 0
 """Descriptor of the pipe."""
-POLL_S = 0.01
+POLL_S = 0.002
+TRACKER_S = 1.0
+"""How long a resource tracker may outlive all others."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -47,23 +50,52 @@ def main(command: list[str]) -> int:
     ended = server.poll() is not None
     server.kill()
     code = server.wait()
-    while children := child_pids():
-        for pid in children:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        time.sleep(POLL_S)
+    end_children()
     if not ended:
         return 0
     return code if code >= 0 else 128 - code
 
 
+def end_children(within_s: float = math.inf) -> None:
+    """Kill all children of this process, and what they leave behind, which becomes a child of this
+    process in turn.
+
+    Python's resource trackers free the shared memory of the processes that they belong to, once
+    these have ended. Nothing else frees what a killed process has made, so trackers get TRACKER_S
+    more to end by themselves.
+    """
+    now = time.monotonic()
+    deadline, trackers_end = now + within_s, now + TRACKER_S
+    while (children := child_pids()) and (now := time.monotonic()) < deadline:
+        others = [pid for pid in children if not is_resource_tracker(pid)]
+        if others:
+            trackers_end = now + TRACKER_S
+        for pid in children if now >= trackers_end else others:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(POLL_S)
+
+
 def child_pids() -> list[int]:
-    """Children of this process, adopted ones and zombies included: what they leave behind becomes
-    a child of this process in turn."""
-    with open("/proc/thread-self/children", encoding="ascii") as file:
-        return [int(pid) for pid in file.read().split()]
+    """Children of this process, adopted ones and zombies included; none on a kernel without this
+    list."""
+    try:
+        with open("/proc/thread-self/children", encoding="ascii") as file:
+            return [int(pid) for pid in file.read().split()]
+    except FileNotFoundError:
+        return []
+
+
+def is_resource_tracker(pid: int) -> bool:
+    """Whether this is a running tracker; a zombie has no command line."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"multiprocessing.resource_tracker" in file.read()
+    except OSError:
+        return False
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.config import OWN_ROLE, ROLES
 from slurmrl.config.source import KeyPath
-from slurmrl.graph.call import DATASET_KEYS, Call, Method, RoleUse
+from slurmrl.graph.call import DATASET_KEYS, Call, Measure, Method, RoleUse
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.own_algorithm import describe, is_own, without_torch
 from slurmrl.registry import near, resolve
@@ -66,8 +66,10 @@ def violations(
         with without_torch():
             uses, calls = tuple(algorithm.roles()), tuple(algorithm.calls(config))
             evaluation: tuple[Call, ...] = ()
+            measures: dict[str, Measure] = {}
             if config.evaluation is not None:
                 evaluation = tuple(algorithm.evaluation_calls(config))
+                measures = dict(algorithm.evaluation_measures(config))
             numbers = {name: getattr(algorithm, name) for name in NUMBERS}
             numbers["sequences_per_item()"] = algorithm.sequences_per_item(config)
             list(algorithm.conflicts(config))
@@ -78,6 +80,7 @@ def violations(
         return
     problems = [
         *_wrong_values(uses, [*calls, *evaluation], numbers, controller),
+        *_wrong_measures(measures),
         *(_wrong_roles(uses) if all(isinstance(use, RoleUse) for use in uses) else ()),
     ]
     if not problems:
@@ -156,6 +159,16 @@ def _wrong_call(call: Call, uses: dict[str, RoleUse], config: Config) -> Iterato
             f"{what} generates with {call.role}: with rollout.backend, only the actor generates; "
             "leave rollout.backend out"
         )
+
+
+def _wrong_measures(measures: dict[Any, Any]) -> Iterator[str]:
+    for name, measure in measures.items():
+        if not isinstance(name, str) or not isinstance(measure, Measure):
+            known = ", ".join(f"Measure.{each.name}" for each in Measure)
+            yield (
+                f"evaluation_measures() returns {name!r}: {measure!r}, must be the name of a "
+                f"metric with one of {known}"
+            )
 
 
 def _untrained(uses: Sequence[RoleUse], calls: Sequence[Call]) -> Iterator[str]:

@@ -52,12 +52,11 @@ def _cache(draft: Draft, settings: EpisodeSettings) -> Iterator[Problem]:
         return
     where = (*SECTION, "cache_gib")
     model, allocation = model_of(draft.config, name), placed[name].allocation
-    split = allocation.world_size > allocation.sizes["dp"]
-    if split or model.implementation == "hf" or allocation.backend not in BUILT_IN:
+    if model.implementation == "hf" or allocation.backend not in BUILT_IN:
         yield draft.problem(
             where,
             f"is not allowed with '{allocation}' and implementation {model.implementation}; it "
-            "needs the built-in decoder (fsdp or native) and a layout of d alone",
+            "needs the built-in decoder (fsdp or native)",
         )
         return
     shape = shape_of(model)

@@ -12,8 +12,9 @@ from slurmrl.errors import Problem
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.estimates import hardware
-from slurmrl.plan.estimates.costs import Checked, Fullest, fullest_gpu, memories
-from slurmrl.plan.estimates.hardware import GIB, margin
+from slurmrl.plan.estimates.costs import Checked, memories
+from slurmrl.plan.estimates.gpus import Fullest, fullest_gpu, trainers_gpus
+from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.lengths import lengths_of
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.placement import ROLLOUTS
@@ -36,8 +37,8 @@ def memory(draft: Draft) -> Iterator[Problem]:
     if limit is None or draft.config.cluster.gpus_per_worker == 0:
         return
     fullest = fullest_gpu(draft)
-    if fullest.size + margin(fullest.size) > limit:
-        spare = f" and a margin of {_gib(margin(fullest.size))}"
+    if fullest.size + fullest.margin > limit:
+        spare = f" and a margin of {_gib(fullest.margin)}"
         message = f"GPU {fullest.rank} {_needs(fullest, spare)}; it has {_gib(limit)}"
         where = ("cluster", "gpu_memory")
         yield draft.problem(
@@ -66,7 +67,7 @@ def refusal(checked: Checked, name: str, total_bytes: int) -> str | None:
     count, and a ``cluster.gpu_memory`` was compared at submission."""
     if checked.config.cluster.gpu_memory is not None:
         return None
-    fullest = fullest_gpu(checked, certain=True)
+    fullest = fullest_gpu(checked, certain=True, limit=total_bytes)
     if fullest.size <= total_bytes:
         return None
     return (
@@ -84,12 +85,22 @@ def _needs(fullest: Fullest, spare: str = "") -> str:
 
 def advice(checked: Checked, limit: int) -> str:
     """What to change so that the models fit, the cheapest first."""
-    remedies = [*_checkpointing(checked, limit), "lower max_tokens_per_microbatch"]
+    remedies = [
+        *_beside_servers(checked),
+        *_checkpointing(checked, limit),
+        "lower max_tokens_per_microbatch",
+    ]
     lengths = lengths_of(checked.config, checked.algorithm, shape_of(checked.config.actor))
     if lengths is not None and lengths.assumed:
         key = "max_prompt_tokens" if checked.config.dataset.kind == "prompt" else "max_tokens"
         remedies.append(f"set dataset.{key} (without it, {lengths.longest} tokens are assumed)")
     return f"{', '.join(remedies)}, or split the models over more GPUs (see slurmrl plan)"
+
+
+def _beside_servers(checked: Checked) -> Iterator[str]:
+    gpus = trainers_gpus(checked)
+    if gpus.has_servers and not gpus.server_sleeps:
+        yield "set rollout.offload to true (then servers free the GPUs while other models compute)"
 
 
 def _checkpointing(checked: Checked, limit: int) -> Iterator[str]:
@@ -105,8 +116,9 @@ def _checkpointing(checked: Checked, limit: int) -> Iterator[str]:
         if not stronger:
             continue
         config = checked.config.with_models(stronger)
-        size = fullest_gpu(_Variant(config, checked.algorithm)).size
-        if size + margin(size) <= limit:
+        fullest = fullest_gpu(_Variant(config, checked.algorithm), limit=limit)
+        size = fullest.size
+        if size + fullest.margin <= limit:
             keys = " and ".join(
                 f"{dotted(role_key(role))}.gradient_checkpointing" for role in stronger
             )

@@ -280,9 +280,8 @@ def known_metrics(config: Config, algorithm: Algorithm) -> list[str]:
     if config.evaluation is not None:
         judged = {name for call in algorithm.evaluation_calls(config) for name in call.metrics}
         judged |= parts if _makes_rewards(algorithm.evaluation_calls(config)) else set()
-        if _makes_rewards(algorithm.evaluation_calls(config)):
-            rates = config.evaluation.rates
-            judged |= {f"{rate}{end}" for rate in rates for end in ("", "/low", "/high")}
+        measures = algorithm.evaluation_measures(config)
+        judged |= {f"{name}{end}" for name in measures for end in ("", "/low", "/high")}
         names |= {f"eval/{name}" for name in judged | set(STEP_METRICS)} | {"time/evaluation"}
     return sorted(names)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final, NamedTuple, Protocol
 
 from slurmrl.config.schema import Config, Model
@@ -25,10 +25,8 @@ from slurmrl.plan.placement import (
     Placement,
     layout_of,
     model_of,
-    offloaded,
     placements,
 )
-from slurmrl.worlds import TRAINERS
 
 REPEATED: Final[Mapping[str, float]] = {"off": 0, "selective": 1 / 6, "full": 1 / 3}
 """The share of a training step's FLOPs that activation checkpointing adds."""
@@ -41,23 +39,6 @@ class Checked(Protocol):
     def config(self) -> Config: ...
     @property
     def algorithm(self) -> Algorithm: ...
-
-
-@dataclass(frozen=True)
-class Fullest:
-    """The GPU of the trainers' job with the highest estimate."""
-
-    rank: int = 0
-    models: tuple[str, ...] = ()
-    """The models on it."""
-    parts: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of what is on it at that time: weights, gradients, optimizer and, of one model at a
-    time, activations or kv_cache."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of all parts."""
-        return sum(self.parts.values())
 
 
 class CallCost(NamedTuple):
@@ -100,66 +81,6 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
         )
         estimates[name] = estimate(demand)
     return estimates
-
-
-def fullest(config: Config, placed: dict[str, Placement], sizes: dict[str, Memory]) -> Fullest:
-    """The GPU with the highest estimate. Calls run one after the other, so of the models' transient
-    memory only the largest counts. A model that is offloaded between calls is on the GPU only
-    during its own, and while weights move from or to it."""
-    on: dict[int, list[str]] = {}
-    for name, placement in placed.items():
-        if placement.group == TRAINERS and name in sizes:
-            for rank in placement.ranks:
-                on.setdefault(rank, []).append(name)
-    best = Fullest()
-    away = offloaded(config, placed)
-    first_ranks = {tuple(names): rank for rank, names in sorted(on.items(), reverse=True)}
-    for names, rank in first_ranks.items():
-        uses: list[tuple[str, ...]] = [(name,) for name in names]
-        if ROLLOUTS in names and "actor" in names:
-            uses.append(("actor", ROLLOUTS))
-        for used in uses:
-            here = {name: sizes[name] for name in names if name in used or name not in away}
-            parts = _calling(here, *used) if len(used) == 1 else _moving(here, config)
-            candidate = Fullest(rank, tuple(here), parts)
-            if candidate.size > best.size:
-                best = candidate
-    return best
-
-
-def _calling(models: Mapping[str, Memory], name: str) -> dict[str, int]:
-    """Bytes during the largest call of a model."""
-    busy = models[name]
-    largest, size = f"activations of {name}", busy.computing
-    gradients = sum(0 if memory.frees_gradients else memory.gradients for memory in models.values())
-    if busy.kv_cache > size:
-        largest, size = f"kv_cache of {name}", busy.kv_cache
-    elif busy.frees_gradients:
-        gradients, size = gradients + busy.gradients, busy.activations
-    return {**_standing(models), "gradients": gradients, largest: size}
-
-
-def _moving(models: Mapping[str, Memory], config: Config) -> dict[str, int]:
-    """Bytes while weights move; no rank stages more than it holds."""
-    gradients = sum(0 if memory.frees_gradients else memory.gradients for memory in models.values())
-    held = models["actor"].weights + models[ROLLOUTS].weights
-    staging = min(config.transfer.staging_mib * 2**20, held)
-    return {**_standing(models), "gradients": gradients, "buffers of moves": staging}
-
-
-def _standing(models: Mapping[str, Memory]) -> dict[str, int]:
-    return {
-        "weights": sum(memory.weights for memory in models.values()),
-        "gradients": 0,
-        "optimizer": sum(memory.optimizer for memory in models.values()),
-    }
-
-
-def fullest_gpu(checked: Checked, *, certain: bool = False) -> Fullest:
-    """The trainers' GPU with the highest estimate; ``certain`` as in `memories`."""
-    uses = uses_of(checked.config, checked.algorithm)
-    placed = placements(checked.config, [use.role for use in uses])
-    return fullest(checked.config, placed, memories(checked, certain=certain))
 
 
 def cost(checked: Checked, call: Call, placed: dict[str, Placement]) -> CallCost | None:

@@ -28,7 +28,8 @@ EXACT_FROM: Final = (2, 13)
 
 
 VERSIONS: Final = 2
-"""Copies of the weights in this host's memory while a server reads a new version."""
+"""Whole copies of the weights in the host memory of the rank that keeps a server, while that reads
+a new version; the one before is gone if the server has slept."""
 
 
 def worker_bytes(checked: Checked) -> int | None:
@@ -53,8 +54,11 @@ def worker_bytes(checked: Checked) -> int | None:
     servers = placed.get(ROLLOUTS)
     running = bool(checked.config.rollout.servers)
     if servers is not None and BACKENDS[servers.allocation.backend].serves and not running:
-        for rank in servers.ranks if servers.group == TRAINERS else ():
-            on_rank[rank] = on_rank.get(rank, 0) + VERSIONS * sizes[ROLLOUTS].weights
+        size = servers.allocation.instance_size
+        versions = 1 if ROLLOUTS in away else VERSIONS
+        for rank in servers.ranks[::size] if servers.group == TRAINERS else ():
+            copies = versions * size * sizes[ROLLOUTS].weights
+            on_rank[rank] = on_rank.get(rank, 0) + copies
     return WORKER + max(max(on_rank.values(), default=0), loading)
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from slurmrl.config.schema import Config, Dataset
 from slurmrl.config.source import KeyPath
 from slurmrl.plan.algorithms import Algorithm
-from slurmrl.plan.estimates.shape import ModelShape
+from slurmrl.plan.estimates.shape import ModelShape, shape_of
+
+KEPT_BY_SERVERS: Final = 8
+"""Tokens of a model's context that a server may keep for itself: 5 of SGLang's."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,16 @@ def bounded_parts(config: Config) -> Iterator[tuple[KeyPath, Dataset, int]]:
     if evaluation is not None:
         own = None if config.rollout.episode.has_turns else evaluation.max_new_tokens
         yield ("evaluation", "dataset"), evaluation.dataset, own or new
+
+
+def least_context(config: Config) -> int:
+    """Tokens of a prompt and its completion that a server must take; 0 if they are not bounded."""
+    bounds = [longest(dataset, new_tokens) for _, dataset, new_tokens in bounded_parts(config)]
+    shape = shape_of(config.actor)
+    if shape is not None and shape.positions is not None:
+        most = shape.positions - KEPT_BY_SERVERS
+        bounds = [most if bound is None else min(bound, most) for bound in bounds]
+    return max(bound or 0 for bound in bounds)
 
 
 def longest(dataset: Dataset, new_tokens: int) -> int | None:

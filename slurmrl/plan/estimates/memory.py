@@ -57,6 +57,8 @@ class Memory:
     """Keys and values of all sequences of a rank at full length, and what generation needs besides:
     the gathered weights, and memory to read a micro-batch of prompts or to draw tokens."""
 
+    sequence: int = 0
+    """Keys and values of one sequence of the longest length."""
     frees_gradients: bool = False
 
     @property
@@ -110,6 +112,7 @@ def estimate(job: MemoryDemand) -> Memory:
         optimizer=optimizer,
         activations=_activations(job, gradients) if job.computes else 0,
         kv_cache=_generation(job) if job.generates else 0,
+        sequence=_cache(job, 1) if job.generates else 0,
         frees_gradients=job.allocation.backend in SHARDED,
     )
 
@@ -330,8 +333,7 @@ def _generation(job: MemoryDemand) -> int:
     if job.lengths is None:
         return 0
     sequences = -(-job.lengths.sequences // job.allocation.sizes["dp"])
-    cache = sequences * job.lengths.longest
-    size = cache * kv_bytes_per_token(job.shape, job.allocation, job.model.dtype)
+    size: float = _cache(job, sequences)
     if job.cache_bytes is not None:
         size = min(size, job.cache_bytes)
     if job.allocation.backend in SHARDED:
@@ -339,6 +341,12 @@ def _generation(job: MemoryDemand) -> int:
     if job.allocation.backend in BUILT_IN:
         size += max(_prefill(job, job.lengths), _drawing(job, sequences))
     return round(size)
+
+
+def _cache(job: MemoryDemand, sequences: int) -> int:
+    """Bytes of keys and values of sequences at full length."""
+    tokens = sequences * job.lengths.longest if job.lengths is not None else 0
+    return round(tokens * kv_bytes_per_token(job.shape, job.allocation, job.model.dtype))
 
 
 def whole_weights(shape: ModelShape, allocation: Allocation, dtype: str) -> float:

@@ -154,7 +154,13 @@ def _fullest(report: Mapping[str, Any]) -> str:
     if not report["gpus"]:
         return fullest
     limit = f", of {binary_size(memory['gpu_bytes'])}" if memory["gpu_bytes"] else ""
-    return f"{fullest} and a margin of {binary_size(memory['margin_bytes'])}{limit}"
+    fullest += f" and a margin of {binary_size(memory['margin_bytes'])}{limit}"
+    if memory["server_bytes"] is None:
+        return fullest
+    size = f"{binary_size(memory['server_bytes'])} of each of its GPUs"
+    server = f"gets {size}" if memory["gpu_bytes"] else f"needs {size} for a step's sequences"
+    sleeps = ", which is free while other models compute" if memory["server_sleeps"] else ""
+    return f"{fullest}\na server {server}{sleeps}"
 
 
 def _calls(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:

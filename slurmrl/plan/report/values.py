@@ -15,6 +15,7 @@ from slurmrl.graph.call import Call
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
 from slurmrl.plan.estimates import costs, hardware
+from slurmrl.plan.estimates.gpus import fullest_gpu, trainers_gpus
 from slurmrl.plan.estimates.host import worker_bytes
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.estimates.parameters import parameters, trained_shard
@@ -51,7 +52,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
         "episode": _episode(settings),
         "process_groups": [asdict(group) for group in groups],
         "process_group_counts": dict(Counter(use for group in groups for use in group.uses)),
-        "memory": _fullest(settings, placed, memories),
+        "memory": _fullest(settings),
         "warnings": [*_warnings(plan), *warnings],
         "notes": list(settings.notes),
         "missing": [str(problem) for problem in settings.missing],
@@ -175,18 +176,19 @@ def _episode(settings: Settings) -> dict[str, Any] | None:
     }
 
 
-def _fullest(
-    settings: Settings, placed: dict[str, Placement], memories: dict[str, Memory]
-) -> dict[str, Any]:
-    fullest = costs.fullest(settings.config, placed, memories)
+def _fullest(settings: Settings) -> dict[str, Any]:
+    gpus = trainers_gpus(settings)
+    fullest = gpus.fullest()
     full = _without_adapters(settings)
     return {
         "fullest_gpu": fullest.rank,
         "models": list(fullest.models),
         "bytes": fullest.size if fullest.models else None,
-        "without_adapters_bytes": costs.fullest_gpu(full).size if full else None,
-        "margin_bytes": hardware.margin(fullest.size) if fullest.models else None,
+        "without_adapters_bytes": fullest_gpu(full).size if full else None,
+        "margin_bytes": fullest.margin if fullest.models else None,
         "gpu_bytes": hardware.memory_bytes(settings.config.cluster),
+        "server_bytes": gpus.server_bytes() if gpus.has_servers else None,
+        "server_sleeps": gpus.has_servers and gpus.server_sleeps,
     }
 
 

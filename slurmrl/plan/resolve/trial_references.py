@@ -1,5 +1,6 @@
 """``trial:EXPERIMENT/TRIAL`` is the newest export of that trial, ``trial:EXPERIMENT/TRIAL@STEP``
-the export of a step, and ``@last`` that of its newest checkpoint.
+the export of a step, and ``@last`` that of its newest checkpoint. An export of adapters is no model
+of its own.
 
 A model that is not trained can also be a checkpoint itself: a folder with hard links to its files,
 which its own trial may then delete.
@@ -8,7 +9,8 @@ which its own trial may then delete.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -30,7 +32,7 @@ LONGEST: Final = 8
 """Trials that start from each other and are followed."""
 PIN: Final = "slurmrl.workers.master.exporting:pin_actor"
 """Its layer is above the plan's, so it is resolved by name."""
-_EXPORT: Final = re.compile(r"step-(\d+)")
+_EXPORT: Final = re.compile(r"step-(?P<step>\d+)(?P<adapter>-adapter)?")
 _PINNED: Final = re.compile(r"step-(\d+)\.(\d+)-checkpoint")
 """Step and incarnation (see `RunPaths.pinned`)."""
 
@@ -124,32 +126,35 @@ class TrialResolver:
         paths = RunPaths.of(self._root, user_name(), reference.experiment, reference.trial)
         if (kept := self._kept(key, reference, paths)) is not None:
             return kept
-        exports, commits = exports_of(paths), _commits(paths)
+        exports, commits = Exports.of(paths), _commits(paths)
         step = reference.step
         if step is None:
-            if exports:
-                return exports[max(exports)]
-            raise UsageError(self._no_export(text, reference, paths, commits, frozen=frozen))
+            if exports.newest is not None and exports.newest in exports.whole:
+                return exports.whole[exports.newest]
+            message = self._no_export(text, reference, exports)
+            if commits and frozen:
+                message += f"; or take its newest checkpoint: {text}@{LAST}"
+            raise UsageError(message)
         if step == "last":
             if not commits:
                 message = f"'{text}': {reference.name} has no checkpoint yet; first submit it"
-                raise UsageError(f"{message}: slurmrl submit {self._config_of(reference)}")
+                raise UsageError(f"{message}: {self._submit(reference)}")
             step = commits[-1].step
-        if step in exports:
-            return exports[step]
+        if step in exports.whole:
+            return exports.whole[step]
         known = [commit.step for commit in commits]
         if step not in known:
             if frozen and (earlier := _earlier_pin(paths, step)) is not None:
                 return earlier
             raise UsageError(
                 f"'{text}': {reference.name} has neither an export nor a checkpoint of step {step} "
-                f"(exports: {_listed(exports)}; checkpoints: {_listed(known)})"
+                f"(exports: {exports.listed()}; checkpoints: {_listed(known)})"
             )
         if not frozen:
             raise UsageError(
-                f"'{text}' has no export yet (exports in {paths.exports}: {_listed(exports)}), and "
+                f"'{text}' has no export yet (exports in {paths.exports}: {exports.listed()}), and "
                 "a model that is trained starts from one; export the checkpoint first: slurmrl "
-                f"export {reference.name} --step {step}"
+                f"export {reference.name} --step {step}{exports.form}"
             )
         newest = reference.step == LAST  # at that time: this one may be deleted meanwhile
         return None if self._planning else _pinned(text, paths, None if newest else step)
@@ -164,37 +169,70 @@ class TrialResolver:
         folder = Path(before)
         return folder if folder.parent == paths.exports and folder.is_dir() else None
 
-    def _no_export(
-        self,
-        text: str,
-        reference: TrialReference,
-        paths: RunPaths,
-        commits: Collection[Commit],
-        *,
-        frozen: bool,
-    ) -> str:
-        if paths.exports.is_dir() and any(paths.exports.glob("step-*-adapter")):
-            message = f"'{text}' has exports of adapters only in {paths.exports}; export a whole "
-            message += f"model: slurmrl export {reference.name} --form merged"
-        else:
-            message = f"'{text}' has no export yet in {paths.exports}; first let that trial "
-            message += f"finish: slurmrl submit {self._config_of(reference)}"
-        if commits and frozen:
-            message += f"; or take its newest checkpoint: {text}@{LAST}"
+    def _no_export(self, text: str, reference: TrialReference, exports: Exports) -> str:
+        """Why a reference to the newest export names no model, and what to do."""
+        if exports.newest is None:
+            message = f"'{text}' has no export yet in {exports.folder}; first let that trial "
+            message += f"finish: {self._submit(reference)}"
+            merge = f", then export a whole model: slurmrl export {reference.name}{exports.form}"
+            return message + (merge if exports.form else "")
+        message = (
+            f"the newest export of '{text}', that of step {exports.newest}, is an adapter; export "
+            f"a whole model: slurmrl export {reference.name} --step {exports.newest}{exports.form}"
+        )
+        if exports.whole:
+            message += f", or name an older one: {text}@{max(exports.whole)}"
         return message
 
-    def _config_of(self, reference: TrialReference) -> str:
-        """The configuration file of the experiment, for the hint."""
+    def _submit(self, reference: TrialReference) -> str:
+        """The command that makes the trial, as far as it is known."""
         path = _find(reference.experiment, self._configs)
-        return str(path or f"<the configuration of experiment {reference.experiment}>")
+        own = read(path).values.get("trial") if path is not None else None
+        trial = Config.model_fields["trial"].default if own is None else own
+        which = "" if str(trial) == reference.trial else f" trial={reference.trial}"
+        file = path or f"<the configuration of experiment {reference.experiment}>"
+        return f"slurmrl submit {file}{which}"
 
 
-def exports_of(paths: RunPaths) -> dict[int, Path]:
-    """The folders of a trial's exports of the actor, by step."""
-    if not paths.exports.is_dir():
-        return {}
-    matches = ((_EXPORT.fullmatch(folder.name), folder) for folder in paths.exports.iterdir())
-    return {int(match[1]): folder for match, folder in matches if match}
+@dataclass(frozen=True)
+class Exports:
+    """A trial's exports of the actor, by step."""
+
+    folder: Path
+    whole: Mapping[int, Path]
+    adapters: Mapping[int, Path]
+    form: str
+    """The option with which the trial exports a whole model: "" if it does so anyway."""
+
+    @staticmethod
+    def of(paths: RunPaths) -> Exports:
+        whole: dict[int, Path] = {}
+        adapters: dict[int, Path] = {}
+        for folder in paths.exports.iterdir() if paths.exports.is_dir() else ():
+            if match := _EXPORT.fullmatch(folder.name):
+                (adapters if match["adapter"] else whole)[int(match["step"])] = folder
+        merges = adapters or _exports_adapters(paths)
+        return Exports(paths.exports, whole, adapters, " --form merged" if merges else "")
+
+    @property
+    def newest(self) -> int | None:
+        return max((*self.whole, *self.adapters), default=None)
+
+    def listed(self) -> str:
+        """The steps, for a message."""
+        steps = [(step, str(step)) for step in self.whole]
+        steps += [(step, f"{step} (adapter)") for step in self.adapters]
+        return ", ".join(text for _, text in sorted(steps)) or "none"
+
+
+def _exports_adapters(paths: RunPaths) -> bool:
+    """Whether a trial exports adapters unless a command says otherwise."""
+    try:
+        values = read(paths.config).values if paths.config.is_file() else {}
+    except UsageError:
+        return False  # it is of another version
+    actor, checkpoint = (values.get(section) or {} for section in ("actor", "checkpoint"))
+    return checkpoint.get("export_form") == "adapter" and actor.get("lora") is not None
 
 
 def _commits(paths: RunPaths) -> tuple[Commit, ...]:

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Final, Literal
+from typing import Final
 
 from slurmrl.errors import UsageError
 from slurmrl.rewards.judges import JudgePool, Unjudged
-from slurmrl.rewards.sandbox import check_isolation, check_limits, sandbox_program
+from slurmrl.rewards.sandbox import Namespaces, check_isolation, check_limits, sandbox_program
 from slurmrl.rollouts.tools.toolbox import Job
 
 GRACE_S: Final = 10.0
@@ -43,18 +43,9 @@ class PythonTool:
         processes: int = 2,
         container: str | Sequence[str] = "",
         python: str = "",
-        namespaces: Literal["auto", "required", "off"] = "auto",
+        namespaces: Namespaces = "auto",
     ) -> None:
-        check_limits(
-            timeout_s=timeout_s,
-            memory_mib=memory_mib,
-            files_mib=files_mib,
-            max_processes=max_processes,
-            processes=processes,
-        )
-        if namespaces not in ("auto", "required", "off"):
-            message = f"namespaces {namespaces!r} is not allowed; allowed: auto, required, off"
-            raise UsageError(message)
+        check_limits(timeout_s=timeout_s, processes=processes)
         self._timeout_s, self._required = timeout_s, namespaces == "required"
         self._program = sandbox_program(
             container=container,
@@ -62,7 +53,7 @@ class PythonTool:
             memory_mib=memory_mib,
             files_mib=files_mib,
             max_processes=max_processes,
-            namespaces=namespaces != "off",
+            namespaces=namespaces,
         )
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._size = processes

@@ -12,13 +12,14 @@ import json
 import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from slurmrl import log
 from slurmrl.backoff import READ_S, Backoff, retry
 from slurmrl.config.schema import Config
-from slurmrl.errors import CheckpointError
+from slurmrl.errors import CheckpointError, EnvironmentFailure
 from slurmrl.fsio.atomic import replace
 from slurmrl.graph.call import Method
 from slurmrl.history.record import Kind
@@ -39,6 +40,7 @@ from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.publish import StatusPublisher
 from slurmrl.workers.master.requests import StackRequests
 from slurmrl.workers.master.results import Results
+from slurmrl.workers.master.scores import EvaluationScores
 from slurmrl.workers.master.steps import StepRunner
 from slurmrl.workers.master.task_worlds import TaskWorlds
 from slurmrl.workers.master.worker_channel import WorkerChannel
@@ -68,6 +70,7 @@ class Master:
         progress: Progress,
         recorder: MetricsRecorder,
         results: Results,
+        scores: EvaluationScores,
     ) -> None:
         self.paths = paths
         self.config = config
@@ -117,8 +120,9 @@ class Master:
         )
         self.progress = progress
         self.steps = StepRunner(
-            self.channel, plan, progress, config.step_timeout_s, writer.incarnation
+            self.channel, plan, progress, scores, config.step_timeout_s, writer.incarnation
         )
+        self.scores = scores
         self.results = results
         self.recorder = recorder
         self.fresh = state.last_commit is None
@@ -302,6 +306,8 @@ class Master:
             self.events.write("checkpoint_failed", **failed)
             return
         self.status.committed(outcome.step)
+        with suppress(EnvironmentFailure):  # the next commit or incarnation tries again
+            self.scores.keep(outcome.step)
         self.events.write(
             "commit",
             step=outcome.step,

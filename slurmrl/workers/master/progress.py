@@ -250,11 +250,6 @@ class Progress:
         samples = self.config.evaluation.samples or self.evaluation_size
         return [(0, index) for index in range(min(samples, self.evaluation_size))]
 
-    @property
-    def rates(self) -> tuple[str, ...]:
-        """Metrics of an evaluation that have confidence intervals."""
-        return self.config.evaluation.rates if self.config.evaluation is not None else ()
-
     # -- steps -------------------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:

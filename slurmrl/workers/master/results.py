@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from slurmrl.fsio.atomic import replace_by_parts, sweep_temporaries
 from slurmrl.fsio.failures import corrupt
@@ -48,10 +49,8 @@ class Results:
         if not self._files or self._progress.finish_reason() is None:
             return {}
         summary = self._summarize()
-        metrics: dict[str, float] = {}
-        for name, (value, low, high) in summary.estimates.items() if summary is not None else ():
-            metrics |= {f"eval/{name}": value, f"eval/{name}/low": low, f"eval/{name}/high": high}
-        return metrics
+        metrics = summary.metrics if summary is not None else {}
+        return {f"eval/{name}": value for name, value in metrics.items()}
 
     def write(self) -> None:
         """Write the file of results and, if the algorithm has one, their summary: those of an
@@ -64,7 +63,7 @@ class Results:
         sweep_temporaries(self._paths.run)  # a killed master's copy may be large
         replace_by_parts(self._paths.results, map(encode, self._records()))
         if (summary := self._summarize()) is not None:
-            replace_by_parts(self._paths.summary, self._summary_text(summary))
+            replace_by_parts(self._paths.summary, summary_text(self._head(), summary))
 
     def remove_parts(self) -> None:
         """Remove the part files, once the history says that the trial is finished for good."""
@@ -77,22 +76,15 @@ class Results:
             self._summary = algorithm.summarize(config, self._records())
         return self._summary
 
-    def _summary_text(self, summary: Summary) -> Iterator[bytes]:
-        """One JSON object, with the score of each item on a line of its own."""
-        head = {
+    def _head(self) -> dict[str, Any]:
+        """What the summary is about."""
+        return {
             "version": 1,
             "trial": f"{self._paths.experiment}/{self._paths.trial}",
             "algorithm": self._settings.config.algorithm,
             "model": self._settings.config.actor.path,
             "dataset": self._settings.config.dataset.title,
-            "items": len(summary.scores),
-            "estimates": {name: each._asdict() for name, each in summary.estimates.items()},
         }
-        yield json.dumps(finite(head), indent=1).removesuffix("\n}").encode()
-        yield b',\n "scores": [\n'
-        for number, score in enumerate(summary.scores):
-            yield (b",\n  " if number else b"  ") + encode(score).rstrip()
-        yield b"\n ]\n}\n"
 
     def _records(self) -> Iterator[Record]:
         """The lines of all steps, each step's in the order of its batch."""
@@ -100,12 +92,24 @@ class Results:
         for steps in self._progress.recorded:
             for step in range(steps.first, steps.last + 1):
                 prefix = part_prefix(step, steps.incarnation)
-                for record in read_parts(self._paths, prefix, steps.files):
+                for record in read_parts(self._paths, prefix, range(steps.files)):
                     count += 1
                     yield record
         if count != (items := self._progress.ledger.trained):
             problem = f"hold {count} lines, expected one for each of {items} items"
             raise corrupt(self._paths.parts, problem)
+
+
+def summary_text(head: Mapping[str, Any], summary: Summary) -> Iterator[bytes]:
+    """One JSON object that begins with ``head``, with the score of each item on a line of its
+    own."""
+    estimates = {name: each._asdict() for name, each in summary.estimates.items()}
+    whole = {**head, "items": len(summary.scores), "estimates": estimates}
+    yield json.dumps(finite(whole), indent=1).removesuffix("\n}").encode()
+    yield b',\n "scores": [\n'
+    for number, score in enumerate(summary.scores):
+        yield (b",\n  " if number else b"  ") + encode(score).rstrip()
+    yield b"\n ]\n}\n"
 
 
 def files_of_step(plan: Plan) -> int:

@@ -36,6 +36,7 @@ from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.master import Master
 from slurmrl.workers.master.progress import REQUIRED, STATE, Progress
 from slurmrl.workers.master.results import Results
+from slurmrl.workers.master.scores import EvaluationScores
 from slurmrl.workers.process import kill_parent
 
 logger = log.get(__name__)
@@ -108,7 +109,11 @@ def _prepare(
     recorder = MetricsRecorder(paths, settings.config.logging, last_step=base)
     plan = Plan.read(paths.plan)
     results = Results(paths, settings, plan, progress, writer.incarnation)
-    return Master(paths, settings.config, plan, names, writer, state, progress, recorder, results)
+    scores = EvaluationScores(paths, settings, writer.check)
+    retry("remove scores after the last commit", partial(scores.restart, base), timeout_s=READ_S)
+    return Master(
+        paths, settings.config, plan, names, writer, state, progress, recorder, results, scores
+    )
 
 
 def restore(paths: RunPaths, state: TrialState) -> dict[str, Any] | None:

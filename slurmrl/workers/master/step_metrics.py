@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from slurmrl.algorithms.reward.attempts import wilson
 from slurmrl.graph.call import Method
 from slurmrl.monitor.metrics import encode
 from slurmrl.plan.model import CallPlan
@@ -24,19 +23,6 @@ def mean_stats(call: CallPlan, *rounds: Answers) -> dict[str, float]:
     ranks = call.ranks[:1] if call.method == Method.TRAIN_STEP else call.ranks
     sums = _sums(ranks, rounds)
     return {name: total / count for name, (total, count) in sums.items() if count}
-
-
-def intervals(calls: Sequence[tuple[CallPlan, Answers]], rates: Sequence[str]) -> dict[str, float]:
-    """The 95 % confidence intervals of ``rates``: metrics between 0 and 1 that each item of an
-    evaluation has once."""
-    bounds: dict[str, float] = {}
-    for call, answers in calls:
-        sums = _sums(call.ranks, [answers])
-        for name in (name for name in rates if name in sums and sums[name][1]):
-            total, count = sums[name]
-            low, high = wilson(min(max(total / count, 0.0), 1.0), round(count))
-            bounds |= {f"{name}/low": low, f"{name}/high": high}
-    return bounds
 
 
 def _sums(ranks: Sequence[int], rounds: Sequence[Answers]) -> dict[str, tuple[float, float]]:

@@ -7,15 +7,18 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from slurmrl import log
+from slurmrl.backoff import retry
 from slurmrl.errors import UsageError
 from slurmrl.graph.call import Refill
-from slurmrl.paths import part_prefix
+from slurmrl.paths import evaluation_prefix, part_prefix
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.workers.master import step_metrics
 from slurmrl.workers.master.progress import Progress
+from slurmrl.workers.master.scores import EvaluationScores
 from slurmrl.workers.master.step_metrics import Answered
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import LoadBatch, RunCall
@@ -42,9 +45,11 @@ class StepRunner:
         channel: WorkerChannel,
         plan: Plan,
         progress: Progress,
+        scores: EvaluationScores,
         timeout_s: float,
         incarnation: int,
     ) -> None:
+        self._scores = scores
         self._incarnation = incarnation
         self._channel = channel
         self._plan = plan
@@ -69,9 +74,13 @@ class StepRunner:
         items, calls = self._progress.evaluation_items(), self._plan.evaluation_calls
         answered = self._run(step, items, calls, evaluation=True)
         metrics = step_metrics.of_step(answered, time.monotonic() - began)
-        return step_metrics.of_evaluation(
-            {**metrics, **step_metrics.intervals(answered, self._progress.rates)}
-        )
+        parts = {}
+        for number, (call, answers) in enumerate(answered):
+            if scored := [rank for rank in call.ranks if answers[rank].scored]:
+                parts[evaluation_prefix(step, self._incarnation, number)] = scored
+        write = partial(self._scores.write, step, len(items), parts)
+        estimates = retry("write the scores of the evaluation", write, self._channel.rest)
+        return step_metrics.of_evaluation({**metrics, **estimates})
 
     def _filtered(self, step: int, refill: Refill) -> tuple[Answered, dict[str, int]]:
         """Take candidates until enough are accepted for a batch, and train on it. Candidates beyond
@@ -125,10 +134,17 @@ class StepRunner:
         load = LoadBatch(
             step=step, items=tuple(items), evaluation=evaluation, candidates=candidates
         )
-        part = part_prefix(step, self._incarnation)
         runs = [
-            RunCall(step=step, name=call.name, scalars=scalars, evaluation=evaluation, part=part)
-            for call in calls
+            RunCall(
+                step=step,
+                name=call.name,
+                scalars=scalars,
+                evaluation=evaluation,
+                part=evaluation_prefix(step, self._incarnation, number)
+                if evaluation
+                else part_prefix(step, self._incarnation),
+            )
+            for number, call in enumerate(calls)
         ]
         numbers = self._channel.post(load, *runs)
         self._channel.collect(numbers[0], f"loading the batch of step {step}", self._timeout_s)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.algorithms.sequences import row_id
 from slurmrl.backoff import READ_S, retry
 from slurmrl.data.dataset import SampleRows
 from slurmrl.data.sample import SequenceSample
@@ -176,9 +177,12 @@ class Executor:
             evaluation=order.evaluation,
         )
         result = self._run(call, sample, context) if call.role or place.is_leader else CallResult()
-        if call.method is Method.RECORD and place.is_leader:
+        if place.is_leader and call.method is Method.RECORD:
             path = self.paths.part(order.part, place.dp_rank)
             write_part(path, result.records, sample.ids, self.batch.ids)
+        elif place.is_leader and _scored(order, result):
+            scores = {name: {"id": row_id(name), **own} for name, own in result.records.items()}
+            write_part(self.paths.part(order.part, self.rank), scores, sample.ids, self.batch.ids)
         self.batch.add(call, result.sample)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -255,6 +259,7 @@ class Executor:
             stats=result.stats,
             texts=tuple(result.texts),
             dropped=self._places_by_reason(result.dropped),
+            scored=_scored(order, result),
         )
 
     def _places_by_reason(self, dropped: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
@@ -266,6 +271,11 @@ class Executor:
             if name in dropped:
                 places.setdefault(dropped[name], []).append(place)
         return {reason: tuple(found) for reason, found in places.items()}
+
+
+def _scored(order: Order, result: CallResult) -> bool:
+    """Whether a call of an evaluation gives the scores of its items."""
+    return isinstance(order, RunCall) and order.evaluation and bool(result.records)
 
 
 def _read(action: Callable[[], T]) -> T:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import select
 import signal
-import time
 from pathlib import Path
 
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
 from slurmrl.engines import ENGINES
+from slurmrl.engines.rollout.warden import end_children
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.registry import resolve
@@ -66,7 +66,8 @@ def serve(agent: Connection, rank: int) -> Connection | None:
     while not agent.closed:
         _wait(agent, worker)
         if worker is not None and (code := _ended(worker)) is not None:
-            _clear_leftovers()
+            # they may hold the GPU, and no other process knows them
+            end_children(LEFTOVERS_S)
             worker = None
             agent.send(FROM_FORK_SERVER.to_json(WorkerEnded(code)))
         for values in agent.receive_available():
@@ -116,22 +117,3 @@ def _ended(worker: int) -> int | None:
     """Return the exit code, negative for a signal, or None while it runs."""
     pid, status = os.waitpid(worker, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if pid else None
-
-
-def _clear_leftovers() -> None:
-    """Kill the processes that the worker left behind: they may hold the GPU, and no other process
-    knows them."""
-    deadline = time.monotonic() + LEFTOVERS_S
-    while time.monotonic() < deadline and (pids := _children()):
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.001)
-
-
-def _children() -> list[int]:
-    """Return the pids of all children of this process, zombies included."""
-    try:
-        return [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
-    except OSError:  # a kernel without this list
-        return []

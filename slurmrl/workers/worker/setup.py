@@ -32,9 +32,9 @@ from slurmrl.parallel.groups import ParallelContext
 from slurmrl.paths import RunPaths
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks import memory
-from slurmrl.plan.estimates.lengths import bounded_parts, longest
-from slurmrl.plan.estimates.shape import shape_of
-from slurmrl.plan.model import Plan
+from slurmrl.plan.estimates.gpus import share_of_server
+from slurmrl.plan.estimates.lengths import least_context
+from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings, load_run_settings
@@ -55,8 +55,6 @@ from slurmrl.workers.worker.sharing import Mail
 from slurmrl.worlds import TRAINERS, RankId, group_of
 
 T = TypeVar("T")
-KEPT_BY_SERVERS = 8
-"""Tokens of a model's context that a server may keep for itself: 5 of SGLang's."""
 
 
 class Worker(Protocol):
@@ -103,12 +101,7 @@ def build_trainer(
     cores = max(1, len(os.sched_getaffinity(0)) // group.workers_per_host)
     accelerator = device.choose(group.gpus_per_worker)
     if accelerator.device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(accelerator.device)
-        numa.bind_to(gpu, group.cpus_per_worker)
-        if start.base is None:  # with a checkpoint, they have fitted before
-            require_memory(settings, gpu.name, gpu.total_memory)
-        activity.phase("waiting for free GPU memory")
-        gpu_memory.wait_until_free(accelerator.device, exclusive=start.exclusive)
+        _take_gpu(settings, group, accelerator.device, start, activity)
     deterministic = settings.config.deterministic
     device.set_up(
         accelerator,
@@ -138,7 +131,8 @@ def build_trainer(
         activity.phase("loading the checkpoint")
         trained = [engine for engine in engines.values() if isinstance(engine, TrainEngine)]
         load(paths.checkpoints / start.base, rank, ranks, trained, wait)
-    for engine in engines.values():
+    residence = Residence(engines, plan.offloaded, plan.generating)
+    for engine in engines.values():  # servers start in the memory that the models leave
         engine.wait_until_up(lambda: say(Preparing(rank=rank)))
     activity.phase("planning moves of weights")
     transfer = settings.config.transfer
@@ -164,9 +158,21 @@ def build_trainer(
         cores,
         mail,
         reallocations,
-        Residence(engines, plan.offloaded, plan.generating),
+        residence,
         activity,
     )
+
+
+def _take_gpu(
+    settings: Settings, group: GroupPlan, device: torch.device, start: Start, activity: Activity
+) -> None:
+    """Wait for this rank's GPU, on cores near it. Raises UsageError for models that cannot fit."""
+    gpu = torch.cuda.get_device_properties(device)
+    numa.bind_to(gpu, group.cpus_per_worker)
+    if start.base is None:  # with a checkpoint, they have fitted before
+        require_memory(settings, gpu.name, gpu.total_memory)
+    activity.phase("waiting for free GPU memory")
+    gpu_memory.wait_until_free(device, exclusive=start.exclusive)
 
 
 def load(
@@ -249,15 +255,16 @@ def _engines(
             seed=config.seed,
             total_steps=steps * algorithm.optimizer_steps,
             source=source,
-            **_serving(settings, placed.engine, context, paths),
+            **_serving(settings, plan, context, paths),
         )
     return engines
 
 
 def _serving(
-    settings: Settings, engine: str, context: ParallelContext, paths: RunPaths
+    settings: Settings, plan: Plan, context: ParallelContext, paths: RunPaths
 ) -> dict[str, Serving | Running]:
     """The further argument of an engine of servers."""
+    engine = plan.models[context.role].engine
     if not BACKENDS[engine].serves:
         return {}
     rollout = settings.config.rollout
@@ -272,8 +279,18 @@ def _serving(
         tokenizer=Path(tokenizer) if rollout.min_new_tokens else None,
         patience=patience,
         log=paths.logs / TRAINERS / f"{engine}.{context.dp_rank}.log",
+        memory_bytes=_share_of_gpu(settings, context.device),
+        sleeps=context.role in plan.offloaded,
     )
     return {"serving": serving}
+
+
+def _share_of_gpu(settings: Settings, device: torch.device) -> int | None:
+    """Bytes of this rank's GPU for a server; None if its own settings decide."""
+    if device.type != "cuda":
+        return None
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return share_of_server(settings, total)
 
 
 def _running(settings: Settings, patience: Patience, paths: RunPaths) -> Running:
@@ -285,7 +302,7 @@ def _running(settings: Settings, patience: Patience, paths: RunPaths) -> Running
         addresses=tuple(map(Address, rollout.servers)),
         weights=weights,
         keys=_read("the keys of rollout.servers", lambda: read_keys(keys)),
-        context=_context(settings),
+        context=least_context(settings.config),
         text=rollout.min_new_tokens > 0,
         patience=patience,
     )
@@ -293,17 +310,6 @@ def _running(settings: Settings, patience: Patience, paths: RunPaths) -> Running
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(str(path).encode()).hexdigest()[:16]
-
-
-def _context(settings: Settings) -> int:
-    """Tokens of a prompt and its completion that a server must take; 0 if they are not bounded."""
-    parts = bounded_parts(settings.config)
-    bounds = [longest(dataset, new_tokens) for _, dataset, new_tokens in parts]
-    shape = shape_of(settings.config.actor)
-    if shape is not None and shape.positions is not None:
-        most = shape.positions - KEPT_BY_SERVERS
-        bounds = [most if bound is None else min(bound, most) for bound in bounds]
-    return max(bound or 0 for bound in bounds)
 
 
 def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:

@@ -52,6 +52,8 @@ def _by_item(made: SequenceSample) -> dict[str, Any]:
         pytest.param({"dp": 2}, [[0, 1, 2, 3, 4], []], id="d2-all-on-one"),
         pytest.param({"dp": 2}, [[0, 2], [1, 3, 4]], id="d2"),
         pytest.param({"dp": 1, "tp": 2}, [[0, 1, 2, 3, 4]], id="t2"),
+        pytest.param({"dp": 2, "tp": 2}, [[0, 2], [1, 3, 4]], id="d2t2"),
+        pytest.param({"dp": 2, "tp": 2}, [[0, 1, 2, 3, 4], []], id="d2t2-all-on-one"),
     ],
 )
 def test_ranks_make_the_episodes_that_one_rank_makes(
@@ -63,10 +65,10 @@ def test_ranks_make_the_episodes_that_one_rank_makes(
     (alone,) = ranks(
         1, f"{HERE}:episodes", Setup(model=settings, split=[range(5)]), f"{OWN}:several"
     )
-    results = ranks(
-        2, f"{HERE}:episodes", Setup(model=settings, sizes=sizes, split=split), f"{OWN}:several"
-    )
-    assert [result is None for result in results] == [False, "tp" in sizes]
+    setup = Setup(model=settings, sizes=sizes, split=split)
+    results = ranks(setup.ranks, f"{HERE}:episodes", setup, f"{OWN}:several")
+    leaders = [not rank % sizes.get("tp", 1) for rank in range(setup.ranks)]
+    assert [result is not None for result in results] == leaders
     found = {name: item for result in results for name, item in (result or {}).items()}
     assert found.keys() == alone.keys() == set(IDS)
     for name, item in alone.items():

@@ -112,7 +112,9 @@ def outputs(case: Case) -> tuple[dict[str, Tensor], list[int]]:
 def held(case: Case) -> tuple[Layout, dict[str, Tensor]]:
     """The layout, and the contents of this rank's storages."""
     engine: Any = make(case)
-    return engine.layout(), {name: flat.clone() for name, (flat, _) in engine._weights().items()}
+    return engine.layout(), {
+        name: flat.clone() for name, (flat, _) in engine._state.weights().items()
+    }
 
 
 def offloaded(case: Case) -> tuple[int, int, list[dict[str, float]], list[dict[str, float]]]:
@@ -132,10 +134,7 @@ def offloaded(case: Case) -> tuple[int, int, list[dict[str, float]], list[dict[s
 
 def held_bytes(engine: Any) -> int:
     """Bytes of weights and, for a trained model, of moments and gradients."""
-    tensors = [t for t, _ in (*engine._weights().values(), *engine._shards().values())]
-    for chunk in engine._chunks if engine.trained else ():
-        buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
-        tensors += [buffer.grad_data for buffer in buffers]
+    tensors = [*engine._state.tensors(), *engine._state.gradients()]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 

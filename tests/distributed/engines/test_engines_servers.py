@@ -124,6 +124,9 @@ def trained_and_served(sizes: dict[str, int], program: str, folder: Path) -> lis
             {"input_ids": torch.tensor([token for row in rows for token in row[0]])},
         )
         results.append((rows, trained.forward(tokens)["logp"].tolist()))
+        servers.offload()
+        assert list(Path(servers._servers.folder).glob("*.*.*")) == [] if servers._servers else True
+        servers.onload()
     servers.close()
     return results
 
@@ -134,7 +137,8 @@ def test_servers_draw_with_the_weights_of_every_step(
 ) -> None:
     """One server for two tensor ranks, of which both get its completions, or one for each
     data-parallel rank. The log-probabilities of transformers are those of the engine that trains,
-    so every tensor arrived whole, in both steps."""
+    so every tensor arrived whole, in both steps. Between them the server sleeps, which loses its
+    weights, and nothing of them stays in the host's memory."""
     record = tmp_path / "record"
     results = ranks(
         2, f"{HERE}:trained_and_served", sizes, python(tmp_path / "bin", record), tmp_path
@@ -148,7 +152,10 @@ def test_servers_draw_with_the_weights_of_every_step(
     if "tp" in sizes:
         assert results[0] == results[1]
     paths = [json.loads(line)[0] for line in record.read_text().splitlines()]
-    assert paths.count("/update_weights_from_disk") == (2 if "tp" in sizes else 4)
+    servers = 1 if "tp" in sizes else 2
+    assert paths.count("/update_weights_from_disk") == 2 * servers
+    assert paths.count("/release_memory_occupation") == 2 * servers
+    assert paths.count("/resume_memory_occupation") == servers
     words = (tmp_path / "server.0.log").read_text()
     assert "Traceback" not in words
 

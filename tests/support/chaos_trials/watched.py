@@ -22,7 +22,7 @@ class Outcome:
     """Everything that must not depend on how often a trial was disturbed."""
 
     final: dict[str, Any]
-    """`Site.outcome`: files, export, ledger, metrics, results."""
+    """`Site.outcome`: files, export, ledger, metrics, results, evaluations."""
     batches: dict[int, Items]
     """Items of each step, as committed."""
     state: str
@@ -32,7 +32,7 @@ class Outcome:
         """The differences, in words; empty if there are none."""
         found = [
             f"{where}: {name}"
-            for where in ("files", "metrics")
+            for where in ("files", "metrics", "evaluations")
             for name in _differing(self.final[where], other.final[where])
         ]
         for name in ("export", "ledger", "results"):

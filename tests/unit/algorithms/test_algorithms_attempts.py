@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from slurmrl.algorithms.reward.attempts import majorities, pass_at_k, vote_of, wilson
-from slurmrl.algorithms.reward.interface import attempt_stats
+from slurmrl.algorithms.reward.interface import score_records
 from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema import Dataset, Evaluation
 
@@ -152,23 +152,28 @@ def test_wilson_solves_the_score_equation() -> None:
             assert z == pytest.approx(1.959963984540054, rel=1e-6)
 
 
-def test_each_prompt_counts_once() -> None:
+def test_each_prompt_has_a_line_with_its_rates() -> None:
     """Two prompts with 3 completions: all correct; one correct, out of two equal wrong ones."""
     settings = evaluation(n=3, pass_score=0.5)
     assert settings.attempts == (1, 2, 3)
     texts = ["4", "4", "4", "5", "7", "7"]
-    stats = attempt_stats([3, 3], [1.0, 0.5, 1.0, 1.0, 0.4, 0.0], texts, settings)
-    passed = {"pass@1": 1 + 1 / 3, "pass@2": 1 + 2 / 3, "pass@3": 2.0}
-    sums = passed | {"maj@2": 1 + 1 / 3, "maj@3": 1.0}
-    assert stats == {name: (pytest.approx(total), 2.0) for name, total in sums.items()}
-    assert attempt_stats([], [], [], settings)["maj@3"] == (0.0, 0.0)
-    first = evaluation(n=3, pass_score=1.0, vote_pattern="#.")
-    voted = attempt_stats([3], [1.0, 0.0, 0.0], ["#1 a", "b", "c"], first)
-    assert voted["maj@3"] == (1.0, 1.0)
+    rewards = [1.0, 0.5, 1.0, 1.0, 0.4, 0.0]
+    first, second = score_records(["p@0", "a@b@0"], [3, 3], rewards, texts, settings).values()
+    always = dict.fromkeys(settings.rates, 1.0)
+    assert first == {"rewards": [1.0, 0.5, 1.0], "reward": 2.5 / 3, **always}
+    passed = {"pass@1": 1 / 3, "pass@2": 2 / 3, "pass@3": 1.0}
+    rates = passed | {"maj@2": 1 / 3, "maj@3": 0.0}
+    own = {"rewards": [1.0, 0.4, 0.0], "reward": 1.4 / 3}
+    assert second == own | {name: pytest.approx(rate) for name, rate in rates.items()}
+    assert score_records([], [], [], [], settings) == {}
+    voting = evaluation(n=3, pass_score=1.0, vote_pattern="#.")
+    voted = score_records(["p@0"], [3], [1.0, 0.0, 0.0], ["#1 a", "b", "c"], voting)
+    assert voted["p@0"]["maj@3"] == 1.0
 
 
-def test_one_completion_has_no_further_metrics() -> None:
-    assert attempt_stats([1, 1], [1.0, 0.0], ["a", "b"], evaluation(pass_score=1.0)) == {}
+def test_one_completion_has_no_rates() -> None:
+    lines = score_records(["p@0"], [1], [0.5], ["a"], evaluation(pass_score=1.0))
+    assert lines == {"p@0": {"rewards": [0.5], "reward": 0.5}}
     settings = evaluation(n=8, pass_score=1.0)
     assert settings.attempts == (1, 2, 4, 8)
     agreed = ("maj@2", "maj@4", "maj@8")

@@ -327,6 +327,10 @@ def test_each_completion_of_a_prompt_is_judged(make_world: MakeWorld) -> None:
     assert result.sample.lengths == {"rewards": [[1, 1], [1, 1]]}
     assert result.sample.tensor("rewards").tolist() == [1.0, 0.0, 0.0, 0.0]
     assert result.stats == {"reward": (1.0, 4.0)}
+    assert result.records == {}, "this is training"
+    held_out = RuleRewardInterface().inference(None, group, evaluating(context, n=2)).records
+    first, second = {"rewards": [1.0, 0.0], "reward": 0.5}, {"rewards": [0.0, 0.0], "reward": 0.0}
+    assert held_out == {"a@0": first, "b@0": second}
     shown = [(row["id"], row["index"], row["completion"], row["answer"]) for row in result.texts]
     assert shown == [("a@0", 0, "3", "3"), ("a@0", 1, "8", "3"), ("b@0", 0, "8", "9")]
     wrong = rewarded(context, "nan_for_the_second")
@@ -395,6 +399,10 @@ def test_sft_reports_the_mean_over_answer_tokens_and_lowers_it(make_world: MakeW
     wanted = -float(logp[~sample.tensor("prompt_mask")].mean())
     held_out = interface.inference(world.actor, sample, context).stats["loss"]
     assert held_out == (pytest.approx(4 * wanted, rel=1e-5), 4.0)
+    lines = interface.inference(world.actor, sample, context).records
+    assert [line["tokens"] for line in lines.values()] == [3, 1]
+    total = sum(line["logprob"] for line in lines.values())
+    assert total == pytest.approx(-4 * wanted, rel=1e-5)
     losses = []
     for _ in range(10):
         stats = interface.train_step(world.actor, sample, context).stats

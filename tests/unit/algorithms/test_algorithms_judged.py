@@ -15,10 +15,11 @@ from slurmrl.algorithms.dpo.interface import DPOInterface, dpo_loss
 from slurmrl.algorithms.dpo.schema import DPO
 from slurmrl.algorithms.kto.interface import KTOInterface, batch_kl, kto_loss
 from slurmrl.algorithms.kto.schema import KTO
+from slurmrl.algorithms.offline.estimates import summarize
 from slurmrl.algorithms.reward_model.interface import RewardModelInterface, score_loss
 from slurmrl.algorithms.reward_model.schema import RewardModel
 from slurmrl.algorithms.sequences import ReferenceInterface, nth_sequences
-from slurmrl.config.schema import Model, Optimizer
+from slurmrl.config.schema import Config, Dataset, Evaluation, Model, Optimizer
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.parallel.groups import ParallelContext
@@ -72,10 +73,11 @@ def expected_dpo(logp: Tensor, sample: SequenceSample, dpo: DPO) -> float:
     refs = iter(sample.tensor("ref_logps").tolist())
     total = 0.0
     for item in answers(logp, sample.lengths["input_ids"]):
+        entropies = [-sum(tokens) / len(tokens) for tokens in item]
         ratios = [sum(tokens) - (next(refs) * (not dpo.reference_free)) for tokens in item]
         if dpo.length_normalized:
             ratios = [ratio / len(tokens) for ratio, tokens in zip(ratios, item, strict=True)]
-        own = 0.0
+        own = dpo.sft_coef * sum(entropies[::2])
         for chosen, rejected in zip(ratios[::2], ratios[1::2], strict=True):
             h = chosen - rejected
             if dpo.loss == "ipo":
@@ -124,6 +126,7 @@ DPOS = (
     DPO(batch_size=3, loss="hinge", beta=0.7),
     DPO(batch_size=3, reference_free=True, beta=0.5),
     DPO(batch_size=3, loss="ipo", beta=0.5, length_normalized=True),
+    DPO(batch_size=3, sft_coef=0.3),
 )
 
 
@@ -165,6 +168,12 @@ def test_dpo_reports_what_it_has_learnt() -> None:
 def test_label_smoothing_needs_the_sigmoid_loss() -> None:
     with pytest.raises(ValueError, match="no meaning for loss 'ipo'"):
         DPO(batch_size=1, loss="ipo", label_smoothing=0.1)
+
+
+def test_a_negative_coefficient_is_refused() -> None:
+    """It would make the chosen answers less likely."""
+    with pytest.raises(ValueError, match="sft_coef"):
+        DPO(batch_size=1, sft_coef=-0.1)
 
 
 def expected_kto(logp: Tensor, sample: SequenceSample, kl: float, kto: KTO) -> float:
@@ -316,6 +325,30 @@ def test_steps_learn_and_evaluation_agrees(
     assert after["loss"] < before["loss"]
     margin = "margin" if head == "value" else "rewards/margins"
     assert after[margin] > before[margin] + 0.01
+
+
+@pytest.mark.parametrize(("algorithm", "interface", "lengths", "head"), CASES)
+def test_the_scores_of_an_evaluation_s_items_add_up_to_its_metrics(
+    algorithm: Any, interface: Any, lengths: list[list[int]], head: Any
+) -> None:
+    """Each item has a line, and what the schema measures is among its scores."""
+    sample = batch_of(lengths)
+    result = interface().inference(engine(head), sample, context(algorithm))
+    lines, found = [result.records[name] for name in sample.ids], means(result)
+    if isinstance(algorithm, KTO):
+        for kind, desirable in (("chosen", True), ("rejected", False)):
+            rewards = [line["reward"] for line in lines if line["desirable"] is desirable]
+            mean = sum(rewards) / len(rewards)
+            assert mean == pytest.approx(found[f"rewards/{kind}"], rel=1e-4, abs=1e-6)
+        return
+    evaluation = Evaluation(dataset=Dataset(type="preference", path="rows"))
+    config = Config.model_construct(evaluation=evaluation)
+    measures = algorithm.evaluation_measures(config)
+    for name, estimate in summarize(lines, measures).estimates.items():
+        assert estimate.value == pytest.approx(found[name], rel=1e-4, abs=1e-6)
+    assert len(measures) == 2
+    pairs = [len(line["chosen"]) for line in lines]
+    assert pairs == [len(item) // 2 for item in sample.lengths["input_ids"]]
 
 
 def test_the_divergence_of_kto_is_that_of_the_mismatched_answers() -> None:

@@ -221,6 +221,13 @@ def test_what_is_not_a_number_is_no_estimate() -> None:
     assert math.isnan(of_likelihood(nothing).estimates["perplexity"].value)
 
 
+@pytest.mark.parametrize(("size", "center"), [(1e200, 5e199), (1.5e308, math.nan)])
+def test_sums_that_overflow_make_no_estimate(size: float, center: float) -> None:
+    """Of perplexities of a user's own, for example: a diverged model must not end the run."""
+    found = mean([0.0, size, size, 0.0] if size > 1e300 else [0.0, size])
+    assert found == pytest.approx((center, math.nan, math.nan), nan_ok=True)
+
+
 def test_perplexity_weighs_tokens() -> None:
     lines = [{"id": "a", "logprob": -2.0, "tokens": 1}, {"id": "b", "logprob": -4.0, "tokens": 5}]
     estimates = of_likelihood(lines).estimates

@@ -209,6 +209,13 @@ def test_rates_are_shown_with_their_confidence_intervals() -> None:
         "eval/pass@8/low": 0.42,
         "eval/pass@8/high": 0.58,
         "eval/maj@8": 0.25,
+        "eval/margin": -0.5,
+        "eval/margin/low": -1.0,
+        "eval/margin/high": -0.1,
         "reward": 1.0,
+        "eval/reward": 0.5,
+        "eval/reward/low": None,
+        "eval/reward/high": None,
     }
-    assert render.metrics(values) == "reward 1  eval/pass@8 0.5 (0.42-0.58)"
+    shown = "eval/pass@8 0.5 (0.42 to 0.58)  eval/margin -0.5 (-1 to -0.1)"
+    assert render.metrics(values) == f"reward 1  eval/reward 0.5  {shown}"

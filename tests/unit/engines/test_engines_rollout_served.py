@@ -66,6 +66,12 @@ class ScriptedDialect(Dialect):
     async def version(self) -> str:
         return self.held
 
+    async def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    async def wake(self) -> None:
+        self.calls.append("wake")
+
     async def health(self) -> None:
         self.calls.append("health")
 
@@ -127,6 +133,31 @@ def test_tokens_of_weights_that_were_not_installed_are_refused() -> None:
         dialect.held = "default"
         with pytest.raises(RunFailedError, match=r"holds version default instead of 1\.1"):
             await engine.health()
+
+    run(main())
+
+
+def test_a_server_that_sleeps_wakes_before_it_gets_weights() -> None:
+    """Until then it has no version, so requests wait and its health does not depend on one."""
+
+    async def main() -> None:
+        dialect = ScriptedDialect()
+        engine = await ready(dialect)
+        await engine.sleep()
+        assert engine.version is None
+        dialect.held = "lost"
+        await engine.health()
+        future = engine.submit(request())
+        await settle()
+        assert dialect.draws == {}
+        await engine.update_weights(WeightVersion(name="2.1"))
+        await engine.update_weights(WeightVersion(name="3.1"))
+        loads = ["pause", "load 2.1", "resume", "pause", "load 3.1", "resume"]
+        calls = [call for call in dialect.calls if not call.startswith("draw")]
+        assert calls == ["sleep", "health", "wake", *loads]
+        await settle()
+        dialect.draws["r-0"].set_result(replace(completion(), versions=("3.1",) * 3))
+        await future
 
     run(main())
 

@@ -21,7 +21,9 @@ from slurmrl.errors import RunFailedError, UsageError
 DEADLINE_S = 60.0
 FAMILY = """
 import os, subprocess, sys, time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+memory = SharedMemory(create=True, size=64, name=f"slurmrl_test_{os.getpid()}")
 sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
 own = subprocess.Popen(sleeper, start_new_session=True)  # a daemon
 child = subprocess.Popen(sleeper)
@@ -68,6 +70,11 @@ def family(folder: Path) -> dict[str, int]:
     return {name: int((folder / name).read_text()) for name in names}
 
 
+def shared_memory(pids: dict[str, int]) -> Path:
+    """The shared memory of the server."""
+    return Path("/dev/shm", f"slurmrl_test_{pids['server']}")
+
+
 def runs(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -82,24 +89,30 @@ def wait_for_ends(pids: dict[str, int]) -> None:
 
 
 def test_closing_ends_every_process_of_a_server_daemons_included(tmp_path: Path) -> None:
-    """Closing ends what the server started, and its log is private."""
+    """Closing ends what the server started and frees its shared memory; its log is private."""
     process = start(tmp_path)
     pids = family(tmp_path)
+    assert shared_memory(pids).exists()
     process.close()
     assert [name for name, pid in pids.items() if runs(pid)] == []
+    assert not shared_memory(pids).exists()
     assert (tmp_path / "logs" / "server.log").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("killed", ["owner", "server"])
 def test_nothing_outlives_a_kill(tmp_path: Path, killed: str) -> None:
-    """Whether the owner or the server is killed, no process of the server is left."""
+    """Whether the owner or the server is killed, no process of the server is left, nor its shared
+    memory."""
     with (tmp_path / "owner.log").open("wb") as output:
         owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stderr=output)
-    pids = family(tmp_path)
-    os.kill({"owner": owner.pid, **pids}[killed], signal.SIGKILL)
-    wait_for_ends(pids)
-    owner.kill()
-    owner.wait()
+    try:
+        pids = family(tmp_path)
+        os.kill({"owner": owner.pid, **pids}[killed], signal.SIGKILL)
+        wait_for_ends(pids)
+        wait_for("the end of its shared memory", lambda: not shared_memory(pids).exists())
+    finally:
+        owner.kill()
+        owner.wait()
 
 
 def test_a_killed_warden_takes_the_server_with_it(tmp_path: Path) -> None:
@@ -114,6 +127,7 @@ def test_a_killed_warden_takes_the_server_with_it(tmp_path: Path) -> None:
     process.close()
     os.kill(pids.pop("daemon"), signal.SIGKILL)
     wait_for_ends(pids)
+    shared_memory(pids).unlink(missing_ok=True)  # its resource tracker may have ended with the rest
 
 
 def test_the_end_of_a_server_is_described_with_its_last_words(tmp_path: Path) -> None:

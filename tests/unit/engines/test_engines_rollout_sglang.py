@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout.base import Completion
-from slurmrl.engines.rollout.dialect import Draw, ServedModel
+from slurmrl.engines.rollout.base import Completion, WeightVersion
+from slurmrl.engines.rollout.dialect import Draw
+from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.sglang import SglangDialect, read_reply
 from slurmrl.errors import RunFailedError, UsageError
@@ -53,6 +56,9 @@ class ScriptedServer(HttpClient):
         self.info = info
         self.asked: list[Mapping[str, Any]] = []
         self.version = "1.1"
+        self.posted: list[str] = []
+        self.busy = False
+        """Whether a batch does not end."""
         self.begun = asyncio.Event()
         self._ended: asyncio.Event = asyncio.Event()
 
@@ -67,10 +73,13 @@ class ScriptedServer(HttpClient):
         timeout_s: float | None,
         bounded: bool = False,
     ) -> object:
+        self.posted.append(path)
+        if path.startswith("/flush_cache") and self.busy:
+            raise UsageError("HTTP status 400: there are pending requests")
         if path in ("/pause_generation", "/abort_request"):
             self._ended.set()
         if path != "/generate":
-            return {}
+            return {"success": True}
         assert body is not None
         for token in body["sampling_params"].get("logit_bias", {}):
             if int(token) >= VOCABULARY:  # what 0.5.20 says
@@ -154,7 +163,7 @@ def test_wrong_replies_are_refused(answer: object, message: str) -> None:
 @pytest.mark.parametrize(
     ("info", "message"),
     [
-        ({**INFO, "version": "0.5.19"}, "SGLang 0.5.19; at least 0.5.20"),
+        ({**INFO, "version": "0.5.19"}, "SGLang 0.5.19 is too old; at least 0.5.20"),
         ({**INFO, "enable_custom_logit_processor": True}, "--enable-custom-logit-processor"),
     ],
 )
@@ -185,3 +194,24 @@ def test_a_server_of_another_model_is_refused_before_it_gets_requests(
         with pytest.raises(UsageError, match=message):
             asyncio.run(dialect.connect())
     assert server.asked == []
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_weights_and_sleep_wait_until_no_batch_runs(tmp_path: Path, busy: bool) -> None:
+    """In the middle of a batch SGLang would end, or refuse the update as if the weights were wrong.
+    A batch that does not end is a failure of the server, not a user's error."""
+
+    async def work() -> list[str]:
+        server = ScriptedServer({**INFO, "weight_version": "2.1"})
+        dialect = SglangDialect(server, model=MODEL)
+        await dialect.connect()
+        server.posted.clear()
+        server.busy = busy
+        for act in (dialect.load(WeightVersion(name="2.1", folder=tmp_path)), dialect.sleep()):
+            with pytest.raises(RunFailedError, match="not idle") if busy else nullcontext():
+                await act
+        return server.posted
+
+    idle = "/flush_cache?timeout=30"
+    changes = ["/update_weights_from_disk", "/release_memory_occupation"]
+    assert asyncio.run(work()) == ([idle, idle] if busy else [idle, changes[0], idle, changes[1]])

@@ -12,7 +12,7 @@ import pytest
 
 from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.base import Completion, WeightVersion
-from slurmrl.engines.rollout.dialect import ServedModel
+from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.vllm import VllmDialect, read_reply
 from slurmrl.engines.rollout.vllm_server import command

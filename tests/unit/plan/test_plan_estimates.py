@@ -17,7 +17,7 @@ from slurmrl.models import flops as decoder_flops
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.ops import logprobs
-from slurmrl.plan.estimates import costs, hardware, memory
+from slurmrl.plan.estimates import costs, gpus, hardware, memory
 from slurmrl.plan.estimates.flops import call_flops
 from slurmrl.plan.estimates.lengths import Lengths
 from slurmrl.plan.estimates.memory import (
@@ -323,7 +323,7 @@ def test_memory_of_a_gpu(kind: str | None, memory: str | None, size: int | None)
 def test_models_on_one_gpu_add_up_and_their_calls_take_turns(plan_ppo: Load) -> None:
     settings = plan_ppo()
     found = costs.memories(settings)
-    fullest = costs.fullest_gpu(settings)
+    fullest = gpus.fullest_gpu(settings)
     passing = max(max(one.computing, one.kv_cache) for one in found.values())
     assert fullest.size == sum(one.standing for one in found.values()) + passing
     gradients = sum(one.gradients for one in found.values())

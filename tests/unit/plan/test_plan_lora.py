@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import pytest
 from slurmrl.allocation import parse
 from slurmrl.engines.planned import planned_layout
 from slurmrl.errors import ConfigError
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.writer import begin
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
 from slurmrl.paths import RunPaths, user_name
@@ -159,9 +163,64 @@ def test_what_cannot_have_adapters_is_refused(
     assert message in found[key]
 
 
-def test_a_trial_whose_exports_are_adapters_is_no_start_model(load: Load, folder: Path) -> None:
-    """The message says how to make one."""
-    exports = RunPaths.of(folder / "runs", user_name(), "other", "1").exports
-    (exports / "step-00000003-adapter").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="slurmrl export other/1 --form merged"):
-        load("actor.path=trial:other/1")
+def committed(folder: Path, *steps: int) -> RunPaths:
+    """A trial with checkpoints of these steps."""
+    paths = RunPaths.of(folder / "runs", user_name(), "other", "1")
+    paths.history.mkdir(parents=True)
+    writer = begin(History(paths.history), {})
+    for step in steps:
+        writer.append(Kind.COMMIT, {"step": step, "directory": f"step-{step:08d}.1"})
+    return paths
+
+
+MERGE = r"slurmrl export other/1 --step {} --form merged"
+
+
+@pytest.mark.parametrize(
+    ("names", "reference", "message"),
+    [
+        (["3-adapter"], "", rf"newest export .* of step 3, is an adapter; .*: {MERGE.format(3)}$"),
+        (["3-adapter"], "@3", rf"\(exports in .*: 3 \(adapter\)\), .*: {MERGE.format(3)}$"),
+        (["3-adapter"], "@2", rf"{MERGE.format(2)}$"),
+        (["2", "3-adapter"], "", rf"{MERGE.format(3)}, or name an older one: trial:other/1@2$"),
+        (["1", "3-adapter"], "@2", rf"in .*: 1, 3 \(adapter\)\), .*: {MERGE.format(2)}$"),
+        (["4-critic-adapter"], "", r"first let that trial finish: slurmrl submit <.*>$"),
+    ],
+)
+def test_an_adapter_is_no_start_model(
+    load: Load, folder: Path, names: list[str], reference: str, message: str
+) -> None:
+    """The message says how to make one, by a command that does it: of that step, and whole. An
+    older whole model does not silently take the place of a newer adapter."""
+    paths = committed(folder, 2, 3)
+    for name in names:
+        step, _, rest = name.partition("-")
+        (paths.exports / f"step-{int(step):08d}{rest and '-'}{rest}").mkdir(parents=True)
+    with pytest.raises(ConfigError) as refused:
+        load(f"actor.path=trial:other/1{reference}")
+    (problem,) = [each for each in refused.value.problems if each.key == "actor.path"]
+    assert re.search(message, problem.message), problem.message
+
+
+@pytest.mark.parametrize(
+    ("values", "merges"),
+    [
+        ("{actor: {lora: {rank: 2}}, checkpoint: {export_form: adapter}}", True),
+        ("{actor: {lora: null}, checkpoint: {export_form: adapter}}", False),
+        ("{actor: null}", False),
+        ("actor: [", False),
+    ],
+)
+def test_a_trial_that_will_export_an_adapter_is_no_start_model(
+    load: Load, folder: Path, values: str, merges: bool
+) -> None:
+    """Its configuration says so before it has an export, if it can be read."""
+    committed(folder, 2).config.write_text(values)
+    for reference, command in (
+        ("", "slurmrl export other/1"),
+        ("@2", "slurmrl export other/1 --step 2"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            load(f"actor.path=trial:other/1{reference}")
+        (problem,) = [each for each in refused.value.problems if each.key == "actor.path"]
+        assert problem.message.endswith(f"{command} --form merged") == merges, problem.message

@@ -8,7 +8,8 @@ import pytest
 
 from slurmrl.errors import ConfigError
 from slurmrl.plan.checks.memory import refusal
-from slurmrl.plan.estimates.costs import fullest_gpu, memories
+from slurmrl.plan.estimates.costs import memories
+from slurmrl.plan.estimates.gpus import fullest_gpu
 from slurmrl.plan.estimates.hardware import GIB, margin
 from slurmrl.plan.estimates.host import worker_bytes
 from slurmrl.plan.settings import Settings

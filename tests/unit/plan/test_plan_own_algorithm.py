@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from slurmrl.config.load import dump
 from slurmrl.errors import ConfigError, Problem
 from slurmrl.plan.build import make_plan
+from slurmrl.plan.checks.sections import known_metrics
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.recover import differences
 from slurmrl.submission import own_code
@@ -223,6 +225,11 @@ def test_a_file_must_not_hide_another_module(load_own: Load, folder: Path) -> No
         ('own = f"{__name__}:Own"', "own = config.nothing", "has no attribute 'nothing'"),
         ("class Own(", "class Own(Nothing, ", "name 'Nothing' is not defined (my_algorithm.py"),
         (
+            "def calls",
+            'def evaluation_measures(self, config): return {"beauty": "mean"}\n    def calls',
+            "returns 'beauty': 'mean', must be the name of a metric with one of Measure.MEAN, Me",
+        ),
+        (
             "strength: PositiveFloat = 1.0",
             "epochs: float = 0.5",
             "has the name of AlgorithmSchema.epochs",
@@ -242,6 +249,19 @@ def test_what_a_run_cannot_record_is_refused(load_own: Load, code: Path) -> None
     passing = ("strength:", "one_pass: ClassVar = True\n    strength:")
     filtering = ("Method.INFERENCE", "Method.FILTER")
     assert "with one_pass, a step cannot replace" in broken(load_own, code, passing, filtering)
+
+
+def test_measures_are_those_of_evaluations(load_own: Load, code: Path) -> None:
+    """A stop condition may name them; without evaluations the algorithm is not asked for them."""
+    measures = 'return {f"beauty of {config.evaluation.n}": Measure.MEAN}'
+    text = CODE.replace("import Call,", "import Call, Measure,").replace(
+        "    def calls",
+        f"    def evaluation_measures(self, config):\n        {measures}\n\n    def calls",
+    )
+    code.write_text(text)
+    known = known_metrics(*attrgetter("config", "algorithm")(load_own("evaluation.n=4")))
+    assert {"eval/beauty of 4", "eval/beauty of 4/low", "eval/beauty of 4/high"} <= set(known)
+    assert load_own("evaluation=null").config.evaluation is None
 
 
 def test_training_in_a_single_pass_needs_a_number_of_steps(load_own: Load, code: Path) -> None:

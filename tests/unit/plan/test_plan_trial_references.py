@@ -146,6 +146,25 @@ def test_a_trial_without_checkpoints_is_to_be_submitted(judge: Judge) -> None:
     assert "other/1 has no checkpoint yet; first submit it: slurmrl submit <the conf" in message
 
 
+@pytest.mark.parametrize(
+    ("own", "trial", "which"),
+    [
+        ("", "1", ""),
+        ("", "teacher", " trial=teacher"),
+        ("trial: a", "a", ""),
+        ("trial: a", "1", " trial=1"),
+    ],
+)
+def test_the_command_that_is_proposed_makes_the_trial_that_is_missing(
+    judge: Judge, own: str, trial: str, which: str
+) -> None:
+    """Also where the configuration of its experiment makes another one by default."""
+    file = judge.root / "teacher.yaml"
+    file.write_text(f"experiment: other\n{own}\n")
+    for at in ("", "@last"):
+        assert f"slurmrl submit {file}{which};" in f"{judge.problem(f'trial:other/{trial}{at}')};"
+
+
 def test_a_model_that_is_trained_starts_from_an_export(judge: Judge) -> None:
     """A frozen one beside it may be a checkpoint, and so may all models of a trial without
     steps."""

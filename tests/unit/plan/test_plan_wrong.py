@@ -87,11 +87,16 @@ KINDS = {
         "1e-06 is not allowed: the longest sequence, ",
         "rollout.episode={name: 'my:own', cache_gib: 1.0e-6}",
     ),
-    "a cache of split models": wrong(
+    "a cache of servers": wrong(
         "rollout.episode.cache_gib",
-        "is not allowed with 'native:d2t2' and implementation builtin; it needs the built-in "
-        "decoder (fsdp or native) and a layout of d alone",
-        *("rollout.episode={name: 'my:own', cache_gib: 1}", "rollout.backend=native:d2t2"),
+        "is not allowed with 'sglang:d4' and implementation builtin; it needs the built-in "
+        "decoder (fsdp or native)",
+        *("rollout.episode={name: 'my:own', cache_gib: 1}", "rollout.backend=sglang:d4"),
+    ),
+    "a cache of a rank of a split model for less than a sequence": wrong(
+        "rollout.episode.cache_gib",
+        "1e-06 is not allowed: the longest sequence, ",
+        *("rollout.episode={name: 'my:own', cache_gib: 1.0e-6}", "rollout.backend=native:d2t2"),
     ),
     "a cache without turns": wrong(
         "rollout.episode", "cache_gib is not allowed with name: single_turn",

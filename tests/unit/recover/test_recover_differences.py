@@ -61,7 +61,12 @@ def test_all_differences_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "differs"),
-    [(", every_steps: 3}", []), (", at_start: false}", []), (", samples: 3}", ["samples"])],
+    [
+        (", every_steps: 3}", []),
+        (", at_start: false}", []),
+        (", keep_last: 2}", []),
+        (", samples: 3}", ["samples"]),
+    ],
 )
 def test_how_often_is_evaluated_may_change(tmp_path: Path, change: str, differs: list[Any]) -> None:
     lines = differences(

@@ -15,6 +15,7 @@ import pytest
 from slurmrl.errors import UnusableRowError, UsageError
 from slurmrl.rewards.code import CodeReward
 from slurmrl.rewards.code_cases import program_of, same_output, same_value
+from slurmrl.rollouts.tools.python import PythonTool
 from tests.support import apptainer
 
 Make = Callable[..., CodeReward]
@@ -285,6 +286,9 @@ def test_options_are_checked() -> None:
             CodeReward(memory_mib=limit)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="score 'any' is not allowed; allowed: all, share"):
         CodeReward(score="any")  # type: ignore[arg-type]
+    for user in (CodeReward, PythonTool):
+        with pytest.raises(UsageError, match="namespaces 'on' is not allowed; allowed: auto, "):
+            user(namespaces="on")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

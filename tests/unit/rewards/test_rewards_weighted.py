@@ -149,6 +149,7 @@ def test_a_sum_that_is_no_float32_is_an_error(
         ({"name": "math", "pool": {}}, "pool is not allowed with 'math'"),
         ({"parts": {"a": {"name": "math", "pool": {}}}}, "pool is not allowed with 'math'"),
         ({"parts": {"a b": {"name": "math"}}}, "a part has a name of 1 to 64 letters"),
+        ({"parts": {"low": {"name": "math"}}}, "reward/low is the low end of the confidence"),
         ({"parts": {"a": {"name": "math", "weight": float("inf")}}}, "finite"),
         ({"parts": {"a": {"name": "math", "where": {"x": None}}}}, "where"),
     ],

@@ -74,16 +74,21 @@ def test_summary(tmp_path: Path) -> None:
         assert words in done.stdout
 
 
-@pytest.fixture(scope="module")
-def learning() -> ModuleType:
-    path = ROOT / "scripts" / "bench" / "learning.py"
-    spec = importlib.util.spec_from_file_location("learning", path)
+def module_of(name: str) -> ModuleType:
+    """A program of scripts/bench, imported."""
+    path = ROOT / "scripts" / "bench" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["learning"] = module  # where dataclasses look up their types
+    sys.modules[name] = module  # where dataclasses look up their types
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def learning() -> ModuleType:
+    return module_of("learning")
 
 
 def entry_of(learning: ModuleType, name: str) -> Any:
@@ -138,3 +143,40 @@ def test_benchmarks_explain_themselves(name: str) -> None:
         )
         assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_the_generation_benchmark_asks_for_the_interpreter_of_a_server() -> None:
+    """An engine in an environment of its own is refused by name before anything is measured."""
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "generate.py")]
+    done = subprocess.run(
+        [*command, "--engines", "native", "vllm"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].endswith("--engines vllm needs --vllm-python")
+
+
+CHILD = """
+import sys, time
+memory = bytearray(int(sys.argv[1]) << 20)
+while time.process_time() < float(sys.argv[2]):
+    pass
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_usage_counts_a_child_while_it_runs_and_once_it_has_ended() -> None:
+    """A server's CPU time and memory are in its row, however its processes end."""
+    tree = module_of("process_tree")
+    before = tree.usage()
+    command = [sys.executable, "-c", CHILD, "64", "0.3"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        alive = tree.usage()
+        child.communicate()
+    ended = tree.usage()
+    assert min(alive.cpu_s, ended.cpu_s) - before.cpu_s >= 0.25
+    assert alive.peak_kib - before.peak_kib >= 64 << 10
+    assert ended.resident_kib - before.resident_kib < 64 << 10

@@ -12,7 +12,7 @@ import pytest
 from slurmrl.errors import ConfigError, EnvironmentFailure, UsageError
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
-from slurmrl.history.writer import end
+from slurmrl.history.writer import begin, end
 from slurmrl.paths import RunPaths
 from slurmrl.submission import copying, git, own_code, snapshot
 from slurmrl.submission.proposal import Proposal, propose, propose_resume
@@ -253,6 +253,63 @@ def test_update_code_takes_the_present_code(
     submit(propose_resume(paths, []))
     assert [request.code for request in scheduler.requests] == [paths.code, second, second]
     assert snapshot.current(paths) == 2
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "lacks", "value", "difference"),
+    [
+        (
+            "{name: grpo, batch_size: 8, kl: {coef: 0.0}}",
+            "  mask_truncated: false\n",
+            "algorithm.mask_truncated=true",
+            "mask_truncated: False in the trial, True now",
+        ),
+        (  # its default follows from the reward
+            "{name: evaluate, batch_size: 8}",
+            "  pass_score: 1.0\n",
+            "algorithm.pass_score=0.5",
+            "pass_score: 1.0 in the trial, 0.5 now",
+        ),
+    ],
+    ids=["constant", "derived"],
+)
+def test_update_code_of_a_trial_that_lacks_a_setting(
+    user: Path,
+    scheduler: FakeScheduler,
+    algorithm: str,
+    lacks: str,
+    value: str,
+    difference: str,
+) -> None:
+    """The present algorithm has a setting that it did not have when the trial was submitted. The
+    trial continues with the setting's default, and with no other value."""
+    prompts = ("dataset.type=prompt", "reward={name: exact_match}")
+    paths = submit(proposed(user, f"algorithm={algorithm}", *prompts)).paths
+    log = History(paths.history)
+    begin(log, {}).append(Kind.COMMIT, {"step": 1, "directory": "step-00000001.1"})
+    end(log, Kind.CANCELLED, {})
+    scheduler.tasks = []
+    text = paths.config.read_text()
+    assert lacks in text
+    paths.config.write_text(text.replace(lacks, ""))
+    (paths.code / "slurmrl" / "keys.py").write_text("OLD = 1\n")
+    with pytest.raises(UsageError, match=difference):
+        submit(propose_resume(paths, [value], update_code=True))
+    assert submit(propose_resume(paths, [], update_code=True)).resumed_step == 1
+    assert paths.config.read_text() == text
+
+
+def test_a_trial_without_a_commit_takes_the_code_of_another_episode(
+    user: Path, scheduler: FakeScheduler
+) -> None:
+    episode = "rollout.episode={{name: multi_turn, environment: {{name: '{}:World'}}}}"
+    for module in ("first_world", "second_world"):
+        (user / f"{module}.py").write_text("class World: ...\n")
+    paths = submit(proposed(user, episode.format("first_world"))).paths
+    end(History(paths.history), Kind.CANCELLED, {})
+    scheduler.tasks = []
+    submit(proposed(user, episode.format("second_world")))
+    assert "second_world.py" in copied(paths.snapshot(snapshot.current(paths)))
 
 
 def test_code_is_changed_together_with_the_snapshot(user: Path, scheduler: FakeScheduler) -> None:

@@ -28,6 +28,7 @@ from slurmrl.parallel.topology import ProcessTopology
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.workers.messages import Done, LoadBatch, Ready, RunCall, Save, Saved
+from slurmrl.workers.parts import read_parts
 from slurmrl.workers.worker import executor as executor_module
 from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.reallocation import Reallocations
@@ -121,6 +122,7 @@ class FakeInterface(Interface):
             SequenceSample.from_default([1] * sample.bs, sample.ids, {"rewards": rewards}),
             {"reward": (0.5 * sample.bs, float(sample.bs))},
             [{"id": one} for one in sample.ids[:1]],
+            records={name: {"score": 0.5} for name in sample.ids},
         )
 
     generate = inference
@@ -202,7 +204,8 @@ class Ranks:
         return [executor.load(order) for executor in self.executors]
 
     def call(self, name: str, *, evaluation: bool = False) -> list[Done]:
-        order = RunCall(step=3, name=name, scalars={"kl_coef": 0.1}, evaluation=evaluation)
+        scalars = {"kl_coef": 0.1}
+        order = RunCall(step=3, name=name, scalars=scalars, evaluation=evaluation, part="part")
         return [executor.call(order) for executor in self.executors]
 
     def parts(self) -> list[tuple[str, ...]]:
@@ -390,6 +393,26 @@ def test_evaluation_reads_the_held_out_items(make_ranks: Callable[..., Ranks]) -
     assert ranks.dataset.reads == []
     assert len(ranks.held_out.reads) == 2
     assert ranks.interfaces[0].given[0][2].evaluation is True
+
+
+def test_calls_of_an_evaluation_write_the_scores_of_their_items(
+    make_ranks: Callable[..., Ranks], paths: RunPaths
+) -> None:
+    """A file for each share, named by the rank that leads it; those of training write nothing. A
+    rank without items has nothing to write."""
+    ranks = make_ranks(4, sizes={"dp": 2, "tp": 2})
+    ranks.load([[0, 1], [0, 2], [0, 3]], evaluation=True)
+    answers = ranks.call("held_out", evaluation=True)
+    assert [answer.scored for answer in answers] == [True, False, True, False]
+    assert sorted(path.name for path in paths.parts.iterdir()) == ["part.0.jsonl", "part.2.jsonl"]
+    wanted = [{"id": name, "score": 0.5} for name in ("1", "2", "3")]
+    assert read_parts(paths, "part", (0, 2)) == wanted
+    ranks.load([[0, 1]], evaluation=True)
+    assert sum(answer.scored for answer in ranks.call("held_out", evaluation=True)) == 1
+    shutil.rmtree(paths.parts)
+    ranks.load([[0, 1], [0, 2]])
+    assert not any(answer.scored for answer in ranks.call("judge"))
+    assert not paths.parts.exists()
 
 
 def test_interfaces_are_kept_and_closed_with_the_engines(make_ranks: Callable[..., Ranks]) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,9 +49,12 @@ pipe = fork_server.serve(Connection.from_fd(int(sys.argv[sys.argv.index("--pipe-
 if pipe is None:
     sys.exit(0)
 left = subprocess.Popen([sys.executable, "-c",
-    "import os, time; print(os.getpid(), flush=True); os.fork(); time.sleep(600)"],
+    "import os, time; from multiprocessing.shared_memory import SharedMemory;"
+    "memory = SharedMemory(create=True, size=64);"
+    "print(os.getpid(), memory.name, flush=True); os.fork(); time.sleep(600)"],
     stdout=subprocess.PIPE, start_new_session=True, text=True)
-pipe.send({"type": "up", "pid": os.getpid(), "left": int(left.stdout.readline())})
+number, memory = left.stdout.readline().split()
+pipe.send({"type": "up", "pid": os.getpid(), "left": int(number), "memory": memory})
 message = pipe.receive(60)
 os.kill(os.getpid(), message["signal"])
 """
@@ -137,7 +141,7 @@ def slot(tmp_path: Path) -> Iterator[Slot]:
         fork_server.close()
 
 
-def start(slot: Slot) -> dict[str, int]:
+def start(slot: Slot) -> dict[str, Any]:
     slot.fork()
     assert slot.pipe is not None
     said = slot.pipe.receive(60)
@@ -154,14 +158,18 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGRTMIN + 2])
 def test_what_a_worker_leaves_behind_goes_with_it(slot: Slot, number: int) -> None:
-    """Also what left its process group; it could hold the GPU against the next worker."""
+    """Also what left its process group; it could hold the GPU against the next worker. Its shared
+    memory does not stay in the memory of the host."""
     said = start(slot)
     assert alive(said["left"])
+    memory = Path("/dev/shm", said["memory"])
+    assert memory.exists()
     assert slot.pipe is not None
     slot.pipe.send({"type": "end", "signal": int(number)})
     assert slot.line is not None
     assert slot.line.receive(60) == {"type": "ended", "code": -int(number)}
     assert not alive(said["left"])
+    wait_until("the end of its shared memory", lambda: not memory.exists(), 60)
 
 
 def test_everything_goes_with_the_agent_s_end_of_the_line(slot: Slot) -> None:

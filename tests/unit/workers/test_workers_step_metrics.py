@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from slurmrl.algorithms.reward.attempts import wilson
 from slurmrl.graph.call import Method
 from slurmrl.plan.model import CallPlan
 from slurmrl.workers.master import step_metrics
@@ -88,13 +87,3 @@ def test_an_evaluation_keeps_all_metrics_but_the_times_of_its_calls() -> None:
         "eval/loss": 1.0,
         "time/evaluation": 3.0,
     }
-
-
-def test_an_interval_is_that_of_all_ranks_items(calls: Callable[..., CallPlan]) -> None:
-    """Not of each rank's, nor of completions."""
-    first: dict[str, Any] = {"pass@2": (3.0, 6), "reward": (3.0, 12)}
-    second: dict[str, Any] = {"pass@2": (0.0, 4)}
-    answers = {0: answer(**first), 1: answer(**second)}
-    found = step_metrics.intervals([(calls("reward_inf"), answers)], ("pass@2", "maj@2"))
-    low, high = wilson(0.3, 10)
-    assert found == {"pass@2/low": low, "pass@2/high": high}

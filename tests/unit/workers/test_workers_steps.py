@@ -88,7 +88,8 @@ def run(
         ranks = Ranks(verdict)
         channel: Any = ranks
         plan = plans(per_host=2, calls=graph, evaluation_calls=())
-        return StepRunner(channel, plan, progress, 1.0, 1), progress, ranks
+        scores: Any = None
+        return StepRunner(channel, plan, progress, scores, 1.0, 1), progress, ranks
 
     return make
 

@@ -147,6 +147,6 @@ def test_a_learning_rate_schedule_has_the_steps_in_which_its_model_is_trained(
     algorithm = {"name": "ppo", "batch_size": 4, "n_epochs": 2, "critic_warmup_steps": 2}
     settings = make_settings(algorithm=algorithm)
     plan = build.make_plan(settings, scheduler="local")
-    context = cast(Any, SimpleNamespace(dp_rank=0))
-    setup._engines(settings, plan, dict.fromkeys(plan.models, context), tmp_path)
+    contexts = {role: cast(Any, SimpleNamespace(dp_rank=0, role=role)) for role in plan.models}
+    setup._engines(settings, plan, contexts, RunPaths(tmp_path))
     assert (made["actor"], made["critic"]) == (32, 48)

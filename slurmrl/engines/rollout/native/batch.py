@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from array import array
 from itertools import count
+from zlib import crc32
 
 from slurmrl.engines.rollout.base import GenerationRequest
 from slurmrl.engines.rollout.native.memory import bounded
@@ -17,8 +19,8 @@ from slurmrl.models.decoder import Decoder
 
 
 class ContinuousBatch:
-    """Requests that one decoder serves together. All tensor ranks of the decoder call each method
-    with the same arguments and get the same results."""
+    """Requests that one decoder serves together. All ranks of a decoder that is split call each
+    method with the same arguments and get the same results."""
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class ContinuousBatch:
         self._schedule = Schedule(limits, self._pool, self._settle)
         self._runner = Runner(decoder, limits, self._pool, support=support)
         self._limits, self._context, self._decode = limits, context, decode
+        self._vocabulary = decoder.config.vocab_size
         self._late = decoder.head_weight().is_cuda if late is None else late
         self._unread: list[Drawn] = []
         self._ended: list[Sequence] = []
@@ -48,6 +51,8 @@ class ContinuousBatch:
         """The weights that draw."""
         self.drawn = 0
         """Tokens drawn in all."""
+        self.checksum = 0
+        """Of these tokens, in their order."""
         self.read = 0
         """Tokens that the model has read in all."""
 
@@ -110,6 +115,10 @@ class ContinuousBatch:
         prompt, name = len(request.prompt), f"request {request.request_id}"
         if not prompt:
             raise UsageError(f"{name}: an empty prompt cannot be continued")
+        vocabulary = self._vocabulary
+        for token in (min(request.prompt), max(request.prompt)):
+            if not 0 <= token < vocabulary:
+                raise UsageError(f"{name}: token {token} is not in the vocabulary of {vocabulary}")
         if self._context is not None and prompt >= self._context:
             raise UsageError(
                 f"{name}: a prompt of {prompt} tokens leaves no room for a new token in the "
@@ -135,6 +144,7 @@ class ContinuousBatch:
     def _absorb(self, drawn: Drawn) -> None:
         """Take what a call drew; end the sequences that are complete."""
         tokens, logprobs = drawn.read()
+        self.checksum = crc32(array("q", tokens), self.checksum)
         if not all(map(math.isfinite, logprobs)):
             raise RunFailedError("the model's logits are not finite: its weights have diverged")
         for sequence, token, logprob in zip(drawn.sequences, tokens, logprobs, strict=True):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
 from slurmrl.engines.rollout.base import (
@@ -13,6 +15,8 @@ from slurmrl.engines.rollout.base import (
     WeightVersion,
 )
 from slurmrl.engines.rollout.native.batch import ContinuousBatch
+from slurmrl.engines.rollout.native.led import LedBatch, RepeatedBatch
+from slurmrl.engines.rollout.native.peers import Peers
 from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.engines.rollout.native.sequence import Sequence
 from slurmrl.engines.rollout.native.stops import Decode
@@ -22,6 +26,15 @@ from slurmrl.models.decoder import Decoder
 from slurmrl.models.inference import join_matrices
 
 Completions = tuple[Completion, ...]
+
+
+class ReadOutcome(IntEnum):
+    """How a rank has read new weights."""
+
+    READ = 0
+    REFUSED = 1
+    """They are of another architecture; the old ones are unchanged."""
+    BROKEN = 2
 
 
 @dataclass(frozen=True)
@@ -45,26 +58,26 @@ class NativeRollout(RolloutEngine):
         context: int | None = None,
         decode: Decode | None = None,
         own: bool = True,
+        peers: Peers | None = None,
     ) -> None:
         """``version`` names the decoder's weights; without it requests wait for ``update_weights``.
         ``context`` is the most tokens of a sequence (default: ``max_position_embeddings``);
         ``decode`` turns token ids into text, for stop strings. The parameters of a decoder that is
-        the engine's ``own`` are moved in memory.
-
-        Raises UsageError for a decoder that is split over tensor ranks."""
-        if decoder.split.tensor.size > 1:
-            raise UsageError(
-                f"requests cannot be served by a model on {decoder.split.tensor.size} tensor "
-                "ranks yet: use a layout without t, or generation of whole batches"
-            )
+        the engine's ``own`` are moved in memory. ``peers`` are the ranks of a decoder that is
+        split: each makes an engine with the same arguments, the leader's serves, and the others
+        call ``follow``."""
+        assert peers is not None or decoder.split.whole, "ranks of a split decoder compute together"
         if own:
             join_matrices(decoder)
-        self._batch = ContinuousBatch(
-            decoder,
-            limits or Limits(),
-            context=decoder.config.max_positions if context is None else context,
-            decode=decode,
-        )
+        limits, most = limits or Limits(), decoder.config.max_positions
+        context = most if context is None else context
+        if peers is not None and peers.leads:
+            self._batch: ContinuousBatch = LedBatch(
+                decoder, limits, peers, context=context, decode=decode
+            )
+        else:
+            self._batch = ContinuousBatch(decoder, limits, context=context, decode=decode)
+        self._peers = peers
         self._decoder = decoder
         self._jobs: dict[str, _Job] = {}
         self._task: asyncio.Task[None] | None = None
@@ -74,7 +87,7 @@ class NativeRollout(RolloutEngine):
         self._fresh = True
         """Whether no token was drawn since the last update of the weights."""
         self._stepped = asyncio.Event()
-        if version is not None:
+        if version is not None and (peers is None or peers.leads):
             self._batch.renew(version)
 
     @property
@@ -125,24 +138,60 @@ class NativeRollout(RolloutEngine):
         self._serve()
 
     def _read(self, name: str, folder: Path) -> None:
-        """Read weights. If reading breaks off, the decoder has parts of two versions, and the
-        engine is lost."""
+        """Read weights. If reading breaks off, or succeeds on some ranks only, the decoder has
+        parts of two versions, and the engine is lost."""
+        if isinstance(self._batch, LedBatch):
+            self._batch.read_weights(name, folder)
+        error: UsageError | OSError | CorruptFileError | None = None
         try:
             read_weights(self._decoder, folder)
-        except (OSError, CorruptFileError) as error:
-            failure = RunFailedError(f"weights {name} could not be read from {folder}: {error}")
-            self._fail(failure)
-            raise failure from error
+        except (UsageError, OSError, CorruptFileError) as raised:
+            error = raised
+        outcomes = self._outcomes(error)
+        if outcomes == {ReadOutcome.READ}:
+            return
+        if error is not None and outcomes == {ReadOutcome.REFUSED}:
+            raise error
+        reason = error or "other ranks of the model failed"
+        failure = RunFailedError(f"weights {name} could not be read from {folder}: {reason}")
+        self._fail(failure)
+        raise failure from error
+
+    def _outcomes(self, error: Exception | None) -> set[int]:
+        """How all ranks have read weights; this one with an error or none."""
+        own = ReadOutcome.READ
+        if error is not None:
+            own = ReadOutcome.REFUSED if isinstance(error, UsageError) else ReadOutcome.BROKEN
+        return {own} if self._peers is None else set(self._peers.answers(own))
 
     async def health(self) -> None:
         if self._lost is not None:
             raise self._lost
 
     async def close(self) -> None:
+        self.dismiss()
         if self._lost is None:
             self._fail(RunFailedError("the native engine was closed"))
         if self._task is not None:
             self._task.cancel()
+
+    def follow(self) -> None:
+        """Compute what the leader's engine serves, until it is closed or dismisses this rank.
+
+        Raises RuntimeError if the leader is gone."""
+        assert self._peers is not None, "a rank alone has no leader"
+        assert not self._peers.leads, "the leader serves requests"
+
+        def read(name: str, folder: Path) -> None:
+            with suppress(UsageError):  # the leader's caller gets it; nothing has changed
+                self._read(name, folder)
+
+        RepeatedBatch(self._batch, self._peers, read).run()
+
+    def dismiss(self) -> None:
+        """Let the other ranks of the model return from ``follow``. Nothing is drawn any more."""
+        if isinstance(self._batch, LedBatch) and self._lost is None:
+            self._batch.end()
 
     @property
     def _serving(self) -> bool:

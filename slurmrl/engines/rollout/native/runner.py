@@ -5,20 +5,21 @@ D draws of a call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from slurmrl.engines.rollout.native.decode import DecodeStep, RowInput, capture_for
 from slurmrl.engines.rollout.native.pages import PagePool
+from slurmrl.engines.rollout.native.rows import UNREAD, RowState
 from slurmrl.engines.rollout.native.schedule import Limits, Reading, Step
 from slurmrl.engines.rollout.native.sequence import Law, Sequence
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.paged import PagedCall, PagedDecoder
 from slurmrl.ops.attention import Packing
-from slurmrl.ops.sampling import keyed_uniform, sample
+from slurmrl.ops.sampling import sample, stream_uniform
 from slurmrl.ops.upload import upload
 
 GROWTH = 1.5
@@ -46,7 +47,7 @@ class Drawn:
 
 
 class Runner:
-    """The decoder, its cache, and the last token of each row."""
+    """The decoder, its cache, and its rows."""
 
     def __init__(self, decoder: Decoder, limits: Limits, pool: PagePool, *, support: bool) -> None:
         """With ``support``, log-probabilities are those of the tokens that top-k and top-p leave;
@@ -54,21 +55,24 @@ class Runner:
         self._limits, self._pool, self._support = limits, pool, support
         self._device = decoder.head_weight().device
         self._decoder = PagedDecoder(decoder, limits.page_tokens)
-        self._tables = torch.zeros((limits.rows, 1), dtype=torch.int64)
-        self._last = torch.zeros(limits.rows, dtype=torch.int64, device=self._device)
+        self._rows = RowState(limits.rows, self._device)
+        self._decode = DecodeStep(
+            self._decoder, self._rows, support=support, capture=capture_for(self._decoder)
+        )
 
     def renew(self) -> None:
         """Compute with the weights that the decoder has now."""
         self._decoder.renew()
+        if self._decoder.copies_weights:
+            self._decode.forget()
 
     @torch.no_grad()
     def run(self, step: Step, version: str) -> Drawn | None:
         """Read the step's tokens and draw the next ones, if any of its sequences is complete.
         Nothing waits for a GPU."""
-        if self._pool.made > self._decoder.cache.pages:
-            grown = int(self._pool.made * GROWTH)
-            most = self._limits.pages
-            self._decoder.cache.grow(grown if most is None else min(grown, most))
+        self._grow()
+        if _only_decodes(step):
+            return self._decoded([reading.sequence for reading in step.readings], version)
         fresh = sorted((c for c in step.readings if not c.begin), key=lambda c: c.tokens)
         readings = fresh + [reading for reading in step.readings if reading.begin]
         logits = self._logits(readings, len(fresh))
@@ -79,29 +83,56 @@ class Runner:
             sequences = sequences + [follower for _, follower in step.forks]
             rows = torch.tensor([*range(len(places)), *of_leaders])
             logits = logits[upload([rows], self._device)[0]]
-        drawn = self._draw(sequences, logits, version) if sequences else None
+        drawn = self._draws(sequences, logits, version) if sequences else None
         if step.copies:
             sources, targets = zip(*step.copies, strict=True)
             pages = upload([torch.tensor(sources), torch.tensor(targets)], self._device)
             self._decoder.cache.copy_pages(*pages)
         return drawn
 
+    def _grow(self) -> None:
+        """Have all pages of the pool in memory."""
+        if self._pool.made <= self._decoder.cache.pages:
+            return
+        grown = int(self._pool.made * GROWTH)
+        most = self._limits.pages
+        self._decoder.cache.grow(grown if most is None else min(grown, most))
+        self._decode.forget()
+
+    def _decoded(self, sequences: list[Sequence], version: str) -> Drawn:
+        """Read the last token of each sequence and draw the next."""
+        inputs = []
+        for sequence in sequences:
+            position = sequence.length - 1
+            row, slot = self._rows.row(sequence), self._slot(sequence, position)
+            token = sequence.tokens[position] if not sequence.unread else UNREAD
+            inputs.append(RowInput(token, slot, position, row, sequence.stream))
+        self._write_tables()
+        draws = self._decode.run(inputs, sequences[0].law, sequences[0].banned)
+        return self._drawn(sequences, *draws, version)
+
+    def _slot(self, sequence: Sequence, position: int) -> int:
+        page = self._limits.page_tokens
+        return sequence.pages[position // page] * page + position % page
+
+    def _write_tables(self) -> None:
+        if self._rows.write():
+            self._decode.forget()
+
     def _logits(self, readings: list[Reading], fresh: int) -> Tensor:
         """The logits [·, V] after the readings that draw; the first ``fresh`` begin at 0."""
         page = self._limits.page_tokens
         ids: list[int] = []
-        unread: list[tuple[int, int]] = []
         slots: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
         ends, last = [0], []
         for sequence, begin, count, ready in readings:
-            own, pages = self._table(sequence), sequence.pages
+            own, pages = self._rows.row(sequence), sequence.pages
             end = begin + count
             known = sequence.tokens[begin:end]
             if len(known) < count:  # its last token is on the device only
-                unread.append((len(ids) + len(known), own))
-                known.append(0)
+                known.append(UNREAD)
             ids += known
             slots += [pages[n // page] * page + n % page for n in range(begin, end)]
             positions += range(begin, end)
@@ -116,55 +147,33 @@ class Runner:
             values += [0] * more
         last += last[-1:] * self._decoder.padding(draws)
         host = [torch.tensor(x, dtype=torch.int64) for x in (ids, slots, positions, rows, last)]
-        tables = self._tables.flatten()
-        on_device = upload([*host, tables, *_columns(unread)], self._device)
-        input_ids, slot, position, row, ending, tables, places, of = on_device
-        if unread:
-            input_ids[places] = self._last[of]
+        input_ids, slot, position, row, ending = upload(host, self._device)
+        self._write_tables()
         call = PagedCall(
             slots=slot,
             fresh=_packing(ends[: fresh + 1]),
             fresh_tokens=first,
-            tables=tables.view(self._tables.shape),
+            tables=self._rows.tables,
             rows=row[first:],
             lengths=position[first:] + 1,
             longest=max(positions[first:], default=0) + 1,
         )
+        input_ids = self._rows.tokens(input_ids, row)
         return self._decoder.logits(input_ids, position, call, ending)[:draws]
 
-    def _table(self, sequence: Sequence) -> int:
-        """Write a sequence's new pages into the table; return its row."""
-        count, row = len(sequence.pages), sequence.row
-        assert row is not None
-        if sequence.tabled == count:
-            return row
-        missing = count - self._tables.shape[1]
-        if missing > 0:
-            more = max(missing, self._tables.shape[1])
-            self._tables = torch.nn.functional.pad(self._tables, (0, more))
-        new = torch.tensor(sequence.pages[sequence.tabled :])
-        self._tables[row, sequence.tabled : count] = new
-        sequence.tabled = count
-        return row
-
-    def _draw(self, sequences: list[Sequence], logits: Tensor, version: str) -> Drawn:
+    def _draws(self, sequences: list[Sequence], logits: Tensor, version: str) -> Drawn:
         """Draw a token for each sequence from logits [D, V]."""
         groups: dict[tuple[Law, tuple[int, ...]], list[int]] = {}
         for place, sequence in enumerate(sequences):
-            options = sequence.request.options
-            banned = options.stop_token_ids if sequence.drawn < options.min_new_tokens else ()
-            groups.setdefault((sequence.law, banned), []).append(place)
+            groups.setdefault((sequence.law, sequence.banned), []).append(place)
         parts = [self._sampled(sequences, logits, *group) for group in groups.items()]
         tokens, logprobs = (torch.cat(both) for both in zip(*parts, strict=True))
+        order = torch.tensor([place for places in groups.values() for place in places])
+        own = torch.tensor([sequence.row for sequence in sequences], dtype=torch.int64)
+        back, rows = upload([order.argsort(), own], self._device)
         if len(groups) > 1:
-            order = torch.tensor([place for places in groups.values() for place in places])
-            back, rows = upload([order.argsort(), _rows(sequences)], self._device)
             tokens, logprobs = tokens[back], logprobs[back]
-        else:
-            (rows,) = upload([_rows(sequences)], self._device)
-        self._last.index_copy_(0, rows, tokens)
-        for sequence in sequences:
-            sequence.unread += 1
+        self._rows.last.index_copy_(0, rows, tokens)
         return self._drawn(sequences, tokens, logprobs, version)
 
     def _sampled(
@@ -177,17 +186,17 @@ class Runner:
         """Tokens and log-probabilities of the sequences at these places, which are drawn from one
         law without the same stop tokens."""
         group = [sequences[place] for place in places]
-        (seed, step, temperature, top_k, top_p, greedy), banned = settings
+        (temperature, top_k, top_p, greedy), banned = settings
         host = (
-            torch.tensor([sequence.key for sequence in group], dtype=torch.int64),
+            torch.tensor([sequence.stream for sequence in group], dtype=torch.int64),
             torch.tensor([sequence.length for sequence in group], dtype=torch.int64),
             torch.tensor(banned, dtype=torch.int64),
             torch.tensor(places, dtype=torch.int64),
         )
-        keys, positions, stops, index = upload(host, self._device)
+        streams, positions, stops, index = upload(host, self._device)
         return sample(
             logits if len(places) == len(sequences) else logits[index],
-            keyed_uniform(seed, step, keys, positions),
+            stream_uniform(streams, positions),
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -199,8 +208,11 @@ class Runner:
     def _drawn(
         self, sequences: list[Sequence], tokens: Tensor, logprobs: Tensor, version: str
     ) -> Drawn:
+        """Start to copy what was drawn, before the next call may overwrite it."""
+        for sequence in sequences:
+            sequence.unread += 1
         if self._device.type != "cuda":
-            return Drawn(sequences, tokens, logprobs, version, None)
+            return Drawn(sequences, tokens.clone(), logprobs.clone(), version, None)
         host = [torch.empty_like(x, device="cpu", pin_memory=True) for x in (tokens, logprobs)]
         for copy, values in zip(host, (tokens, logprobs), strict=True):
             copy.copy_(values, non_blocking=True)
@@ -209,12 +221,17 @@ class Runner:
         return Drawn(sequences, host[0], host[1], version, copied)
 
 
-def _rows(sequences: Iterable[Sequence]) -> Tensor:
-    return torch.tensor([sequence.row for sequence in sequences], dtype=torch.int64)
-
-
-def _columns(pairs: list[tuple[int, int]]) -> list[Tensor]:
-    return list(torch.tensor(pairs, dtype=torch.int64).view(-1, 2).t())
+def _only_decodes(step: Step) -> bool:
+    """Whether a call reads the last token of some rows only, which all draw alike."""
+    first = step.readings[0].sequence
+    return not step.forks and all(
+        reading.draws
+        and reading.tokens == 1
+        and reading.begin
+        and reading.sequence.law == first.law
+        and reading.sequence.banned == first.banned
+        for reading in step.readings
+    )
 
 
 def _packing(ends: list[int]) -> Packing:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from slurmrl.engines.rollout.base import Completion, Finish, GenerationRequest
+from slurmrl.ops.sampling import stream
 
 Rank = tuple[int, int]
 """A sequence's place in the order of service: priority and arrival."""
-Law = tuple[int, int, float, int | None, float, bool]
-"""What is common to draws that one call of `ops.sampling.sample` can make: seed, step, temperature,
-top k, top p, greedy."""
+Law = tuple[float, int | None, float, bool]
+"""What is common to draws that one call of `ops.sampling.sample` can make: temperature, top k, top
+p, greedy."""
 
 
 @dataclass(eq=False, slots=True)
@@ -25,6 +26,8 @@ class Sequence:
     tokens: list[int] = field(init=False)
     """The prompt and the tokens drawn, as far as the host knows them."""
     law: Law = field(init=False)
+    stream: int = field(init=False)
+    """Its random numbers, for `ops.sampling.stream_uniform`."""
     logprobs: list[float] = field(default_factory=list)
     """Of the tokens drawn."""
     versions: list[str] = field(default_factory=list)
@@ -46,8 +49,8 @@ class Sequence:
     def __post_init__(self) -> None:
         request, options = self.request, self.request.options
         self.tokens = list(request.prompt)
-        restriction = (options.top_k, options.top_p, options.greedy)
-        self.law = (request.seed, request.step, options.temperature, *restriction)
+        self.law = (options.temperature, options.top_k, options.top_p, options.greedy)
+        self.stream = stream(request.seed, request.step, self.key)
 
     @property
     def length(self) -> int:
@@ -62,6 +65,12 @@ class Sequence:
     def drawn(self) -> int:
         """Tokens drawn, unread ones included."""
         return self.length - len(self.request.prompt)
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Stop tokens that the next draw must not give."""
+        options = self.request.options
+        return options.stop_token_ids if self.drawn < options.min_new_tokens else ()
 
     def completion(self) -> Completion:
         assert self.finish is not None

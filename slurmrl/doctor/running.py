@@ -1,0 +1,150 @@
+"""Checks of servers that run already (`rollout.servers`), from a host that must reach them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from slurmrl.allocation import parse
+from slurmrl.config.schema import Config
+from slurmrl.config.servers import Address, ServerKeys, read_keys
+from slurmrl.doctor.check import Check, failed, guarded, ok, warning
+from slurmrl.doctor.servers import PACKAGES
+from slurmrl.engines.rollout.fitness import (
+    ServedModel,
+    check_context,
+    check_sglang,
+    check_vllm,
+    field_of,
+    without_dev_mode,
+)
+from slurmrl.errors import AllocationError, SlurmrlError, UsageError
+from slurmrl.models.config import ModelConfig
+from slurmrl.plan.estimates.lengths import least_context
+from slurmrl.plan.estimates.shape import ModelShape
+from slurmrl.plan.model_files import config_values
+
+ANSWER_S: Final = 15.0
+"""For each question."""
+Settings = Mapping[str, Any]
+
+
+def settings_of(config: Config) -> dict[str, Any] | None:
+    """The argument of `check`, as plain values without keys; None if there are no such servers, or
+    something is wrong that the check of the configuration reports."""
+    rollout = config.rollout
+    if not rollout.servers:
+        return None
+    try:
+        backend = parse(rollout.backend).backend
+        model = ModelConfig.from_hf(config_values(config.actor))
+    except (AllocationError, UsageError):
+        return None
+    needs = ServedModel.of(model, config.actor.dtype, text=rollout.min_new_tokens > 0)
+    return {
+        "backend": backend,
+        "addresses": list(rollout.servers),
+        "keys": rollout.server_keys,
+        "model": asdict(needs),
+        "context": least_context(config),
+    }
+
+
+def check(settings: Settings, *, elsewhere: bool = False) -> list[Check]:
+    """One check for each server, or of their keys. ``elsewhere``: the trainers run on other hosts,
+    which may reach a server that this one does not."""
+    advice = "see rollout.server_keys"
+    keys: list[ServerKeys] = []
+
+    def read() -> list[Check]:
+        keys.append(read_keys(None if settings["keys"] is None else Path(settings["keys"])))
+        return []
+
+    problems = guarded("server keys", advice, read)
+    if problems:
+        return problems
+
+    async def all_at_once() -> list[Check]:
+        addresses = map(Address, settings["addresses"])
+        return await asyncio.gather(
+            *(_check(settings, each, keys[0], elsewhere) for each in addresses)
+        )
+
+    return guarded("servers", advice, lambda: asyncio.run(all_at_once()))
+
+
+async def _check(settings: Settings, address: Address, keys: ServerKeys, elsewhere: bool) -> Check:
+    backend = str(settings["backend"])
+    name = f"{backend} server"
+    try:
+        found = await _look(settings, address, keys)
+    except UsageError as error:
+        return failed(name, str(error), "start it as docs/engines.md says (Running servers)")
+    except SlurmrlError as error:
+        if elsewhere:
+            advice = "--job asks it from the job's first host, which must reach it"
+            return warning(name, str(error), advice)
+        advice = "the host of the trainers' first rank must reach it: see rollout.servers"
+        return failed(name, str(error), advice)
+    package = PACKAGES[backend]
+    measured = f"{address.text}: {backend} {found.version}, context {found.context}"
+    if found.missing:
+        lacks = f"{measured} lacks {', '.join(found.missing)}"
+        return failed(name, lacks, f"use a version from {package.tested}")
+    if package.is_newer(found.version):
+        return warning(name, measured, f"tested are {package.tested}")
+    if backend == "vllm" and address.socket is None:
+        advice = (
+            "its routes that change weights ask for no key: let it listen on a Unix socket in a "
+            "folder of yours (--uds), or on a network that only you reach"
+        )
+        return warning(name, measured, advice)
+    return ok(name, measured)
+
+
+class _Found(NamedTuple):
+    version: str
+    context: int
+    missing: tuple[str, ...]
+    """Routes that the server lacks."""
+
+
+async def _look(settings: Settings, address: Address, keys: ServerKeys) -> _Found:
+    """Raises UsageError if the server cannot be used, RunFailedError if it does not answer."""
+    from slurmrl.engines.rollout.http import HttpClient  # only here: aiohttp may be missing
+
+    backend = str(settings["backend"])
+    model = dict(settings["model"])
+    shape = ModelShape(**model.pop("shape")) if model["shape"] else None
+    needs = ServedModel(**model, shape=shape)
+    client = HttpClient(address, api_key=keys.api, patience_s=2.0)
+
+    async def get(path: str) -> object:
+        return await client.get(path, timeout_s=ANSWER_S)
+
+    try:
+        if backend == "sglang":
+            server = await get("/server_info")
+            context = check_sglang(address.text, server, await get("/model_info"), needs)
+            version = field_of(address.text, server, "version")
+        else:
+            about = await get("/version")
+            try:
+                server = await get("/server_info?config_format=json")
+            except UsageError as error:
+                raise without_dev_mode(address.text, error) from error
+            context = check_vllm(address.text, about, server, await get("/v1/models"), needs)
+            version = field_of(address.text, about, "version")
+        check_context(address.text, context, int(settings["context"]))
+        try:
+            listed = field_of(address.text, await get("/openapi.json"), "paths")
+        except UsageError:
+            listed = None  # a server may keep its list to itself
+    finally:
+        await client.close()
+    routes = PACKAGES[backend].routes
+    missing = [route for route in routes if isinstance(listed, dict) and route not in listed]
+    return _Found(str(version), context, tuple(missing))

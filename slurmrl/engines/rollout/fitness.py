@@ -1,0 +1,151 @@
+"""Whether a server can be used: its version, its flags and its model. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.config import ModelConfig
+from slurmrl.plan.estimates.shape import ModelShape
+from slurmrl.plan.estimates.shape import read as read_shape
+
+OLDEST_SGLANG = (0, 5, 20)
+OLDEST_VLLM = (0, 32)
+VLLM_FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
+"""Without these a server refuses requests, or reports log-probabilities before temperature."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """The model whose weights a server is given."""
+
+    architecture: str
+    """As in ``config.json``: ``Qwen2ForCausalLM``."""
+    vocabulary: int
+    shape: ModelShape | None = None
+    """None: of any sizes."""
+    text: bool = False
+    """Whether requests need a tokenizer on the server."""
+
+    @staticmethod
+    def of(config: ModelConfig, dtype: str, *, text: bool) -> ServedModel:
+        values = config.to_hf(head="lm", dtype=dtype)
+        return ServedModel(
+            architecture=values["architectures"][0],
+            vocabulary=config.vocab_size,
+            shape=read_shape(values),
+            text=text,
+        )
+
+    def check_folder(self, where: str, folder: object) -> None:
+        """Compare the sizes with those in the server's ``folder`` of the model, if there is such a
+        folder here. Raises UsageError if one differs: of a model with fewer layers, a server would
+        load the weights without a word."""
+        if self.shape is None:
+            return
+        try:
+            values = json.loads((Path(str(folder)) / "config.json").read_bytes())
+        except (OSError, ValueError):
+            return  # a name of the hub, or a path of the server's host
+        found = read_shape(values) if isinstance(values, dict) else None
+        for size in fields(ModelShape):
+            own, its = getattr(self.shape, size.name), getattr(found, size.name, None)
+            if found is not None and own != its and size.name != "positions":
+                raise UsageError(
+                    f"{where}: the server's model {folder} has {size.name} {its}, the weights have "
+                    f"{own}"
+                )
+
+    async def check_vocabulary(self, where: str, knows: Callable[[int], Awaitable[bool]]) -> None:
+        """``knows``: whether the server's model has a token id. Raises UsageError if its vocabulary
+        has another size."""
+        if not await knows(self.vocabulary - 1) or await knows(self.vocabulary):
+            raise UsageError(
+                f"{where}: the server's model does not have a vocabulary of {self.vocabulary} "
+                "token ids, as the weights have"
+            )
+
+
+def field_of(where: str, value: object, name: str) -> object:
+    """A field of an answer. Raises RunFailedError if there is none."""
+    if not isinstance(value, dict) or name not in value:
+        raise RunFailedError(f"{where}: the answer has no field '{name}': {str(value)[:200]}")
+    return value[name]
+
+
+def check_sglang(where: str, server: object, model: object, needs: ServedModel) -> int:
+    """Check the answers of ``/server_info`` and ``/model_info``. Returns the most tokens that a
+    prompt and its completion may have together. Raises UsageError, RunFailedError."""
+    _check_version(where, "SGLang", str(field_of(where, server, "version")), OLDEST_SGLANG)
+    if field_of(where, server, "enable_custom_logit_processor"):
+        raise UsageError(
+            f"{where}: --enable-custom-logit-processor is not allowed: the server would run code "
+            "that requests carry"
+        )
+    _check_tokenizer(where, server, needs)
+    names = field_of(where, model, "architectures")
+    if not isinstance(names, list) or needs.architecture not in names:
+        raise UsageError(
+            f"{where}: the architecture of the server's model is {names}; the weights are those of "
+            f"{needs.architecture}"
+        )
+    needs.check_folder(where, field_of(where, model, "model_path"))
+    return int(str(field_of(where, server, "max_req_input_len"))) + 1
+
+
+def check_vllm(
+    where: str, version: object, server: object, models: object, needs: ServedModel
+) -> int:
+    """Check the answers of ``/version``, ``/server_info`` and ``/v1/models``. Returns and raises as
+    `check_sglang`."""
+    _check_version(where, "vLLM", str(field_of(where, version, "version")), OLDEST_VLLM)
+    model = field_of(where, field_of(where, server, "vllm_config"), "model_config")
+    _check_tokenizer(where, model, needs)
+    mode = field_of(where, model, "logprobs_mode")
+    if mode != "processed_logprobs":
+        raise UsageError(
+            f"{where}: --logprobs-mode is {mode}, so log-probabilities are not those of the "
+            f"sampled distribution; start the server with {' '.join(VLLM_FLAGS)}"
+        )
+    listed = field_of(where, models, "data")
+    if not isinstance(listed, list) or not listed:
+        raise RunFailedError(f"{where}: /v1/models lists no model")
+    needs.check_folder(where, field_of(where, listed[0], "root"))
+    return int(str(field_of(where, listed[0], "max_model_len")))
+
+
+def without_dev_mode(where: str, error: UsageError) -> UsageError:
+    """The error for a vLLM server that has no ``/server_info``."""
+    return UsageError(
+        f"{where} does not offer updates of weights: start it with VLLM_SERVER_DEV_MODE=1 ({error})"
+    )
+
+
+def check_context(where: str, context: int, least: int) -> None:
+    """Raises UsageError for a server that takes fewer tokens of a prompt and its completion than
+    ``least``: it would cut completions short, which would look like long ones."""
+    if context < least:
+        raise UsageError(
+            f"{where}: the server takes {context} tokens of a prompt and its completion, and this "
+            f"run may have {least}: start it with a longer context, or lower "
+            "dataset.max_prompt_tokens or rollout.max_new_tokens"
+        )
+
+
+def _check_version(where: str, name: str, version: str, oldest: tuple[int, ...]) -> None:
+    numbers = version.split(".")[: len(oldest)]
+    known = all(part.isdigit() for part in numbers)
+    if not known or tuple(map(int, numbers)) < oldest:
+        least = ".".join(map(str, oldest))
+        raise UsageError(f"{where}: {name} {version} is too old; at least {least} is needed")
+
+
+def _check_tokenizer(where: str, settings: object, needs: ServedModel) -> None:
+    if needs.text and field_of(where, settings, "skip_tokenizer_init"):
+        raise UsageError(
+            f"{where}: --skip-tokenizer-init is not allowed: rollout.min_new_tokens and stop "
+            "strings need the server's tokenizer"
+        )

@@ -1,0 +1,218 @@
+"""The memory of the trainers' GPUs, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from slurmrl.allocation.allocation import BACKENDS
+from slurmrl.config.schema import Config
+from slurmrl.plan.algorithms import uses_of
+from slurmrl.plan.estimates import hardware, servers
+from slurmrl.plan.estimates.costs import Checked, memories
+from slurmrl.plan.estimates.memory import Memory
+from slurmrl.plan.placement import ROLLOUTS, Placement, offloaded, placements
+from slurmrl.worlds import TRAINERS
+
+SERVER: Final = "server"
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The GPU of the trainers' job with the highest estimate."""
+
+    rank: int = 0
+    models: tuple[str, ...] = ()
+    """The models on it."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of what is on it at that time: weights, gradients, optimizer, a server and, of one
+    model at a time, activations or kv_cache."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def margin(self) -> int:
+        """Bytes to leave free beside them. A server's share has its own."""
+        return hardware.margin(self.size - self.parts.get(SERVER, 0))
+
+
+class _Use(NamedTuple):
+    """The contents of a GPU during a call, a move or a generation, without its server."""
+
+    models: tuple[str, ...]
+    parts: dict[str, int]
+    awake: bool
+    """Whether its server keeps its memory meanwhile."""
+
+
+@dataclass(frozen=True)
+class TrainersGpus:
+    """The models on the GPUs of the trainers' job. Calls run one after the other, so of the models'
+    transient memory only the largest counts. A model that is offloaded between calls is on the GPU
+    only during its own, and while weights move from or to it. The worker holds the weights of
+    a server only while they move."""
+
+    config: Config
+    placed: Mapping[str, Placement]
+    sizes: Mapping[str, Memory]
+    limit: int | None = None
+    """Bytes of a GPU, where that is known."""
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether the run keeps servers on them."""
+        rollout = self.placed.get(ROLLOUTS)
+        return self._serves and rollout is not None and not self.config.rollout.servers
+
+    @property
+    def _serves(self) -> bool:
+        rollout = self.placed.get(ROLLOUTS)
+        return (
+            rollout is not None
+            and BACKENDS[rollout.allocation.backend].serves
+            and rollout.group == TRAINERS
+            and ROLLOUTS in self.sizes
+        )
+
+    @property
+    def _away(self) -> frozenset[str]:
+        return offloaded(self.config, self.placed)
+
+    @property
+    def server_sleeps(self) -> bool:
+        """Whether servers free their memory while other models compute. (Without GPUs, none is
+        freed.)"""
+        return ROLLOUTS in self._away and self.config.cluster.gpus_per_worker != 0
+
+    def fullest(self) -> Fullest:
+        best = Fullest()
+        share = self.server_bytes() if self.has_servers else 0
+        for rank, names in self._first_ranks():
+            for use in self._uses(names):
+                parts, models = use.parts, use.models
+                if self.has_servers and ROLLOUTS in names:
+                    own = {SERVER: share} if use.awake else {"sleeping server": servers.SLEEPING}
+                    parts, models = {**parts, **own}, (*models, *([ROLLOUTS] * use.awake))
+                candidate = Fullest(rank, models, parts)
+                if candidate.size + candidate.margin > best.size + best.margin:
+                    best = candidate
+        return best
+
+    def server_bytes(self) -> int:
+        """Bytes of each GPU that a server uses: the share that the user sets, or else all that the
+        other models leave free, and at least what it needs. Where a GPU's size is unknown: its
+        weights and all sequences of a step."""
+        memory, limit = self.sizes[ROLLOUTS], self.limit
+        if limit is None:
+            return memory.weights + memory.kv_cache
+        own = servers.own_share(self.config.rollout.server_args)
+        if own is not None:
+            return round(own * limit)
+        return max(self.left_for_server(limit), servers.least(memory, limit))
+
+    def left_for_server(self, limit: int) -> int:
+        """Bytes left by the other models on its fullest GPU, negative if they do not fit."""
+        sizes = [
+            sum(use.parts.values())
+            for _, names in self._first_ranks()
+            for use in self._uses(names)
+            if ROLLOUTS in names and use.awake
+        ]
+        most = max(sizes)
+        return limit - most - hardware.margin(most)
+
+    def _first_ranks(self) -> list[tuple[int, tuple[str, ...]]]:
+        """The first GPU with each set of models, and these models."""
+        on: dict[int, list[str]] = {}
+        for name, placement in self.placed.items():
+            if placement.group == TRAINERS and name in self.sizes:
+                for rank in placement.ranks:
+                    on.setdefault(rank, []).append(name)
+        first = {tuple(names): rank for rank, names in sorted(on.items(), reverse=True)}
+        return [(rank, names) for names, rank in first.items()]
+
+    def _uses(self, names: Collection[str]) -> Iterator[_Use]:
+        served = self._serves and ROLLOUTS in names
+        models = [name for name in names if not served or name != ROLLOUTS]
+        awake = not self.server_sleeps
+        for name in models:
+            here = self._here(models, name)
+            yield _Use(tuple(here), _calling(here, name), awake)
+        if ROLLOUTS in names and (served or "actor" in names):
+            here = self._here(models, "actor", *([] if served else [ROLLOUTS]))
+            yield _Use(tuple(here), self._moving(here), awake)
+        if served and self.has_servers:
+            here = self._here(models)
+            yield _Use(tuple(here), _resident(here), awake=True)
+
+    def _here(self, models: Collection[str], *used: str) -> dict[str, Memory]:
+        """The models that are on the GPU while some are used."""
+        return {name: self.sizes[name] for name in models if name in used or name not in self._away}
+
+    def _moving(self, models: Mapping[str, Memory]) -> dict[str, int]:
+        """Bytes while weights move to the engine that generates; no rank stages more than it
+        holds."""
+        moved, parts = self.sizes[ROLLOUTS].weights, _resident(models)
+        if ROLLOUTS not in models:
+            parts["weights"] += moved
+        held = moved + (models["actor"].weights if "actor" in models else 0)
+        return {**parts, "buffers of moves": min(self.config.transfer.staging_mib * 2**20, held)}
+
+
+def _calling(models: Mapping[str, Memory], name: str) -> dict[str, int]:
+    """Bytes during the largest call of a model."""
+    busy, parts = models[name], _resident(models)
+    largest, size = f"activations of {name}", busy.computing
+    if busy.kv_cache > size:
+        largest, size = f"kv_cache of {name}", busy.kv_cache
+    elif busy.frees_gradients:
+        parts["gradients"] += busy.gradients
+        size = busy.activations
+    return {**parts, largest: size}
+
+
+def _resident(models: Mapping[str, Memory]) -> dict[str, int]:
+    """Bytes that the models keep between calls."""
+    kept = (0 if memory.frees_gradients else memory.gradients for memory in models.values())
+    return {
+        "weights": sum(memory.weights for memory in models.values()),
+        "gradients": sum(kept),
+        "optimizer": sum(memory.optimizer for memory in models.values()),
+    }
+
+
+def trainers_gpus(
+    checked: Checked, *, certain: bool = False, limit: int | None = None
+) -> TrainersGpus:
+    """The GPUs of a configuration; ``certain`` as in `memories`. ``limit`` is by default the size
+    of the cluster's GPUs, if it is known."""
+    uses = uses_of(checked.config, checked.algorithm)
+    placed = placements(checked.config, [use.role for use in uses])
+    known = hardware.memory_bytes(checked.config.cluster) if limit is None else limit
+    if checked.config.cluster.gpus_per_worker == 0:
+        known = None
+    return TrainersGpus(checked.config, placed, memories(checked, certain=certain), known)
+
+
+def fullest_gpu(checked: Checked, *, certain: bool = False, limit: int | None = None) -> Fullest:
+    """The trainers' GPU with the highest estimate; arguments as of `trainers_gpus`."""
+    return trainers_gpus(checked, certain=certain, limit=limit).fullest()
+
+
+def share_of_server(checked: Checked, gpu_bytes: int) -> int | None:
+    """Bytes of each GPU for a server of the run's own; None if there is none, or if its arguments
+    set that. Assumed lengths of sequences count only where they leave it enough."""
+    if servers.own_share(checked.config.rollout.server_args) is not None:
+        return None
+    for certain in (False, True):
+        gpus = trainers_gpus(checked, certain=certain, limit=gpu_bytes)
+        if not gpus.has_servers:
+            return None
+        share = gpus.left_for_server(gpu_bytes)
+        if share >= servers.least(gpus.sizes[ROLLOUTS], gpu_bytes):
+            break
+    return share

@@ -1,0 +1,38 @@
+"""The GPU memory that a server in the trainers' job needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from slurmrl.plan.estimates.hardware import GIB
+from slurmrl.plan.estimates.memory import Memory
+
+SLEEPING: Final = 2 * GIB
+"""Kept on each GPU by a server that sleeps: CUDA contexts, NCCL's buffers, code."""
+LEAST_COMPUTING: Final = 2 * GIB
+SHARES: Final = ("--mem-fraction-static", "--gpu-memory-utilization")
+"""Arguments that set what a server uses of a GPU."""
+
+
+def computing(gpu_bytes: int) -> int:
+    """Bytes that a server needs beside weights and caches: activations of the prompts that it reads
+    at a time, logits, CUDA graphs. SGLang and vLLM choose their batches by the GPU's size."""
+    return max(LEAST_COMPUTING, gpu_bytes // 10)
+
+
+def least(memory: Memory, gpu_bytes: int) -> int:
+    """Bytes of a GPU without which a server cannot serve the longest sequence."""
+    return memory.weights + memory.sequence + computing(gpu_bytes)
+
+
+def own_share(arguments: Sequence[str]) -> float | None:
+    """The part of a GPU that the user's arguments give a server; None if they set none."""
+    words = [part for argument in arguments for part in argument.split("=", 1)]
+    for flag, value in zip(words[-2::-1], words[:0:-1], strict=True):  # the last one wins
+        if flag in SHARES:
+            try:
+                return float(value)
+            except ValueError:
+                return None  # the server refuses it
+    return None

@@ -1,0 +1,137 @@
+"""The scores of the items of evaluations during training: a file for each evaluation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from slurmrl.algorithms.offline.estimates import summarize
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio.atomic import (
+    list_names,
+    make_private_directory,
+    remove,
+    replace_by_parts,
+    sweep_temporaries,
+)
+from slurmrl.fsio.failures import corrupt
+from slurmrl.graph.call import Record
+from slurmrl.paths import EVALUATION, RunPaths
+from slurmrl.plan.settings import Settings
+from slurmrl.workers.master.results import summary_text
+from slurmrl.workers.parts import read_parts
+
+_FILE: Final = re.compile(r"step-(\d+)\.json")
+
+Parts = Mapping[str, Sequence[int]]
+"""The numbers of the part files of each call that gives scores, by their prefix."""
+
+
+class EvaluationScores:
+    """Ranks write the scores of an evaluation to part files. The master makes one file of them
+    before it records the metrics of the step, and so before the commit of that step.
+
+    ``check`` raises once a newer incarnation has begun.
+    """
+
+    def __init__(self, paths: RunPaths, settings: Settings, check: Callable[[], object]) -> None:
+        self._paths = paths
+        self._settings = settings
+        self._check = check
+
+    def restart(self, last_step: int) -> None:
+        """Remove the files of steps after the commit that an incarnation continues from, what
+        interrupted evaluations have left, and what `keep` did not. Raises EnvironmentFailure.
+
+        The folder of part files is made here and stays: an NFS client that has found it missing may
+        believe so for a minute after a rank on another host has made it."""
+        if self._settings.config.evaluation is not None:
+            make_private_directory(self._paths.parts)
+        for name in _names(self._paths.parts):
+            if name.startswith(EVALUATION):
+                remove(self._paths.parts / name)
+        for folder in (self._paths.parts, self._paths.evaluations):
+            if folder.is_dir():
+                sweep_temporaries(folder)
+        for step in self._steps():
+            if step > last_step:
+                remove(self._paths.evaluation(step))
+        self.keep(last_step)
+
+    def write(self, step: int, items: int, parts: Parts) -> dict[str, float]:
+        """Write the file of an evaluation of ``items`` items, and remove its part files. Return the
+        estimates and the ends of their intervals.
+
+        Raises CorruptFileError for part files that are missing or damaged, UsageError for scores
+        that cannot be measured, EnvironmentFailure, StaleIncarnationError, TrialEndedError.
+        """
+        if not parts:
+            return {}
+        lines = [self._read(prefix, numbers, items) for prefix, numbers in parts.items()]
+        scores = [_merged(records) for records in zip(*lines, strict=True)]
+        config, algorithm = self._settings.config, self._settings.algorithm
+        summary = summarize(scores, algorithm.evaluation_measures(config))
+        self._check()
+        make_private_directory(self._paths.evaluations)
+        replace_by_parts(self._paths.evaluation(step), summary_text(self._head(step), summary))
+        self._remove(parts)
+        return summary.metrics
+
+    def keep(self, committed: int) -> None:
+        """Remove all but the newest ``evaluation.keep_last`` files of steps up to the last commit.
+        Later ones do not count: the next incarnation removes them. Raises EnvironmentFailure."""
+        evaluation = self._settings.config.evaluation
+        if evaluation is None or evaluation.keep_last is None:
+            return
+        for step in [step for step in self._steps() if step <= committed][: -evaluation.keep_last]:
+            remove(self._paths.evaluation(step))
+
+    def _read(self, prefix: str, numbers: Sequence[int], items: int) -> list[Record]:
+        """Raises CorruptFileError, EnvironmentFailure."""
+        records = read_parts(self._paths, prefix, numbers)
+        if len(records) != items:
+            problem = f"has scores of {len(records)} of {items} items"
+            raise corrupt(self._paths.parts / prefix, problem)
+        return records
+
+    def _head(self, step: int) -> dict[str, object]:
+        evaluation = self._settings.config.evaluation
+        assert evaluation is not None, "the caller evaluates"
+        return {
+            "version": 1,
+            "trial": f"{self._paths.experiment}/{self._paths.trial}",
+            "step": step,
+            "evaluation": evaluation.model_dump(mode="json", exclude={"dataset"}),
+            "dataset": evaluation.dataset.title,
+        }
+
+    def _remove(self, parts: Parts) -> None:
+        """Remove part files. The next incarnation removes those that stay."""
+        with suppress(EnvironmentFailure):
+            for prefix, numbers in parts.items():
+                for number in numbers:
+                    remove(self._paths.part(prefix, number))
+
+    def _steps(self) -> list[int]:
+        """The steps that have files, in their order. Raises EnvironmentFailure."""
+        matches = map(_FILE.fullmatch, _names(self._paths.evaluations))
+        return sorted(int(match[1]) for match in matches if match)
+
+
+def _names(directory: Path) -> list[str]:
+    """Raises EnvironmentFailure."""
+    try:
+        return list_names(directory)
+    except FileNotFoundError:
+        return []
+
+
+def _merged(records: Sequence[Record]) -> Record:
+    """What several calls say about an item."""
+    line: dict[str, object] = {}
+    for record in records:
+        line |= record
+    return line

@@ -1,0 +1,361 @@
+"""Requests that the ranks of a split model serve together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.engines.rollout.native import memory
+from slurmrl.engines.rollout.native import rollout as rollout_module
+from slurmrl.engines.rollout.native import runner as runner_module
+from slurmrl.engines.rollout.native.peers import Peers
+from slurmrl.engines.rollout.native.rollout import NativeRollout
+from slurmrl.engines.rollout.native.schedule import Limits
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.generate import GenerationOptions
+from slurmrl.models.hf import to_hf
+from slurmrl.models.paged import PagedDecoder
+from tests.distributed.engines.cases import (
+    ARCHITECTURE,
+    LENGTHS,
+    Setup,
+    batch,
+    make,
+    model,
+    prompts,
+)
+from tests.pool import RankError, RankPool
+from tests.unit.models.conftest import random_decoder
+
+HERE = "tests.distributed.engines.test_engines_native_ranks"
+TIGHT = Limits(rows=6, step_tokens=12, cache_tokens=96, page_tokens=4)
+"""A cache for about two of the longest sequences, so that rows are preempted."""
+LAYOUTS = {
+    "t2": Setup(model=model(), sizes={"dp": 1, "tp": 2}),
+    "t2 with sequence parallelism": Setup(
+        model=model(model={"sequence_parallel": True}), sizes={"dp": 1, "tp": 2}
+    ),
+    "c2": Setup(model=model(), sizes={"dp": 1, "cp": 2}),
+}
+Work = Callable[[NativeRollout], Awaitable[Any]]
+
+
+def letters(tokens: Any) -> str:
+    return "".join("abcdefghij"[token % 10] * (1 + token % 3) for token in tokens)
+
+
+def request(name: str, length: int, *keys: int, first: int = 4, **options: Any) -> Any:
+    return GenerationRequest(
+        request_id=name,
+        prompt=tuple(first + (7 * n) % 13 for n in range(length)),
+        keys=keys,
+        seed=1,
+        step=2,
+        options=GenerationOptions(**{"max_new_tokens": 20, "temperature": 0.8, **options}),
+    )
+
+
+@dataclass
+class Counted:
+    """What a rank did."""
+
+    steps: int = 0
+    preempted: int = 0
+    broadcasts: int = 0
+    drawn: int = 0
+    checksum: int = 0
+    free: bool = False
+    result: Any = None
+
+
+@contextmanager
+def served(setup: Setup, *, late: bool, timeout_s: float | None = None) -> Any:
+    """A rank's engine, and its counts. With a time-out, messages have a group of their own."""
+    engine: Any = make(setup)
+    peers: Peers | None = engine._peers()
+    if timeout_s is not None:
+        peers = Peers(dist.new_group(timeout=timedelta(seconds=timeout_s)), torch.device("cpu"))
+    with torch.no_grad(), engine._shards.gathered() as decoder:
+        rollout = NativeRollout(
+            decoder, limits=TIGHT, version="0.1", own=False, peers=peers, decode=letters
+        )
+        batch, counted = rollout._batch, Counted()
+        batch._late = late
+        step, preempt = batch._schedule.next, batch._schedule.preempt
+
+        def next_step() -> Any:
+            counted.steps += 1
+            return step()
+
+        def preempted(sequence: Any) -> None:
+            counted.preempted += 1
+            preempt(sequence)
+
+        batch._schedule.next, batch._schedule.preempt = next_step, preempted  # type: ignore[method-assign]
+        yield rollout, counted
+        pool = batch._pool
+        counted.free = len(pool._free) + len(pool._idle) == pool.made and not any(pool._users)
+        counted.drawn, counted.checksum = batch.drawn, batch.checksum
+        counted.broadcasts = peers.broadcasts if peers else 0
+
+
+def work(setup: Setup, name: str, *args: Any, late: bool = False, **more: Any) -> Counted:
+    """Run one of the functions below on the leader, while the others follow."""
+    with served(setup, late=late, **more) as (rollout, counted):
+        if rollout._peers is None or rollout._peers.leads:
+            counted.result = asyncio.run(globals()[name](rollout, *args))
+            rollout.dismiss()
+        else:
+            rollout.follow()
+    return counted
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def everything(
+    rollout: NativeRollout, weights: Path, other: Path
+) -> dict[str, tuple[Completion, ...]]:
+    """Requests that come and go, with all kinds of options, while weights change."""
+    futures = {
+        name: rollout.submit(one)
+        for name, one in {
+            "group": request("group", 11, 1, 2, 3),
+            "equal": request("equal", 11, 4),
+            "greedy": request("greedy", 6, 5, greedy=True, first=9),
+            "stops": request("stops", 5, 6, 7, stop_token_ids=(11, 12, 13), min_new_tokens=3),
+            "strings": request("strings", 5, 8, stop_strings=("aab", "ccc", "ff")),
+            "top": request("top", 30, 9, top_k=5, top_p=0.9, first=3),
+            "aborted": request("aborted", 8, 10, 11, max_new_tokens=60),
+            "cancelled": request("cancelled", 8, 12, max_new_tokens=60),
+        }.items()
+    }
+    await turns(9)
+    futures.pop("cancelled").cancel()
+    with suppress(UsageError):
+        await rollout.submit(request("refused", 90, 13))
+    await turns(9)
+    rollout.abort("aborted")
+    with pytest.raises(UsageError, match="layers"):
+        await rollout.update_weights(WeightVersion(name="wrong", folder=other))
+    await rollout.update_weights(WeightVersion(name="1.1", folder=weights))
+    futures["again"] = rollout.submit(request("aborted", 9, 14, 15))
+    await rollout.pause()
+    await turns(3)
+    await rollout.resume()
+    await asyncio.gather(*futures.values())
+    # A request of many tokens, which the message in front has no room for.
+    long = [request(f"long {n}", 60, 30 + n, max_new_tokens=4, first=n) for n in range(12)]
+    futures |= {one.request_id: rollout.submit(one) for one in long}
+    return {name: await future for name, future in futures.items()}
+
+
+def alike(found: Completion, wanted: Completion) -> None:
+    assert (found.tokens, found.versions, found.finish) == (
+        wanted.tokens,
+        wanted.versions,
+        wanted.finish,
+    )
+    assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """New weights, and those of another architecture."""
+    made = []
+    for layers in (3, 1):
+        folder = tmp_path_factory.mktemp("weights")
+        config = ModelConfig.from_hf({**ARCHITECTURE, "num_hidden_layers": layers})
+        to_hf(random_decoder(config, 1, 1.0), folder)
+        made.append(folder)
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "late"),
+    [("t2", False), ("t2", True), ("t2 with sequence parallelism", False), ("c2", True)],
+)
+def test_split_models_serve_what_one_rank_serves(
+    ranks: RankPool, layout: str, late: bool, folders: tuple[Path, Path]
+) -> None:
+    """Groups, stops, aborts, refusals, preemption, pauses and new weights in the middle: the same
+    completions, and on all ranks the same steps; each step costs one broadcast."""
+    setup = LAYOUTS[layout]
+    whole = Setup(model=model(), split=[range(5)])
+    (alone,) = ranks(1, f"{HERE}:work", whole, "everything", *folders, late=late)
+    leader, other = ranks(2, f"{HERE}:work", setup, "everything", *folders, late=late)
+    assert leader.result.keys() == alone.result.keys()
+    for name, completions in alone.result.items():
+        for found, wanted in zip(leader.result[name], completions, strict=True):
+            alike(found, wanted)
+    assert {c.finish for c in leader.result["aborted"]} == {"aborted"}
+    assert {v for cs in leader.result.values() for c in cs for v in c.versions} == {"0.1", "1.1"}
+    assert leader.preempted == other.preempted == alone.preempted > 5
+    assert leader.steps == other.steps == alone.steps
+    assert (leader.drawn, leader.checksum) == (other.drawn, other.checksum)
+    assert leader.free
+    assert other.free
+    # Two attempts to read weights, the end, and the rest of two long messages.
+    assert leader.broadcasts == other.broadcasts == leader.steps + 5
+
+
+def memory_of_all(setup: Setup) -> int:
+    """The memory that a cache is made for, where rank r has 100 - r bytes."""
+    engine: Any = make(setup)
+    split = engine._shards.decoder.split
+    return memory._least(100 - dist.get_rank(), split, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("layout", ["t2", "c2"])
+def test_all_ranks_have_a_cache_for_the_least_free_memory(ranks: RankPool, layout: str) -> None:
+    """Otherwise they would preempt different rows."""
+    assert ranks(2, f"{HERE}:memory_of_all", LAYOUTS[layout]) == [99, 99]
+
+
+async def idle(rollout: NativeRollout, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+    await rollout.submit(request("first", 4, 1))
+    await asyncio.sleep(seconds)
+    await rollout.submit(request("second", 4, 1))
+
+
+def test_a_leader_may_have_no_request_for_longer_than_a_collective_may_take(
+    ranks: RankPool,
+) -> None:
+    """The other ranks wait for it, before its first request and between two."""
+    leader, other = ranks(2, f"{HERE}:work", LAYOUTS["t2"], "idle", 2.5, timeout_s=1.0)
+    assert leader.drawn == other.drawn == 40
+
+
+async def one_request(rollout: NativeRollout) -> None:
+    await rollout.submit(request("only", 4, 1))
+
+
+def breaking(setup: Setup, how: str, weights: Path) -> None:
+    """``one_request``, and a rank that breaks in the middle of it."""
+    with served(setup, late=False) as (rollout, _):
+        batch, sample = rollout._batch, runner_module.sample
+        leads = rollout._peers.leads
+
+        def step() -> Any:
+            if batch.drawn == 5:
+                os._exit(7)
+            return taken()
+
+        def other_tokens(*args: Any, **options: Any) -> Any:
+            tokens, logprobs = sample(*args, **options)
+            return (tokens + 1) % 33, logprobs
+
+        def unreadable(*_: object) -> None:
+            raise OSError("stale file handle")
+
+        taken = batch.step
+        if how == f"rank {int(not leads)} exits":
+            batch.step = step
+        if how == "other tokens" and not leads:
+            runner_module.sample = other_tokens
+        if how == "weights" and not leads:
+            rollout_module.read_weights = unreadable  # type: ignore[assignment]
+        try:
+            if not leads:
+                rollout.follow()
+            elif how == "weights":
+                version = WeightVersion(name="1.1", folder=weights)
+                asyncio.run(rollout.update_weights(version))
+            else:
+                asyncio.run(one_request(rollout))
+        finally:
+            runner_module.sample = sample
+            rollout_module.read_weights = READ_WEIGHTS
+            rollout.dismiss()
+
+
+READ_WEIGHTS = rollout_module.read_weights
+
+
+@pytest.mark.parametrize(
+    ("how", "messages"),
+    [
+        ("rank 1 exits", ["rank 1: exited with 7", "the native engine failed"]),
+        ("rank 0 exits", ["rank 0: exited with 7", "in receive"]),
+        ("other tokens", ["rank 1 of a model that is split has drawn other tokens"]),
+        ("weights", ["could not be read .* other ranks of the model", "stale file handle"]),
+    ],
+)
+def test_a_rank_that_breaks_ends_the_others(
+    ranks: RankPool, how: str, messages: list[str], folders: tuple[Path, Path]
+) -> None:
+    """None waits for a time-out, and none computes with other tokens or weights than its peers."""
+    with pytest.raises(RankError) as caught:
+        ranks(2, f"{HERE}:breaking", LAYOUTS["t2"], how, folders[0], deadline_s=120)
+    for message in messages:
+        caught.match(f"(?s){message}")
+
+
+def leaving(setup: Setup) -> str:
+    """A leader that raises while it serves, and then computes with the others."""
+    engine: Any = make(setup)
+    caught = ""
+    try:
+        with engine.serving("0.1", rows=4) as rollout:
+            if rollout is not None:
+                raise RunFailedError("an episode's own error")
+    except RunFailedError as error:
+        caught = str(error)
+    dist.barrier()
+    return caught
+
+
+def test_a_leader_that_raises_lets_the_others_go(ranks: RankPool) -> None:
+    assert ranks(2, f"{HERE}:leaving", LAYOUTS["t2"]) == ["an episode's own error", ""]
+
+
+def whole_batch(setup: Setup) -> tuple[list[Any], list[Any]]:
+    """A batch is generated twice: each time the tokens that each call of the model read, the
+    completions and their log-probabilities."""
+    engine: Any = make(setup)
+    sample = prompts(batch())
+    options = GenerationOptions(max_new_tokens=8, stop_token_ids=(3, 4))
+    read, results = PagedDecoder.logits, []
+
+    def counted(self: PagedDecoder, *args: Any) -> Any:
+        calls.append(int((args[2].slots != self.cache.spare).sum()))
+        return read(self, *args)
+
+    PagedDecoder.logits = counted  # type: ignore[method-assign]
+    try:
+        for _ in range(2):
+            calls: list[int] = []
+            out = engine.generate(sample, options, seed=3, step=0, keys=torch.arange(30))
+            results.append([calls, out.tokens.tolist(), out.logprobs.tolist()])
+    finally:
+        PagedDecoder.logits = read  # type: ignore[method-assign]
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_batches_of_split_models_are_served_as_requests(ranks: RankPool, layout: str) -> None:
+    """Three completions of each prompt read it once, as on one rank; all ranks get the same bits,
+    each time."""
+    whole = Setup(model=model(), split=[range(10)])
+    ((alone, _),) = ranks(1, f"{HERE}:whole_batch", whole)
+    (first, second), other = ranks(2, f"{HERE}:whole_batch", LAYOUTS[layout])
+    assert first == second
+    assert (first, second) == other
+    assert first[:2] == alone[:2]
+    assert first[0][0] == sum(LENGTHS)
+    assert first[2] == pytest.approx(alone[2], abs=1e-5)

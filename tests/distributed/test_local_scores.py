@@ -1,0 +1,70 @@
+"""The scores of evaluations during training, in trials whose processes are killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.paths import RunPaths
+from tests.support.evaluation_hooks import MASTER_STEP, WORKER_STEP
+from tests.support.hooks import hooked
+from tests.support.trials import ADDITION, Site, is_timing, ppo_config
+
+STEPS, ITEMS, COMPLETIONS = 6, 5, 3
+KILLS = "tests.support.evaluation_hooks:processes_die_once"
+
+
+def run(site: Site, **cluster: Any) -> RunPaths:
+    """A trial that is evaluated at each step and commits every second one."""
+    evaluation = {
+        "dataset": {"type": "prompt", "path": str(ADDITION / "heldout.jsonl")},
+        "samples": ITEMS,
+        "n": COMPLETIONS,
+        "every_steps": 1,
+    }
+    config = ppo_config(total_steps=STEPS, trial="1", evaluation=evaluation)
+    config["cluster"] |= cluster
+    file = site.write("config.yaml", config)
+    site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
+    return site.paths("ppo/1")
+
+
+def content(paths: RunPaths) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in paths.evaluations.iterdir()}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_each_evaluation_has_one_file_whoever_was_killed(tmp_path: Path) -> None:
+    """A master that dies between the scores and the commit, and a rank that dies after it has
+    written its share, cost nothing: the evaluations are repeated, with the same bytes. The metrics
+    are the files' estimates."""
+    sites = [Site(tmp_path / name) for name in ("calm", "killed")]
+    for site in sites:
+        site.folder.mkdir()
+    calm = run(sites[0])
+    killed = run(sites[1], **hooked(sites[1], tmp_path, "ppo.1", "slurmrl.workers.messages", KILLS))
+    steps = range(STEPS + 1)
+    assert sorted(content(calm)) == [calm.evaluation(step).name for step in steps]
+    assert content(killed) == content(calm)
+    assert (tmp_path / "master").read_bytes() == calm.evaluation(MASTER_STEP).read_bytes()
+    assert (tmp_path / "worker").stat().st_size > 0, f"killed in step {WORKER_STEP}"
+    assert list(killed.run.glob("parts/*")) == []
+    lines = sites[1].metrics("ppo/1")
+    assert without_times(lines) == without_times(sites[0].metrics("ppo/1"))
+    for step, line in zip(steps, lines, strict=True):
+        found = json.loads(killed.evaluation(step).read_bytes())
+        assert (found["step"], found["items"], len(found["scores"])) == (step, ITEMS, ITEMS)
+        assert len({score["id"] for score in found["scores"]}) == ITEMS
+        assert all(len(score["rewards"]) == COMPLETIONS for score in found["scores"])
+        for name, estimate in found["estimates"].items():
+            ends = [line[f"eval/{name}{end}"] for end in ("", "/low", "/high")]
+            assert ends == list(estimate.values())
+        assert {"reward", "pass@1", "pass@3", "maj@3"} <= found["estimates"].keys()
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: line[name] for name in line if not is_timing(name)} for line in lines]

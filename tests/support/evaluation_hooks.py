@@ -1,0 +1,47 @@
+"""Kills of a trial's processes during evaluations."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmrl.monitor.sinks import MetricsRecorder
+from slurmrl.paths import EVALUATION, RunPaths
+from slurmrl.workers import parts
+from tests.support.hooks import FOLDER
+
+MASTER_STEP, WORKER_STEP = 3, 5
+"""Steps that are evaluated but not committed when the master or a worker is killed."""
+
+
+def processes_die_once() -> None:
+    """The master dies after it has written the scores of `MASTER_STEP`, before it records the
+    metrics; a worker dies after it has written a part file of `WORKER_STEP`. The folder of the test
+    then has a copy of the written file."""
+    folder = Path(os.environ[FOLDER])
+    record, write_part = MetricsRecorder.write, parts.write_part
+
+    def die_with(written: Path, name: str) -> None:
+        try:
+            with (folder / name).open("xb") as copy:
+                copy.write(written.read_bytes())
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def recorded(self: MetricsRecorder, line: Mapping[str, Any]) -> None:
+        if line["step"] == MASTER_STEP:
+            run = RunPaths(self._file._path.parent)
+            die_with(run.evaluation(MASTER_STEP), "master")
+        record(self, line)
+
+    def written(path: Path, *arguments: Any) -> None:
+        write_part(path, *arguments)
+        if path.name.startswith(f"{EVALUATION}{WORKER_STEP:08d}."):
+            die_with(path, "worker")
+
+    MetricsRecorder.write = recorded  # type: ignore[method-assign]
+    parts.write_part = written

@@ -1,0 +1,157 @@
+"""Checks of servers that run already, on one of this process."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.config.schema import Config
+from slurmrl.config.schema.data import Dataset
+from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.rollout import Rollout
+from slurmrl.doctor.check import Check, State
+from slurmrl.doctor.running import check, settings_of
+from slurmrl.doctor.servers import PACKAGES
+from tests.support.trials import ARCHITECTURE
+
+SGLANG: dict[str, Any] = {
+    "/server_info": {
+        "version": "0.5.20",
+        "enable_custom_logit_processor": False,
+        "skip_tokenizer_init": True,
+        "max_req_input_len": 58,
+    },
+    "/model_info": {"architectures": ["Qwen2ForCausalLM"], "model_path": "/none"},
+    "/openapi.json": {"paths": {route: {} for route in PACKAGES["sglang"].routes}},
+}
+VLLM: dict[str, Any] = {
+    "/version": {"version": "0.32.0"},
+    "/server_info": {
+        "vllm_config": {
+            "model_config": {"logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True}
+        }
+    },
+    "/v1/models": {"data": [{"root": "/none", "max_model_len": 64}]},
+    "/openapi.json": {"paths": {route: {} for route in PACKAGES["vllm"].routes}},
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    answers: Mapping[str, Any] = {}
+    key = ""
+
+    def do_GET(self) -> None:
+        found = self.answers.get(self.path.partition("?")[0])
+        allowed = not self.key or self.headers.get("Authorization") == f"Bearer {self.key}"
+        self.send_response((200 if found is not None else 404) if allowed else 401)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(found).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    Handler.answers, Handler.key = {}, ""
+
+
+def checks_of(
+    address: str, backend: str = "sglang", *, elsewhere: bool = False, **rollout: Any
+) -> list[Check]:
+    made = Rollout(backend=f"{backend}:d1", servers=[address], **rollout)
+    config = Config.model_construct(
+        rollout=made,
+        actor=Model(architecture=ARCHITECTURE, dtype="float32"),
+        dataset=Dataset(type="prompt", path="/none", max_prompt_tokens=16),
+        evaluation=None,
+    )
+    settings = settings_of(config)
+    assert settings is not None
+    return check(json.loads(json.dumps(settings)), elsewhere=elsewhere)
+
+
+def changed(answers: Mapping[str, Any], path: str, **values: Any) -> dict[str, Any]:
+    return {**answers, path: {**answers[path], **values}}
+
+
+def test_a_server_that_can_be_used_is_described(address: str, tmp_path: Path) -> None:
+    """With its key, which the check reads where it runs; the settings that travel there lack it."""
+    keys = tmp_path / "keys"
+    keys.write_text("the-key")
+    keys.chmod(0o600)
+    Handler.answers, Handler.key = SGLANG, "the-key"
+    [found] = checks_of(address, max_new_tokens=8, server_keys=str(keys))
+    assert (found.state, found.measured) == (State.OK, f"{address}: sglang 0.5.20, context 59")
+    [found] = checks_of(address, max_new_tokens=8)
+    assert found.state is State.FAILED
+    assert "HTTP status 401" in found.measured
+    keys.chmod(0o644)
+    [found] = checks_of(address, max_new_tokens=8, server_keys=str(keys))
+    assert (found.name, found.state) == ("server keys", State.FAILED)
+
+
+def test_vllm_on_a_port_is_a_warning(address: str) -> None:
+    """Its key does not cover the routes that change weights."""
+    Handler.answers = VLLM
+    [found] = checks_of(address, "vllm", max_new_tokens=8)
+    assert (found.state, found.measured) == (
+        State.WARNING,
+        f"{address}: vllm 0.32.0, context 64",
+    )
+    assert "ask for no key" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("backend", "answers", "state", "text"),
+    [
+        ("sglang", changed(SGLANG, "/server_info", version="0.5.3"), State.FAILED, "is too old"),
+        ("sglang", changed(SGLANG, "/server_info", version="0.6.0"), State.WARNING, "0.5.20 to"),
+        (
+            "sglang",
+            changed(SGLANG, "/model_info", architectures=["LlamaForCausalLM"]),
+            State.FAILED,
+            "the weights are those of Qwen2ForCausalLM",
+        ),
+        ("sglang", changed(SGLANG, "/server_info", max_req_input_len=16), State.FAILED, "may have"),
+        (
+            "sglang",
+            changed(SGLANG, "/openapi.json", paths={"/generate": {}}),
+            State.FAILED,
+            "lacks /server_info",
+        ),
+        ("sglang", {**SGLANG, "/openapi.json": None}, State.OK, "context 59"),
+        ("vllm", {**VLLM, "/server_info": None}, State.FAILED, "VLLM_SERVER_DEV_MODE=1"),
+        ("vllm", SGLANG, State.FAILED, "/version: HTTP status 404"),
+    ],
+)
+def test_what_a_server_lacks_is_named(
+    address: str, backend: str, answers: dict[str, Any], state: State, text: str
+) -> None:
+    Handler.answers = answers
+    [found] = checks_of(address, backend, max_new_tokens=8)
+    assert found.state is state
+    assert text in f"{found.measured} {found.advice}"
+
+
+def test_a_server_that_does_not_answer_is_named_with_its_address(tmp_path: Path) -> None:
+    """From a login node that need not reach it, that is a warning."""
+    [found] = checks_of(f"unix:{tmp_path / 'none'}", max_new_tokens=8)
+    assert found.state is State.FAILED
+    assert str(tmp_path / "none") in found.measured
+    assert "first rank must reach it" in found.advice
+    [found] = checks_of(f"unix:{tmp_path / 'none'}", elsewhere=True, max_new_tokens=8)
+    assert found.state is State.WARNING
+    assert "--job asks it" in found.advice

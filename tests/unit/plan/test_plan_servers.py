@@ -1,0 +1,162 @@
+"""The share of its GPUs that a server in the trainers' job gets beside the models that train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from slurmrl.engines.rollout import sglang_server, vllm_server
+from slurmrl.errors import ConfigError
+from slurmrl.plan.build import make_plan
+from slurmrl.plan.checks.memory import refusal
+from slurmrl.plan.estimates.gpus import share_of_server, trainers_gpus
+from slurmrl.plan.estimates.hardware import GIB, margin
+from slurmrl.plan.estimates.host import WORKER, worker_bytes
+from slurmrl.plan.estimates.servers import computing, least, own_share
+from slurmrl.plan.settings import Settings
+from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
+
+Load = Callable[..., Settings]
+GPU = 80 * GIB
+LAYOUT = (
+    "cluster.gpus_per_worker=1",
+    "cluster.gpu_memory=80G",
+    "actor.backend=fsdp:d16",
+    "dataset.max_prompt_tokens=1792",
+    "algorithm.n_minibatches=1",
+    "actor.gradient_checkpointing=full",
+    "critic.gradient_checkpointing=full",
+    "rollout.python=/bin/sh",
+)
+SHARED = ("rollout.backend=sglang:d16", "rollout.gpus=0-15")
+APART = ("rollout.backend=sglang:d16", "rollout.gpus=16-31")
+
+
+def load(plan_ppo: Load, *overrides: str) -> Settings:
+    return plan_ppo(*LAYOUT, *overrides, architecture=SEVEN_BILLION)
+
+
+def test_a_server_that_sleeps_gets_what_the_models_keep_between_their_calls(
+    plan_ppo: Load,
+) -> None:
+    """Where GPUs are shared it sleeps by default. Then activations and gradients are not there
+    while it draws, and its memory is there for them."""
+    settings = load(plan_ppo, *SHARED)
+    gpus = trainers_gpus(settings)
+    assert gpus.server_sleeps
+    assert make_plan(settings, scheduler="slurm").offloaded == {"rollout"}
+    kept = sum(
+        gpus.sizes[name].weights + gpus.sizes[name].optimizer for name in ("actor", "critic")
+    )
+    kept += gpus.sizes["ref"].weights
+    assert gpus.server_bytes() == GPU - kept - margin(kept)
+    assert share_of_server(settings, GPU) == gpus.server_bytes()
+    fullest = gpus.fullest()
+    assert fullest.size + fullest.margin == GPU
+    long = (
+        "rollout.max_new_tokens=4096",
+        "actor.gradient_checkpointing=off",
+        "actor.max_tokens_per_microbatch=65536",
+    )
+    with pytest.raises(ConfigError, match=r"activations of actor .*sleeping server 2\.0 GiB"):
+        load(plan_ppo, *SHARED, *long)
+
+
+def test_a_server_that_stays_leaves_the_largest_call_its_memory(plan_ppo: Load) -> None:
+    """The call and the server fit together, to the byte, with the call's margin."""
+    settings = load(plan_ppo, *SHARED, "rollout.offload=false")
+    gpus = trainers_gpus(settings)
+    assert not gpus.server_sleeps
+    assert gpus.server_bytes() < trainers_gpus(load(plan_ppo, *SHARED)).server_bytes()
+    fullest = gpus.fullest()
+    assert "rollout" in fullest.models
+    assert fullest.parts["server"] == gpus.server_bytes()
+    assert fullest.size + fullest.margin == GPU
+
+
+def test_a_server_with_gpus_of_its_own_leaves_room_for_weights_that_move(plan_ppo: Load) -> None:
+    gpus = trainers_gpus(load(plan_ppo, *APART))
+    assert not gpus.server_sleeps
+    weights = gpus.sizes["rollout"].weights
+    moving = weights + gpus.config.transfer.staging_mib * 2**20
+    assert gpus.server_bytes() == GPU - moving - margin(moving)
+
+
+def test_a_share_of_the_users_is_theirs_and_counts(plan_ppo: Load) -> None:
+    """slurmrl then gives the server none, and refuses one that leaves too little to train."""
+    small = load(plan_ppo, *SHARED, "rollout.server_args=[--mem-fraction-static, '0.4']")
+    assert trainers_gpus(small).server_bytes() == round(0.4 * GPU)
+    assert share_of_server(small, GPU) is None
+    with pytest.raises(ConfigError, match=r"server 76\.0 GiB"):
+        load(plan_ppo, *SHARED, "rollout.server_args=[--mem-fraction-static=0.95]")
+
+
+def test_what_leaves_a_server_too_little_is_refused_with_the_remedy(plan_ppo: Load) -> None:
+    """At submission where the GPU's size is known, else by the worker before anything starts."""
+    tight = ("actor.backend=fsdp:d8", "rollout.backend=vllm:d8", "rollout.gpus=0-7")
+    with pytest.raises(ConfigError, match=r"server .* GiB.*set rollout.offload to true"):
+        load(plan_ppo, *tight, "rollout.offload=false", "cluster.gpu_memory=48G")
+    unknown = load(plan_ppo, *tight, "rollout.offload=false", "cluster.gpu_memory=")
+    said = refusal(unknown, "NVIDIA A40", 48 * GIB)
+    assert said is not None
+    assert "server" in said
+
+
+def test_assumed_lengths_do_not_take_a_servers_share(plan_ppo: Load) -> None:
+    """Without a limit on prompts, the longest sequence that the model takes would leave nothing."""
+    settings = load(plan_ppo, *SHARED, "rollout.offload=false", "cluster.gpu_memory=")
+    unbounded = plan_ppo(
+        *(*LAYOUT, *SHARED, "rollout.offload=false"),
+        *("cluster.gpu_memory=", "dataset.max_prompt_tokens="),
+        architecture={**SEVEN_BILLION, "max_position_embeddings": 1_000_000},
+    )
+    share = share_of_server(unbounded, GPU)
+    bounded = share_of_server(settings, GPU)
+    assert share is not None
+    assert bounded is not None
+    assert share >= bounded
+    needed = least(trainers_gpus(settings, limit=GPU).sizes["rollout"], GPU)
+    assert bounded >= needed >= computing(GPU)
+
+
+def test_the_host_of_a_server_holds_one_version_if_it_sleeps(plan_ppo: Load) -> None:
+    """Otherwise two, while one is read; all parts of a split model are on the leader's host."""
+    settings = {
+        offload: load(plan_ppo, *SHARED, f"rollout.offload={offload}")
+        for offload in ("true", "false")
+    }
+    weights = trainers_gpus(settings["true"]).sizes["rollout"].weights
+    sizes = {offload: worker_bytes(each) or 0 for offload, each in settings.items()}
+    assert sizes["false"] - sizes["true"] == weights
+    assert sizes["true"] > WORKER + weights
+    split = load(plan_ppo, "rollout.backend=sglang:d8t2", "rollout.gpus=0-15")
+    assert worker_bytes(split) == pytest.approx(sizes["true"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "share"),
+    [
+        ((), None),
+        (("--dtype", "half"), None),
+        (("--gpu-memory-utilization", "0.5"), 0.5),
+        (("--mem-fraction-static=0.25", "--x"), 0.25),
+        (("--mem-fraction-static", "0.25", "--mem-fraction-static=0.5"), 0.5),
+        (("--mem-fraction-static", "much"), None),
+        (("--mem-fraction-static",), None),
+    ],
+)
+def test_a_share_in_arguments_is_found(arguments: tuple[str, ...], share: float | None) -> None:
+    assert own_share(arguments) == share
+
+
+def test_the_share_becomes_the_engines_own_fractions() -> None:
+    """vLLM's is of the whole GPU. SGLang's is of what is free when it starts, for weights and
+    caches alone, so that they are the same whatever the other models hold at that time."""
+    share = 40 * GIB
+    assert vllm_server.memory_flags(share, GPU) == ("--gpu-memory-utilization", "0.5000")
+    for free in (45 * GIB, 70 * GIB):
+        flag, fraction = sglang_server.memory_flags(share, free, GPU)
+        assert flag == "--mem-fraction-static"
+        assert float(fraction) * free == pytest.approx(share - computing(GPU), rel=1e-3)
+    assert sglang_server.memory_flags(share, 10 * GIB, GPU)[1] == "0.9800"
