@@ -227,6 +227,10 @@ class DamagedCheckpointError(CheckpointError):
         return str(self.args[0]) if self.args else ""
 
 
+class WeightVersionError(SlurmrlError, RuntimeError):
+    """A weight version is missing, unfinished or damaged; its readers take a whole one."""
+
+
 class LayoutError(SlurmrlError, ValueError):
     """Two layouts do not match, or a layout is incomplete."""
 

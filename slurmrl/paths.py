@@ -112,6 +112,12 @@ class RunPaths:
         return self.run / "weights"
 
     @property
+    def versions(self) -> Path:
+        """Weight versions that trainers publish for rollout hosts, each in a directory of its
+        name (see `weights`)."""
+        return self.run / "versions"
+
+    @property
     def checkpoints(self) -> Path:
         return self.run / "checkpoints"
 

@@ -40,7 +40,7 @@ def read_all(descriptor: int, calls: SystemCalls, limit_bytes: int) -> bytes | N
     return b"".join(chunks)
 
 
-def pwrite_all(descriptor: int, data: bytes, offset: int, calls: SystemCalls) -> None:
+def pwrite_all(descriptor: int, data: bytes | memoryview, offset: int, calls: SystemCalls) -> None:
     view = memoryview(data)
     while view:
         written = calls.pwrite(descriptor, view, offset)
