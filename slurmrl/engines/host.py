@@ -5,7 +5,8 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ ALIGNMENT = 64
 ROUNDS_BEFORE = "2.13"
 PORTABLE = 1
 """cudaHostRegisterPortable: all CUDA contexts treat the memory as page-locked."""
+Specs: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and type of each tensor."""
 
 
 def lock_sizes_as_they_are() -> None:
@@ -65,36 +68,40 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
+class HostTensors(dict[str, Tensor]):
+    """Tensors of given shapes and types, by name, in one buffer: zeros at first."""
+
+    def __init__(self, specs: Specs, *, locked: bool) -> None:
+        sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in specs.items()}
+        steps = {name: -(-size // ALIGNMENT) * ALIGNMENT for name, size in sizes.items()}
+        self._buffer = HostBuffer(sum(steps.values()), locked=locked)
+        offset = 0
+        for name, (shape, dtype) in specs.items():
+            own = self._buffer.bytes[offset : offset + sizes[name]]
+            self[name] = own.view(dtype).view(shape)
+            offset += steps[name]
+
+
 class HostCopies:
     """Copies of tensors in one reused buffer, page-locked for tensors of a GPU, which makes
     copying fast."""
 
     def __init__(self) -> None:
-        self._buffer: HostBuffer | None = None
         self._copies: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy the tensors. The next call overwrites the result."""
-        if _specs(self._copies) != _specs(tensors):
-            self._allocate(tensors)
+        if (specs := _specs(tensors)) != _specs(self._copies):
+            self._copies = {}  # before the next ones are allocated
+            locked = any(tensor.is_cuda for tensor in tensors.values())
+            self._copies = HostTensors(specs, locked=locked)
         for name, tensor in tensors.items():
             self._copies[name].copy_(tensor, non_blocking=tensor.is_cuda)
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.current_stream().synchronize()
         return dict(self._copies)
 
-    def _allocate(self, tensors: Mapping[str, Tensor]) -> None:
-        self._copies, self._buffer = {}, None  # before the next one is allocated
-        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
-        locked = any(tensor.is_cuda for tensor in tensors.values())
-        self._buffer = HostBuffer(sum(sizes), locked=locked)
-        offset = 0
-        for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
-            copy = self._buffer.bytes[offset : offset + tensor.nbytes]
-            self._copies[name] = copy.view(tensor.dtype).view(tensor.shape)
-            offset += size
 
-
-def _specs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+def _specs(tensors: Mapping[str, Tensor]) -> Specs:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}

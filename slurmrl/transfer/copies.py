@@ -43,6 +43,8 @@ class BoxCopies:
         if not plain and elements.is_contiguous() and self._suits(target, elements):
             scatter(_flat(target), self._of(target), elements.reshape(-1), eta)
         elif eta == 1.0:
+            if elements.is_cuda and not target.is_cuda:
+                elements = elements.to(target.dtype)  # the GPU converts faster than the host
             target.copy_(elements)
         else:
             _average(target, elements, eta)

@@ -1,0 +1,75 @@
+"""What ranks do in the tests of weight versions: see ``cases``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slurmrl.checkpoint.stored import Storage
+from slurmrl.engines.base import TrainEngine
+from slurmrl.engines.versions import VersionParts
+from slurmrl.models.storage import file_form
+from slurmrl.transfer.regions import PlacedLayout
+from tests.distributed.engines import cases, megatron_cases
+from tests.distributed.engines.cases import Setup, batch, denominator, loss
+from tests.distributed.engines.megatron_cases import Case
+
+Taken = dict[str, tuple[str, tuple[int, ...], bytes]]
+"""The type, shape and bits of each tensor."""
+
+
+def storage_of(architecture: dict[str, Any], implementation: str = "builtin") -> Storage:
+    return file_form(architecture, implementation, "lm")[1]  # type: ignore[arg-type]
+
+
+def of_fsdp(setup: Setup, dtype: str, folder: Path) -> list[Taken]:
+    """The tensors of this rank: see `_taken`."""
+
+    def step(engine: TrainEngine, number: int) -> None:
+        sample = batch(number).take(setup.split[engine.context.dp_rank])
+        engine.train_batch(sample, loss, denominator(sample))
+
+    architecture, how = setup.model["architecture"], setup.model.get("implementation", "builtin")
+    return _taken(cases.make(setup), storage_of(architecture, how), dtype, folder, step)
+
+
+def of_megatron(case: Case, dtype: str, folder: Path) -> list[Taken]:
+    engine, storage = megatron_cases.make(case), storage_of(case.model["architecture"])
+    return _taken(engine, storage, dtype, folder, megatron_cases.step)
+
+
+def _taken(
+    engine: TrainEngine, storage: Storage, dtype: str, folder: Path, step: Any
+) -> list[Taken]:
+    """The tensors that this rank owns after each of two steps, looked at after the second one, and
+    after a third one's took the place of the first one's. Each step's checkpoint is in a folder of
+    its number."""
+    ranks = tuple(range(dist.get_world_size()))
+    parts = VersionParts(
+        PlacedLayout(engine.layout(), ranks),
+        storage,
+        dtype,
+        hosts={rank: rank // 2 for rank in ranks},
+        staging_bytes=4096,
+        group=dist.new_group(ranks),
+        device=torch.device("cpu"),
+        copies=2,
+    )
+    entries = []
+    for number in range(2):
+        step(engine, number)
+        engine.save(folder / str(number))
+        entries.append(parts.take(engine.storages()))
+    found = [_read(each) for each in entries]
+    step(engine, 2)
+    engine.save(folder / "2")
+    entries.append(parts.take(engine.storages()))
+    assert _read(entries[1]) == found[1], "a copy has changed before its turn"
+    return [*found, _read(entries[2])]
+
+
+def _read(entries: Any) -> Taken:
+    return {e.name: (e.spec.dtype, e.spec.shape, e.data().tobytes()) for e in entries}
