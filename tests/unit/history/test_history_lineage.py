@@ -1,0 +1,73 @@
+"""Which weights led to those of the newest incarnation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slurmrl.history.lineage import Lineage
+from slurmrl.history.record import Kind, Record
+
+
+def lineage(*entries: tuple[Kind, int, dict[str, Any]]) -> Lineage:
+    return Lineage.of(
+        Record(slot, kind, by, 0.0, data) for slot, (kind, by, data) in enumerate(entries)
+    )
+
+
+def begin(incarnation: int, **data: Any) -> tuple[Kind, int, dict[str, Any]]:
+    return Kind.BEGIN, incarnation, data
+
+
+def commit(step: int, by: int) -> tuple[Kind, int, dict[str, Any]]:
+    return Kind.COMMIT, by, {"step": step, "directory": f"{step}.{by}"}
+
+
+def delete(step: int, of: int, by: int) -> tuple[Kind, int, dict[str, Any]]:
+    return Kind.DELETE, by, {"step": step, "directory": f"{step}.{of}"}
+
+
+def test_all_steps_of_the_newest_incarnation_count() -> None:
+    found = lineage(begin(1), commit(2, 1))
+    assert found.has(0, 1)
+    assert found.has(9, 1)
+    assert not found.has(9, 2)
+
+
+def test_steps_after_the_commit_that_was_resumed_are_rolled_back() -> None:
+    found = lineage(begin(1), commit(2, 1), commit(4, 1), begin(2, base="4.1"))
+    assert found.has(4, 1)
+    assert not found.has(5, 1)
+    assert found.has(5, 2)
+
+
+def test_an_incarnation_without_a_commit_leaves_nothing() -> None:
+    found = lineage(begin(1), commit(2, 1), begin(2), begin(3))
+    assert found.has(2, 1)
+    assert not found.has(3, 2)
+
+
+@pytest.mark.parametrize("base", [{"base": "2.1"}, {}])
+def test_a_damaged_commit_is_rolled_back(base: dict[str, Any]) -> None:
+    """Also in records of older programs, which do not name what they resume from."""
+    found = lineage(begin(1), commit(2, 1), commit(4, 1), delete(4, 1, 1), begin(2, **base))
+    assert found.has(2, 1)
+    assert not found.has(4, 1)
+
+
+def test_a_start_from_the_beginning_leaves_nothing() -> None:
+    found = lineage(begin(1), commit(2, 1), begin(2, base=None))
+    assert not found.has(2, 1)
+    assert not found.has(0, 1)
+
+
+def test_commits_that_were_deleted_later_still_link_incarnations() -> None:
+    found = lineage(
+        *(begin(1), commit(2, 1), begin(2, base="2.1"), commit(5, 2), delete(2, 1, 2)),
+        begin(3, base="5.2"),
+    )
+    assert found.has(2, 1)
+    assert not found.has(3, 1)
+    assert found.has(5, 2)
+    assert not found.has(6, 2)
