@@ -2,14 +2,18 @@
 ``python sglang_stand_in.py ADDRESS --model-path FOLDER``, or in place of a Python with SGLang.
 
 ADDRESS is a path of a Unix socket or a port of this host. Further options: ``--keys API,ADMIN``,
-``--record FILE`` (a line for each request), ``--mounted-as SUFFIX`` (of folders with weights).
+``--record FILE`` (a line for each request), ``--mounted-as SUFFIX`` (of folders with weights),
+``--dies-of ERROR`` (at the first request that draws with weights).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +96,8 @@ class StandIn:
         if self.asleep:
             return web.json_response({"error": "no memory"}, status=500)
         await self.running.wait()
+        if self.model is not None and "--dies-of" in self.options:
+            die(self.options["--dies-of"])
         name = body.get("rid", "")
         aborted = self.aborts[name] = asyncio.Event()
         tokens, logprobs, versions = [], [], []
@@ -168,6 +174,18 @@ class StandIn:
     async def resume_memory_occupation(self, request: web.Request) -> web.Response:
         self.asleep = False
         return web.json_response(None)
+
+
+def die(error: str) -> None:
+    """As SGLang does once a scheduler has raised."""
+    try:
+        raise RuntimeError(error)
+    except RuntimeError:
+        at = "[2026-11-23 09:00:00"
+        print(f"{at} TP0] Scheduler hit an exception: {traceback.format_exc()}")
+        print(f"{at}] Received sigquit from a child process. It usually means the child failed.")
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def parsed(words: list[str]) -> dict[str, str]:

@@ -16,11 +16,11 @@ from tests.support.trials import REPOSITORY, wait_until
 STAND_IN = Path(__file__).with_name("sglang_stand_in.py")
 
 
-def python(folder: Path, record: Path | None = None) -> str:
-    """A program in place of a Python with SGLang."""
+def python(folder: Path, record: Path | None = None, options: str = "") -> str:
+    """A program in place of a Python with SGLang; ``options`` are further ones, for a shell."""
     folder.mkdir(exist_ok=True)
     program = folder / "python"
-    more = f"--record '{record}'" if record else ""
+    more = f"{options} --record '{record}'" if record else options
     program.write_text(
         f'#!/bin/sh\nexec env -u PYTHONWARNINGS "{sys.executable}" "{STAND_IN}" "$@" {more}\n'
     )

@@ -106,6 +106,7 @@ class KeptEngine(RolloutEngine):
         faults = 0
         while await self._up_before(order.aborted):
             start, order.engine = await self._current()
+            self._server.asked()
             try:
                 completions = await order.engine.submit(request)
             except RunFailedError as error:

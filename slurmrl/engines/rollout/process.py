@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmrl import log
+from slurmrl.engines.rollout.server_log import ServerLog, read_end
 from slurmrl.fsio.atomic import open_log
 from slurmrl.monitor.words import exit_words
 
@@ -21,8 +22,6 @@ logger = log.get(__name__)
 WARDEN = Path(__file__).with_name("warden.py")
 ENDING_S = 10.0
 """How long the processes of a server may take to end after SIGKILL."""
-LAST_LINES = 5
-LAST_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,23 +69,14 @@ class ServerProcess:
         return self._closed or bool(select.select([self.pidfd], [], [], 0)[0])
 
     def ending(self) -> str:
-        """How it ended, with the last lines of its output."""
+        """How it ended: ``sglang server 0 ended (SIGKILL)``."""
         code = self._warden.returncode if self._closed else _code(self.pidfd)
         words = "still runs" if code is None else exit_words(code if code <= 128 else 128 - code)
-        return f"{self._program.name} ended ({words}); {self.last_lines()}"
+        return f"{self._program.name} ended ({words})"
 
-    def last_lines(self) -> str:
-        """The end of this process's output, for messages."""
-        where = f"its log is {self._program.log}"
-        try:
-            with self._program.log.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(self._begin, size - LAST_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError:
-            return where
-        text = "\n".join(line for line in lines[-LAST_LINES:] if line.strip())
-        return f"{where}, which ends with:\n{text}" if text else where
+    def last_words(self) -> ServerLog:
+        """The end of this start's output. It may wait for a shared directory."""
+        return read_end(self._program.log, self._begin)
 
     def close(self) -> None:
         """End the server with all of its processes."""

@@ -12,12 +12,12 @@ from typing import Any
 from slurmrl import log
 from slurmrl.backoff import Backoff
 from slurmrl.config.servers import Address, ServerKeys
+from slurmrl.engines.rollout.failed_starts import MOST_FAILED_STARTS, EndedStart, FailedStarts
 from slurmrl.engines.rollout.process import ServerProcess, ServerProgram
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 
 logger = log.get(__name__)
 
-MOST_FAILED_STARTS = 3
 RESTART_S = (0.5, 30.0)
 """First and longest pause before another start."""
 PROBE_S = 0.25
@@ -35,7 +35,8 @@ class Patience:
     probe_s: float = 5.0
     """Between two probes of a server that serves."""
     stable_s: float = 60.0
-    """A server that served for this long has started well: earlier failures no longer count."""
+    """A server that served for this long, and has answered one of the requests that it got, has
+    started well: earlier failures no longer count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +81,9 @@ class KeptServer:
     """Keeps a server running.
 
     ``probe`` returns if the server answers, and ``prepare`` makes a started one ready for requests
-    (it installs weights); both raise SlurmrlError otherwise. After a UsageError of ``prepare``
-    there is no further start. Made in a running asyncio loop.
+    (it installs weights); both raise SlurmrlError otherwise. After a UsageError of ``prepare``, or
+    starts that ended with the same error without an answer (`FailedStarts`), there is no further
+    one. Made in a running asyncio loop.
     """
 
     def __init__(
@@ -104,6 +106,8 @@ class KeptServer:
         """Why there will be no further start."""
         self._doubted = asyncio.Event()
         self._heard = False
+        self._asked = self._answered = False
+        """Whether the newest start got requests, and has answered one."""
         self._busy = 0
         self._needed = asyncio.Event()
         self._needed.set()
@@ -143,10 +147,14 @@ class KeptServer:
         finally:
             self._busy -= 1
 
+    def asked(self) -> None:
+        """Expect the answer to a request: a start that ends without any has failed."""
+        self._asked = True
+
     def heard(self) -> None:
         """Take the answer to a request as a sign of life: between such answers, a server with much
         to do may not come to answer a probe."""
-        self._heard = True
+        self._heard = self._answered = True
 
     async def rest(self) -> int | None:
         """Start the server no more until `want`. Returns the number of the start that is ready, or
@@ -180,33 +188,39 @@ class KeptServer:
 
     async def _keep(self) -> None:
         backoff = Backoff(*RESTART_S, growth=2.0)
-        failures = 0
+        failed = FailedStarts(self._patience.stable_s)
         while True:
             await self._needed.wait()
             try:
-                reason, served_s = await self._serve()
+                ending = await self._serve()
             except UsageError as error:
                 lost = f"{self.name} cannot be used: {error}"
                 return await self._now(None, lost=UsageError(lost))
-            failures = 1 if served_s >= self._patience.stable_s else failures + 1
-            if failures == MOST_FAILED_STARTS:
-                break
-            if failures == 1:
+            failed.add(ending)
+            if failed.enough:
+                return await self._now(None, lost=self._given_up(failed, ending.reason))
+            if failed.count == 1:
                 backoff.reset()
-            logger.warning("%s is started again: %s", self.name, reason)
+            logger.warning("%s is started again: %s", self.name, ending.reason)
             await asyncio.sleep(backoff.next_s())
-        lost = f"{self.name} failed {failures} times in a row: {reason}"
-        return await self._now(None, lost=RunFailedError(lost))
 
-    async def _serve(self) -> tuple[str, float]:
-        """One start. Returns why it is over, and for how long it was ready, in seconds. Raises
-        UsageError if it runs but cannot be used."""
+    def _given_up(self, failed: FailedStarts, reason: str) -> SlurmrlError:
+        if failed.hopeless:
+            return UsageError(
+                f"{self.name} cannot be used: its last {MOST_FAILED_STARTS} starts have ended with "
+                f"the same error, before they answered a request: {reason}"
+            )
+        return RunFailedError(f"{self.name} failed {failed.count} times in a row: {reason}")
+
+    async def _serve(self) -> EndedStart:
+        """One start. Raises UsageError if it runs but cannot be used."""
         loop = asyncio.get_running_loop()
         ready_at: float | None = None
+        self._asked = self._answered = False
         try:
             process = ServerProcess(self._program)
         except SlurmrlError as error:
-            return str(error), 0.0
+            return EndedStart(reason=str(error))
         ended: asyncio.Future[None] = loop.create_future()
         loop.add_reader(process.pidfd, _resolve, ended)
         self._runs = True
@@ -217,17 +231,26 @@ class KeptServer:
             ready_at = loop.time()
             await self._now(self._starts)
             await self._watch(ended)
-            reason = process.ending()
+            reason, by_itself = process.ending(), True
         except SlurmrlError as error:
-            if isinstance(error, UsageError) and not process.ended:
+            by_itself = process.ended
+            if isinstance(error, UsageError) and not by_itself:
                 raise
-            reason = process.ending() if process.ended else f"{error}; {process.last_lines()}"
+            reason = process.ending() if by_itself else str(error)
         finally:
             loop.remove_reader(process.pidfd)
             process.close()
             self._runs = False
+            served_s = 0.0 if ready_at is None else loop.time() - ready_at
             await self._now(None)
-        return reason, 0.0 if ready_at is None else loop.time() - ready_at
+        words = await asyncio.to_thread(process.last_words)
+        return EndedStart(
+            reason=f"{reason}: {words}" if words.error and by_itself else f"{reason}; {words}",
+            served_s=served_s,
+            asked=self._asked,
+            answered=self._answered,
+            error=words.kind if by_itself and not words.of_the_host else "",
+        )
 
     async def _begin(self, ended: asyncio.Future[None]) -> None:
         """Return once the server is ready. Raises SlurmrlError if it ends or takes too long."""

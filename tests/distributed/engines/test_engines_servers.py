@@ -160,6 +160,36 @@ def test_servers_draw_with_the_weights_of_every_step(
     assert "Traceback" not in words
 
 
+def killed_by_requests(program: str, log: Path) -> None:
+    """Have a server of this rank draw with weights."""
+    serving = Serving(python=program, arguments=(), tokenizer=None, patience=PATIENCE, log=log)
+    servers = engine({"dp": 1}, serving)
+    try:
+        for tensor in servers.storages().values():
+            tensor.zero_()
+        drawn(servers, PROMPTS, 1)
+    finally:
+        servers.close()
+
+
+def test_a_server_that_always_ends_with_the_same_error_ends_the_trial(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Each of its starts installs the weights and dies of the first request. The error of the rank
+    is a user error, after which no incarnation is tried, and says which server ended how and of
+    what, and where its log is."""
+    program = python(tmp_path / "bin", options="--dies-of 'no kernel for heads of 4'")
+    log = tmp_path / "server.log"
+    message = (
+        "UsageError: sglang server of rollout 0 cannot be used: its last 3 starts .* same error.*: "
+        r"sglang server of rollout 0 ended \(SIGKILL\): RuntimeError: no kernel for heads of 4; "
+        f"its log is {log}"
+    )
+    with pytest.raises(RankError, match=message):
+        ranks(1, f"{HERE}:killed_by_requests", program, log)
+    assert log.read_text().count("Scheduler hit an exception") == 3
+
+
 @pytest.fixture
 def started() -> Iterator[list[Started]]:
     servers: list[Started] = []

@@ -64,7 +64,11 @@ class PickyDialect(ScriptedDialect):
         self.at_wake()
 
 
-def within(folder: Path, test: Callable[[KeptEngine, PickyDialect], Awaitable[None]]) -> None:
+def within(
+    folder: Path,
+    test: Callable[[KeptEngine, PickyDialect], Awaitable[None]],
+    patience: Patience = Patience(),  # noqa: B008 - it is frozen
+) -> None:
     """``test`` gets the engine of a server with version 1.1, and how that server is spoken to."""
 
     async def main() -> None:
@@ -80,7 +84,7 @@ def within(folder: Path, test: Callable[[KeptEngine, PickyDialect], Awaitable[No
             return dialect
 
         address = Address(f"unix:{folder / 'none.sock'}")
-        engine = KeptEngine(program, address, speak, patience=Patience())
+        engine = KeptEngine(program, address, speak, patience=patience)
         await engine.update_weights(WeightVersion(name="1.1"))
         try:
             await test(engine, dialect)
@@ -121,6 +125,28 @@ def test_a_start_that_does_not_take_the_weights_is_not_the_last(tmp_path: Path) 
             await engine._prepare()
 
     within(tmp_path, test)
+
+
+def test_a_server_that_dies_of_a_request_is_not_started_for_ever(tmp_path: Path) -> None:
+    """No start answers the request, so none is good, although each counts as stable at once."""
+
+    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+        answer = engine.submit(request())
+        draw = None
+        for count in range(1, 4):
+            pid = (await started(tmp_path, count))[-1]
+            while dialect.draws.get("r-0") in (None, draw):
+                await asyncio.sleep(0.01)
+            draw = dialect.draws["r-0"]
+            warden = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(pid, signal.SIGKILL)
+            await ended(warden)
+        assert draw is not None
+        draw.set_exception(RunFailedError("the connection was closed"))
+        with pytest.raises(RunFailedError, match=r"failed 3 times in a row: .*SIGKILL"):
+            await answer
+
+    within(tmp_path, test, Patience(stable_s=0.0))
 
 
 def test_a_server_that_refuses_its_earlier_version_is_closed(tmp_path: Path) -> None:

@@ -131,19 +131,19 @@ def test_a_killed_warden_takes_the_server_with_it(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_server_is_described_with_its_last_words(tmp_path: Path) -> None:
-    """The message has the signal or the code, and the end of this start's output."""
+    """There is the signal or the code, and the end of this start's output."""
     first = start(tmp_path)
     pids = family(tmp_path)
     os.kill(pids["server"], signal.SIGKILL)
     wait_for("the end", lambda: first.ended)
     assert "server 0 ended (SIGKILL)" in first.ending()
-    assert "last words" in first.ending()
+    assert "last words" in str(first.last_words())
     first.close()
     failing = ServerProcess(program(tmp_path, "import sys; print('no such flag'); sys.exit(3)"))
     wait_for("the end", lambda: failing.ended)
     assert "exited with code 3" in failing.ending()
-    assert "no such flag" in failing.ending()
-    assert "last words" not in failing.ending()
+    assert "no such flag" in str(failing.last_words())
+    assert "last words" not in str(failing.last_words())
     failing.close()
 
 
@@ -298,6 +298,77 @@ def test_a_server_that_fails_again_and_again_is_given_up(
         server = KeptServer(broken, probe=life.probe, prepare=life.prepare, patience=Patience())
         with pytest.raises(RunFailedError, match=r"(?s)failed 3 times in a row.*unknown model"):
             await server.up()
+        await server.close()
+
+    within(test)
+
+
+RAISES = """
+import sys
+from pathlib import Path
+(Path(sys.argv[1]) / "server").touch()
+raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        ("ValueError(f'{sys.argv[0]} needs 3 heads')", UsageError),
+        ("FileNotFoundError('the tokenizer')", RunFailedError),
+        ("RuntimeError('CUDA error: uncorrectable ECC error encountered')", RunFailedError),
+    ],
+    ids=["the same anywhere", "of the host", "of the GPU"],
+)
+def test_the_same_error_of_all_starts_is_final_unless_the_host_may_be_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, lost: type[Exception]
+) -> None:
+    """Another host could not help. The message has the error, not only that the server ended."""
+    monkeypatch.setattr(server_module, "RESTART_S", (0.01, 0.01))
+
+    async def test() -> None:
+        life = Life(tmp_path)
+        life.answers = False
+        broken = program(tmp_path, RAISES.format(error=error))
+        server = KeptServer(broken, probe=life.probe, prepare=life.prepare, patience=Patience())
+        with pytest.raises(
+            lost, match=r"exited with code 1\): \w+Error: .*; its log is .*server.l"
+        ):
+            await server.up()
+        await server.close()
+        assert broken.log.read_text().count("Traceback") == 3
+
+    within(test)
+
+
+def test_a_start_that_answers_no_request_has_failed_however_long_it_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end has no error to compare. Every start here counts as stable at once."""
+    monkeypatch.setattr(server_module, "RESTART_S", (0.01, 0.01))
+
+    async def test() -> None:
+        life = Life(tmp_path)
+        patience = Patience(stable_s=0.0)
+        server = KeptServer(
+            program(tmp_path), probe=life.probe, prepare=life.prepare, patience=patience
+        )
+
+        async def killed(start: int) -> None:
+            assert await server.up() == start
+            pids = family(tmp_path)
+            server.asked()
+            if start == 2:
+                server.heard()
+            for name in pids:
+                (tmp_path / name).unlink()
+            os.kill(pids["server"], signal.SIGKILL)
+            await server.settle(start)
+
+        for start in range(1, 4):
+            await killed(start)
+        with pytest.raises(RunFailedError, match="failed 3 times in a row"):
+            await killed(4)  # the second start was good
         await server.close()
 
     within(test)
