@@ -32,7 +32,7 @@ def compressed(bits: Array, base: Array, item_bytes: int) -> bytes:
     return b"".join(pieces)
 
 
-def apply(stored: bytes, bits: Array, item_bytes: int) -> None:
+def apply(stored: bytes | memoryview, bits: Array, item_bytes: int) -> None:
     """Change ``bits`` in place by a difference that `compressed` made. Raises WeightVersionError if
     it is not of an array of this size; the bits are then unusable."""
     buffer = np.empty(min(BLOCK_BYTES, bits.size), np.uint8)
