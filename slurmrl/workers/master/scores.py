@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from slurmrl.algorithms.offline.estimates import summarize
-from slurmrl.errors import EnvironmentFailure
+from slurmrl.errors import EnvironmentFailure, UsageError
 from slurmrl.fsio.atomic import (
     list_names,
     make_private_directory,
@@ -26,8 +26,16 @@ from slurmrl.workers.parts import read_parts
 
 _FILE: Final = re.compile(r"step-(\d+)\.json")
 
-Parts = Mapping[str, Sequence[int]]
-"""The numbers of the part files of each call that gives scores, by their prefix."""
+ITEM: Final = "id"
+"""What every call says about an item: which one it is."""
+
+
+class ScoringCall(NamedTuple):
+    """A call that gave scores, and the part files that have them."""
+
+    name: str
+    prefix: str
+    numbers: Sequence[int]
 
 
 class EvaluationScores:
@@ -61,23 +69,24 @@ class EvaluationScores:
                 remove(self._paths.evaluation(step))
         self.keep(last_step)
 
-    def write(self, step: int, items: int, parts: Parts) -> dict[str, float]:
+    def write(self, step: int, items: int, calls: Sequence[ScoringCall]) -> dict[str, float]:
         """Write the file of an evaluation of ``items`` items, and remove its part files. Return the
         estimates and the ends of their intervals.
 
         Raises CorruptFileError for part files that are missing or damaged, UsageError for scores
-        that cannot be measured, EnvironmentFailure, StaleIncarnationError, TrialEndedError.
+        that cannot be measured, or that two calls give, EnvironmentFailure, StaleIncarnationError,
+        TrialEndedError.
         """
-        if not parts:
+        if not calls:
             return {}
-        lines = [self._read(prefix, numbers, items) for prefix, numbers in parts.items()]
-        scores = [_merged(records) for records in zip(*lines, strict=True)]
+        lines = [self._read(call, items) for call in calls]
+        scores = [_merged(calls, records) for records in zip(*lines, strict=True)]
         config, algorithm = self._settings.config, self._settings.algorithm
         summary = summarize(scores, algorithm.evaluation_measures(config))
         self._check()
         make_private_directory(self._paths.evaluations)
         replace_by_parts(self._paths.evaluation(step), summary_text(self._head(step), summary))
-        self._remove(parts)
+        self._remove(calls)
         return summary.metrics
 
     def keep(self, committed: int) -> None:
@@ -89,12 +98,12 @@ class EvaluationScores:
         for step in [step for step in self._steps() if step <= committed][: -evaluation.keep_last]:
             remove(self._paths.evaluation(step))
 
-    def _read(self, prefix: str, numbers: Sequence[int], items: int) -> list[Record]:
+    def _read(self, call: ScoringCall, items: int) -> list[Record]:
         """Raises CorruptFileError, EnvironmentFailure."""
-        records = read_parts(self._paths, prefix, numbers)
+        records = read_parts(self._paths, call.prefix, call.numbers)
         if len(records) != items:
             problem = f"has scores of {len(records)} of {items} items"
-            raise corrupt(self._paths.parts / prefix, problem)
+            raise corrupt(self._paths.parts / call.prefix, problem)
         return records
 
     def _head(self, step: int) -> dict[str, object]:
@@ -108,12 +117,12 @@ class EvaluationScores:
             "dataset": evaluation.dataset.title,
         }
 
-    def _remove(self, parts: Parts) -> None:
+    def _remove(self, calls: Sequence[ScoringCall]) -> None:
         """Remove part files. The next incarnation removes those that stay."""
         with suppress(EnvironmentFailure):
-            for prefix, numbers in parts.items():
-                for number in numbers:
-                    remove(self._paths.part(prefix, number))
+            for call in calls:
+                for number in call.numbers:
+                    remove(self._paths.part(call.prefix, number))
 
     def _steps(self) -> list[int]:
         """The steps that have files, in their order. Raises EnvironmentFailure."""
@@ -129,9 +138,17 @@ def _names(directory: Path) -> list[str]:
         return []
 
 
-def _merged(records: Sequence[Record]) -> Record:
-    """What several calls say about an item."""
+def _merged(calls: Sequence[ScoringCall], records: Sequence[Record]) -> Record:
+    """What several calls say about an item. Raises UsageError if two of them give the same score:
+    one would silently replace the other in the estimates."""
     line: dict[str, object] = {}
-    for record in records:
+    givers: dict[str, str] = {}
+    for call, record in zip(calls, records, strict=True):
+        for score in record.keys() - {ITEM}:
+            if (other := givers.setdefault(score, call.name)) != call.name:
+                raise UsageError(
+                    f"the calls '{other}' and '{call.name}' of the evaluation both give item "
+                    f"{record.get(ITEM)!r} the score '{score}'; rename it in the records of one"
+                )
         line |= record
     return line

@@ -18,7 +18,7 @@ from slurmrl.paths import evaluation_prefix, part_prefix
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.workers.master import step_metrics
 from slurmrl.workers.master.progress import Progress
-from slurmrl.workers.master.scores import EvaluationScores
+from slurmrl.workers.master.scores import EvaluationScores, ScoringCall
 from slurmrl.workers.master.step_metrics import Answered
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import LoadBatch, RunCall
@@ -74,11 +74,12 @@ class StepRunner:
         items, calls = self._progress.evaluation_items(), self._plan.evaluation_calls
         answered = self._run(step, items, calls, evaluation=True)
         metrics = step_metrics.of_step(answered, time.monotonic() - began)
-        parts = {}
+        scoring = []
         for number, (call, answers) in enumerate(answered):
             if scored := [rank for rank in call.ranks if answers[rank].scored]:
-                parts[evaluation_prefix(step, self._incarnation, number)] = scored
-        write = partial(self._scores.write, step, len(items), parts)
+                prefix = evaluation_prefix(step, self._incarnation, number)
+                scoring.append(ScoringCall(call.name, prefix, scored))
+        write = partial(self._scores.write, step, len(items), scoring)
         estimates = retry("write the scores of the evaluation", write, self._channel.rest)
         return step_metrics.of_evaluation({**metrics, **estimates})
 

@@ -17,7 +17,7 @@ from slurmrl.fsio import atomic
 from slurmrl.paths import RunPaths, evaluation_prefix
 from slurmrl.plan.settings import Settings
 from slurmrl.workers.master import scores as scores_module
-from slurmrl.workers.master.scores import EvaluationScores
+from slurmrl.workers.master.scores import EvaluationScores, ScoringCall
 from slurmrl.workers.parts import write_part
 
 ITEMS = ("a@0", "b@0", "c@0")
@@ -53,13 +53,13 @@ LINES = {"a@0": line("a", 1.0, 1.0), "b@0": line("b", 0.0, 1.0), "c@0": line("c"
 
 def record(
     paths: RunPaths, step: int, incarnation: int, lines: Mapping[str, Any], call: int = 1
-) -> dict[str, list[int]]:
-    """Write the part files of two ranks. Return their numbers."""
+) -> list[ScoringCall]:
+    """Write the part files of two ranks of a call."""
     prefix = evaluation_prefix(step, incarnation, call)
     for rank in range(2):
         own = ITEMS[rank::2]
         write_part(paths.part(prefix, rank), {name: lines[name] for name in own}, own, ITEMS)
-    return {prefix: [0, 1]}
+    return [ScoringCall(f"call_{call}", prefix, [0, 1])]
 
 
 def read(paths: RunPaths, step: int) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_a_file_has_the_scores_of_all_items_and_what_they_amount_to(
     scores = scores_of(paths, settings)
     parts = record(paths, 20, 1, LINES)
     more = {name: {"id": name[0], "reverse_kl": [0.1, 0.2]} for name in ITEMS}
-    parts |= record(paths, 20, 1, more, call=2)
+    parts += record(paths, 20, 1, more, call=2)
     metrics = scores.write(20, 3, parts)
     low, high = wilson(2 / 3, 3)
     assert (metrics["pass@2"], metrics["pass@2/low"], metrics["pass@2/high"]) == (2 / 3, low, high)
@@ -111,7 +111,7 @@ def test_rewards_that_are_not_1_or_0_have_a_normal_interval(
 def test_an_evaluation_that_records_nothing_has_no_file(
     paths: RunPaths, settings: Settings
 ) -> None:
-    assert scores_of(paths, settings).write(20, 3, {}) == {}
+    assert scores_of(paths, settings).write(20, 3, []) == {}
     assert files(paths) == []
 
 
@@ -142,6 +142,18 @@ def test_scores_that_cannot_be_measured_end_the_trial_with_the_reason(
         lines["c@0"] = {"id": "c"}
     with pytest.raises(UsageError, match=message):
         scores_of(paths, settings).write(3, 3, record(paths, 3, 1, lines))
+
+
+def test_a_score_that_two_calls_give_ends_the_trial_with_both_names(
+    paths: RunPaths, settings: Settings
+) -> None:
+    """One would replace the other in the estimates. The item's id is no score."""
+    parts = record(paths, 3, 1, LINES)
+    parts += record(paths, 3, 1, {name: {"id": name[0], "maj@2": 0.5} for name in ITEMS}, call=2)
+    message = "'call_1' and 'call_2' of the evaluation both give item 'a' the score 'maj@2'"
+    with pytest.raises(UsageError, match=message):
+        scores_of(paths, settings).write(3, 3, parts)
+    assert files(paths) == []
 
 
 def test_scores_that_are_not_finite_make_estimates_that_are_null(
@@ -272,9 +284,9 @@ def test_a_part_that_is_missing_or_incomplete_is_an_error(
 ) -> None:
     scores = scores_of(paths, settings)
     parts = record(paths, 3, 1, LINES)
-    [(prefix, _)] = parts.items()
+    prefix = parts[0].prefix
     with pytest.raises(CorruptFileError, match="has an item twice or lacks one"):
-        scores.write(3, 3, {prefix: [0]})
+        scores.write(3, 3, [parts[0]._replace(numbers=[0])])
     with pytest.raises(CorruptFileError, match="has scores of 3 of 4 items"):
         scores.write(3, 4, parts)
     paths.part(prefix, 1).unlink()
