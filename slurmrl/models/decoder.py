@@ -208,9 +208,9 @@ class Decoder(PackedModel):
         # The scale is rounded to the model's dtype, as in transformers.
         return tokens * torch.tensor(self._scale, dtype=tokens.dtype, device="cpu").item()
 
-    def embedding_weight(self) -> Tensor:
-        """This rank's part of the embedding [V, h]."""
-        return self._body.embed_tokens.weight
+    @property
+    def token_embedding(self) -> nn.Embedding:
+        return self._body.embed_tokens
 
     @property
     def final_norm(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The layers of a built-in decoder as few calls of torch, for generation on one rank.
+"""The layers of a built-in decoder as few calls of torch, for generation.
 
 One product computes what all matrices give that read the same input. For that they lie side by side
 in memory (``join_matrices``); on a CPU small models are copied for faster products. Parts without a
@@ -10,6 +10,7 @@ T packed tokens, h hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -20,6 +21,7 @@ from slurmrl.models.attention import Attention, AttentionCore
 from slurmrl.models.decoder import Decoder, ResidualLayer
 from slurmrl.models.mlp import GatedMLP
 from slurmrl.models.norm import RMSNorm
+from slurmrl.models.parallel.linear import RowLinear
 from slurmrl.models.rotary import Rotation
 from slurmrl.ops.gated import ACTIVATIONS, gated_halves
 from slurmrl.ops.products import PackedMatrix, packable, wide_product
@@ -34,21 +36,23 @@ PACKED_BYTES = 256 * 2**20
 
 def short_forward(decoder: Decoder) -> Forward | None:
     """A function that computes ``decoder.run_unhooked``; None if the decoder has no short form:
-    with several ranks or adapters. It uses the parameters' memory, and may use their values, of
-    now."""
-    if not decoder.split.whole or decoder.adapters is not None:
+    with adapters, and on several ranks with experts or sequence parallelism. It uses the
+    parameters' memory, and may use their values, of now."""
+    split = decoder.split
+    alone = split.whole or (decoder.config.moe is None and not split.by_sequence)
+    if not alone or decoder.adapters is not None:
         return None
     packed = packs(decoder)
     layers = [_Layer(cast(ResidualLayer, layer), packed) for layer in decoder.layers]
 
     def run(input_ids: Tensor, positions: Tensor, core: AttentionCore) -> Tensor:
-        x = decoder.embed(F.embedding(input_ids, embedding), positions)
+        x = decoder.embed(embedding(input_ids), positions)
         rotation = decoder.rotation(positions, x.dtype)
         for layer in layers:
             x = layer(x, rotation, core)
         return final(x)
 
-    embedding, final = decoder.embedding_weight(), _norm(decoder.final_norm)
+    embedding, final = decoder.token_embedding.forward, _norm(decoder.final_norm)
     return run
 
 
@@ -158,6 +162,9 @@ def _product(linears: Sequence[nn.Linear], packed: bool) -> Apply:
 def _add_product(linear: nn.Linear, packed: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """(sum, input) -> the sum with the layer's output added."""
     weight, bias = linear.weight, linear.bias
+    if isinstance(linear, RowLinear) and linear.split.tensor.size > 1:
+        own = PackedMatrix(weight).product if packed else partial(F.linear, weight=weight)
+        return lambda total, x: total + linear.whole(own(x))
     if packed:
         return PackedMatrix(weight, bias).added
     if bias is None:

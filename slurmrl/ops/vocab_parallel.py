@@ -29,10 +29,13 @@ class Rows:
         return self.group.rank() * self.each
 
     def whole(self, own: Tensor, total: int) -> Tensor:
-        """All ranks' columns [S, V], concatenated to [S, total]."""
+        """All ranks' columns [S, V], concatenated to [S, total].
+
+        Each row lies in one piece: torch adds up rows of other strides in an order that depends
+        on S, so that a token's log-probability would depend on the tokens beside it."""
         padded = own.new_zeros((self.each, own.shape[0]))
         padded[: own.shape[1]] = own.t()
-        return gathered(padded, self.group)[:total].t()
+        return gathered(padded, self.group)[:total].t().contiguous()
 
 
 def vocab_parallel_logprobs_and_entropy(

@@ -27,6 +27,7 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import to_hf
 from slurmrl.models.paged import PagedDecoder
+from slurmrl.ops.products import packable
 from tests.distributed.engines.cases import (
     ARCHITECTURE,
     LENGTHS,
@@ -211,6 +212,31 @@ def test_split_models_serve_what_one_rank_serves(
     assert other.free
     # Two attempts to read weights, the end, and the rest of two long messages.
     assert leader.broadcasts == other.broadcasts == leader.steps + 5
+
+
+async def in_company(rollout: NativeRollout) -> dict[str, set[tuple[float, ...]]]:
+    """Log-probabilities of completions that are drawn again beside any number of others."""
+    found: dict[str, set[tuple[float, ...]]] = {}
+    for company in range(6):
+        requests = [request(f"one {n}", 5 + n, n) for n in range(company, 6)]
+        for one, (completion,) in zip(
+            requests, await asyncio.gather(*map(rollout.submit, requests)), strict=True
+        ):
+            found.setdefault(one.request_id, set()).add(completion.logprobs)
+    return found
+
+
+@pytest.mark.skipif(not packable(torch.zeros(8, 8)), reason="torch multiplies without oneDNN here")
+@pytest.mark.parametrize("layout", ["t2", "c2"])
+def test_log_probabilities_of_split_models_do_not_depend_on_company(
+    ranks: RankPool, layout: str
+) -> None:
+    """Else a trial of episodes, whose requests come when they come, would end with other bits each
+    time."""
+    leader, _ = ranks(2, f"{HERE}:work", LAYOUTS[layout], "in_company")
+    assert {name: len(bits) for name, bits in leader.result.items()} == {
+        f"one {n}": 1 for n in range(6)
+    }
 
 
 def memory_of_all(setup: Setup) -> int:
