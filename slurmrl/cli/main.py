@@ -45,6 +45,9 @@ COMMANDS = {
     "checkpoints": Command(
         "slurmrl.cli.checkpoints:checkpoints", "List and verify a trial's checkpoints."
     ),
+    "weights": Command(
+        "slurmrl.cli.weights:weights", "List and verify the weight versions of a trial."
+    ),
     "export": Command(
         "slurmrl.cli.export:export", "Export a checkpoint's model in Hugging Face format."
     ),

@@ -1,0 +1,140 @@
+"""Inventory of a trial's weight versions: what they consist of, and whether they are intact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, WeightVersionError
+from slurmrl.fsio import atomic
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import explain
+from slurmrl.weights.reader import VersionFiles
+from slurmrl.weights.records import MANIFEST, version_ids
+from slurmrl.weights.version import VersionId, VersionManifest
+
+COMPLETE = "complete"
+UNFINISHED = "unfinished"
+BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class StoredVersion:
+    """A version that has a directory."""
+
+    version: str
+    step: int
+    incarnation: int
+    state: str
+    """``complete``, ``unfinished`` (no manifest: it is being written, or its writers are gone) or
+    ``broken``."""
+    bytes: int
+    """Of its files."""
+    time: float | None = None
+    """Seconds since the epoch when it was published, by the publisher's clock. This and the
+    following are None if its manifest cannot be read."""
+    base: str | None = None
+    """The version that it is a difference from; None for a whole one."""
+    tensors: int | None = None
+    chain: int | None = None
+    """How many versions a host without a copy reads: 1 for a whole one."""
+    problem: str | None = None
+
+
+def inventory(
+    versions: Path, *, verify: bool = False, calls: SystemCalls = REAL
+) -> list[StoredVersion]:
+    """All versions in a directory, from old to new. Sizes of files and bases are always checked,
+    stored bytes if ``verify``. One that is removed meanwhile is omitted.
+
+    Raises EnvironmentFailure if the directory or one of its versions cannot be read.
+    """
+    found: dict[str, StoredVersion] = {}
+    with VersionFiles(versions, calls=calls) as files:
+        for version in version_ids(versions, calls=calls):
+            try:
+                one = _look(versions, version, files, found, verify, calls)
+            except FileNotFoundError:
+                continue
+            found[one.version] = one
+    return list(found.values())
+
+
+def _look(
+    versions: Path,
+    version: VersionId,
+    files: VersionFiles,
+    older: dict[str, StoredVersion],
+    verify: bool,
+    calls: SystemCalls,
+) -> StoredVersion:
+    """Raises FileNotFoundError if its directory is gone."""
+    folder = versions / version.name
+    sizes = _sizes(folder, calls)
+    size = sum(sizes.values())
+    place = version.name, version.step, version.incarnation
+    if MANIFEST not in sizes:
+        return StoredVersion(*place, UNFINISHED, size)
+    try:
+        manifest = files.manifest(version)
+    except (WeightVersionError, CorruptFileError) as error:
+        _sizes(folder, calls)
+        return StoredVersion(*place, BROKEN, size, problem=str(error))
+    base = None if manifest.base is None else older.get(manifest.base)
+    problem = _problem(manifest, sizes, base)
+    if problem is None and verify:
+        problem = _damage(manifest, files)
+    if problem is not None:
+        _sizes(folder, calls)
+    return StoredVersion(
+        *place,
+        COMPLETE if problem is None else BROKEN,
+        size,
+        manifest.time,
+        manifest.base,
+        len(manifest.tensors),
+        _chain(manifest, base),
+        problem,
+    )
+
+
+def _sizes(folder: Path, calls: SystemCalls) -> dict[str, int]:
+    """The files of a directory. Raises FileNotFoundError, EnvironmentFailure."""
+    names = atomic.list_names(folder, calls=calls)
+    try:
+        return {name: calls.stat(folder / name).st_size for name in names}
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise explain(error, "read", folder) from error
+
+
+def _problem(
+    manifest: VersionManifest, sizes: dict[str, int], base: StoredVersion | None
+) -> str | None:
+    for file in manifest.files:
+        if file.name not in sizes:
+            return f"{file.name} is missing"
+        if sizes[file.name] != file.size:
+            return f"{file.name} has {sizes[file.name]} bytes instead of {file.size}"
+    if manifest.base is None:
+        return None
+    if base is None:
+        return f"its base {manifest.base} is missing"
+    return None if base.state == COMPLETE else f"its base {manifest.base} is {base.state}"
+
+
+def _chain(manifest: VersionManifest, base: StoredVersion | None) -> int | None:
+    if manifest.base is None:
+        return 1
+    return None if base is None or base.chain is None else base.chain + 1
+
+
+def _damage(manifest: VersionManifest, files: VersionFiles) -> str | None:
+    try:
+        for tensor in manifest.tensors:
+            if tensor.file:
+                files.stored(manifest.id, tensor)
+    except (WeightVersionError, EnvironmentFailure) as error:
+        return str(error)
+    return None
