@@ -58,6 +58,8 @@ class Measure(StrEnum):
     """How the scores of all items become one number."""
 
     MEAN = "mean"
+    PART_MEAN = "part_mean"
+    """A mean over the items that have the score."""
     RATE = "rate"
     """A mean of values between 0 and 1."""
     LOSS = "loss"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.kto.loss import answer_losses, answer_stats
+from slurmrl.algorithms.kto.loss import answer_losses, answer_stats, on_their_side
 from slurmrl.algorithms.kto.schema import KTO
 from slurmrl.algorithms.sequences import (
     TOKENS,
@@ -46,8 +46,7 @@ class KTOInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """The loss and the metrics of held-out answers, with the implied reward of each; no output
-        keys."""
+        """The loss and the metrics of held-out answers, with the scores of each; no output keys."""
         assert engine is not None
         kto = cast(KTO, context.settings.algorithm)
         kl = batch_kl(engine, sample)
@@ -55,18 +54,12 @@ class KTOInterface(Interface):
         outputs = engine.forward(own.only([TOKENS]))
         batch = own.to(outputs["logp"].device)
         loss, stats = kto_loss(outputs, batch, kl, kto)
-        logratios = answer_logprobs(outputs["logp"], batch) - batch.tensor("ref_logps")
-        rewards, labels = (kto.beta * logratios).tolist(), own.tensor("desirable").tolist()
         stats |= {"loss": loss, "answers": loss.new_tensor(float(own.bs))}
         total = engine.all_reduce_sum(torch.stack([x.double() for x in stats.values()]))
         sums = dict(zip(stats, total.tolist(), strict=True))
         # (the same on all ranks, whose mean is reported)
         means = {"loss": sums["loss"] / sums["answers"], "kl": kl, **_means(sums)}
-        records = {
-            name: {"reward": reward, "desirable": desirable}
-            for name, reward, desirable in zip(own.ids, rewards, labels, strict=True)
-        }
-        return replace(global_means(means), records=records)
+        return replace(global_means(means), records=_records(outputs["logp"], batch, kl, kto))
 
 
 def batch_kl(engine: TrainEngine, sample: SequenceSample) -> float:
@@ -88,7 +81,31 @@ def kto_loss(
     logratios = logps - batch.tensor("ref_logps")
     desirable = batch.tensor("desirable")
     loss = answer_losses(logratios, desirable, kl, kto).sum()
-    return loss, answer_stats(logps.detach(), logratios.detach(), desirable, kto)
+    return loss, answer_stats(logps.detach(), logratios.detach(), desirable, kl, kto)
+
+
+def _records(
+    logp: Tensor, batch: SequenceSample, kl: float, kto: KTO
+) -> dict[str, dict[str, object]]:
+    """The scores of each item, from the log-probabilities [T] of its tokens."""
+    logratios = answer_logprobs(logp, batch) - batch.tensor("ref_logps")
+    desirable = batch.tensor("desirable")
+    columns = (
+        (kto.beta * logratios).tolist(),
+        answer_losses(logratios, desirable, kl, kto).tolist(),
+        on_their_side(logratios, desirable, kl).tolist(),
+        desirable.tolist(),
+    )
+    return {
+        name: {
+            "desirable": label,
+            "reward": reward,
+            f"rewards/{'chosen' if label else 'rejected'}": reward,
+            "rewards/accuracies": float(right),
+            "loss": loss,
+        }
+        for name, reward, loss, right, label in zip(batch.ids, *columns, strict=True)
+    }
 
 
 def _own(sample: SequenceSample) -> SequenceSample:
@@ -103,6 +120,7 @@ def _means(sums: Mapping[str, float]) -> dict[str, float]:
         for kind in kinds
         for name in ("rewards", "logps")
     }
+    means["rewards/accuracies"] = sums["right"] / sum(sums[f"count/{kind}"] for kind in kinds)
     if len(kinds) == 2:
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
     return means

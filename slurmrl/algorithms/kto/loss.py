@@ -19,12 +19,19 @@ def answer_losses(logratios: Tensor, desirable: Tensor, kl: float, kto: KTO) -> 
     return weight.to(logratios.dtype) * (1.0 - value)
 
 
+def on_their_side(logratios: Tensor, desirable: Tensor, kl: float) -> Tensor:
+    """[S], bool: whether the log-ratio of an answer is beyond the reference point ``kl`` on the
+    side of its label; a tie is not."""
+    return torch.where(desirable, logratios > kl, logratios < kl)
+
+
 def answer_stats(
-    logps: Tensor, logratios: Tensor, desirable: Tensor, kto: KTO
+    logps: Tensor, logratios: Tensor, desirable: Tensor, kl: float, kto: KTO
 ) -> dict[str, Tensor]:
     """Sums of the implied rewards and log-probabilities of desirable (``chosen``) and undesirable
-    (``rejected``) answers, and their numbers."""
-    stats: dict[str, Tensor] = {}
+    (``rejected``) answers, their numbers, and how many answers are on their side of ``kl``."""
+    right = on_their_side(logratios, desirable, kl).sum()
+    stats: dict[str, Tensor] = {"right": right.to(logps.dtype)}
     for name, mask in (("chosen", desirable), ("rejected", ~desirable)):
         stats[f"rewards/{name}"] = torch.where(mask, kto.beta * logratios, 0.0).sum()
         stats[f"logps/{name}"] = torch.where(mask, logps, 0.0).sum()

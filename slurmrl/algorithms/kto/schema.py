@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from slurmrl.algorithms.schema import (
@@ -13,7 +14,7 @@ from slurmrl.algorithms.schema import (
     train_call,
 )
 from slurmrl.config.schema import Config, NonNegativeFloat, PositiveFloat
-from slurmrl.graph.call import Call, RoleUse
+from slurmrl.graph.call import Call, Measure, RoleUse
 
 INTERFACE = "slurmrl.algorithms.kto.interface:KTOInterface"
 INPUTS = ("input_ids", "prompt_mask", "desirable", "ref_logps")
@@ -22,6 +23,7 @@ KTO_METRICS = (
     "rewards/chosen",
     "rewards/rejected",
     "rewards/margins",
+    "rewards/accuracies",
     "logps/chosen",
     "logps/rejected",
 )
@@ -31,8 +33,8 @@ class KTO(AlgorithmSchema):
     """Kahneman-Tversky optimisation: the actor learns from single answers that are labelled as
     desirable or undesirable.
 
-    Evaluation on held-out labelled answers computes loss and rewards; on held-out prompts, it
-    generates completions and judges them with the reward.
+    Evaluation on held-out labelled answers computes loss, rewards and accuracies; on held-out
+    prompts, it generates completions and judges them with the reward.
     """
 
     name: Literal["kto"] = "kto"
@@ -68,3 +70,13 @@ class KTO(AlgorithmSchema):
             reference_call(),
             compare_call(INTERFACE, INPUTS, KTO_METRICS),
         )
+
+    def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
+        if config.evaluates_completions:
+            return super().evaluation_measures(config)
+        return {
+            "loss": Measure.MEAN,
+            "rewards/accuracies": Measure.RATE,
+            "rewards/chosen": Measure.PART_MEAN,
+            "rewards/rejected": Measure.PART_MEAN,
+        }

@@ -64,8 +64,8 @@ def of_likelihood(records: Iterable[Record]) -> Summary:
 def summarize(scores: Sequence[Record], measures: Mapping[str, Measure]) -> Summary:
     """The estimates of all items together, by name. A measure whose score no item has is left out.
 
-    Raises UsageError for scores that some items lack, that are not numbers, or rates that are not
-    between 0 and 1.
+    Raises UsageError for scores that some items lack (except for means of a part), that are not
+    numbers, or rates that are not between 0 and 1.
     """
     estimates = {
         name: _estimate(scores, name, measure)
@@ -76,6 +76,8 @@ def summarize(scores: Sequence[Record], measures: Mapping[str, Measure]) -> Summ
 
 
 def _estimate(scores: Sequence[Record], name: str, measure: Measure) -> Estimate:
+    if measure is Measure.PART_MEAN:
+        return mean(_column([score for score in scores if name in score], name))
     values = _column(scores, measure.score(name))
     match measure:
         case Measure.MEAN:

@@ -14,6 +14,7 @@ from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.dpo.interface import DPOInterface, dpo_loss
 from slurmrl.algorithms.dpo.schema import DPO
 from slurmrl.algorithms.kto.interface import KTOInterface, batch_kl, kto_loss
+from slurmrl.algorithms.kto.loss import answer_losses, answer_stats, on_their_side
 from slurmrl.algorithms.kto.schema import KTO
 from slurmrl.algorithms.offline.estimates import summarize
 from slurmrl.algorithms.reward_model.interface import RewardModelInterface, score_loss
@@ -335,20 +336,32 @@ def test_the_scores_of_an_evaluation_s_items_add_up_to_its_metrics(
     sample = batch_of(lengths)
     result = interface().inference(engine(head), sample, context(algorithm))
     lines, found = [result.records[name] for name in sample.ids], means(result)
-    if isinstance(algorithm, KTO):
-        for kind, desirable in (("chosen", True), ("rejected", False)):
-            rewards = [line["reward"] for line in lines if line["desirable"] is desirable]
-            mean = sum(rewards) / len(rewards)
-            assert mean == pytest.approx(found[f"rewards/{kind}"], rel=1e-4, abs=1e-6)
-        return
-    evaluation = Evaluation(dataset=Dataset(type="preference", path="rows"))
+    (kind,) = algorithm.dataset_types
+    evaluation = Evaluation(dataset=Dataset(type=kind, path="rows"))
     config = Config.model_construct(evaluation=evaluation)
     measures = algorithm.evaluation_measures(config)
-    for name, estimate in summarize(lines, measures).estimates.items():
+    estimates = summarize(lines, measures).estimates
+    for name, estimate in estimates.items():
         assert estimate.value == pytest.approx(found[name], rel=1e-4, abs=1e-6)
-    assert len(measures) == 2
+        assert estimate.low < estimate.high
+    assert len(estimates) == len(measures) == (4 if kind == "kto" else 2)
+    if kind == "kto":
+        return
     pairs = [len(line["chosen"]) for line in lines]
     assert pairs == [len(item) // 2 for item in sample.lengths["input_ids"]]
+
+
+def test_the_accuracy_of_kto_is_the_share_of_answers_on_their_side() -> None:
+    """Beyond the reference point in the direction of the label; a tie is no success. That is where
+    the loss is below half of its most."""
+    logratios = torch.tensor([0.5, 0.2, 0.1, 0.5, 0.2, 0.1])
+    desirable = torch.tensor([True, True, True, False, False, False])
+    kto = KTO(batch_size=4)
+    right = on_their_side(logratios, desirable, 0.2)
+    assert right.tolist() == [True, False, False, False, False, True]
+    assert (answer_losses(logratios, desirable, 0.2, kto) < 0.5).tolist() == right.tolist()
+    sums = answer_stats(logratios, logratios, desirable, 0.2, kto)
+    assert (sums["right"], sums["count/chosen"], sums["count/rejected"]) == (2, 3, 3)
 
 
 def test_the_divergence_of_kto_is_that_of_the_mismatched_answers() -> None:

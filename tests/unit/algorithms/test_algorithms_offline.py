@@ -12,14 +12,21 @@ import pytest
 import torch
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.offline.estimates import mean, of_likelihood, of_preferences, ratio
+from slurmrl.algorithms.offline.estimates import (
+    mean,
+    of_likelihood,
+    of_preferences,
+    ratio,
+    summarize,
+)
 from slurmrl.algorithms.offline.interface import (
     CompletionRecords,
     LikelihoodRecords,
     PairRecords,
 )
 from slurmrl.data.sample import SequenceSample
-from slurmrl.errors import ConfigError
+from slurmrl.errors import ConfigError, UsageError
+from slurmrl.graph.call import Measure
 from slurmrl.plan.settings import Settings, load_settings
 
 PAIRS = [{"id": "b", "chosen": [2.0], "rejected": [1.0]}]
@@ -209,6 +216,15 @@ def test_intervals_of_means_and_ratios() -> None:
     alone = mean([3.0])
     assert alone.value == 3.0
     assert all(map(math.isnan, alone[1:]))
+
+
+def test_a_mean_of_a_part_leaves_out_the_items_that_lack_the_score() -> None:
+    """Those of one kind of answer; other measures want each item to have it."""
+    scores = [{"id": "a", "own": 1.0}, {"id": "b"}, {"id": "c", "own": 4.0}]
+    estimate = summarize(scores, {"own": Measure.PART_MEAN}).estimates["own"]
+    assert estimate == mean([1.0, 4.0])
+    with pytest.raises(UsageError, match="item 'b' has none as its score 'own'"):
+        summarize(scores, {"own": Measure.MEAN})
 
 
 def test_what_is_not_a_number_is_no_estimate() -> None:
