@@ -133,12 +133,9 @@ class LocalCopy:
 
     def _advance(self, state: HeldVersion | None, to: VersionId | None) -> CopiedVersion:
         problems: list[str] = []
-        known = version_ids(self._versions, calls=self._calls)
-        removed = to is not None and to not in known and any(to < one for one in known)
-        for version, whole in _candidates(known, to):
+        for version, whole, patient in self._candidates(to):
             if state is not None and not state.id < version:
-                return CopiedVersion(state.id, self._folder / state.folder)
-            patient = version == to and not removed
+                break
             for held in (state, None) if state is not None and not whole else (None,):
                 try:
                     return self._build(version, held, whole=whole, patient=patient)
@@ -148,9 +145,25 @@ class LocalCopy:
                 patient = False
         if state is not None and to is None:
             return CopiedVersion(state.id, self._folder / state.folder)
-        wanted = "no weight version" if to is None else f"neither weight version {to} nor a later"
+        wanted = (
+            "no weight version" if to is None else f"neither weight version {to} nor a later one"
+        )
         reasons = "; ".join(dict.fromkeys(problems)) or "nothing was published"
-        raise WeightVersionError(f"{wanted} one in {self._versions} can be read: {reasons}")
+        raise WeightVersionError(f"{wanted} in {self._versions} can be read: {reasons}")
+
+    def _candidates(self, to: VersionId | None) -> Iterator[tuple[VersionId, bool, bool]]:
+        """The versions to try, whether only a whole one will do, and whether to wait for what is
+        not there: not for a version that was removed. What is published meanwhile is tried too."""
+        known = version_ids(self._versions, calls=self._calls)
+        tried: set[VersionId] = set()
+        if to is not None:
+            yield to, False, to in known or not any(to < one for one in known)
+            tried = {one for one in known if one < to} | {to}
+        while left := [one for one in known if one not in tried]:
+            for version in reversed(left):
+                yield version, to is not None, False
+            tried.update(left)
+            known = version_ids(self._versions, calls=self._calls)
 
     def _build(
         self, version: VersionId, held: HeldVersion | None, *, whole: bool, patient: bool
@@ -235,15 +248,6 @@ class LocalCopy:
             if name not in keep:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
         atomic.sweep_temporaries(self._folder, calls=self._calls)
-
-
-def _candidates(known: list[VersionId], to: VersionId | None) -> Iterator[tuple[VersionId, bool]]:
-    """The versions to try, and whether only a whole one will do."""
-    if to is not None:
-        yield to, False
-    for version in reversed(known):
-        if to is None or to < version:
-            yield version, to is not None
 
 
 def _bits(file: TensorFile, name: str) -> Array:

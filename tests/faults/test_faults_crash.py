@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slurmrl.channel.log import LogReader, LogWriter
@@ -27,6 +28,9 @@ from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
 from slurmrl.history.writer import begin, end
 from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.weights.inventory import inventory
+from slurmrl.weights.version import VersionId
+from slurmrl.weights.writer import PartWriter, Previous, publish
 from tests.support.disk import Directory, Disk, DiskCalls, Tree, drop_all, keep_all, some, write_out
 
 SEEDS = 4
@@ -253,6 +257,31 @@ def check_submit(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
         assert checked((run / "submissions" / "1" / "request.json").read_bytes()) == "1"
 
 
+def publish_weights(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
+    """A whole version, and a difference from it."""
+    previous, base = Previous(), None
+    for step in (1, 2):
+        version = VersionId(step, 1)
+        folder = root / "versions" / version.name
+        writer = PartWriter(
+            folder, 0, None if base is None else previous, keep=previous, calls=calls
+        )
+        for name in ("a", "b"):
+            writer.add(name, "bfloat16", (32,), np.arange(step, step + 64).astype(np.uint8))
+        publish(folder, [writer.finish()], version, base, calls=calls)
+        acknowledge(step)
+        base = version
+
+
+def check_weights(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
+    versions = folder / "versions"
+    found = inventory(versions, verify=True) if versions.exists() else []
+    complete = [one.step for one in found if one.state == "complete"]
+    assert complete == [1, 2][: len(complete)]
+    assert len(acknowledged) <= len(complete) <= len(acknowledged) + 1
+    assert {one.state for one in found} <= {"complete", "unfinished"}
+
+
 PROTOCOLS = {
     "exclusive create": (create, check_create),
     "replace": (rewrite, check_rewrite),
@@ -262,6 +291,7 @@ PROTOCOLS = {
     "log": (log, check_log),
     "commit": (commit, check_commit),
     "submission": (submit, check_submit),
+    "weights": (publish_weights, check_weights),
 }
 
 

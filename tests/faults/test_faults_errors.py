@@ -10,11 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.checkpoint.manifest import verify, write_manifest
-from slurmrl.errors import EnvironmentFailure, NameExistsError, NameNotFoundError, SlurmrlError
+from slurmrl.errors import (
+    EnvironmentFailure,
+    NameExistsError,
+    NameNotFoundError,
+    SlurmrlError,
+    WeightVersionError,
+)
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.history.log import History
@@ -23,6 +30,10 @@ from slurmrl.history.state import fold
 from slurmrl.history.writer import begin, end
 from slurmrl.lease import Lease, LeaseObserver, read_counter
 from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.weights.inventory import inventory
+from slurmrl.weights.retention import prune
+from slurmrl.weights.version import VersionId
+from slurmrl.weights.writer import PartWriter, Previous, publish
 from tests.support.faulty import REPEATED, Clock, Faulty
 
 ERRORS = (
@@ -272,12 +283,61 @@ class WriteManifest(Protocol):
             assert verify(folder / "step").step == 1
 
 
+class PublishWeights(Protocol):
+    """A difference from a whole version. A failed `listdir` or `open` may hide the base."""
+
+    errors = (EnvironmentFailure, WeightVersionError)
+
+    def prepare(self, folder: Path) -> None:
+        self._publish(folder, REAL, 1, None)
+
+    def act(self, folder: Path, calls: SystemCalls, done: list[Any]) -> None:
+        self._publish(folder, calls, 2, VersionId(1, 1))
+        done.append(2)
+
+    def check(self, folder: Path, result: Result) -> None:
+        first, *more = inventory(folder, verify=True)
+        assert first.state == "complete"
+        assert [one.state for one in more] in ([], ["unfinished"], ["complete"])
+        if result.done:
+            assert more[0].state == "complete"
+
+    def _publish(self, folder: Path, calls: SystemCalls, step: int, base: VersionId | None) -> None:
+        version = VersionId(step, 1)
+        own = folder / version.name
+        if base is None:
+            self._previous = Previous()
+        kept = self._previous
+        with PartWriter(own, 0, None if base is None else kept, keep=kept, calls=calls) as writer:
+            for name in ("a", "b"):
+                writer.add(name, "bfloat16", (32,), np.arange(step, step + 64).astype(np.uint8))
+            publish(own, [writer.finish()], version, base, calls=calls)
+
+
+class PruneWeights(PublishWeights):
+    gives_up = True
+
+    def prepare(self, folder: Path) -> None:
+        for step in (1, 2, 3):
+            self._publish(folder, REAL, step, None)
+
+    def act(self, folder: Path, calls: SystemCalls, done: list[Any]) -> None:
+        done.append([one.step for one in prune(folder, 1, calls=calls)])
+
+    def check(self, folder: Path, result: Result) -> None:
+        found = inventory(folder, verify=True)
+        assert {one.state for one in found} == {"complete"}
+        assert [one.step for one in found] in ([1, 2, 3], [2, 3], [3])
+        if result.done == [[1, 2]]:
+            assert len(found) == 1
+
+
 PROTOCOLS: dict[str, Protocol] = {
     kind.__name__: kind()
     for kind in (
         *(ExclusiveCreate, ExclusiveCreateTaken, Replace, Read, Remove, RemoveExactly),
         *(MakeDirectory, Sweep, Names, AppendHistory, Log, FollowLog, Beat, ReadCounter),
-        WriteManifest,
+        *(WriteManifest, PublishWeights, PruneWeights),
     )
 }
 

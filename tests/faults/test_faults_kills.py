@@ -38,6 +38,8 @@ SCHEDULES = {
     "preparation": 100,
     "replace": 100,
     "submission": 60,
+    "weights": 90,
+    "weights-copy": 80,
 }
 
 

@@ -14,12 +14,20 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.support.chaos import commits, control, files, histories, preparations, submissions
+from tests.support.chaos import (
+    commits,
+    control,
+    files,
+    histories,
+    preparations,
+    submissions,
+    weights,
+)
 from tests.support.chaos.schedule import Runner, Scenario, ViolationError
 
 SCENARIOS = {
     scenario.name: scenario
-    for module in (files, histories, control, commits, preparations, submissions)
+    for module in (files, histories, control, commits, preparations, submissions, weights)
     for scenario in module.SCENARIOS
 }
 
