@@ -48,7 +48,7 @@ def prune(versions: Path, keep_whole: int, *, calls: SystemCalls = REAL) -> list
         with suppress(WeightVersionError):  # unfinished or damaged
             published.append(read_manifest(versions / version.name, calls=calls))
     old = superseded(known, published, keep_whole)
-    for version in old:
+    for version in reversed(old):  # a killed process leaves no version without its base
         remove(versions, version, calls=calls)
     _sweep(versions, calls)
     return old

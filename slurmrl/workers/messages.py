@@ -19,6 +19,7 @@ from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import COUNT, FILE_NAME, SECONDS, SIZE, FieldType, shown
 from slurmrl.monitor.hang import RankProgress
 from slurmrl.monitor.reports import Failure, Identity, Warned
+from slurmrl.weights.version import VERSION
 
 REMEDY = "the processes of an incarnation must run the same version of slurmrl"
 _NUMBERS = (int, float)
@@ -78,6 +79,17 @@ class Save(Order):
     directory: Annotated[str, FILE_NAME]
     """Its name in ``checkpoints/``."""
     asynchronous: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteVersion(Order):
+    """Write this rank's part of a weight version, with the weights of now."""
+
+    step: int
+    version: Annotated[str, VERSION]
+    base: Annotated[str, VERSION] | None = None
+    """The version of the `WriteVersion` before, of which this one stores what has changed. None: it
+    is whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,12 +174,14 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A worker's files are on disk. That of an asynchronous `Save` comes after its `Done`."""
+    """A worker's files are on disk. That of an asynchronous `Save` and of a `WriteVersion` comes
+    after its `Done`."""
 
     rank: Annotated[int, COUNT]
     seq: Annotated[int, SIZE]
-    """The number of the `Save`."""
+    """The number of the order."""
     files: tuple[SavedFile, ...] = ()
+    """Those of a checkpoint. (A part of a weight version has an index of its own.)"""
     error: str = ""
     """Why they are not."""
 
@@ -291,6 +305,7 @@ _WORK: Final[Mapping[str, type[Order]]] = {
     "load": LoadBatch,
     "call": RunCall,
     "save": Save,
+    "version": WriteVersion,
     "exit": Exit,
 }
 _ANSWERS: Final[Mapping[str, type[Answer]]] = {

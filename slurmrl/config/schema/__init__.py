@@ -19,7 +19,7 @@ from slurmrl.config.schema.lora import Lora
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.config.schema.optimizer import Optimizer
 from slurmrl.config.schema.reward import Reward, RewardPart, RewardPool
-from slurmrl.config.schema.rollout import Rollout, Transfer
+from slurmrl.config.schema.rollout import Publish, Rollout, Transfer
 
 __all__ = [
     "Checkpoint",
@@ -40,6 +40,7 @@ __all__ = [
     "PathText",
     "PositiveFloat",
     "PositiveInt",
+    "Publish",
     "Reward",
     "RewardPart",
     "RewardPool",

@@ -40,6 +40,26 @@ def subset_sizes(n: int) -> tuple[int, ...]:
     return (*(2**power for power in range(n.bit_length()) if 2**power < n), n)
 
 
+class Publish(Section):
+    """Weight versions: the actor's weights as files in `versions/` of the run directory, for
+    generation outside the trainers' job. A version has the tensors of an export in `actor.dtype`,
+    with adapters merged. The first one of each start is that of the step from which it goes on."""
+
+    every_steps: PositiveInt = 1
+    """Steps between versions."""
+    whole_every: PositiveInt = 10
+    """Every so many versions one is whole. Those between have the bits that changed since the
+    version before, compressed; for these the ranks keep a second copy in host memory. 1: all are
+    whole."""
+    keep_whole: PositiveInt = 2
+    """Number of newest whole versions to keep, with the versions that build on them."""
+
+    @property
+    def copies(self) -> int:
+        """Copies of a rank's tensors in host memory."""
+        return 2 if self.whole_every > 1 else 1
+
+
 class Rollout(Section):
     """Generation of completions."""
 
@@ -102,6 +122,9 @@ class Rollout(Section):
     """Additional tokens that end a completion. Every `eos_token_id` in the actor's
     `generation_config.json`, `config.json` and tokenizer ends one too. The log of the run lists all
     of them. The reward does not see the token that ended a completion."""
+
+    publish: Publish | None = None
+    """Publication of the actor's weights while it is trained (docs/protocols.md). Default: none."""
 
     episode: EpisodeSettings = EpisodeSettings()
 

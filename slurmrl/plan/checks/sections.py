@@ -57,6 +57,14 @@ def dataset_types(draft: Draft) -> Iterator[Problem]:
             yield draft.problem((*where, "type"), f"'{dataset.type}' is not allowed: {rule}")
 
 
+def publication(draft: Draft) -> Iterator[Problem]:
+    """Weight versions are those of an actor that is trained."""
+    trained = {use.role for use in draft.algorithm.roles() if use.trained}
+    if draft.config.rollout.publish is not None and "actor" not in trained:
+        message = f"is not allowed: {draft.algorithm.name} trains no actor whose weights change"
+        yield draft.problem(("rollout", "publish"), message)
+
+
 def conflicts(draft: Draft) -> Iterator[Problem]:
     """Settings that exclude each other with the algorithm."""
     for where, message in draft.algorithm.conflicts(draft.config):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Final
 
+from slurmrl.allocation import parse
 from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Model
 from slurmrl.graph.call import RoleUse
@@ -13,7 +14,7 @@ from slurmrl.plan.estimates.costs import Checked, memories
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.memory import BYTES, SHARDED
 from slurmrl.plan.estimates.parameters import parameters, shard_parameters, trained_shard
-from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.estimates.shape import ModelShape, shape_of
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, offloaded, placements
 from slurmrl.worlds import TRAINERS
 
@@ -63,8 +64,8 @@ def worker_bytes(checked: Checked) -> int | None:
 
 
 def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
-    """The copy of a trained model for checkpoints, and what ``cpu_offload`` keeps in host
-    memory: weights, and of a trained model gradients and moments."""
+    """The copies of a trained model for checkpoints and weight versions, and what ``cpu_offload``
+    keeps in host memory: weights, and of a trained model gradients and moments."""
     model = model_of(config, use.role)
     shape = shape_of(model)
     if shape is None:
@@ -76,6 +77,8 @@ def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
         size += 4 * trained * (1 + moments)
     elif model.ema is not None and config.checkpoint.asynchronous:
         size += 4 * own
+    if use.role == "actor":
+        size += _published_bytes(config, use, shape) / len(placed.ranks)
     if model.cpu_offload and placed.allocation.backend in SHARDED:
         size += _rounding(config) * _weight_width(model, use) * own
         if use.trained:
@@ -83,6 +86,16 @@ def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
         if use.trained and model.lora is not None:
             size += 4 * trained * _rounding(config)
     return round(size)
+
+
+def _published_bytes(config: Config, use: RoleUse, shape: ModelShape) -> float:
+    """The copies of the weights that all ranks keep together for weight versions: the newest one,
+    and the one before for what has changed since."""
+    publish = config.rollout.publish
+    if publish is None:
+        return 0.0
+    whole = parameters(shape, parse("fsdp:d1"), use.head).total * BYTES[config.actor.dtype]
+    return publish.copies * whole
 
 
 def _weight_width(model: Model, use: RoleUse) -> int:

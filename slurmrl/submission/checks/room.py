@@ -11,6 +11,7 @@ from slurmrl.allocation import parse
 from slurmrl.graph.call import Head
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.algorithms import uses_of
+from slurmrl.plan.estimates.memory import BYTES
 from slurmrl.plan.estimates.parameters import parameters, trained_shard
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.settings import Settings
@@ -34,7 +35,8 @@ def check(settings: Settings) -> list[Finding]:
     there = _checkpoints(paths)
     copies = max(config.checkpoint.keep_last + 1 - there, 1)
     data = data_bytes(settings) if not _holds(paths.data) else 0
-    needed = copies * checkpoint + export + data
+    versions = version_bytes(settings)
+    needed = copies * checkpoint + export + versions + data
     folder = next(path for path in (paths.run, *paths.run.parents) if path.exists())
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
@@ -42,6 +44,7 @@ def check(settings: Settings) -> list[Finding]:
         return []
     parts = [f"{copies} checkpoints of {_size(checkpoint)}"]
     parts += [f"an export of {_size(export)}"] if export else []
+    parts += [f"{_size(versions)} of whole weight versions"] if versions else []
     parts += [f"{_size(data)} of tokenised data"] if data else []
     message = (
         f"{_size(free)} are free in {folder}, but the run needs about {_size(needed)}: "
@@ -61,6 +64,16 @@ def checkpoint_bytes(settings: Settings) -> int:
         elif settings.config.model(use.role).ema is not None:
             total += _parameters(settings, use.role, use.head) * SCALAR_BYTES
     return total
+
+
+def version_bytes(settings: Settings) -> int:
+    """Estimate the bytes of the whole weight versions, of which there is one more before an old one
+    is removed. What those between them take depends on the training."""
+    publish = settings.config.rollout.publish
+    if publish is None:
+        return 0
+    whole = _parameters(settings, "actor", "lm") * BYTES[settings.config.actor.dtype]
+    return (publish.keep_whole + 1) * whole
 
 
 def data_bytes(settings: Settings) -> int:

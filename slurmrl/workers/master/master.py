@@ -43,6 +43,7 @@ from slurmrl.workers.master.results import Results
 from slurmrl.workers.master.scores import EvaluationScores
 from slurmrl.workers.master.steps import StepRunner
 from slurmrl.workers.master.task_worlds import TaskWorlds
+from slurmrl.workers.master.versions import Publication, VersionPublisher
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Exit, Ready
 from slurmrl.workers.poll_intervals import PollIntervals
@@ -118,6 +119,7 @@ class Master:
             config.step_timeout_s,
             recorder.sync,
         )
+        self.versions = self._publisher()
         self.progress = progress
         self.steps = StepRunner(
             self.channel, plan, progress, scores, config.step_timeout_s, writer.incarnation
@@ -132,6 +134,20 @@ class Master:
         self._stall_s: float | None = None
         """Stall of the checkpoints that ended since the last metrics line; None if none did."""
 
+    def _publisher(self) -> VersionPublisher | None:
+        settings = self.config.rollout.publish
+        if settings is None:
+            return None
+        return VersionPublisher(
+            self.paths.versions,
+            self.channel,
+            settings,
+            self.plan.models["actor"].ranks,
+            self.writer.incarnation,
+            self.config.step_timeout_s,
+            self.writer.check,
+        )
+
     # -- the whole run -----------------------------------------------------------------------
 
     def run(self) -> None:
@@ -140,11 +156,14 @@ class Master:
         self._wait_for_ranks()
         seconds = round(time.monotonic() - began, 3)
         self.events.write("ready", step=self.progress.step, seconds=seconds)
+        self._publish()
         if self.fresh:
             self._start()
         while not self.channel.warned and self.progress.finish_reason() is None:
             self._step()
         self._commit_last()
+        if self.versions is not None:
+            self._tell_version(self.versions.wait())
         reason = self.progress.finish_reason()
         if reason is not None:
             self._finish(reason)
@@ -162,6 +181,8 @@ class Master:
         self.task_worlds.look(dead)
         self.requests.look()
         self._tell(self.committer.poll())
+        if self.versions is not None:
+            self._tell_version(self.versions.poll())
 
     def _wait_for_ranks(self) -> None:
         ready = self.channel.wait_ready(self.config.cluster.start_timeout_s)
@@ -229,6 +250,8 @@ class Master:
         executed = self.steps.train(step)
         metrics = executed.metrics
         self.progress.advance(metrics)
+        if self.versions is not None and self.versions.is_due(step):
+            self._publish()
         self.results.finish_step()
         metrics.update(self._retry("read the recorded results", self.results.metrics))
         self._write_samples(step, executed.texts)
@@ -270,6 +293,31 @@ class Master:
         """Retry while the directory does not accept it: the disk may be full of a failed
         checkpoint, which is removed meanwhile."""
         return retry(what, action, self.channel.rest)
+
+    # -- weight versions ---------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """Publish the weights of now, after the previous version is over."""
+        if self.versions is not None:
+            self._tell_version(self.versions.wait())
+            self._tell_version(self.versions.start(self.progress.step))
+
+    def _tell_version(self, outcome: Publication | None) -> None:
+        """Report how a publication ended; the run continues after a failed one."""
+        if outcome is None:
+            return
+        named = {"step": outcome.version.step, "version": outcome.version.name}
+        if outcome.error is not None:
+            self.events.write("weights_failed", **named, reason=outcome.error)
+            return
+        self.events.write(
+            "weights",
+            **named,
+            base=None if outcome.base is None else outcome.base.name,
+            bytes=outcome.bytes,
+            seconds=round(outcome.seconds, 3),
+            stall_s=round(outcome.stall_s, 3),
+        )
 
     # -- checkpoints -------------------------------------------------------------------------
 

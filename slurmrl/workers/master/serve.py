@@ -16,6 +16,7 @@ from slurmrl.config.load import load_resolved
 from slurmrl.errors import RunFailedError, StaleIncarnationError, TrialEndedError, UsageError
 from slurmrl.fsio import ownership
 from slurmrl.fsio.atomic import known_names, remove
+from slurmrl.history.lineage import Lineage
 from slurmrl.history.log import History
 from slurmrl.history.record import Record
 from slurmrl.history.state import TrialState, fold
@@ -37,6 +38,7 @@ from slurmrl.workers.master.master import Master
 from slurmrl.workers.master.progress import REQUIRED, STATE, Progress
 from slurmrl.workers.master.results import Results
 from slurmrl.workers.master.scores import EvaluationScores
+from slurmrl.workers.master.versions import remove_leftovers
 from slurmrl.workers.process import kill_parent
 
 logger = log.get(__name__)
@@ -104,6 +106,10 @@ def _prepare(
     if state.incarnation > 1 and state.base is None:
         logger.warning("no checkpoint to resume from: the trial starts from the beginning")
     _clean(paths, state)
+    if settings.config.rollout.publish is not None:
+        lineage = Lineage.of(history.read())
+        sweep = partial(remove_leftovers, paths.versions, lineage, state.incarnation)
+        retry("remove old weight versions", sweep, timeout_s=READ_S)
     progress = Progress(settings, restore(paths, state))
     base = state.last_commit.step if state.last_commit is not None else -1
     recorder = MetricsRecorder(paths, settings.config.logging, last_step=base)

@@ -22,7 +22,16 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, ModelPlan, Offloading, Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
-from slurmrl.workers.messages import Done, LoadBatch, Order, Ready, RunCall, Save, Saved
+from slurmrl.workers.messages import (
+    Done,
+    LoadBatch,
+    Order,
+    Ready,
+    RunCall,
+    Save,
+    Saved,
+    WriteVersion,
+)
 from slurmrl.workers.parts import write_part
 from slurmrl.workers.worker.batch import Batch
 from slurmrl.workers.worker.reallocation import Reallocations
@@ -30,7 +39,9 @@ from slurmrl.workers.worker.residence import Residence
 from slurmrl.workers.worker.saver import Saver
 from slurmrl.workers.worker.shares import Shares
 from slurmrl.workers.worker.sharing import Mail
+from slurmrl.workers.worker.version_writing import VersionWriting
 
+ACTOR = "actor"
 T = TypeVar("T")
 
 
@@ -52,6 +63,7 @@ class Executor:
         reallocations: Reallocations,
         residence: Residence,
         activity: Activity,
+        versions: VersionWriting | None = None,
     ) -> None:
         self.paths = paths
         self.settings = settings
@@ -72,6 +84,7 @@ class Executor:
         self._activity = activity
         self._interfaces: dict[str, Interface] = {}
         self._saver = Saver(rank)
+        self._versions = versions
 
     def ready(self) -> Ready:
         """Return what the master needs to know about data and tokens."""
@@ -99,6 +112,8 @@ class Executor:
                 return self.call(order)
             case Save():
                 return self.save(order, say)
+            case WriteVersion():
+                return self.publish(order, say)
         raise TypeError(f"a trainer cannot execute {order}")
 
     def load(self, order: LoadBatch) -> Done:
@@ -211,6 +226,17 @@ class Executor:
         save(snapshots, directory, order.seq, say)
         return self._done(order, began)
 
+    def publish(self, order: WriteVersion, say: Callable[[Saved], None]) -> Done:
+        """Copy this rank's tensors of a weight version to host memory. A thread writes them during
+        the next messages, and ``say`` receives `Saved` once they are on disk."""
+        began = time.monotonic()
+        assert self._versions is not None, "the master publishes versions without settings"
+        self._make_room(())
+        with self._residence.using(ACTOR):
+            self._activity.phase("copying a weight version")
+            self._versions.write(order, self.engines.get(ACTOR), say)
+        return self._done(order, began)
+
     # -- parts -------------------------------------------------------------------------------
 
     def _calls(self, order: LoadBatch | RunCall) -> Sequence[CallPlan]:
@@ -218,7 +244,7 @@ class Executor:
 
     def _layout(self, call: CallPlan) -> str:
         """Return the model whose layout a call runs on. A call without a model has the actor's."""
-        return call.layout or call.role or "actor"
+        return call.layout or call.role or ACTOR
 
     def _place(self, call: CallPlan) -> ParallelContext:
         """Return this rank's place in the layout of a call."""
@@ -241,6 +267,8 @@ class Executor:
 
     def close(self) -> None:
         self._saver.wait()
+        if self._versions is not None:
+            self._versions.wait()
         self._mail.finish()
         for interface in self._interfaces.values():
             interface.close()

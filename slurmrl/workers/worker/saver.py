@@ -1,4 +1,5 @@
-"""Writer of this rank's part of a checkpoint, in the background during training."""
+"""Writer of this rank's part of a checkpoint or a weight version, in the background during
+training."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from slurmrl import log
-from slurmrl.checkpoint.shards import RoleSnapshot
+from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import discard
@@ -18,10 +20,22 @@ from slurmrl.workers.messages import Saved
 logger = log.get(__name__)
 
 
+class Snapshot(Protocol):
+    """A copy of weights, ready to be written by any thread."""
+
+    def paths(self, directory: Path) -> list[Path]:
+        """The files that `write` makes."""
+        ...
+
+    def write(self, directory: Path) -> list[SavedFile]:
+        """Write them, durably. Raises EnvironmentFailure."""
+        ...
+
+
 class Saver:
-    """Writes one checkpoint at a time, then sends `Saved` with the files, or with the error if the
-    directory did not take them; that error ends nothing. Any other exception is a bug, which `wait`
-    raises again."""
+    """Writes the snapshots of one order at a time, then sends `Saved` with the files, or with the
+    error if the directory did not take them; that error ends nothing. Any other exception is a bug,
+    which `wait` raises again."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -30,7 +44,7 @@ class Saver:
 
     def start(
         self,
-        snapshots: Sequence[RoleSnapshot],
+        snapshots: Sequence[Snapshot],
         directory: Path,
         seq: int,
         say: Callable[[Saved], None],
@@ -45,7 +59,7 @@ class Saver:
 
     def write(
         self,
-        snapshots: Sequence[RoleSnapshot],
+        snapshots: Sequence[Snapshot],
         directory: Path,
         seq: int,
         say: Callable[[Saved], None],
@@ -62,7 +76,7 @@ class Saver:
         if self._bug is not None:
             raise self._bug
 
-    def _write(self, snapshots: Sequence[RoleSnapshot], directory: Path, seq: int) -> Saved:
+    def _write(self, snapshots: Sequence[Snapshot], directory: Path, seq: int) -> Saved:
         saved = Saved(rank=self._rank, seq=seq)
         try:
             files = tuple(file for each in snapshots for file in each.write(directory))

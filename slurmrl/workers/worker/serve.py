@@ -38,6 +38,7 @@ from slurmrl.workers.messages import (
     RunCall,
     Save,
     Start,
+    WriteVersion,
 )
 from slurmrl.workers.worker.setup import build
 from slurmrl.worlds import RankId
@@ -118,7 +119,7 @@ def _place(order: Order) -> _Place:
     match order:
         case RunCall():
             return _Place(order.name, order.step)
-        case LoadBatch() | Save():
+        case LoadBatch() | Save() | WriteVersion():
             return _Place(TO_WORKER.type_of(order), order.step)
     return _Place(TO_WORKER.type_of(order))
 

@@ -40,7 +40,7 @@ from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.registry import resolve
 from slurmrl.workers.messages import Answer, Done, Order, Preparing, Ready, Saved, Start
-from slurmrl.workers.worker import reallocation
+from slurmrl.workers.worker import reallocation, version_writing
 from slurmrl.workers.worker.datasets import Datasets
 from slurmrl.workers.worker.distributed import (
     collective_timeout,
@@ -145,6 +145,7 @@ def build_trainer(
         timeout=timeout,
     )
     reallocations = Reallocations(moves, transfer.verify, activity)
+    versions = version_writing.prepare(settings, plan, engines, paths, rank, accelerator, timeout)
     mail = Mail(host_group(accelerator, timeout), accelerator.device)
     return Executor(
         paths,
@@ -160,6 +161,7 @@ def build_trainer(
         reallocations,
         residence,
         activity,
+        versions,
     )
 
 

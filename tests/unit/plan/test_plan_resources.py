@@ -133,6 +133,19 @@ def test_host_memory_is_that_of_the_copies_for_checkpoints(plan_ppo: Load) -> No
     assert worker_bytes(plan_ppo(*shape, blocking, architecture=SEVEN_BILLION)) == WORKER
 
 
+def test_host_memory_for_weight_versions_is_that_of_two_copies(plan_ppo: Load) -> None:
+    """A copy of 7.6 billion parameters in bfloat16 takes 1.77 GiB on each of eight ranks. Whole
+    versions need no copy of the one before."""
+    shape = ("cluster.gpus_per_worker=1", "actor.backend=fsdp:d8", "checkpoint.asynchronous=false")
+    dtype = "actor.dtype=bfloat16"
+    found = [
+        worker_bytes(plan_ppo(*shape, dtype, f"rollout.publish={each}", architecture=SEVEN_BILLION))
+        for each in ("{}", "{whole_every: 1}")
+    ]
+    sizes = [((each or 0) - WORKER) / GIB for each in found]
+    assert sizes == pytest.approx([2 * 1.77, 1.77], rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("torch_release", "container", "factor"),
     [("2.13.0+cu130", False, 1), ("2.13.0", True, 2), ("2.12.1", False, 2)],

@@ -53,6 +53,15 @@ KINDS = {
         "300 is not allowed: it is a part of rollout.max_new_tokens, 256",
         "algorithm.overlong_buffer=300",
     ),
+    "versions of no training": wrong(
+        "rollout.publish", "is not allowed: generate trains no actor whose weights change",
+        *("algorithm={name: generate, batch_size: 16}", "critic=", "ref=", "evaluation="),
+        "rollout.publish={every_steps: 2}",
+    ),
+    "versions every 0 steps": wrong(
+        "rollout.publish.every_steps", "0 is not allowed: must be greater than 0",
+        "rollout.publish={every_steps: 0}",
+    ),
     "settings of turns without turns": wrong(
         "rollout.episode", "max_turns is not allowed with name: single_turn",
         "rollout.episode={max_turns: 3}",

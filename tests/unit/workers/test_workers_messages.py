@@ -30,6 +30,7 @@ from slurmrl.workers.messages import (
     Save,
     Saved,
     Stacked,
+    WriteVersion,
 )
 
 BELL = BellAddress("10.0.0.1", 4711, "ab" * 16)
@@ -39,6 +40,7 @@ MESSAGES: list[tuple[MessageSet[Any], Any]] = [
     (CONTROL_LOG, LoadBatch(seq=3, step=4, items=((0, 7), (1, 2)), evaluation=True)),
     (CONTROL_LOG, RunCall(step=4, name="gen", scalars={"kl_coef": 0.1})),
     (CONTROL_LOG, Save(seq=1, step=4, directory="step-4.1", asynchronous=True)),
+    (CONTROL_LOG, WriteVersion(seq=1, step=4, version="4.1", base="3.1")),
     (CONTROL_LOG, Exit(seq=9)),
     (CONTROL_LOG, Over(stacks="rank 3 is silent")),
     (CONTROL_LOG, CollectStacks(seq=2, number=1, ranks=(0, 3))),

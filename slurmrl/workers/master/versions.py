@@ -1,0 +1,201 @@
+"""Publication of weight versions: the ranks' parts, then the manifest; and the removal of old ones.
+
+A version is started and then polled while the ranks continue training. It exists once its manifest
+does; if it fails, its directory is removed. A `Publication` reports either.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmrl import log
+from slurmrl.backoff import HIDDEN_PAUSES_S, attempts
+from slurmrl.config.schema import Publish
+from slurmrl.errors import EnvironmentFailure, WeightVersionError
+from slurmrl.fsio.atomic import list_names, make_private_directory
+from slurmrl.fsio.calls import REAL
+from slurmrl.history.lineage import Lineage
+from slurmrl.weights.records import MANIFEST, read_part, version_ids
+from slurmrl.weights.retention import prune, remove
+from slurmrl.weights.version import PartIndex, VersionId
+from slurmrl.weights.writer import publish
+from slurmrl.workers.master.worker_channel import WorkerChannel
+from slurmrl.workers.messages import Saved, WriteVersion
+
+logger = log.get(__name__)
+
+
+@dataclass(frozen=True)
+class Publication:
+    """How the publication of a version ended."""
+
+    version: VersionId
+    base: VersionId | None
+    seconds: float
+    """From its start to its end."""
+    stall_s: float
+    """Time for which training waited: ranks that copied, and the master while it was blocked."""
+    bytes: int = 0
+    error: str | None = None
+    """Why it failed; None if it is published."""
+
+
+@dataclass
+class _Writing:
+    """The version that the ranks are writing."""
+
+    version: VersionId
+    base: VersionId | None
+    number: int
+    """Number of its `WriteVersion`."""
+    began: float
+    stall_s: float = 0.0
+
+
+class VersionPublisher:
+    """Publishes one version at a time in ``folder``, of parts by ``ranks``.
+
+    ``permit`` raises if this incarnation is not the newest one. The first version of an incarnation
+    is whole, and so is one after a failure: only the ranks' memory has what a difference needs.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        channel: WorkerChannel,
+        settings: Publish,
+        ranks: Sequence[int],
+        incarnation: int,
+        timeout_s: float,
+        permit: Callable[[], object],
+    ) -> None:
+        self._folder = folder
+        self._channel = channel
+        self._settings = settings
+        self._ranks = ranks
+        self._incarnation = incarnation
+        self._timeout_s = timeout_s
+        self._permit = permit
+        self._writing: _Writing | None = None
+        self._last: VersionId | None = None
+        """The newest version, if the ranks still have its bits."""
+        self._since_whole = 0
+
+    def is_due(self, step: int) -> bool:
+        return step % self._settings.every_steps == 0
+
+    def start(self, step: int) -> Publication | None:
+        """Tell the ranks to write the version of ``step``; the previous one must be over (`wait`).
+        Returns the outcome only if it cannot be started."""
+        assert self._writing is None, "one version at a time"
+        version = VersionId(step, self._incarnation)
+        delta = self._since_whole + 1 < self._settings.whole_every
+        writing = _Writing(version, self._last if delta else None, -1, time.monotonic())
+        try:
+            make_private_directory(self._folder / version.name)
+        except EnvironmentFailure as error:
+            return self._give_up(writing, str(error))
+        base = None if writing.base is None else writing.base.name
+        order = WriteVersion(step=step, version=version.name, base=base)
+        (writing.number,) = self._channel.post(order)
+        writing.stall_s = time.monotonic() - writing.began
+        self._writing = writing
+        return None
+
+    def poll(self) -> Publication | None:
+        """Publish once all ranks have written; return None before that, and if nothing is pending.
+        Raises StaleIncarnationError, TrialEndedError."""
+        if self._writing is None:
+            return None
+        answers = self._channel.saved(self._writing.number)
+        if answers is None:
+            return None
+        writing, self._writing = self._writing, None
+        writing.stall_s += max(done.seconds for done, _ in answers)
+        return self._finish(writing, [saved for _, saved in answers])
+
+    def wait(self) -> Publication | None:
+        """Wait until the pending version is over; return None if there is none. Raises
+        WaitTimeoutError, and as `poll`."""
+        writing = self._writing
+        if writing is None:
+            return None
+        began = time.monotonic()
+        what = f"writing weight version {writing.version}"
+        self._channel.wait_saved(writing.number, what, self._timeout_s)
+        writing.stall_s += time.monotonic() - began
+        return self.poll()
+
+    def _finish(self, writing: _Writing, answers: Sequence[Saved]) -> Publication:
+        failed = next((saved for saved in answers if saved.error), None)
+        if failed is not None:
+            return self._give_up(writing, f"rank {failed.rank}: {failed.error}")
+        folder = self._folder / writing.version.name
+        try:
+            self._permit()
+            manifest = publish(folder, self._parts(folder), writing.version, writing.base)
+        except (EnvironmentFailure, WeightVersionError) as error:
+            return self._give_up(writing, str(error))
+        self._last = writing.version
+        self._since_whole = 0 if writing.base is None else self._since_whole + 1
+        if writing.base is None:
+            self._prune()
+        return self._outcome(writing, written=manifest.bytes)
+
+    def _parts(self, folder: Path) -> list[PartIndex]:
+        """What the ranks have written, which this host may not see at once."""
+        pauses_s = HIDDEN_PAUSES_S if REAL.caches(folder) else ()
+        for last in attempts(pauses_s):
+            try:
+                return [read_part(folder, rank) for rank in self._ranks]
+            except WeightVersionError:
+                if last:
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _prune(self) -> None:
+        """Remove what the newest whole version makes superfluous."""
+        try:
+            prune(self._folder, self._settings.keep_whole)
+        except EnvironmentFailure as error:  # the next whole version tries again
+            logger.warning("cannot remove old weight versions: %s", error)
+
+    def _give_up(self, writing: _Writing, reason: str) -> Publication:
+        """Remove its files at once, because the disk may be full."""
+        logger.warning("no weight version %s: %s", writing.version, reason)
+        try:
+            remove(self._folder, writing.version)
+        except EnvironmentFailure as error:  # the next incarnation removes it
+            logger.warning("cannot remove weight version %s: %s", writing.version, error)
+        self._last = None
+        return self._outcome(writing, reason)
+
+    def _outcome(
+        self, writing: _Writing, error: str | None = None, *, written: int = 0
+    ) -> Publication:
+        """Make the outcome; waiting and copying may overlap, so the stall is capped."""
+        seconds = time.monotonic() - writing.began
+        stall_s = min(writing.stall_s, seconds)
+        return Publication(writing.version, writing.base, seconds, stall_s, written, error)
+
+
+def remove_leftovers(folder: Path, lineage: Lineage, incarnation: int) -> None:
+    """Remove what earlier incarnations left: versions without a manifest, and those of steps that
+    were rolled back. Raises EnvironmentFailure."""
+    for version in version_ids(folder):
+        if version.incarnation >= incarnation:
+            continue  # a newer master may be writing
+        rolled_back = not lineage.has(version.step, version.incarnation)
+        if rolled_back or not _is_published(folder / version.name):
+            remove(folder, version)
+
+
+def _is_published(folder: Path) -> bool:
+    """Raises EnvironmentFailure."""
+    try:
+        return MANIFEST in list_names(folder)
+    except FileNotFoundError:
+        return False

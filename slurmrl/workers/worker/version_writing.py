@@ -1,0 +1,141 @@
+"""This rank's part of weight versions: copied to host memory at once, written by a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slurmrl.checkpoint.tensors import SavedFile, TensorEntry
+from slurmrl.engines.base import Engine
+from slurmrl.engines.versions import VersionParts
+from slurmrl.layout.copy import Array
+from slurmrl.models.storage import file_form
+from slurmrl.parallel.device import Accelerator
+from slurmrl.paths import RunPaths
+from slurmrl.plan.model import Plan
+from slurmrl.plan.model_files import config_values
+from slurmrl.plan.settings import Settings
+from slurmrl.transfer.regions import PlacedLayout
+from slurmrl.weights.records import part_file, part_index
+from slurmrl.weights.version import VersionId
+from slurmrl.weights.writer import PartWriter
+from slurmrl.workers.messages import Saved, WriteVersion
+from slurmrl.workers.worker.saver import Saver
+
+ROLE = "actor"
+
+
+@dataclass(frozen=True)
+class TakenVersion:
+    """The tensors that a rank owns of a version, in host memory."""
+
+    version: VersionId
+    entries: Sequence[TensorEntry]
+
+    @cached_property
+    def _by_name(self) -> dict[str, TensorEntry]:
+        return {entry.name: entry for entry in self.entries}
+
+    def bits(self, name: str) -> Array | None:
+        """A tensor's bits, as a flat array of uint8; None for an unknown tensor."""
+        entry = self._by_name.get(name)
+        return None if entry is None else _bits(entry)
+
+
+@dataclass(frozen=True)
+class VersionPart:
+    """One rank's part of a version. With a ``base``, it stores what has changed since then."""
+
+    number: int
+    taken: TakenVersion
+    base: TakenVersion | None
+
+    def paths(self, directory: Path) -> list[Path]:
+        return [directory / part_file(self.number), directory / part_index(self.number)]
+
+    def write(self, directory: Path) -> list[SavedFile]:
+        """Write the part and its index, durably; the index lists the file. Raises
+        EnvironmentFailure."""
+        with PartWriter(directory, self.number, self.base) as writer:
+            for entry in self.taken.entries:
+                writer.add(entry.name, entry.spec.dtype, entry.spec.shape, _bits(entry))
+            writer.finish()
+        return []
+
+
+class VersionWriting:
+    """Writes this rank's parts, one at a time. ``parts`` is None on a rank without weights of the
+    actor."""
+
+    def __init__(self, folder: Path, rank: int, parts: VersionParts | None) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._parts = parts
+        self._saver = Saver(rank)
+        self._last: TakenVersion | None = None
+
+    def write(
+        self, order: WriteVersion, engine: Engine | None, say: Callable[[Saved], None]
+    ) -> None:
+        """Copy the weights of now. Collective over the actor's ranks. ``say`` receives `Saved` once
+        the part is on disk, perhaps from a thread."""
+        if self._parts is None or engine is None:
+            say(Saved(rank=self._rank, seq=order.seq))
+            return
+        self._saver.wait()
+        version = VersionId.parse(order.version)
+        taken = TakenVersion(version, self._parts.take(engine.storages()))
+        base, self._last = self._last if order.base is not None else None, taken
+        assert (None if base is None else base.version.name) == order.base, "another base"
+        part = VersionPart(self._rank, taken, base)
+        self._saver.start([part], self._folder / version.name, order.seq, say)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written. Raises the exception of a bug in the writing."""
+        self._saver.wait()
+
+
+def prepare(
+    settings: Settings,
+    plan: Plan,
+    engines: Mapping[str, Engine],
+    paths: RunPaths,
+    rank: int,
+    accelerator: Accelerator,
+    timeout: timedelta,
+) -> VersionWriting | None:
+    """This rank's writing of versions; None if the trial publishes none. Collective over all
+    ranks. ``timeout`` bounds one collective."""
+    publish = settings.config.rollout.publish
+    if publish is None:
+        return None
+    ranks, device = plan.models[ROLE].ranks, accelerator.device
+    group = dist.new_group(ranks, timeout=timeout)
+    engine = engines.get(ROLE)
+    if engine is None:
+        return VersionWriting(paths.versions, rank, None)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL: all ranks come first
+    per_host, model = plan.trainers.workers_per_host, settings.config.actor
+    _, storage = file_form(config_values(model), model.implementation, engine.head)
+    parts = VersionParts(
+        PlacedLayout(engine.layout(), ranks),
+        storage,
+        model.dtype,
+        hosts={member: member // per_host for member in ranks},
+        staging_bytes=settings.config.transfer.staging_mib * 2**20,
+        group=group,
+        device=device,
+        copies=publish.copies,
+    )
+    return VersionWriting(paths.versions, rank, parts)
+
+
+def _bits(entry: TensorEntry) -> Array:
+    return entry.data().reshape(-1).view(np.uint8)

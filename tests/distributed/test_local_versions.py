@@ -1,0 +1,56 @@
+"""A whole trial that publishes weight versions, and whose processes are killed as they do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slurmrl.checkpoint.tensors import TensorFile
+from slurmrl.history.lineage import Lineage
+from slurmrl.history.log import History
+from slurmrl.monitor import events
+from slurmrl.weights.inventory import COMPLETE, inventory
+from slurmrl.weights.local_copy import LocalCopy
+from tests.support.hooks import hooked
+from tests.support.trials import Site, sft_config
+
+KILLS = "tests.support.version_hooks:processes_die_while_they_publish"
+MESSAGES = "slurmrl.workers.messages"
+STEPS = 8
+
+
+def run(site: Site, trial: str, **sections: Any) -> None:
+    config = sft_config(trial=trial, total_steps=STEPS, **sections)
+    config["actor"]["dtype"] = "bfloat16"
+    config["checkpoint"]["export_dtype"] = "bfloat16"
+    file = site.write(f"{trial}.yaml", config)
+    site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
+
+
+def test_versions_survive_kills_and_change_no_bit(tmp_path: Path) -> None:
+    """A rank is killed between its part and its index, and the master between the parts and the
+    manifest. What is published then is intact and of steps that count, and the newest version has
+    the bits of the export."""
+    site = Site(tmp_path)
+    run(site, "silent")
+    killed = hooked(site, tmp_path, "sft.1", MESSAGES, KILLS)
+    run(site, "1", rollout={"publish": {"whole_every": 3}}, cluster=killed | {"gpus_per_worker": 0})
+    assert site.outcome("sft/1") == site.outcome("sft/silent")
+
+    paths = site.paths("sft/1")
+    found = {one.version: one for one in inventory(paths.versions, verify=True)}
+    assert all(one.state == COMPLETE for one in found.values()), found
+    lineage = Lineage.of(History(paths.history).read())
+    assert all(lineage.has(one.step, one.incarnation) for one in found.values()), found
+    assert {one.base is None for one in found.values()} == {True, False}
+
+    copy = LocalCopy(tmp_path / "copy", paths.versions).advance()
+    assert copy.id.name == f"{STEPS}.3"
+    (export,) = paths.exports.glob("*/model.safetensors")
+    theirs, ours = TensorFile(export), copy.open()
+    assert ours.specs == theirs.specs
+    assert all((ours.flat(name) == theirs.flat(name)).all() for name in theirs.specs)
+
+    told = [event for event in events.read_all(paths) if event["kind"] == "weights"]
+    assert {event["version"] for event in told} >= found.keys()
+    assert not {"4.1", "6.2"} & {event["version"] for event in told}
