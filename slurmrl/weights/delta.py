@@ -26,8 +26,7 @@ def compressed(bits: Array, base: Array, item_bytes: int) -> bytes:
     pieces = []
     for begin in range(0, bits.size, BLOCK_BYTES):
         block = bits[begin : begin + BLOCK_BYTES] ^ base[begin : begin + BLOCK_BYTES]
-        planes = np.ascontiguousarray(block.reshape(-1, item_bytes).T)
-        pieces.append(compressor.compress(planes.reshape(-1).data))
+        pieces.append(compressor.compress(_split(block, item_bytes).data))
     pieces.append(compressor.flush())
     return b"".join(pieces)
 
@@ -42,11 +41,36 @@ def apply(stored: bytes | memoryview, bits: Array, item_bytes: int) -> None:
                 block = bits[begin : begin + BLOCK_BYTES]
                 planes = buffer[: block.size]
                 _fill(reader, planes)
-                block.reshape(-1, item_bytes)[...] ^= planes.reshape(item_bytes, -1).T
+                block.view(_word(item_bytes))[...] ^= _joined(planes, item_bytes)
             if reader.read(1):
                 raise WeightVersionError("a difference is longer than its tensor")
     except zstandard.ZstdError as error:
         raise WeightVersionError(f"a difference cannot be decompressed: {error}") from error
+
+
+def _split(block: Array, item_bytes: int) -> Array:
+    """The planes of a block, one after the other."""
+    words = block.view(_word(item_bytes))
+    planes = np.empty((item_bytes, words.size), np.uint8)
+    for place, plane in enumerate(planes):
+        np.right_shift(words, 8 * place, out=plane, casting="unsafe")
+    return planes.reshape(-1)
+
+
+def _joined(planes: Array, item_bytes: int) -> Array:
+    """The elements whose planes these are, as unsigned integers."""
+    *low, highest = planes.reshape(item_bytes, -1)
+    words = highest.astype(_word(item_bytes))
+    for plane in reversed(low):
+        np.left_shift(words, 8, out=words)
+        np.bitwise_or(words, plane, out=words)
+    return words
+
+
+def _word(item_bytes: int) -> str:
+    """The numpy type of elements as unsigned integers. Shifts of these are several times as fast as
+    a transposition of bytes."""
+    return f"<u{item_bytes}"
 
 
 def _fill(reader: zstandard.ZstdDecompressionReader, target: Array) -> None:
