@@ -318,8 +318,9 @@ class PruneWeights(PublishWeights):
     gives_up = True
 
     def prepare(self, folder: Path) -> None:
-        for step in (1, 2, 3):
-            self._publish(folder, REAL, step, None)
+        self._publish(folder, REAL, 1, None)
+        self._publish(folder, REAL, 2, VersionId(1, 1))
+        self._publish(folder, REAL, 3, None)
 
     def act(self, folder: Path, calls: SystemCalls, done: list[Any]) -> None:
         done.append([one.step for one in prune(folder, 1, calls=calls)])
@@ -327,8 +328,8 @@ class PruneWeights(PublishWeights):
     def check(self, folder: Path, result: Result) -> None:
         found = inventory(folder, verify=True)
         assert {one.state for one in found} == {"complete"}
-        assert [one.step for one in found] in ([1, 2, 3], [2, 3], [3])
-        if result.done == [[1, 2]]:
+        assert [one.step for one in found] in ([1, 2, 3], [1, 3], [3])
+        if result.done:
             assert len(found) == 1
 
 
