@@ -289,7 +289,7 @@ class PublishWeights(Protocol):
     errors = (EnvironmentFailure, WeightVersionError)
 
     def prepare(self, folder: Path) -> None:
-        self._publish(folder, REAL, 1, None)
+        self._publish(folder, Faulty(), 1, None)
 
     def act(self, folder: Path, calls: SystemCalls, done: list[Any]) -> None:
         self._publish(folder, calls, 2, VersionId(1, 1))
@@ -318,9 +318,9 @@ class PruneWeights(PublishWeights):
     gives_up = True
 
     def prepare(self, folder: Path) -> None:
-        self._publish(folder, REAL, 1, None)
-        self._publish(folder, REAL, 2, VersionId(1, 1))
-        self._publish(folder, REAL, 3, None)
+        self._publish(folder, Faulty(), 1, None)
+        self._publish(folder, Faulty(), 2, VersionId(1, 1))
+        self._publish(folder, Faulty(), 3, None)
 
     def act(self, folder: Path, calls: SystemCalls, done: list[Any]) -> None:
         done.append([one.step for one in prune(folder, 1, calls=calls)])

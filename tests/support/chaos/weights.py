@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from slurmrl.errors import CheckpointError, WeightVersionError
+from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.layout.copy import Array
 from slurmrl.weights.inventory import inventory
 from slurmrl.weights.local_copy import CopiedVersion, LocalCopy
@@ -16,6 +17,7 @@ from slurmrl.weights.version import VersionId
 from slurmrl.weights.writer import PartWriter, Previous, publish
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Note
+from tests.support.faulty import Faulty
 
 STEPS = 4
 NAMES = ("a", "b", "c")
@@ -33,7 +35,7 @@ def _versions(folder: Path) -> Path:
     return folder / "versions"
 
 
-def trainers(folder: Path, me: int, note: Note) -> None:
+def trainers(folder: Path, me: int, note: Note, calls: SystemCalls = REAL) -> None:
     """The next incarnation: two ranks and the publisher. Every other version is whole; one of the
     whole ones is kept."""
     versions = _versions(folder)
@@ -47,13 +49,14 @@ def trainers(folder: Path, me: int, note: Note) -> None:
         parts = []
         for rank, kept in enumerate(previous):
             bits = None if against is None else kept
-            with PartWriter(versions / version.name, rank, bits, keep=kept) as writer:
+            own = versions / version.name
+            with PartWriter(own, rank, bits, keep=kept, calls=calls) as writer:
                 for name in NAMES[rank::2]:
                     writer.add(name, "bfloat16", (BYTES // 2,), bits_of(version, name))
                 parts.append(writer.finish())
-        publish(versions / version.name, parts, version, against)
+        publish(versions / version.name, parts, version, against, calls=calls)
         note(event="published", name=version.name)
-        prune(versions, 1)
+        prune(versions, 1, calls=calls)
         base = version
 
 
@@ -90,7 +93,7 @@ def _problem(found: CopiedVersion) -> str | None:
 
 
 def _published_before(folder: Path) -> None:
-    trainers(folder, 0, lambda **event: None)
+    trainers(folder, 0, lambda **event: None, Faulty())
 
 
 def _nothing(folder: Path) -> None:
