@@ -11,7 +11,8 @@ and largest of the steps).
 Then --mib of random weights are published, whole and as a difference in which elements change like
 after those steps, and a host's copy is brought to each: beside writing and syncing the same bytes,
 and beside reading such bytes and writing them. All take turns. Printed are MB of weights per second
-and the medians of the rounds' ratios, with the smallest and the largest.
+and the medians of the rounds' ratios of seconds and of CPU seconds, with the smallest and the
+largest.
 """
 
 from __future__ import annotations
@@ -138,10 +139,11 @@ def measure_sizes(where: Path, rate: float, steps: int) -> None:
     )
 
 
-def timed(action: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def timed(action: Callable[[], object]) -> tuple[float, float]:
+    """Seconds and CPU seconds."""
+    wall, cpu = time.perf_counter(), time.process_time()
     action()
-    return time.perf_counter() - began
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def raw_write(path: Path, tensors: Tensors) -> None:
@@ -197,7 +199,7 @@ def measure_throughput(where: Path, mib: int, rate: float, rounds: int) -> None:
         publisher = Publisher(folder / "versions")
         publisher.publish(weights, whole=True)
         shares = []
-        taken: dict[str, list[float]] = {}
+        taken: dict[str, list[tuple[float, float]]] = {}
         for number in range(rounds + 1):  # the first one is to warm up
             late = LocalCopy(folder / "late", folder / "versions")
             following = LocalCopy(folder / "following", folder / "versions")
@@ -215,9 +217,9 @@ def measure_throughput(where: Path, mib: int, rate: float, rounds: int) -> None:
                 "apply whole": late.advance,
             }
             for what, action in acts.items():
-                seconds = timed(action)
+                found = timed(action)
                 if number:
-                    taken.setdefault(what, []).append(seconds)
+                    taken.setdefault(what, []).append(found)
             shares.append(100 * versions[0].bytes / size)
             shutil.rmtree(folder / "late")
             for old in sorted((folder / "versions").iterdir()):
@@ -230,9 +232,15 @@ def measure_throughput(where: Path, mib: int, rate: float, rounds: int) -> None:
         ("apply whole", "raw copy"),
         ("apply delta", "raw copy"),
     ):
-        speed = Spread.of(size / 1e6 / seconds for seconds in taken[what])
-        ratio = Spread.of(a / b for a, b in zip(taken[what], taken[raw], strict=True))
-        print(f"  {what}: {speed.text('.0f')} MB/s, {ratio.text()} times as long as {raw}")
+        speed = Spread.of(size / 1e6 / seconds for seconds, _ in taken[what])
+        wall, cpu = (
+            Spread.of(a[unit] / b[unit] for a, b in zip(taken[what], taken[raw], strict=True))
+            for unit in (0, 1)
+        )
+        print(
+            f"  {what}: {speed.text('.0f')} MB/s, {wall.text()} times the seconds of {raw}, "
+            f"{cpu.text()} times its CPU seconds"
+        )
 
 
 def main() -> None:
@@ -245,7 +253,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}", flush=True)
     directories = options.directory or [Path("/tmp"), Path("/dev/shm")]
-    for rate in RATES:
+    for rate in RATES if options.steps else ():
         measure_sizes(directories[-1], rate, options.steps)
     for directory in directories:
         for rate in RATES:
