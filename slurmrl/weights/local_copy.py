@@ -5,6 +5,7 @@ It is a model folder's safetensors file on tmpfs or a local disk: engines map it
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import uuid
@@ -30,7 +31,7 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.failures import cause, explain
 from slurmrl.fsio.shapes import FILE_NAME
 from slurmrl.layout.copy import Array
 from slurmrl.weights.reader import VersionFiles, resolved
@@ -69,9 +70,14 @@ class CopiedVersion:
         return self.folder / FILE
 
     def open(self) -> TensorFile:
-        """Map the weights. They stay readable when the copy moves on. Raises CheckpointError if it
-        has moved on already: `LocalCopy.advance` returns the newer one."""
-        return TensorFile(self.file)
+        """Map the weights. They stay readable when the copy moves on. Raises WeightVersionError if
+        it has moved on already: `LocalCopy.advance` returns the newer one."""
+        try:
+            return TensorFile(self.file)
+        except (CheckpointError, EnvironmentFailure) as error:
+            if isinstance(error, EnvironmentFailure) and cause(error) != errno.ENOENT:
+                raise
+            raise WeightVersionError(f"the copy is no longer at version {self.id}") from error
 
 
 class LocalCopy:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slurmrl.errors import CheckpointError, WeightVersionError
+from slurmrl.errors import WeightVersionError
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.layout.copy import Array
 from slurmrl.weights.inventory import inventory
@@ -67,11 +67,12 @@ def host(folder: Path, me: int, note: Note) -> None:
     for _ in range(3):
         try:
             found = copy.advance()
-            problem = _problem(found)
         except WeightVersionError:
             note(event="nothing")
             continue
-        except CheckpointError:  # the other process has moved on
+        try:
+            problem = _problem(found)
+        except WeightVersionError:  # the other process has moved on
             note(event="moved on")
             continue
         if problem is not None or found.id < least:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmrl.errors import CheckpointError, EnvironmentFailure, WaitTimeoutError, WeightVersionError
+from slurmrl.errors import EnvironmentFailure, WaitTimeoutError, WeightVersionError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.weights.local_copy import FILE, LOCK, STATE, CopiedVersion, LocalCopy
 from slurmrl.weights.records import MANIFEST, read_manifest
@@ -278,6 +278,22 @@ def test_a_file_system_that_fails_at_any_operation(times: int, error: int, tmp_p
         shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize("left", ["nothing", "an empty folder"])
+def test_a_version_that_the_copy_has_left_is_an_error(left: str, tmp_path: Path) -> None:
+    """A folder is empty while another process removes it."""
+    bits = published(tmp_path / "versions", 3)
+    copy = LocalCopy(tmp_path / "copy", tmp_path / "versions")
+    old = copy.advance(version(2))
+    mapped = old.open()
+    copy.advance(version(3))
+    if left == "an empty folder":
+        old.folder.mkdir()
+    with pytest.raises(WeightVersionError, match=r"no longer at version 2\.1"):
+        old.open()
+    name = "embed.weight"
+    assert np.array_equal(mapped.flat(name).view(np.uint8), bits[version(2)][name])
+
+
 def test_two_processes_share_a_copy(tmp_path: Path) -> None:
     bits = published(tmp_path / "versions", 8)
     wrong: list[str] = []
@@ -289,7 +305,7 @@ def test_two_processes_share_a_copy(tmp_path: Path) -> None:
                 found = copy.advance(version(step))
                 try:
                     right = has(found, bits[found.id])
-                except CheckpointError:  # the other one has moved on
+                except WeightVersionError:  # the other one has moved on
                     continue
                 if not right or found.id < version(step):
                     wrong.append(f"{found.id} for {step}")
