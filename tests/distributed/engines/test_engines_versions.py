@@ -5,19 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slurmrl.checkpoint.precision import Precision
 from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.checkpoint.stored import Storage, file_entries
+from slurmrl.checkpoint.tensors import TensorFile
+from slurmrl.config.schema import Lora
+from slurmrl.layout.box import Box
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.merged import MergedCheckpoint
+from slurmrl.models.storage import file_form
 from tests.distributed.engines.cases import Setup, model
 from tests.distributed.engines.megatron_cases import Case, Placed, placed
+from tests.distributed.engines.one_process import random_model
 from tests.distributed.engines.test_engines_families import FAMILIES
 from tests.distributed.engines.test_engines_layouts import MODELS, SPLITS
 from tests.distributed.engines.test_engines_megatron import BUDGET, MOE, TIED, grid
-from tests.distributed.engines.version_cases import Taken, storage_of
+from tests.distributed.engines.version_cases import Taken
 from tests.pool import RankPool
 
+ADAPTED = "model.layers.0.self_attn.q_proj.weight"
 HERE = "tests.distributed.engines.version_cases"
 STEPS = 3
 
@@ -62,6 +71,10 @@ def test_ranks_of_megatron_do_too(
     check(ranks, count, "of_megatron", case, "bfloat16", tmp_path, storage)
 
 
+def storage_of(architecture: dict[str, Any], implementation: str = "builtin") -> Storage:
+    return file_form(architecture, implementation, "lm")[1]  # type: ignore[arg-type]
+
+
 def check(
     ranks: RankPool, count: int, case: str, setup: Any, dtype: str, folder: Path, storage: Storage
 ) -> None:
@@ -78,6 +91,35 @@ def check(
         assert version == exported(folder / str(number), dtype, storage), number
     assert versions[0] != versions[1]
     assert all(rank[0] for rank in results), "a rank writes nothing"
+
+
+def test_adapters_are_merged(ranks: RankPool, tmp_path: Path) -> None:
+    random_model(tmp_path / "model", MODELS["qwen3"], "lm")
+    lora = Lora(rank=3, alpha=5.0)
+    settings = model(architecture=None, lora=lora.model_dump())
+    source = tmp_path / "model"
+    setup = Setup(model=settings, source=source, split=SPLITS[2], sizes={"dp": 2, "tp": 2})
+    for number in range(STEPS):
+        (tmp_path / str(number)).mkdir()
+    results = ranks(4, f"{HERE}:of_fsdp", setup, "float32", tmp_path)
+    found: Taken = {name: tensor for rank in results for name, tensor in rank[-1].items()}
+    trained = RoleCheckpoint(tmp_path / str(STEPS - 1), "actor")
+    config = ModelConfig.from_hf(MODELS["qwen3"])
+    merged = MergedCheckpoint(trained, source, config, "lm", lora)
+    specs = dict(merged.weights())
+    assert found.keys() == specs.keys()
+    for name, spec in specs.items():
+        dtype, shape, bits = found[name]
+        assert (dtype, shape) == ("float32", spec.shape)
+        values = np.frombuffer(bits, np.float32).reshape(shape)
+        assert np.allclose(values, merged.read(name, Box.whole(shape)), rtol=0, atol=1e-6), name
+    assert not np.array_equal(
+        np.frombuffer(found[ADAPTED][2], np.float32), _base(source, ADAPTED)
+    ), "the adapters have no effect"
+
+
+def _base(source: Path, name: str) -> Any:
+    return TensorFile(source / "model.safetensors").flat(name)
 
 
 def exported(folder: Path, dtype: str, storage: Storage) -> Taken:

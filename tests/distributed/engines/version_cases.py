@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slurmrl.checkpoint.stored import Storage
 from slurmrl.engines.base import TrainEngine
 from slurmrl.engines.versions import VersionParts
-from slurmrl.models.storage import file_form
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.hf_config import stored
+from slurmrl.models.storage import storage_of
 from slurmrl.transfer.regions import PlacedLayout
 from tests.distributed.engines import cases, megatron_cases
 from tests.distributed.engines.cases import Setup, batch, denominator, loss
@@ -21,10 +22,6 @@ Taken = dict[str, tuple[str, tuple[int, ...], bytes]]
 """The type, shape and bits of each tensor."""
 
 
-def storage_of(architecture: dict[str, Any], implementation: str = "builtin") -> Storage:
-    return file_form(architecture, implementation, "lm")[1]  # type: ignore[arg-type]
-
-
 def of_fsdp(setup: Setup, dtype: str, folder: Path) -> list[Taken]:
     """The tensors of this rank: see `_taken`."""
 
@@ -32,22 +29,19 @@ def of_fsdp(setup: Setup, dtype: str, folder: Path) -> list[Taken]:
         sample = batch(number).take(setup.split[engine.context.dp_rank])
         engine.train_batch(sample, loss, denominator(sample))
 
-    architecture, how = setup.model["architecture"], setup.model.get("implementation", "builtin")
-    return _taken(cases.make(setup), storage_of(architecture, how), dtype, folder, step)
+    return _taken(cases.make(setup), dtype, folder, step)
 
 
 def of_megatron(case: Case, dtype: str, folder: Path) -> list[Taken]:
-    engine, storage = megatron_cases.make(case), storage_of(case.model["architecture"])
-    return _taken(engine, storage, dtype, folder, megatron_cases.step)
+    return _taken(megatron_cases.make(case), dtype, folder, megatron_cases.step)
 
 
-def _taken(
-    engine: TrainEngine, storage: Storage, dtype: str, folder: Path, step: Any
-) -> list[Taken]:
+def _taken(engine: TrainEngine, dtype: str, folder: Path, step: Any) -> list[Taken]:
     """The tensors that this rank owns after each of two steps, looked at after the second one, and
     after a third one's took the place of the first one's. Each step's checkpoint is in a folder of
     its number."""
-    ranks = tuple(range(dist.get_world_size()))
+    ranks, config = tuple(range(dist.get_world_size())), engine.config
+    storage = storage_of(config) if isinstance(config, ModelConfig) else stored
     parts = VersionParts(
         PlacedLayout(engine.layout(), ranks),
         storage,
