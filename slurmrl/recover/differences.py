@@ -29,6 +29,7 @@ MAY_CHANGE = frozenset(
         "rollout.server_args",
         "rollout.server_start_s",
         "rollout.server_silence_s",
+        "rollout.publish",
         *(f"{role}.offload" for role in SECTIONS),
         "logging",
         "checkpoint",

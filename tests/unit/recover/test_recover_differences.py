@@ -30,6 +30,7 @@ EVALUATION = "evaluation={dataset: {type: prompt, path: data.jsonl}"
         "checkpoint.every_steps=3",
         "max_restarts_without_commit=9",
         "step_timeout_s=5",
+        "rollout.publish={every_steps: 2}",
     ],
 )
 def test_what_may_change(tmp_path: Path, override: str) -> None:

@@ -354,6 +354,19 @@ def test_a_checkpoint_s_size_is_that_of_weights_and_moments(tmp_path: Path) -> N
     assert room.checkpoint_bytes(settings) == matrices * 4 * 3
 
 
+def test_room_is_needed_for_one_whole_weight_version_more_than_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = ("actor.dtype=bfloat16", "rollout.publish={keep_whole: 3}")
+    settings = settings_of(tmp_path, f"root={tmp_path / 'runs'}", *publish)
+    size = 4 * room.checkpoint_bytes(settings) // (4 * 3) * 2
+    assert room.version_bytes(settings) == size
+    free = SimpleNamespace(f_bavail=1, f_frsize=1)
+    monkeypatch.setattr(room.os, "statvfs", lambda folder: free)
+    (found,) = room.check(settings)
+    assert f", {size / 2**20:.1f} MiB of whole weight versions, " in found.message
+
+
 def test_room_is_needed_for_the_tokenised_data_of_a_trial_that_has_none_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
