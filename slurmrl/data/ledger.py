@@ -4,18 +4,20 @@ Items are numbered by their place in the endless order of the dataset (see `data
 is queued, in flight for a step, trained at a step, or dropped for a reason. Items may finish in any
 order. A commit holds the ledger as a `LedgerRecord`, whose size depends on the number of items that
 are neither before the first unfinished item nor queued for the first time, and not on the length of
-the trial.
+the trial. The record of a trial with rollout tasks also says which items are leased, and what
+samples there are (see `data.leases`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 from slurmrl.fsio.failures import corrupt
-from slurmrl.fsio.shapes import MOST_COUNT, SIZE
+from slurmrl.fsio.shapes import FILE_NAME, MOST_COUNT, SIZE
+from slurmrl.weights.version import VERSION
 
 Value = TypeVar("Value", int, str)
 Number = Annotated[int, SIZE]
@@ -46,8 +48,32 @@ class DropCount:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeasedItems:
+    """The items that one lease still holds."""
+
+    lease: str
+    """``<incarnation>.<number>``, unique in a trial."""
+    holder: str
+    """A task attempt."""
+    items: tuple[Number, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemSample:
+    """The sample of an item: its completions, in a file."""
+
+    item: Number
+    file: Annotated[str, FILE_NAME]
+    log: Annotated[str, FILE_NAME]
+    """Of the task attempt that made it; its record of the sample begins at byte ``offset``."""
+    offset: Number
+    versions: tuple[Annotated[str, VERSION], ...]
+    """Of the weights that its tokens are from, each once (see `weights.version`); at least one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LedgerRecord:
-    """A ledger in a commit. All items from ``settled`` to ``next`` that are in no run are queued
+    """A ledger in a commit. All items from ``settled`` to ``next`` that are in no field are queued
     again."""
 
     settled: Number = 0
@@ -59,6 +85,10 @@ class LedgerRecord:
     dropped: tuple[DroppedRun, ...] = ()
     dropped_before: tuple[DropCount, ...] = ()
     """Of the items before ``settled``."""
+    leased: tuple[LeasedItems, ...] = ()
+    samples: tuple[ItemSample, ...] = ()
+    """Of all items that have one, also of those that were in flight for a step: what a step that is
+    not committed takes is still finished."""
 
     def check(self, where: object) -> None:
         """Raises CorruptFileError that names ``where`` if the fields contradict each other."""
@@ -67,18 +97,27 @@ class LedgerRecord:
             raise corrupt(where, f"{problem} {MOST_COUNT} items between them")
         if sum(count.items for count in self.dropped_before) > self.settled:
             raise corrupt(where, f"has more dropped items than the {self.settled} settled ones")
+        if len({one.lease for one in self.leased}) < len(self.leased):
+            raise corrupt(where, "has a lease twice")
+        if bare := [sample.item for sample in self.samples if not sample.versions]:
+            raise corrupt(where, f"has samples without a version of the weights: {bare}")
         end = self.settled
+        for first, stop in sorted(self._runs()):
+            if not end <= first < stop <= self.next:
+                raise corrupt(where, f"has the items {first} to {stop - 1} twice, or out of place")
+            end = stop
+
+    def _runs(self) -> Iterator[tuple[int, int]]:
+        """All items that the record names, as runs (first, stop)."""
         runs: list[StepRun | DroppedRun] = [*self.in_flight, *self.trained, *self.dropped]
-        for run in sorted(runs, key=lambda run: (run.first, run.stop)):
-            if not end <= run.first < run.stop <= self.next:
-                problem = f"has the items {run.first} to {run.stop - 1} twice, or out of place"
-                raise corrupt(where, problem)
-            end = run.stop
+        yield from ((run.first, run.stop) for run in runs)
+        yield from ((item, item + 1) for lease in self.leased for item in lease.items)
+        yield from ((sample.item, sample.item + 1) for sample in self.samples)
 
 
 class Ledger:
-    """Begins with all items queued, or from the record of a commit: what was in flight then is
-    queued again."""
+    """Begins with all items queued, or from the record of a commit: what was in flight, leased or
+    finished then is queued again."""
 
     def __init__(self, record: LedgerRecord | None = None) -> None:
         record = record or LedgerRecord()
@@ -114,37 +153,31 @@ class Ledger:
 
         Raises ValueError if too many items would be unfinished for a commit.
         """
-        again = sorted(self._queued_again)[:count]
-        end = self._next + count - len(again)
-        if end - self._settled > MOST_COUNT:
-            raise ValueError(f"more than {MOST_COUNT} items since the first unfinished one")
-        taken = [*again, *range(self._next, end)]
-        self._queued_again.difference_update(again)
-        self._next = end
+        taken = self._dequeue(count)
         self._in_flight.update(dict.fromkeys(taken, step))
         return taken
 
-    def finish(self, items: Iterable[int], step: int) -> None:
+    def train(self, items: Iterable[int], step: int) -> None:
         """Count items in flight as trained at a step. Raises ValueError, before any change, for an
         item that is not in flight: it would be trained twice."""
         self._trained.update(dict.fromkeys(self._landed(items), step))
         self._settle()
 
     def drop(self, items: Iterable[int], reason: str) -> None:
-        """Count items in flight as dropped: they are never trained. Raises as `finish`."""
+        """Count items in flight as dropped: they are never trained. Raises as `train`."""
         self._dropped.update(dict.fromkeys(self._landed(items), reason))
         self._settle()
 
     def give_back(self, items: Iterable[int]) -> None:
-        """Queue items in flight again, before all that were never taken. Raises as `finish`."""
+        """Queue items in flight again, before all that were never taken. Raises as `train`."""
         self._queued_again.update(self._landed(items))
 
     def record(self) -> LedgerRecord:
         return LedgerRecord(
             settled=self._settled,
             next=self._next,
-            in_flight=_step_runs(self._in_flight),
-            trained=_step_runs(self._trained),
+            in_flight=step_runs(self._in_flight),
+            trained=step_runs(self._trained),
             dropped=tuple(
                 DroppedRun(first=first, stop=stop, reason=reason)
                 for first, stop, reason in _runs(self._dropped)
@@ -154,6 +187,16 @@ class Ledger:
                 for reason, items in sorted(self._dropped_before.items())
             ),
         )
+
+    def _dequeue(self, count: int) -> list[int]:
+        """Remove the first queued items from the queue. Raises ValueError as `take`."""
+        again = sorted(self._queued_again)[:count]
+        end = self._next + count - len(again)
+        if end - self._settled > MOST_COUNT:
+            raise ValueError(f"more than {MOST_COUNT} items since the first unfinished one")
+        self._queued_again.difference_update(again)
+        first, self._next = self._next, end
+        return [*again, *range(first, end)]
 
     def _landed(self, items: Iterable[int]) -> list[int]:
         """Remove items from those in flight."""
@@ -191,5 +234,5 @@ def _runs(values: Mapping[int, Value]) -> Sequence[tuple[int, int, Value]]:
     return runs
 
 
-def _step_runs(steps: Mapping[int, int]) -> tuple[StepRun, ...]:
+def step_runs(steps: Mapping[int, int]) -> tuple[StepRun, ...]:
     return tuple(StepRun(first=first, stop=stop, step=step) for first, stop, step in _runs(steps))

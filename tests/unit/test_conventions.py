@@ -56,7 +56,7 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
         "recover": ("allocation",),
     },
     {
-        "data": (),
+        "data": ("weights",),
         "ops": (),
         "parallel.groups": ("parallel.device",),
         "parallel.device": (),
@@ -93,6 +93,7 @@ TORCH_FREE = (
     "data.meta",
     "data.order",
     "data.ledger",
+    "data.leases",
     "rewards",
     "rewards.*",
     "checkpoint",

@@ -259,7 +259,7 @@ class Progress:
         """Finish the step: its batch is trained, and its metrics change the scalars, unless the
         filter left nothing to train on."""
         self.step += 1
-        self.ledger.finish(self._batch, self.step)
+        self.ledger.train(self._batch, self.step)
         if self._batch:
             self.controller.update(metrics)
         self._batch = []

@@ -57,7 +57,7 @@ class Account(RuleBasedStateMachine):
     def end(self, data: st.DataObject, end: str) -> None:
         items = data.draw(st.lists(st.sampled_from(self.in_flight()), unique=True))
         if end == "trained":
-            self.ledger.finish(items, self.step)
+            self.ledger.train(items, self.step)
         elif end == "dropped":
             self.ledger.drop(items, f"reason {self.step % 3}")
         else:
@@ -108,22 +108,22 @@ def test_a_commit_does_not_grow_with_the_trial() -> None:
     for step in range(1, 400):
         items = ledger.take(8, step)
         ledger.drop(items[:1], "too long")
-        ledger.finish(items[1:], step)
+        ledger.train(items[1:], step)
         sizes.add(len(committed(ledger)) - len(str(ledger.record().next)) * 2)
     assert max(sizes) - min(sizes) <= 2
     assert ledger.dropped == {"too long": 399}
 
 
-@pytest.mark.parametrize("end", ["finish", "drop", "give_back"])
+@pytest.mark.parametrize("end", ["train", "drop", "give_back"])
 @pytest.mark.parametrize("items", [[0], [2], [1, 1], [1, 9]])
 def test_an_item_ends_once(end: str, items: list[int]) -> None:
     """One that is trained, queued or named twice is refused, and nothing changes."""
     ledger = Ledger()
     ledger.take(3, 1)
-    ledger.finish([0], 1)
+    ledger.train([0], 1)
     ledger.give_back([2])
     before = ledger.record()
-    more = {"finish": (1,), "drop": ("why",), "give_back": ()}[end]
+    more = {"train": (1,), "drop": ("why",), "give_back": ()}[end]
     with pytest.raises(ValueError, match="not in flight"):
         getattr(ledger, end)(items, *more)
     assert ledger.record() == before

@@ -1,0 +1,196 @@
+"""The ledger of a trial whose samples come from rollout tasks. Torch-free.
+
+An item is queued, leased to a task attempt, finished (it has a sample), in flight for a step,
+trained at a step, or dropped for a reason. The master grants leases and reads results. It decides
+when a holder is lost. A result counts only under the lease that holds its item, so results may be
+late, or read again. See "Leases of samples" in docs/protocols.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from slurmrl.data.ledger import ItemSample, LeasedItems, Ledger, LedgerRecord, step_runs
+from slurmrl.history.lineage import Lineage
+from slurmrl.weights.version import VersionId
+
+STALE: Final = "stale"
+"""The reason of items dropped because their samples are from too old weights."""
+LATE: Final = "late"
+"""Why a result does not count: its lease does not hold its item, or does no more."""
+ROLLED_BACK: Final = "rolled back"
+"""Why a sample does not count: some of its tokens are from weights that led nowhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """Bounds how far rollouts may run ahead of training, by the rule of AReaL: with weights of a
+    version, items are generated for the next ``max_staleness + 1`` steps and no more."""
+
+    max_staleness: int
+    """Steps from the oldest weights that made a token to the weights that are trained with it."""
+    batch_size: int
+    """Items of a step."""
+    max_leased: int
+    """Items that all tasks together may work on."""
+
+    def room(self, *, version: int, step: int, leased: int, waiting: int) -> int:
+        """How many more items may be leased. ``version`` is the step of the weights that the tasks
+        can have now, ``step`` the last one trained; ``leased`` items are with tasks, ``waiting``
+        ones are finished or in flight.
+
+        AReaL counts the trained items, here ``step * batch_size``: steps that were left with fewer
+        by a filter, or by another batch size before a restart, neither give room nor take it.
+        """
+        ahead = (self.max_staleness + version - step + 1) * self.batch_size
+        return max(0, min(ahead - waiting, self.max_leased) - leased)
+
+
+@dataclass
+class _Held:
+    holder: str
+    items: set[int]
+
+
+class SampleLedger(Ledger):
+    """Begins with all items queued, or from the record of a commit. Leases of then hold on: the
+    master confirms their holders, or loses them. Samples of then are finished, also those that were
+    in flight, unless they are rolled back; the items of these are queued again."""
+
+    def __init__(
+        self, incarnation: int, lineage: Lineage, record: LedgerRecord | None = None
+    ) -> None:
+        """``lineage`` is that of the new ``incarnation``, which no lease in the record is from."""
+        record = record or LedgerRecord()
+        super().__init__(record)
+        self.refused: Counter[str] = Counter()
+        """Results and samples that did not count, by reason, since the incarnation began."""
+        self._incarnation = incarnation
+        self._lineage = lineage
+        self._granted = 0
+        self._leases = {one.lease: _Held(one.holder, set(one.items)) for one in record.leased}
+        self._finished = {one.item: one for one in record.samples if self._counts(one)}
+        self._in_use: dict[int, ItemSample] = {}
+        """Samples of items in flight."""
+        for held in self._leases.values():
+            self._queued_again -= held.items
+        self._queued_again -= self._finished.keys()
+
+    # -- rollout tasks -----------------------------------------------------------------------
+
+    @property
+    def holders(self) -> list[str]:
+        """Those who hold leases, by name."""
+        return sorted({held.holder for held in self._leases.values()})
+
+    @property
+    def leased(self) -> int:
+        """Number of leased items."""
+        return sum(len(held.items) for held in self._leases.values())
+
+    def room(self, admission: Admission, *, version: int, step: int) -> int:
+        """How many more items may be leased now (see `Admission.room`)."""
+        waiting = len(self._finished) + len(self._in_flight)
+        return admission.room(version=version, step=step, leased=self.leased, waiting=waiting)
+
+    def lease(self, count: int, holder: str) -> LeasedItems:
+        """Lease the first queued items to a holder. Raises ValueError as `take`."""
+        items = self._dequeue(count)
+        self._granted += 1
+        lease = f"{self._incarnation}.{self._granted}"
+        if items:
+            self._leases[lease] = _Held(holder, set(items))
+        return LeasedItems(lease=lease, holder=holder, items=tuple(items))
+
+    def finish(self, lease: str, sample: ItemSample) -> bool:
+        """Take the sample of a leased item. Returns whether it counts (see `refused`). The item of
+        a sample that is rolled back is queued again."""
+        if not self._release(lease, sample.item):
+            self.refused[LATE] += 1
+            return False
+        if not self._counts(sample):
+            self._queued_again.add(sample.item)
+            return False
+        self._finished[sample.item] = sample
+        return True
+
+    def return_items(self, lease: str, items: Iterable[int]) -> list[int]:
+        """Queue items again that a lease still holds, and return them; others are left alone."""
+        returned = [item for item in items if self._release(lease, item)]
+        self._queued_again.update(returned)
+        return returned
+
+    def lose(self, holder: str) -> list[int]:
+        """Queue all items again that a holder has leased, and return them."""
+        leases = [
+            (name, held.items) for name, held in self._leases.items() if held.holder == holder
+        ]
+        return sorted(item for name, items in leases for item in self.return_items(name, [*items]))
+
+    # -- training ----------------------------------------------------------------------------
+
+    def take_finished(self, count: int, step: int, max_staleness: int) -> Sequence[ItemSample]:
+        """Take the finished items with the oldest samples for a step, which changes the weights of
+        step ``step - 1``: they are in flight then. Drops those whose samples are too stale for it.
+        Takes none if fewer than ``count`` are left."""
+        oldest = {item: oldest_step(sample) for item, sample in self._finished.items()}
+        for item, version in oldest.items():
+            if version < step - 1 - max_staleness:
+                del self._finished[item]
+                self._dropped[item] = STALE
+        self._settle()
+        ready = sorted(self._finished, key=lambda item: (oldest[item], item))
+        if len(ready) < count:
+            return ()
+        taken = [self._finished.pop(item) for item in ready[:count]]
+        self._in_use.update({sample.item: sample for sample in taken})
+        self._in_flight.update({sample.item: step for sample in taken})
+        return taken
+
+    def record(self) -> LedgerRecord:
+        leased = (
+            LeasedItems(lease=lease, holder=held.holder, items=tuple(sorted(held.items)))
+            for lease, held in self._leases.items()
+        )
+        samples = self._finished | self._in_use
+        without = {item: step for item, step in self._in_flight.items() if item not in samples}
+        return replace(
+            super().record(),
+            in_flight=step_runs(without),
+            leased=tuple(leased),
+            samples=tuple(samples[item] for item in sorted(samples)),
+        )
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _counts(self, sample: ItemSample) -> bool:
+        """Whether all tokens of a sample are from weights that led to the present ones."""
+        versions = map(VersionId.parse, sample.versions)
+        if all(self._lineage.has(one.step, one.incarnation) for one in versions):
+            return True
+        self.refused[ROLLED_BACK] += 1
+        return False
+
+    def _release(self, lease: str, item: int) -> bool:
+        """Take an item from a lease. Returns whether the lease held it."""
+        held = self._leases.get(lease)
+        if held is None or item not in held.items:
+            return False
+        held.items.remove(item)
+        if not held.items:
+            del self._leases[lease]
+        return True
+
+    def _landed(self, items: Iterable[int]) -> list[int]:
+        landed = super()._landed(items)
+        for item in landed:
+            self._in_use.pop(item, None)
+        return landed
+
+
+def oldest_step(sample: ItemSample) -> int:
+    """The step after which the weights were that made the oldest tokens of a sample."""
+    return min(VersionId.parse(name).step for name in sample.versions)

@@ -1,0 +1,350 @@
+"""The account of samples from rollout tasks: each item is trained at most once and never lost."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from slurmrl.data.leases import LATE, ROLLED_BACK, STALE, Admission, SampleLedger
+from slurmrl.data.ledger import (
+    ItemSample,
+    LeasedItems,
+    Ledger,
+    LedgerRecord,
+    StepRun,
+)
+from slurmrl.errors import CorruptFileError
+from slurmrl.fsio import objects
+from slurmrl.history.lineage import Lineage
+
+ALL_STEPS = Lineage({1: None})
+HOLDERS = ("task-0.1", "task-1.1", "task-2.1")
+
+
+def committed(ledger: Ledger) -> str:
+    return json.dumps(objects.to_json(ledger.record()))
+
+
+def read(text: str) -> LedgerRecord:
+    record = objects.from_json(LedgerRecord, json.loads(text), "the ledger")
+    record.check("the ledger")
+    return record
+
+
+def sample(item: int, *versions: str) -> ItemSample:
+    return ItemSample(item=item, file=f"{item}.bin", log="task-0.1", offset=7, versions=versions)
+
+
+class Account(RuleBasedStateMachine):
+    """The ledger beside a list that holds the state of each item that was ever taken: a tuple that
+    begins with queued, leased, finished, in flight, trained or dropped."""
+
+    BATCH = 2
+    STALENESS = 1
+    MOST_LEASED = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.admission = Admission(
+            max_staleness=self.STALENESS, batch_size=self.BATCH, max_leased=self.MOST_LEASED
+        )
+        self.incarnation, self.step = 1, 0
+        self.last_steps: dict[int, int | None] = {1: None}
+        self.states: list[tuple[Any, ...]] = []
+        self.leases: list[tuple[str, int]] = []
+        """Every lease and item of it, also those that are over."""
+        self.refused = Counter[str]()
+        self.ledger = SampleLedger(1, Lineage(self.last_steps))
+        self.commit: tuple[Any, ...] = (committed(self.ledger), [], 0, dict(self.last_steps))
+
+    def items(self, kind: str) -> list[int]:
+        return [item for item, state in enumerate(self.states) if state[0] == kind]
+
+    def in_flight(self) -> list[int]:
+        return self.items("in flight")
+
+    def ancestor(self, name: str) -> bool:
+        step, by = map(int, name.split("."))
+        last = self.last_steps.get(by, -1)
+        return last is None or step <= last
+
+    # -- tasks -------------------------------------------------------------------------------
+
+    @rule(count=st.integers(0, 6), holder=st.sampled_from(HOLDERS), lag=st.integers(0, 1))
+    def lease(self, count: int, holder: str, lag: int) -> None:
+        """Weights may be published later than they are trained."""
+        version = max(0, self.step - lag)
+        leased, waiting = len(self.items("leased")), len(self.items("finished"))
+        ahead = (self.STALENESS + version + 1) * self.BATCH
+        taken = self.step * self.BATCH + waiting + len(self.in_flight()) + leased
+        room = max(0, min(self.MOST_LEASED - leased, ahead - taken))
+        assert self.ledger.room(self.admission, version=version, step=self.step) == room
+        count = min(count, room)
+        queued = self.items("queued")
+        fresh = range(len(self.states), len(self.states) + max(count - len(queued), 0))
+        self.states += [("queued",) for _ in fresh]
+        wanted = (*queued[:count], *fresh)
+        found = self.ledger.lease(count, holder)
+        assert (found.holder, found.items) == (holder, wanted)
+        assert found.lease not in {lease for lease, _ in self.leases}
+        for item in wanted:
+            self.leases.append((found.lease, item))
+            self.states[item] = ("leased", found.lease, holder)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), ages=st.lists(st.integers(0, 3), min_size=1, max_size=2, unique=True))
+    def finish(self, data: st.DataObject, ages: list[int]) -> None:
+        """Any result that a task can ever have written, again or for the first time."""
+        lease, item = data.draw(st.sampled_from(self.leases))
+        by = data.draw(st.integers(1, self.incarnation))
+        versions = [f"{max(0, self.step - age)}.{by}" for age in ages]
+        versions = list(dict.fromkeys(versions))
+        held = self.states[item][:2] == ("leased", lease) if item < len(self.states) else False
+        good = all(map(self.ancestor, versions))
+        assert self.ledger.finish(lease, sample(item, *versions)) == (held and good)
+        if held:
+            self.states[item] = ("finished", *versions) if good else ("queued",)
+        if not (held and good):
+            self.refused[ROLLED_BACK if held else LATE] += 1
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def return_items(self, data: st.DataObject) -> None:
+        lease, item = data.draw(st.sampled_from(self.leases))
+        held = self.states[item][:2] == ("leased", lease) if item < len(self.states) else False
+        assert self.ledger.return_items(lease, [item]) == [item] * held
+        if held:
+            self.states[item] = ("queued",)
+
+    @rule(holder=st.sampled_from(HOLDERS))
+    def lose(self, holder: str) -> None:
+        lost = [item for item in self.items("leased") if self.states[item][2] == holder]
+        assert self.ledger.lose(holder) == lost
+        for item in lost:
+            self.states[item] = ("queued",)
+
+    # -- training ----------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.in_flight())
+    @rule()
+    def take(self) -> None:
+        oldest = {
+            item: min(int(name.split(".")[0]) for name in self.states[item][1:])
+            for item in self.items("finished")
+        }
+        for item in [item for item, version in oldest.items() if self.step - version > 1]:
+            del oldest[item]
+            self.states[item] = ("dropped", STALE)
+        ready = sorted(oldest, key=lambda item: (oldest[item], item))[: self.BATCH]
+        wanted = ready if len(ready) == self.BATCH else []
+        taken = self.ledger.take_finished(self.BATCH, self.step + 1, self.STALENESS)
+        assert [one.item for one in taken] == wanted
+        for one in taken:
+            assert all(self.step - int(name.split(".")[0]) <= 1 for name in one.versions)
+            assert one.versions == self.states[one.item][1:]
+            self.states[one.item] = ("in flight", *one.versions)
+
+    @precondition(lambda self: bool(self.in_flight()))
+    @rule(data=st.data())
+    def train(self, data: st.DataObject) -> None:
+        """What is damaged is made again; a filter may leave out others."""
+        for item in self.in_flight():
+            end = data.draw(st.sampled_from(["trained", "trained", "filtered", "damaged"]))
+            if end == "trained":
+                self.ledger.train([item], self.step + 1)
+                self.states[item] = ("trained", self.step + 1)
+            elif end == "filtered":
+                self.ledger.drop([item], end)
+                self.states[item] = ("dropped", end)
+            else:
+                self.ledger.give_back([item])
+                self.states[item] = ("queued",)
+        self.step += 1
+
+    # -- restarts ----------------------------------------------------------------------------
+
+    @rule()
+    def write_commit(self) -> None:
+        last = {**self.last_steps, self.incarnation: self.step}
+        self.commit = committed(self.ledger), list(self.states), self.step, last
+
+    @rule()
+    def restart(self) -> None:
+        text, states, self.step, last_steps = self.commit
+        self.incarnation += 1
+        self.last_steps = {**last_steps, self.incarnation: None}
+        self.ledger = SampleLedger(self.incarnation, Lineage(self.last_steps), read(text))
+        self.refused = Counter()
+        self.states = list(states)
+        for item, state in enumerate(self.states):
+            if state[0] in ("finished", "in flight"):
+                good = all(map(self.ancestor, state[1:]))
+                self.states[item] = ("finished", *state[1:]) if good else ("queued",)
+                self.refused[ROLLED_BACK] += not good
+
+    # -- what holds --------------------------------------------------------------------------
+
+    @invariant()
+    def accounts_for_each_item_once(self) -> None:
+        record = read(committed(self.ledger))
+        assert record == self.ledger.record()
+        assert record.next == len(self.states)
+        assert record.in_flight == ()
+        over = ("trained", "dropped")
+        unsettled = [i for i, state in enumerate(self.states) if state[0] not in over]
+        assert record.settled == self.ledger.settled == min([*unsettled, record.next])
+        found: list[tuple[Any, ...]] = [("queued",)] * record.next
+        for lease in record.leased:
+            for item in lease.items:
+                found[item] = ("leased", lease.lease, lease.holder)
+        for one in record.samples:
+            found[one.item] = ("finished", *one.versions)
+        for steps in record.trained:
+            found[steps.first : steps.stop] = [("trained", steps.step)] * (steps.stop - steps.first)
+        for run in record.dropped:
+            count = run.stop - run.first
+            found[run.first : run.stop] = [("dropped", run.reason)] * count
+        wanted = [("finished", *s[1:]) if s[0] == "in flight" else s for s in self.states]
+        assert found[record.settled :] == wanted[record.settled :]
+        drops = Counter(state[1] for state in self.states if state[0] == "dropped")
+        assert Counter(self.ledger.dropped) == drops
+        assert self.ledger.trained == len(self.items("trained"))
+        assert self.ledger.leased == len(self.items("leased"))
+        holders = {state[2] for state in self.states if state[0] == "leased"}
+        assert self.ledger.holders == sorted(holders)
+        assert self.ledger.refused == self.refused
+
+
+Account.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestAccount = Account.TestCase
+
+
+# -- admission ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_rollouts_run_ahead_by_the_staleness_and_no_sample_becomes_stale(
+    max_staleness: int,
+) -> None:
+    """Tasks that take whatever there is room for finish each step's samples with the weights that
+    the bound allows: none is dropped, and with 0 a step begins when the one before is over."""
+    admission = Admission(max_staleness=max_staleness, batch_size=4, max_leased=100)
+    ledger = SampleLedger(1, ALL_STEPS)
+    seen = set()
+    for step in range(1, 20):
+        room = ledger.room(admission, version=step - 1, step=step - 1)
+        assert room == (4 if step > 1 else 4 * (max_staleness + 1))
+        lease = ledger.lease(room, "task")
+        for item in lease.items:
+            assert ledger.finish(lease.lease, sample(item, f"{step - 1}.1"))
+        assert ledger.room(admission, version=step - 1, step=step - 1) == 0
+        taken = ledger.take_finished(4, step, max_staleness)
+        seen |= {step - 1 - int(one.versions[0].split(".")[0]) for one in taken}
+        ledger.train([one.item for one in taken], step)
+        assert ledger.trained == 4 * step
+    assert max(seen) == max_staleness
+    assert ledger.dropped == {}
+
+
+def test_a_restart_causes_no_burst() -> None:
+    """Whatever was trained before the commit, under another batch size as well."""
+    record = LedgerRecord(settled=1000, next=1000)
+    ledger = SampleLedger(2, Lineage({2: None}), record)
+    for batch_size in (4, 10, 64):
+        admission = Admission(max_staleness=1, batch_size=batch_size, max_leased=1000)
+        assert ledger.room(admission, version=100, step=100) == 2 * batch_size
+
+
+def test_a_dropped_item_makes_room() -> None:
+    admission = Admission(max_staleness=0, batch_size=2, max_leased=9)
+    ledger = SampleLedger(1, ALL_STEPS)
+    lease = ledger.lease(2, "task")
+    for item in lease.items:
+        ledger.finish(lease.lease, sample(item, "0.1"))
+    assert ledger.room(admission, version=3, step=3) == 0
+    assert ledger.take_finished(2, 4, 0) == ()
+    assert ledger.dropped == {STALE: 2}
+    assert ledger.room(admission, version=3, step=3) == 2
+
+
+# -- what a commit holds --------------------------------------------------------------------------
+
+
+def test_a_commit_holds_what_is_open_only() -> None:
+    ledger = SampleLedger(1, ALL_STEPS)
+    sizes = set()
+    for step in range(1, 300):
+        lease = ledger.lease(4, "task")
+        for item in lease.items:
+            ledger.finish(lease.lease, sample(item, f"{step - 1}.1"))
+        ledger.train([one.item for one in ledger.take_finished(4, step, 0)], step)
+        sizes.add(len(committed(ledger)) - 2 * len(str(4 * step)))
+    assert len(sizes) == 1
+
+
+def test_a_sample_with_any_token_of_weights_that_led_nowhere_is_made_again() -> None:
+    """Its oldest and newest tokens may be of others."""
+    before = SampleLedger(1, ALL_STEPS)
+    lease = before.lease(3, "task")
+    before.finish(lease.lease, sample(0, "3.1", "5.1"))
+    before.finish(lease.lease, sample(1, "3.1", "4.1"))
+    ledger = SampleLedger(2, Lineage({1: 4, 2: None}), before.record())
+    assert not ledger.finish(lease.lease, sample(2, "4.1", "5.1", "5.2"))
+    assert ledger.refused == {ROLLED_BACK: 2}
+    assert [one.item for one in ledger.take_finished(1, 5, 4)] == [1]
+    assert ledger.lease(2, "task").items == (0, 2)
+
+
+def test_a_trial_changes_between_ways_of_rollout_at_any_commit() -> None:
+    """Items of rollout tasks are queued again for a trial without them, and the other way round."""
+    tasks = SampleLedger(1, ALL_STEPS)
+    lease = tasks.lease(3, "task")
+    tasks.finish(lease.lease, sample(1, "0.1"))
+    own = Ledger(read(committed(tasks)))
+    assert own.take(4, 1) == [0, 1, 2, 3]
+    tasks = SampleLedger(2, Lineage({2: None}), read(committed(own)))
+    assert tasks.lease(5, "task").items == (0, 1, 2, 3, 4)
+
+
+GOOD = LedgerRecord(
+    settled=10,
+    next=20,
+    trained=(StepRun(first=12, stop=14, step=3),),
+    leased=(LeasedItems(lease="1.2", holder="task-0.1", items=(10, 15)),),
+    samples=(sample(11, "2.1"), sample(16, "2.1", "3.1")),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"samples": (sample(12, "2.1"),)}, "12 to 13 twice"),
+        ({"samples": (sample(15, "2.1"),)}, "15 to 15 twice"),
+        ({"samples": (sample(11, "2.1"), sample(11, "3.1"))}, "11 to 11 twice"),
+        ({"samples": (sample(20, "2.1"),)}, "20 to 20 twice, or out of place"),
+        ({"samples": (sample(11),)}, r"without a version of the weights: \[11\]"),
+        ({"samples": (sample(11, "new"),)}, "'samples'"),
+        ({"leased": GOOD.leased * 2}, "a lease twice"),
+        ({"leased": (replace(GOOD.leased[0], items=(9,)),)}, "9 to 9 twice, or out of place"),
+        ({"leased": (replace(GOOD.leased[0], items=(10, 10)),)}, "10 to 10 twice"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(change: dict[str, Any], problem: str) -> None:
+    """A trial that continued from it would train items twice or never."""
+    assert read(json.dumps(objects.to_json(GOOD))) == GOOD
+    wrong = replace(GOOD, **change)
+    with pytest.raises(CorruptFileError, match=problem):
+        read(json.dumps(objects.to_json(wrong)))
+
+
+def test_a_record_of_a_trial_without_tasks_is_as_before() -> None:
+    ledger = Ledger()
+    ledger.take(2, 1)
+    assert json.loads(committed(ledger)).keys() == {"next", "in_flight"}
