@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from slurmrl.channel.frame import Message, decode, encode
 from slurmrl.errors import CorruptFileError, UsageError
@@ -18,6 +20,7 @@ from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import corrupt, explain, unreadable
 from slurmrl.fsio.primitives import opened, pwrite_all
+from slurmrl.fsio.shapes import COUNT, SIZE
 
 SEGMENT_BYTES = 64 << 20
 """Size at which a log continues in a new segment."""
@@ -29,6 +32,15 @@ LOOK_AGAIN_EVERY = 16
 missing until it notices that the directory has changed."""
 OWN = "$log"
 """Key of the log's internal frames."""
+
+
+@dataclass(frozen=True)
+class LogPosition:
+    """A place between two messages of a log, which a later reader may begin at."""
+
+    segment: Annotated[int, COUNT] = 0
+    offset: Annotated[int, SIZE] = 0
+    """In bytes."""
 
 
 def segment_path(path: Path, number: int) -> Path:
@@ -107,11 +119,16 @@ class LogReader:
     """Follows a log. Each read opens the file anew, because that is when NFS clients check for
     writes of other hosts."""
 
-    def __init__(self, path: Path, *, calls: SystemCalls = REAL) -> None:
+    def __init__(
+        self, path: Path, *, start: LogPosition | None = None, calls: SystemCalls = REAL
+    ) -> None:
+        """``start``: the `position` of an earlier reader of the log; None: its first message."""
+        self.position = start or LogPosition()
+        """Behind the last message that `read` returned."""
         self._first = path
         self._calls = calls
-        self._segment = 0
-        self._offset = 0
+        self._segment = self.position.segment
+        self._offset = self.position.offset
         self._misses = 0
         self._messages: list[Message] = []
         """Read but not returned yet."""
@@ -129,6 +146,7 @@ class LogReader:
         """
         while self._read_segment():
             pass
+        self.position = LogPosition(self._segment, self._offset)
         messages, self._messages = self._messages, []
         return messages
 
