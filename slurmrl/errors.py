@@ -231,6 +231,10 @@ class WeightVersionError(SlurmrlError, RuntimeError):
     """A weight version is missing, unfinished or damaged; its readers take a whole one."""
 
 
+class SampleFileError(SlurmrlError, RuntimeError):
+    """Samples that a rollout task has recorded are missing or damaged; they must be made again."""
+
+
 class LayoutError(SlurmrlError, ValueError):
     """Two layouts do not match, or a layout is incomplete."""
 

@@ -118,6 +118,27 @@ class RunPaths:
         return self.run / "versions"
 
     @property
+    def rollouts(self) -> Path:
+        """What rollout tasks are asked for and what they answer, in a directory for each attempt of
+        a task; it outlives incarnations."""
+        return self.run / "rollouts"
+
+    def rollout_task(self, group: str, task: int, attempt: int) -> Path:
+        return self.rollouts / f"{group}.{task}.{attempt}"
+
+    def rollout_requests(self, group: str, task: int, attempt: int, incarnation: int) -> Path:
+        """Log that the master of an incarnation writes and the task reads."""
+        return self.rollout_task(group, task, attempt) / f"{incarnation:08d}.requests"
+
+    def rollout_results(self, group: str, task: int, attempt: int) -> Path:
+        """Log that the task writes and the masters of all incarnations read."""
+        return self.rollout_task(group, task, attempt) / "results"
+
+    def rollout_samples(self, group: str, task: int, attempt: int) -> Path:
+        """The files of samples that this log names."""
+        return self.rollout_task(group, task, attempt) / "samples"
+
+    @property
     def checkpoints(self) -> Path:
         return self.run / "checkpoints"
 

@@ -28,10 +28,14 @@ from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
 from slurmrl.history.writer import begin, end
 from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.rollouts.sample_files import SampleWriter, read_group
 from slurmrl.weights.inventory import inventory
 from slurmrl.weights.version import VersionId
 from slurmrl.weights.writer import PartWriter, Previous, publish
+from slurmrl.workers.rollout_messages import RESULT_LOG, GroupsFinished
 from tests.support.disk import Directory, Disk, DiskCalls, Tree, drop_all, keep_all, some, write_out
+from tests.support.faulty import Faulty
+from tests.support.sample_groups import small_group
 
 SEEDS = 4
 Acknowledge = Callable[..., None]
@@ -282,6 +286,25 @@ def check_weights(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
     assert {one.state for one in found} <= {"complete", "unfinished"}
 
 
+def record_samples(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
+    """A task writes files of two groups, and a record of each."""
+    writer = SampleWriter(root / "samples", calls=calls)
+    results = LogWriter(root / "results", durable=True, calls=calls)
+    for first in (0, 2):
+        stored = writer.write([small_group(first), small_group(first + 1)])
+        results.append(RESULT_LOG.to_json(GroupsFinished(groups=stored)))
+        acknowledge(first)
+
+
+def check_samples(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
+    records = [RESULT_LOG.from_json(values) for values in LogReader(folder / "results").read()]
+    stored = [one for each in records if isinstance(each, GroupsFinished) for one in each.groups]
+    hasty = Faulty()  # does not wait for what is missing
+    items = [read_group(folder / "samples", one, calls=hasty).item for one in stored]
+    assert items == [0, 1, 2, 3][: len(items)]
+    assert len(items) >= 2 * len(acknowledged)
+
+
 PROTOCOLS = {
     "exclusive create": (create, check_create),
     "replace": (rewrite, check_rewrite),
@@ -292,6 +315,7 @@ PROTOCOLS = {
     "commit": (commit, check_commit),
     "submission": (submit, check_submit),
     "weights": (publish_weights, check_weights),
+    "samples": (record_samples, check_samples),
 }
 
 

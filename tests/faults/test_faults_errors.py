@@ -19,6 +19,7 @@ from slurmrl.errors import (
     EnvironmentFailure,
     NameExistsError,
     NameNotFoundError,
+    SampleFileError,
     SlurmrlError,
     WeightVersionError,
 )
@@ -30,11 +31,14 @@ from slurmrl.history.state import fold
 from slurmrl.history.writer import begin, end
 from slurmrl.lease import Lease, LeaseObserver, read_counter
 from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.rollouts.sample_files import SampleWriter, read_group
 from slurmrl.weights.inventory import inventory
 from slurmrl.weights.retention import prune
 from slurmrl.weights.version import VersionId
 from slurmrl.weights.writer import PartWriter, Previous, publish
+from slurmrl.workers.rollout_messages import RESULT_LOG, GroupsFinished
 from tests.support.faulty import REPEATED, Clock, Faulty
+from tests.support.sample_groups import small_group
 
 ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES),
@@ -333,12 +337,51 @@ class PruneWeights(PublishWeights):
             assert len(found) == 1
 
 
+class WriteSamples(Protocol):
+    """A task that tries once more, as after every failure; the record follows the file."""
+
+    def act(self, folder: Path, calls: SystemCalls, done: list[Any]) -> None:
+        writer = SampleWriter(folder / "samples", calls=calls)
+        log = LogWriter(folder / "results", durable=True, calls=calls)
+        groups = [small_group(1), small_group(2)]
+        try:
+            stored = writer.write(groups)
+        except EnvironmentFailure:
+            stored = writer.write(groups)
+        log.append(RESULT_LOG.to_json(GroupsFinished(groups=stored)))
+        done.append(2)
+
+    def check(self, folder: Path, result: Result) -> None:
+        records = [RESULT_LOG.from_json(values) for values in LogReader(folder / "results").read()]
+        stored = [one for e in records if isinstance(e, GroupsFinished) for one in e.groups]
+        assert [read_group(folder / "samples", one).item for one in stored] in ([], [1, 2])
+        if result.done:
+            assert len(stored) == 2
+
+
+class ReadSamples(Protocol):
+    """Damage or failure, and never other samples."""
+
+    errors = (EnvironmentFailure, SampleFileError)
+    gives_up = True
+
+    def prepare(self, folder: Path) -> None:
+        self._stored = SampleWriter(folder, calls=Faulty()).write([small_group(1), small_group(2)])
+
+    def act(self, folder: Path, calls: SystemCalls, done: list[Any]) -> None:
+        done += [read_group(folder, one, calls=calls).item for one in self._stored]
+
+    def check(self, folder: Path, result: Result) -> None:
+        assert result.done == [1, 2][: len(result.done)]
+
+
 PROTOCOLS: dict[str, Protocol] = {
     kind.__name__: kind()
     for kind in (
         *(ExclusiveCreate, ExclusiveCreateTaken, Replace, Read, Remove, RemoveExactly),
         *(MakeDirectory, Sweep, Names, AppendHistory, Log, FollowLog, Beat, ReadCounter),
         *(WriteManifest, PublishWeights, PruneWeights),
+        *(WriteSamples, ReadSamples),
     )
 }
 

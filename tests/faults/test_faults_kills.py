@@ -37,6 +37,7 @@ SCHEDULES = {
     "names": 100,
     "preparation": 100,
     "replace": 100,
+    "samples": 90,
     "submission": 60,
     "weights": 90,
     "weights-copy": 80,

@@ -20,6 +20,7 @@ from tests.support.chaos import (
     files,
     histories,
     preparations,
+    samples,
     submissions,
     weights,
 )
@@ -27,7 +28,7 @@ from tests.support.chaos.schedule import Runner, Scenario, ViolationError
 
 SCENARIOS = {
     scenario.name: scenario
-    for module in (files, histories, control, commits, preparations, submissions, weights)
+    for module in (files, histories, control, commits, preparations, samples, submissions, weights)
     for scenario in module.SCENARIOS
 }
 

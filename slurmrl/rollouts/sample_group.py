@@ -1,0 +1,152 @@
+"""The completions of one item as arrays, and as the bytes of a safetensors document. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from slurmrl.errors import CorruptFileError
+from slurmrl.fsio import documents
+from slurmrl.fsio.shapes import SIZE, TEXT, FieldType, list_of
+from slurmrl.layout.copy import Array
+from slurmrl.rollouts.completions import Completions
+from slurmrl.weights.version import VERSION, VersionId
+
+_LEASE = re.compile(r"[A-Za-z0-9._-]{1,64}")
+LEASE = FieldType(
+    "the number of a lease", lambda value: isinstance(value, str) and bool(_LEASE.fullmatch(value))
+)
+PER_TOKEN = {"input_ids": "<i4", "drawn_by": "<i4", "logprobs": "<f4", "turn_rewards": "<f4"}
+PER_COMPLETION = {"lengths": "<i4", "finished": "|b1"}
+REWARDS = "rewards"
+"""Per completion, float32; missing where the trainers judge."""
+OWN = "group"
+"""Key of the document's metadata, whose value is JSON."""
+_METADATA = {"item": SIZE, "lease": TEXT, "versions": list_of(VERSION)}
+_HEAD = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampleGroup:
+    """All completions of an item, made under a lease. Raises ValueError if the fields contradict
+    each other. (n completions; T tokens of all of them, side by side, prompts included)"""
+
+    item: int
+    lease: str
+    versions: tuple[str, ...]
+    """Of the weights that drew tokens, from old to new, at least one."""
+    lengths: Array
+    """int32 [n]: tokens of each completion with its prompt."""
+    finished: Array
+    """bool [n]: it ended by itself, and not at a limit."""
+    input_ids: Array
+    """int32 [T]"""
+    drawn_by: Array
+    """int32 [T]: place in ``versions`` of the weights that drew the token; -1 where the policy did
+    not."""
+    logprobs: Array
+    """float32 [T]: under the distribution that the token was drawn from; 0 for others."""
+    turn_rewards: Array
+    """float32 [T]: what a turn has earned, at its last token; 0 elsewhere."""
+    rewards: Array | None = None
+    """float32 [n]: by the task's judges; None: the trainers judge."""
+
+    def __post_init__(self) -> None:
+        problem = self._problem()
+        if problem is not None:
+            raise ValueError(problem)
+
+    @staticmethod
+    def of(
+        item: int,
+        lease: str,
+        completions: Sequence[Completions],
+        held: str,
+        rewards: Sequence[float] | None = None,
+    ) -> SampleGroup:
+        """``held``: the version that the task had, which counts if none drew a token."""
+        drawn = {name for each in completions for name in each.versions if name}
+        versions = tuple(sorted(drawn or {held}, key=VersionId.parse))
+        place = {name: number for number, name in enumerate(versions)} | {"": -1}
+        before = [len(each.prompt) for each in completions]
+        pairs = list(zip(before, completions, strict=True))
+        return SampleGroup(
+            item=item,
+            lease=lease,
+            versions=versions,
+            lengths=np.array([len(each.sequence) for each in completions], np.int32),
+            finished=np.array([each.finished for each in completions], np.bool_),
+            input_ids=_joined([each.sequence for each in completions], np.int32),
+            drawn_by=_joined(
+                [[-1] * n + [place[name] for name in each.versions] for n, each in pairs], np.int32
+            ),
+            logprobs=_joined([[0.0] * n + each.logprobs for n, each in pairs], np.float32),
+            turn_rewards=_joined([[0.0] * n + each.rewards for n, each in pairs], np.float32),
+            rewards=None if rewards is None else np.array(rewards, np.float32),
+        )
+
+    def to_bytes(self) -> bytes:
+        """One safetensors document, the same for the same group."""
+        arrays = {name: getattr(self, name) for name in (*PER_TOKEN, *PER_COMPLETION)}
+        if self.rewards is not None:
+            arrays[REWARDS] = self.rewards
+        own = {"item": self.item, "lease": self.lease, "versions": self.versions}
+        return save(arrays, {OWN: json.dumps(own)})
+
+    @staticmethod
+    def from_bytes(data: bytes) -> SampleGroup:
+        """Raises ValueError if these are not the bytes of a group."""
+        try:
+            arrays = load(data)
+            (size,) = _HEAD.unpack_from(data)
+            header = documents.parse(data[_HEAD.size : _HEAD.size + size], "the header")
+            own = documents.parse(header["__metadata__"][OWN], "the header", _METADATA, _METADATA)
+        except (SafetensorError, CorruptFileError, LookupError, TypeError) as error:
+            raise ValueError(str(error)) from error
+        known = {*PER_TOKEN, *PER_COMPLETION, REWARDS}
+        if not known - {REWARDS} <= set(arrays) <= known:
+            raise ValueError(f"has the arrays {sorted(arrays)}")
+        versions = tuple(own["versions"])
+        return SampleGroup(item=own["item"], lease=own["lease"], versions=versions, **arrays)
+
+    def _problem(self) -> str | None:
+        if not SIZE.accepts(self.item) or not LEASE.accepts(self.lease):
+            return f"item {self.item!r} of lease {self.lease!r}"
+        if self.lengths.dtype != PER_COMPLETION["lengths"] or self.lengths.ndim != 1:
+            return f"lengths are {self.lengths.dtype} {self.lengths.shape}"
+        if not self.lengths.size or self.lengths.min() < 1:
+            return "a completion without tokens, or none at all"
+        tokens, count = int(self.lengths.sum(dtype=np.int64)), self.lengths.size
+        wanted = {name: (dtype, tokens) for name, dtype in PER_TOKEN.items()}
+        wanted |= {name: (dtype, count) for name, dtype in PER_COMPLETION.items()}
+        if self.rewards is not None:
+            wanted[REWARDS] = "<f4", count
+        for name, (dtype, size) in wanted.items():
+            array = getattr(self, name)
+            if array.dtype != dtype or array.shape != (size,):
+                return f"{name} is {array.dtype} {array.shape}, expected {dtype} ({size},)"
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                return f"{name} has numbers that are not finite"
+        return self._wrong_values()
+
+    def _wrong_values(self) -> str | None:
+        found = [VersionId.parse(name) for name in self.versions]
+        if not found or found != sorted(set(found)):
+            return f"versions are {self.versions}, expected at least one, from old to new"
+        if self.input_ids.min() < 0:
+            return "a token id is negative"
+        if self.drawn_by.min() < -1 or self.drawn_by.max() >= len(found):
+            return f"a token was drawn by none of the versions {self.versions}"
+        return None
+
+
+def _joined(rows: Sequence[Sequence[Any]], dtype: type[np.generic]) -> Array:
+    return np.array([value for row in rows for value in row], dtype)

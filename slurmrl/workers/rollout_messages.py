@@ -1,0 +1,113 @@
+"""The messages between the master and the attempts of rollout tasks.
+
+Requests come in a log for each incarnation and attempt, results in one log of the attempt, which
+later incarnations go on reading where the last commit stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Final, TypeAlias
+
+from slurmrl.fsio.shapes import NUMBER, SECONDS, SIZE
+from slurmrl.rollouts.sample_files import StoredGroup
+from slurmrl.rollouts.sample_group import LEASE
+from slurmrl.weights.version import VERSION
+from slurmrl.workers.messages import MessageSet
+
+# -- master to a task, in the request log ----------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestedItem:
+    """An item, and the row of the dataset that it is; the task reads the dataset itself."""
+
+    item: Annotated[int, SIZE]
+    epoch: Annotated[int, SIZE]
+    index: Annotated[int, SIZE]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateItems:
+    """Make the completions of each item. How many and how they are drawn is in the plan."""
+
+    lease: Annotated[str, LEASE]
+    items: tuple[RequestedItem, ...]
+    oldest: Annotated[str, VERSION]
+    """Tokens of an older weight version are of no use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abort:
+    """What is unfinished of these items is not wanted any more; no answer is expected."""
+
+    lease: Annotated[str, LEASE]
+    items: tuple[Annotated[int, SIZE], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """Finish or give back what is held, and end."""
+
+    within_s: Annotated[float, SECONDS]
+
+
+RolloutRequest: TypeAlias = GenerateItems | Abort | Leave
+
+
+# -- a task to the masters, in its result log ------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupsFinished:
+    """These groups are on disk."""
+
+    groups: tuple[StoredGroup, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaveBack:
+    """These items are not going to be finished under the lease."""
+
+    lease: Annotated[str, LEASE]
+    items: tuple[Annotated[int, SIZE], ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaving:
+    """The task takes no more requests; what it holds is finished or given back."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holds:
+    """The weight version that draws the next token."""
+
+    version: Annotated[str, VERSION]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCounts:
+    """Sums since the attempt began, such as ``tokens``."""
+
+    counts: Mapping[str, Annotated[float, NUMBER]] = field(default_factory=dict)
+
+
+RolloutResult: TypeAlias = GroupsFinished | GaveBack | Leaving | Holds | RolloutCounts
+
+REQUEST_LOG: Final = MessageSet[RolloutRequest](
+    "the request log of a rollout task", {"generate": GenerateItems, "abort": Abort, "leave": Leave}
+)
+RESULT_LOG: Final = MessageSet[RolloutResult](
+    "the result log of a rollout task",
+    {
+        "finished": GroupsFinished,
+        "gave_back": GaveBack,
+        "leaving": Leaving,
+        "holds": Holds,
+        "counts": RolloutCounts,
+    },
+)

@@ -1,0 +1,236 @@
+"""Samples are read as they were written, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load
+
+from slurmrl.engines.rollout.base import Completion
+from slurmrl.errors import EnvironmentFailure, SampleFileError
+from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.sample_files import SampleWriter, StoredGroup, read_group, remove_settled
+from slurmrl.rollouts.sample_group import PER_COMPLETION, PER_TOKEN, SampleGroup
+from tests.support.faulty import Faulty
+from tests.support.sample_groups import VERSIONS, small_group
+
+NAMES = ("3.1", "10.1", "2.2")
+"""From old to new."""
+TURNS = st.lists(
+    st.tuples(
+        st.lists(st.tuples(st.integers(0, 2**31 - 1), st.sampled_from(NAMES)), min_size=1),
+        st.floats(-8, 0, width=32),
+        st.lists(st.integers(0, 9), max_size=3),
+    ),
+    max_size=3,
+)
+
+
+def made(prompt: list[int], turns: list[Any]) -> Completions:
+    completions = Completions(prompt)
+    for drawn, number, read in turns:
+        completions.wrote(
+            Completion(
+                tokens=tuple(token for token, _ in drawn),
+                logprobs=(number,) * len(drawn),
+                versions=tuple(version for _, version in drawn),
+                finish="stop",
+            )
+        )
+        completions.reward(number)
+        completions.read(read)
+    completions.finished = bool(turns)
+    return completions
+
+
+def assert_same(found: SampleGroup, group: SampleGroup) -> None:
+    assert (found.item, found.lease, found.versions) == (group.item, group.lease, group.versions)
+    for name in (*PER_TOKEN, *PER_COMPLETION):
+        np.testing.assert_array_equal(getattr(found, name), getattr(group, name))
+        assert getattr(found, name).dtype == getattr(group, name).dtype
+    np.testing.assert_equal(found.rewards, group.rewards)
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 99), min_size=1, max_size=5), TURNS),
+        min_size=1,
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_completions_come_back_as_they_were_made(rows: list[Any], judged: bool) -> None:
+    ended = [made(prompt, turns) for prompt, turns in rows]
+    rewards = [0.5 * number for number in range(len(ended))] if judged else None
+    group = SampleGroup.of(7, "2.11", ended, "1.1", rewards)
+    data = group.to_bytes()
+    assert data == SampleGroup.of(7, "2.11", ended, "1.1", rewards).to_bytes()
+    found = SampleGroup.from_bytes(data)
+    assert_same(found, group)
+    start = 0
+    for place, each in enumerate(ended):
+        stop = start + int(found.lengths[place])
+        before = [-1] * len(each.prompt)
+        assert found.input_ids[start:stop].tolist() == list(each.sequence)
+        drawn = [found.versions[number] if number >= 0 else "" for number in found.drawn_by]
+        assert drawn[start:stop] == [""] * len(before) + each.versions
+        assert found.logprobs[start:stop].tolist() == [0] * len(before) + each.logprobs
+        assert found.turn_rewards[start:stop].tolist() == [0] * len(before) + each.rewards
+        assert found.finished[place] == each.finished
+        start = stop
+    used = {name for each in ended for name in each.versions if name}
+    assert found.versions == (tuple(name for name in NAMES if name in used) or ("1.1",))
+    assert judged == (found.rewards is not None)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"lengths": np.array([3, 1], np.int32)}, "input_ids is int32"),
+        ({"lengths": np.array([5, 0], np.int32)}, "without tokens"),
+        ({"input_ids": np.zeros(5)}, "input_ids is float64"),
+        ({"logprobs": np.full(5, np.nan, np.float32)}, "not finite"),
+        ({"drawn_by": np.full(5, 2, np.int32)}, "none of the versions"),
+        ({"versions": VERSIONS[::-1]}, "from old to new"),
+        ({"versions": ()}, "from old to new"),
+        ({"rewards": np.zeros(3, np.float32)}, "rewards is"),
+        ({"lease": "../x"}, "lease"),
+        ({"input_ids": np.full(5, -1, np.int32)}, "negative"),
+    ],
+)
+def test_groups_that_contradict_themselves_are_refused(
+    change: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        replace(small_group(1), **change)
+
+
+def test_each_reader_reads_its_groups_only(tmp_path: Path) -> None:
+    groups = [small_group(item) for item in range(3)]
+    stored = SampleWriter(tmp_path / "samples").write(groups)
+    path = tmp_path / "samples" / stored[0].file
+    data = path.read_bytes()
+    for group, place in zip(groups, stored, strict=True):
+        own = slice(place.offset, place.offset + place.length)
+        assert load(data[own])["input_ids"][1] == group.item
+        path.write_bytes(bytes(place.offset) + data[own])  # nothing else is needed
+        assert_same(read_group(tmp_path / "samples", place), group)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def _shorter(path: Path, stored: StoredGroup) -> StoredGroup:
+    os.truncate(path, stored.offset + stored.length - 1)
+    return stored
+
+
+def _missing(path: Path, stored: StoredGroup) -> StoredGroup:
+    path.unlink()
+    return stored
+
+
+def _directory(path: Path, stored: StoredGroup) -> StoredGroup:
+    path.unlink()
+    path.mkdir()
+    return stored
+
+
+DAMAGE: dict[str, Callable[[Path, StoredGroup], StoredGroup]] = {
+    "cut": _shorter,
+    "missing": _missing,
+    "directory": _directory,
+    "checksum": lambda path, stored: replace(stored, checksum="xxh3_128:0"),
+    "another item": lambda path, stored: replace(stored, item=stored.item + 1),
+    "another lease": lambda path, stored: replace(stored, lease="9.9"),
+    "other versions": lambda path, stored: replace(stored, versions=("1.1",)),
+    "another place": lambda path, stored: replace(stored, offset=stored.offset + 1),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_one_error(tmp_path: Path, kind: str) -> None:
+    stored = SampleWriter(tmp_path).write([small_group(1), small_group(2)])[1]
+    stored = DAMAGE[kind](tmp_path / stored.file, stored)
+    with pytest.raises(SampleFileError, match=stored.file):
+        read_group(tmp_path, stored)
+
+
+def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
+    [stored] = SampleWriter(tmp_path).write([small_group(1)])
+    path = tmp_path / stored.file
+    data = path.read_bytes()
+    for place in range(len(data)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(SampleFileError):
+            read_group(tmp_path, stored)
+        with pytest.raises(SampleFileError):
+            read_group(tmp_path, replace(stored, length=place))
+
+
+def test_a_document_without_the_right_arrays_is_damage() -> None:
+    for data in (b"", b"\x00" * 8, small_group(1).to_bytes()[:-1], b"\xff" * 64):
+        with pytest.raises(ValueError, match=r"\w"):
+            SampleGroup.from_bytes(data)
+
+
+def test_a_file_that_is_not_visible_yet_is_awaited(tmp_path: Path) -> None:
+    class Caching(Faulty):
+        def caches(self, directory: Path) -> bool:
+            return True
+
+    [stored] = SampleWriter(tmp_path).write([small_group(1)])
+    assert read_group(tmp_path, stored, calls=Caching(0, errno.ENOENT, times=5)).item == 1
+    calls = Caching(0, errno.ENOENT, times=99)
+    with pytest.raises(SampleFileError):
+        read_group(tmp_path, stored, calls=calls)
+    assert calls.clock.now_s > 60
+    with pytest.raises(EnvironmentFailure):
+        read_group(tmp_path, stored, calls=Faulty(0, errno.EACCES))
+
+
+def test_a_full_disk_leaves_no_file_and_the_groups_are_written_again(tmp_path: Path) -> None:
+    calls = Faulty()
+    writer = SampleWriter(tmp_path, calls=calls)
+    calls.at, calls.error = calls.count + calls_until(tmp_path, "pwrite"), errno.ENOSPC
+    with pytest.raises(EnvironmentFailure, match="No space left"):
+        writer.write([small_group(1)])
+    assert list(tmp_path.iterdir()) == []
+    [stored] = writer.write([small_group(1)])
+    assert read_group(tmp_path, stored).item == 1
+
+
+def calls_until(folder: Path, name: str) -> int:
+    calls = Faulty()
+    SampleWriter(folder / "other", calls=calls).write([small_group(1)])
+    for path in (folder / "other").iterdir():
+        path.unlink()
+    (folder / "other").rmdir()
+    return calls.names.index(name) - calls.names.index("open")
+
+
+def test_a_batch_costs_as_many_operations_as_one_group(tmp_path: Path) -> None:
+    calls = Faulty()
+    writer = SampleWriter(tmp_path, calls=calls)
+    before = calls.count
+    writer.write([small_group(item) for item in range(20)])
+    assert calls.names[before:] == ["open", "pwrite", "fsync", "close", "fsync_directory"]
+
+
+def test_files_are_removed_when_no_group_needs_them(tmp_path: Path) -> None:
+    writer = SampleWriter(tmp_path)
+    names = [writer.write([small_group(item)])[0].file for item in range(5)]
+    (tmp_path / "not ours").touch()
+    assert remove_settled(tmp_path, {names[1]}, names[2]) == [names[0], names[2]]
+    assert remove_settled(tmp_path, {names[1]}, names[2]) == []
+    assert remove_settled(tmp_path, set(), None) == [names[1], names[3], names[4]]
+    assert [path.name for path in tmp_path.iterdir()] == ["not ours"]
+    assert remove_settled(tmp_path / "nothing", set(), None) == []

@@ -1,0 +1,106 @@
+"""Requests to rollout tasks and their results, checked at both ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.channel import frame
+from slurmrl.channel.log import LogPosition, LogReader, LogWriter
+from slurmrl.errors import CorruptFileError
+from slurmrl.paths import RunPaths
+from slurmrl.rollouts.sample_files import SampleWriter, StoredGroup, read_group
+from slurmrl.workers.messages import MessageSet
+from slurmrl.workers.rollout_messages import (
+    REQUEST_LOG,
+    RESULT_LOG,
+    Abort,
+    GaveBack,
+    GenerateItems,
+    GroupsFinished,
+    Holds,
+    Leave,
+    Leaving,
+    RequestedItem,
+    RolloutCounts,
+)
+from tests.support.sample_groups import small_group
+
+STORED = StoredGroup(
+    item=5, lease="1.7", file="0.samples", offset=8, length=9, checksum="xxh3_128:0",
+    versions=("4.1", "5.1"),
+)  # fmt: skip
+ITEMS = (RequestedItem(item=5, epoch=0, index=3), RequestedItem(item=9, epoch=1, index=3))
+MESSAGES: list[tuple[MessageSet[Any], Any]] = [
+    (REQUEST_LOG, GenerateItems(lease="1.7", items=ITEMS, oldest="4.1")),
+    (REQUEST_LOG, Abort(lease="1.7", items=(5,))),
+    (REQUEST_LOG, Leave(within_s=30.0)),
+    (RESULT_LOG, GroupsFinished(groups=(STORED,))),
+    (RESULT_LOG, GaveBack(lease="1.7", items=(5, 9), reason="leaving")),
+    (RESULT_LOG, Leaving(reason="preemption")),
+    (RESULT_LOG, Holds(version="5.1")),
+    (RESULT_LOG, RolloutCounts(counts={"tokens": 17.0})),
+]
+
+
+@pytest.mark.parametrize(("channel", "message"), MESSAGES)
+def test_messages_arrive_as_they_were_sent(channel: MessageSet[Any], message: Any) -> None:
+    [values], _ = frame.decode(frame.encode(channel.to_json(message)))
+    assert channel.from_json(values) == message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"versions": []},
+        {"versions": ["5.1", "4.1"]},
+        {"versions": ["5.1", "5.1"]},
+        {"file": "../other"},
+        {"lease": ""},
+        {"offset": -1},
+        {"checksum": "md5:0"},
+    ],
+)
+def test_records_that_cannot_be_followed_are_refused(change: dict[str, Any]) -> None:
+    [values], _ = frame.decode(frame.encode(RESULT_LOG.to_json(GroupsFinished(groups=(STORED,)))))
+    values["groups"] = [{**values["groups"][0], **change}]
+    with pytest.raises(CorruptFileError, match="'groups'"):
+        RESULT_LOG.from_json(values)
+
+
+def test_a_later_master_reads_on_where_a_commit_stopped(tmp_path: Path) -> None:
+    """Also in a later file of the log."""
+    paths = RunPaths(tmp_path)
+    place = "rollout", 0, 2
+    writer = SampleWriter(paths.rollout_samples(*place))
+    log = LogWriter(paths.rollout_results(*place), segment_bytes=300)
+    first = LogReader(paths.rollout_results(*place))
+    positions = [first.position]
+    for item in range(6):
+        stored = writer.write([small_group(item)])
+        log.append(RESULT_LOG.to_json(GroupsFinished(groups=stored)))
+        first.read()
+        positions.append(first.position)
+    assert positions[0] == LogPosition()
+    assert positions[-1].segment > 1
+    for done, position in enumerate(positions):
+        late = LogReader(paths.rollout_results(*place), start=position)
+        results = [RESULT_LOG.from_json(values) for values in late.read()]
+        found = [one for each in results if isinstance(each, GroupsFinished) for one in each.groups]
+        assert [one.item for one in found] == list(range(done, 6))
+        assert all(read_group(paths.rollout_samples(*place), one).item == one.item for one in found)
+        assert late.position == positions[-1]
+
+
+def test_a_damaged_log_leaves_the_position_before_the_damage(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path / "log")
+    reader = LogReader(tmp_path / "log")
+    log.append({"n": 0})
+    assert reader.read() == [{"n": 0}]
+    before = reader.position
+    with (tmp_path / "log").open("ab") as file:
+        file.write(frame.encode({"n": 1})[:-1])
+    assert reader.read() == []
+    assert reader.position == before
