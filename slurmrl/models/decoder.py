@@ -28,6 +28,7 @@ from slurmrl.models.parallel.core import split_core
 from slurmrl.models.parallel.heads import split_logprobs, split_values
 from slurmrl.models.parallel.linear import Adapter, LogProbs, VocabEmbedding, VocabProjection
 from slurmrl.models.parallel.split import WHOLE, Split
+from slurmrl.models.prefixes import Pieces, arranged
 from slurmrl.models.recompute import (
     LayerCall,
     Recompute,
@@ -153,20 +154,28 @@ class Decoder(PackedModel):
             if isinstance(module, GatedMLP):
                 module.recomputed = recompute != "off"
 
-    def forward(self, input_ids: Tensor, cu_seqlens: Tensor | OnHost, max_len: int) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, cu_seqlens: Tensor | OnHost | Pieces, max_len: int
+    ) -> Tensor:
         """Hidden states [T, h] after the final norm. With a split, this rank's part of them in an
-        internal order, which ``logprobs`` and ``values`` expect."""
+        internal order, which ``logprobs`` and ``values`` expect.
+
+        Tokens on a CPU may be `Pieces` of sequences of up to ``max_len`` tokens, without a split.
+        """
         self.config.check_length(max_len)
-        if isinstance(cu_seqlens, OnHost):
-            cu_seqlens = cu_seqlens.tensor
-        # Adjacent sequences of equal length need fewer attention calls.
-        order, cu_sorted = length_order(cu_seqlens, input_ids.shape[0])
-        positions = packed_positions(cu_sorted, input_ids.shape[0])
-        indices = (order, inverse(order), positions)
-        order, back, positions = upload(indices, input_ids.device)
+        core: AttentionCore
+        if isinstance(cu_seqlens, Pieces):
+            order, back, positions, core = arranged(cu_seqlens, max_len)
+        else:
+            if isinstance(cu_seqlens, OnHost):
+                cu_seqlens = cu_seqlens.tensor
+            # Adjacent sequences of equal length need fewer attention calls.
+            order, cu_sorted = length_order(cu_seqlens, input_ids.shape[0])
+            positions = packed_positions(cu_sorted, input_ids.shape[0])
+            back, core = inverse(order), PackedCore(Packing(cu_sorted, max_len))
+        order, back, positions = upload((order, back, positions), input_ids.device)
         if self.adapters is not None:
             self.adapters.arrange(order, self.split)
-        core = PackedCore(Packing(cu_sorted, max_len))
         call = layer_call(self.recompute)
         hidden = self._run(input_ids[order], positions, core, call, self.split)
         return hidden.index_select(0, back) if self.split.whole else hidden

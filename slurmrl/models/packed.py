@@ -30,9 +30,15 @@ def length_order(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     sorted_lengths = lengths[by_length]
     cu_sorted = torch.zeros_like(cu_seqlens)
     cu_sorted[1:] = sorted_lengths.cumsum(0)
-    first = cu_seqlens[:-1].long()[by_length] - cu_sorted[:-1].long()
-    offsets = torch.repeat_interleave(first, sorted_lengths, output_size=tokens)
-    return torch.arange(tokens, device=cu_seqlens.device) + offsets, cu_sorted
+    return ranges(cu_seqlens[:-1].long()[by_length], sorted_lengths, tokens), cu_sorted
+
+
+def ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
+    """start, start + 1, … of each of several ranges, one after the other: [sum of lengths], which
+    may be given as ``total``."""
+    first = starts - (lengths.cumsum(0) - lengths)
+    offsets = torch.repeat_interleave(first, lengths, output_size=total)
+    return torch.arange(offsets.shape[0], device=starts.device) + offsets
 
 
 def inverse(order: Tensor) -> Tensor:
