@@ -14,6 +14,7 @@ from torch import distributed as dist
 from slurmrl.data.packing import microbatches, padded_microbatches
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import MAXIMUM, OUTPUTS, TOKENS, Outputs
+from slurmrl.engines.prefixes import shared_microbatches
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head
 from slurmrl.ops import collectives
@@ -58,10 +59,14 @@ def agree(
     context: ParallelContext,
     *,
     padded: bool = False,
+    shared: bool = False,
 ) -> MicrobatchSchedule:
     """Cut the sample into micro-batches and exchange their numbers with the other ranks.
-    With ``padded``, sequences are padded to the longest, and the padding counts as tokens."""
-    if padded:
+    With ``padded``, sequences are padded to the longest, and the padding counts as tokens. With
+    ``shared``, a prefix that adjacent sequences share counts once in a micro-batch."""
+    if shared:
+        cut = shared_microbatches(sample, max_tokens)
+    elif padded:
         cut = padded_microbatches(sample.lengths[TOKENS], max_tokens)
     else:
         cut = microbatches(item_tokens(sample), max_tokens)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import slurmrl
+from slurmrl.ops import prefix_attention
 
 OURS = str(Path(slurmrl.__file__).parent)
 READS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__)
@@ -33,11 +35,13 @@ INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_
 @contextmanager
 def host_waits(on_device: Iterable[Tensor]) -> Iterator[list[str]]:
     """Collect the places in our code that would wait, if the tensors ``on_device`` and all that is
-    computed from them were on a GPU."""
+    computed from them were on a GPU, where no prefixes are shared."""
     waits: list[str] = []
     marked = {_address(tensor): tensor for tensor in on_device}
-    with _Functions(marked, waits), _Operators(marked, waits):
-        yield waits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_attention, "available", lambda: False)
+        with _Functions(marked, waits), _Operators(marked, waits):
+            yield waits
 
 
 class _Operators(TorchDispatchMode):

@@ -77,7 +77,8 @@ class Model(Section):
     result of attention. `off` (or false) keeps all activations."""
     max_tokens_per_microbatch: PositiveInt = 16384
     """Maximum number of tokens in a micro-batch of one rank; with `implementation: hf`, padding
-    counts too. A longer sequence gets a micro-batch of its own."""
+    counts too. A prefix that several sequences share counts once where fsdp reads it once (on
+    CPUs). A longer sequence gets a micro-batch of its own."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory and copy each layer to the GPU
     when it computes: much less GPU memory, much more time. The optimizer runs on the CPU. fsdp

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 
 import torch
@@ -43,11 +43,14 @@ from slurmrl.engines.microbatch import (
 from slurmrl.engines.offload import Offload
 from slurmrl.engines.optimizers import OPTIMIZERS
 from slurmrl.engines.optimizers.base import ShardOptimizer
+from slurmrl.engines.prefixes import shared_tokens
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
 from slurmrl.models.adapters import adapted_weight, trained_shapes
 from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.prefixes import Pieces
+from slurmrl.ops import prefix_attention
 from slurmrl.ops.upload import OnHost
 from slurmrl.parallel.groups import ParallelContext
 
@@ -165,8 +168,34 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         return {**stats, **self._step(self._optimizer, vetoed=self.vetoed(veto, stats))}
 
     def _schedule(self, sample: SequenceSample, denominator: float) -> MicrobatchSchedule:
-        padded = not isinstance(self.config, ModelConfig)  # models of transformers run padded
-        return agree(sample, self._max_tokens, denominator, self.context, padded=padded)
+        return agree(
+            sample,
+            self._max_tokens,
+            denominator,
+            self.context,
+            padded=not isinstance(self.config, ModelConfig),  # models of transformers run padded
+            shared=self._shares(sample),
+        )
+
+    def _shares(self, sample: SequenceSample) -> bool:
+        """Whether the model reads a prefix once that several sequences share."""
+        if not self._may_share or not isinstance(self.config, ModelConfig):
+            return False
+        seen = min((window for window in self.config.windows if window is not None), default=inf)
+        return all(length <= seen for row in sample.lengths[TOKENS] for length in row)
+
+    @property
+    def _may_share(self) -> bool:
+        """(The load-balancing loss counts a token in each of its sequences, and dropout differs
+        between these.)"""
+        return (
+            self.context.device.type == "cpu"
+            and isinstance(self.config, ModelConfig)
+            and self._split.whole
+            and self._shards.decoder.balance is None
+            and not (self._adapters is not None and self._adapters.dropout)
+            and prefix_attention.available()
+        )
 
     def _backward(
         self,
@@ -267,7 +296,12 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         return nothing if output_fn is None else output_fn(nothing, sample)
 
     def _outputs(self, sample: SequenceSample, temperature: float) -> Outputs:
-        return self._run(*self._tokens(sample), temperature)
+        shared = shared_tokens(sample) if self._shares(sample) else None
+        if shared is None:
+            return self._run(*self._tokens(sample), temperature)
+        ids = sample.tensor(TOKENS)[shared.taken]
+        outputs = self._run(ids, shared.pieces, longest(sample), temperature)
+        return {name: values[shared.places] for name, values in outputs.items()}
 
     def _tokens(self, sample: SequenceSample | None) -> tuple[Tensor, Tensor, int]:
         """The decoder's inputs for a micro-batch: tokens, ``cu_seqlens`` and the longest length.
@@ -277,16 +311,21 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         ids = torch.zeros(2, dtype=torch.int64, device=self.context.device)
         return ids, torch.tensor([0, 2], dtype=torch.int32), 2
 
-    def _run(self, ids: Tensor, cu_seqlens: Tensor, longest: int, temperature: float) -> Outputs:
+    def _run(
+        self, ids: Tensor, cu_seqlens: Tensor | Pieces, longest: int, temperature: float
+    ) -> Outputs:
         decoder = self._shards.decoder
         hidden = self._features(ids, cu_seqlens, longest)
+        if isinstance(cu_seqlens, Pieces):
+            cu_seqlens = cu_seqlens.cu_seqlens
         if self.head == "value":
             return {"values": decoder.values(hidden, cu_seqlens)}
         logp, entropy = decoder.logprobs(hidden, ids, cu_seqlens, temperature)
         return {"logp": logp, "entropy": entropy}
 
-    def _features(self, ids: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-        features: Tensor = self._shards.decoder(ids, OnHost(cu_seqlens), longest)
+    def _features(self, ids: Tensor, cu_seqlens: Tensor | Pieces, longest: int) -> Tensor:
+        packing = cu_seqlens if isinstance(cu_seqlens, Pieces) else OnHost(cu_seqlens)
+        features: Tensor = self._shards.decoder(ids, packing, longest)
         return features
 
     def _empty_micro_batch(self, temperature: float) -> Tensor:

@@ -82,7 +82,7 @@ def test_logits_and_gradients_equal_transformers(
     assert (logits - expected).abs().max() < 1e-5
     mix = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     (logits * mix).sum().backward()
-    (expected * mix).sum().backward()
+    (expected * mix).sum().backward()  # type: ignore[no-untyped-call]
     gradients = as_decoder(reference, {n: p.grad for n, p in reference.named_parameters()})
     whole = max(float(p.detach().norm()) for p in gradients.parameters())
     for parameter_name, parameter in decoder.named_parameters():
@@ -129,7 +129,7 @@ def test_pieces_change_no_result_in_float64(
     def results(*packing: Any, of: Tensor) -> list[Tensor]:
         decoder.zero_grad()
         found = outputs(*packing)[of]
-        (found * weights[:, : found.shape[1]]).sum().backward()
+        (found * weights[:, : found.shape[1]]).sum().backward()  # type: ignore[no-untyped-call]
         return [found.detach(), *(p.grad for p in decoder.parameters() if p.grad is not None)]
 
     everything = torch.arange(cuts[-1])

@@ -30,22 +30,24 @@ def packing() -> PrefixPacking:
 
 def whole_sequences(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Each piece's part of the attention over its whole sequence, computed by itself."""
-    pieces = [x.split(PIECES) for x in (q, k, v)]
+    pieces = [x.split_with_sizes(PIECES) for x in (q, k, v)]
     outputs = []
     for piece in range(len(PIECES)):
         places = [PARENTS[piece], piece] if piece in PARENTS else [piece]
         whole = [torch.cat([part[place] for place in places]) for part in pieces]
         length = whole[0].shape[0]
         alone = Packing(torch.tensor([0, length], dtype=torch.int32), length)
-        outputs.append(packed_attention(*whole, alone, SCALE)[-PIECES[piece] :])
+        q, k, v = whole
+        outputs.append(packed_attention(q, k, v, alone, SCALE)[-PIECES[piece] :])
     return torch.cat(outputs)
 
 
-def inputs(kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
+def inputs(kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     made = torch.Generator().manual_seed(0)
     shapes = [(sum(PIECES), heads, SIZE) for heads in (HEADS, kv_heads, kv_heads)]
     drawn = [torch.randn(shape, generator=made, dtype=torch.float64) for shape in shapes]
-    return [(3 * x).to(dtype).requires_grad_() for x in drawn]
+    q, k, v = ((3 * x).to(dtype).requires_grad_() for x in drawn)
+    return q, k, v
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -58,12 +60,13 @@ def test_it_equals_attention_over_whole_sequences(
     assert available()
     leaves, exact = inputs(kv_heads, dtype), inputs(kv_heads, dtype)
     out = prefix_attention(*leaves, packing(), SCALE)
-    wanted = whole_sequences(*(x.double() for x in exact))
+    q, k, v = (x.double() for x in exact)
+    wanted = whole_sequences(q, k, v)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), wanted, rtol=near, atol=near)
     weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).double()
-    (wanted * weights).sum().backward()
-    (out.double() * weights).sum().backward()
+    (wanted * weights).sum().backward()  # type: ignore[no-untyped-call]
+    (out.double() * weights).sum().backward()  # type: ignore[no-untyped-call]
     for leaf, right in zip(leaves, exact, strict=True):
         assert leaf.grad is not None
         assert right.grad is not None
