@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -18,6 +21,9 @@ KEEP_FRACTION = 0.75
 CHECK_TOKENS = {"cpu": 1, "cuda": 8}
 """Tokens, by type of device, between two checks of which rows have ended. Each makes the host wait
 for a GPU. Rows that end in between draw further tokens, which are cut."""
+Compare = Callable[[int, int], None]
+"""Compares what the ranks of a split model have drawn: the number of tokens, and a checksum of
+them. Raises an error if they differ; collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +84,7 @@ def generate(
     step: int,
     keys: Tensor,
     prefill_tokens: int | None = None,
+    compare: Compare | None = None,
 ) -> GenerationOutput:
     """Continue every prompt until a stop token or ``max_new_tokens``, once for each of its keys.
 
@@ -85,11 +92,12 @@ def generate(
     prompt, side by side. Prompts are read once, ``prefill_tokens`` at a time (default: all at
     once). The draw for a token depends on (seed, step, the row's key, the token's position in its
     sequence) and on the logits only. Parameters must be plain tensors: a sharded engine gathers
-    them first.
+    them first. ``compare`` is called before each decision that depends on the tokens drawn.
     """
     prompts: list[int] = cu_seqlens.diff().tolist()
     copies = completions_of_each(prompts, keys, options)
-    batch = _Batch([length for length in prompts for _ in range(copies)], keys, options)
+    rows_of_prompts = [length for length in prompts for _ in range(copies)]
+    batch = _Batch(rows_of_prompts, keys, options, compare)
     if not prompts:
         return batch.output(input_ids)
     tokens = sum(prompts) if prefill_tokens is None else prefill_tokens
@@ -152,8 +160,15 @@ class _Batch:
     tokens which rows have ended.
     """
 
-    def __init__(self, prompts: list[int], keys: Tensor, options: GenerationOptions) -> None:
+    def __init__(
+        self,
+        prompts: list[int],
+        keys: Tensor,
+        options: GenerationOptions,
+        compare: Compare | None,
+    ) -> None:
         self._prompts, self._keys, self._options = prompts, keys, options
+        self._compare, self._checksum = compare, 0
         self._rows = list(range(len(prompts)))
         """The rows in the batch."""
         self._new = [0] * len(prompts)
@@ -221,16 +236,22 @@ class _Batch:
 
     def _check(self) -> list[int]:
         """Read which rows of the batch are alive; return their indices in it."""
-        state = (self.alive.long(), self._counts, self._finite.long()[None])
-        *values, finite = torch.cat(state).tolist()
+        rows, drawn = len(self._rows), torch.stack(self._tokens)
+        state = [self.alive.long(), self._counts, self._finite.long()[None]]
+        if self._compare is not None:
+            state.append(drawn.flatten())
+        values = torch.cat(state).tolist()
+        if self._compare is not None:
+            self._checksum = crc32(array("q", values), self._checksum)
+            self._compare(sum(values[rows : 2 * rows]), self._checksum)
+        alive, counts, finite = values[:rows], values[rows : 2 * rows], values[2 * rows]
         if not finite:
             raise RunFailedError("the model's logits are not finite: its weights have diverged")
-        alive, counts = values[: len(self._rows)], values[len(self._rows) :]
         for row, unfinished, count in zip(self._rows, alive, counts, strict=True):
             self._new[row], self._finished[row] = count, not unfinished
         first = self._count - len(self._tokens)
-        tokens, logprobs = torch.stack(self._tokens), torch.stack(self._logprobs)
-        self._drawn.append(_Drawn(self._rows, first, tokens, logprobs))
+        logprobs = torch.stack(self._logprobs)
+        self._drawn.append(_Drawn(self._rows, first, drawn, logprobs))
         self._tokens, self._logprobs = [], []
         self._find_longest()
         return [place for place, unfinished in enumerate(alive) if unfinished]

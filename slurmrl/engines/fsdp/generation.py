@@ -86,13 +86,27 @@ class GatheredGeneration(ServingEngine):
         sample = sample.to(self.context.device)
         batch = (sample.tensor(PROMPTS), sample.cu_seqlens(PROMPTS), options)
         keys = keys.to(self.context.device)
+        peers = self._peers()
+        compare = None if peers is None else peers.compare
         with torch.no_grad(), self._shards.gathered() as decoder:
             if isinstance(decoder, Decoder) and _pages_pay(decoder):
                 return generate_by_requests(
-                    decoder, *batch, seed=seed, step=step, keys=keys, limits=self._limits(ROWS)
+                    decoder,
+                    *batch,
+                    seed=seed,
+                    step=step,
+                    keys=keys,
+                    limits=self._limits(ROWS),
+                    compare=compare,
                 )
             return generate(
-                decoder, *batch, seed=seed, step=step, keys=keys, prefill_tokens=self._max_tokens
+                decoder,
+                *batch,
+                seed=seed,
+                step=step,
+                keys=keys,
+                prefill_tokens=self._max_tokens,
+                compare=compare,
             )
 
     def _limits(self, rows: int, cache_bytes: int | None = None) -> Limits:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slurmrl.engines.fsdp import generation as generation_module
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.engines.rollout.native import decode as decode_module
 from slurmrl.engines.rollout.native import memory
 from slurmrl.engines.rollout.native import rollout as rollout_module
 from slurmrl.engines.rollout.native import runner as runner_module
@@ -23,6 +26,7 @@ from slurmrl.engines.rollout.native.peers import Peers
 from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models import generate as generate_module
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import to_hf
@@ -371,6 +375,45 @@ def whole_batch(setup: Setup) -> tuple[list[Any], list[Any]]:
     finally:
         PagedDecoder.logits = read  # type: ignore[method-assign]
     return results[0], results[1]
+
+
+def disagreeing(setup: Setup, way: str, token: int) -> None:
+    """A whole batch, of which the second rank draws another token at one place. ``way`` is how an
+    engine generates: in pages or in a slab."""
+    engine: Any = make(setup)
+    module: Any = {"pages": decode_module, "slab": generate_module}[way]
+    sample, draws = module.sample, count()
+
+    def other_token(*args: Any, **options: Any) -> Any:
+        tokens, logprobs = sample(*args, **options)
+        if dist.get_rank() == 1 and next(draws) == 2:
+            tokens[0] = token
+        return tokens, logprobs
+
+    module.sample = other_token
+    generation_module._pages_pay = lambda _: way == "pages"
+    options = GenerationOptions(max_new_tokens=8, stop_token_ids=(3, 4))
+    try:
+        engine.generate(prompts(batch()), options, seed=3, step=0, keys=torch.arange(30))
+    finally:
+        module.sample, generation_module._pages_pay = sample, PAGES_PAY
+
+
+PAGES_PAY = generation_module._pages_pay
+
+
+@pytest.mark.parametrize("token", [3, 32], ids=["stop", "other"])
+@pytest.mark.parametrize("way", ["pages", "slab"])
+@pytest.mark.parametrize("layout", ["t2", "c2"])
+def test_ranks_that_draw_different_tokens_of_a_whole_batch_end(
+    ranks: RankPool, layout: str, way: str, token: int
+) -> None:
+    """All of them, before one computes with fewer rows than another, which would hang, and before
+    anything is trained on what they do not share."""
+    with pytest.raises(RankError) as caught:
+        ranks(2, f"{HERE}:disagreeing", LAYOUTS[layout], way, token)
+    message = "RunFailedError: rank 1 of a model that is split has drawn other tokens"
+    assert str(caught.value).count(message) == 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -14,11 +14,10 @@ from typing import Any
 
 from slurmrl.engines.rollout.base import GenerationRequest
 from slurmrl.engines.rollout.native.batch import ContinuousBatch
-from slurmrl.engines.rollout.native.peers import Call, Peers
+from slurmrl.engines.rollout.native.peers import Call, Peers, other_tokens
 from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.engines.rollout.native.sequence import Sequence
 from slurmrl.engines.rollout.native.stops import Decode
-from slurmrl.errors import RunFailedError
 from slurmrl.models.decoder import Decoder
 
 
@@ -118,12 +117,9 @@ class RepeatedBatch:
 
     def _step(self, drawn: int, checksum: int) -> None:
         batch = self._batch
-        if (batch.drawn, batch.checksum) != (drawn, checksum):
-            raise RunFailedError(
-                f"rank {self._peers.group.rank()} of a model that is split has drawn other tokens "
-                f"than its leader ({batch.drawn} and {drawn} tokens, checksums "
-                f"{batch.checksum:08x} and {checksum:08x}): the ranks' processors must be alike"
-            )
+        here, leader = (batch.drawn, batch.checksum), (drawn, checksum)
+        if here != leader:
+            raise other_tokens(self._peers.group.rank(), here, leader)
         for request_id in {sequence.request.request_id for sequence in batch.step()}:
             own = self._requests.get(request_id, ())
             if own and all(sequence.finish is not None for sequence in own):

@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from slurmrl.errors import RunFailedError
 from slurmrl.ops.collectives import Group, broadcast_sized, gathered
 
 Call = Sequence[Any]
@@ -21,6 +22,16 @@ SIZE_BYTES: Final = 8
 """The length of a message, in front of it."""
 IDLE: Final = timedelta(days=30)
 """Time-out of a rank that waits for a message: a leader without requests sends none."""
+
+
+def other_tokens(rank: int, own: tuple[int, int], leader: tuple[int, int]) -> RunFailedError:
+    """The error of a rank that has drawn other tokens than its leader; each as (number of tokens,
+    checksum)."""
+    return RunFailedError(
+        f"rank {rank} of a model that is split has drawn other tokens than its leader "
+        f"({own[0]} and {leader[0]} tokens, checksums {own[1]:08x} and {leader[1]:08x}): "
+        "the ranks' processors must be alike"
+    )
 
 
 @dataclass(eq=False)
@@ -62,6 +73,16 @@ class Peers:
         """The numbers that all ranks give, in rank order. Collective."""
         values: list[int] = gathered(torch.tensor([own], device=self.device), self.group).tolist()
         return values
+
+    def compare(self, drawn: int, checksum: int) -> None:
+        """Compare what the ranks have drawn: the number of tokens, and a checksum. Collective.
+
+        Raises RunFailedError on all of them if they differ."""
+        own = torch.tensor([[drawn, checksum]], device=self.device)
+        leader, *others = map(tuple, gathered(own, self.group).tolist())
+        for rank, other in enumerate(others, start=1):
+            if other != leader:
+                raise other_tokens(rank, other, leader)
 
     def _begin(self, message: torch.Tensor) -> bytes:
         message = message.to(self.device)

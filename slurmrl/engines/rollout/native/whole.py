@@ -15,7 +15,13 @@ from slurmrl.engines.rollout.native.batch import ContinuousBatch
 from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.engines.rollout.native.sequence import Sequence
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.generate import GenerationOptions, GenerationOutput, completions_of_each
+from slurmrl.models.generate import (
+    CHECK_TOKENS,
+    Compare,
+    GenerationOptions,
+    GenerationOutput,
+    completions_of_each,
+)
 from slurmrl.ops.checks import wide
 
 
@@ -29,6 +35,7 @@ def generate_by_requests(
     step: int,
     keys: Tensor,
     limits: Limits,
+    compare: Compare | None = None,
 ) -> GenerationOutput:
     """The same as `models.generate.generate`, by requests that one decoder serves together.
 
@@ -52,8 +59,13 @@ def generate_by_requests(
             options=options,
         )
         sequences += batch.add(request)
+    every = CHECK_TOKENS[input_ids.device.type]
+    steps = 0
     while batch.busy:
         batch.step()
+        steps += 1
+        if compare is not None and (steps % every == 0 or not batch.busy):
+            compare(batch.drawn, batch.checksum)
     return _output(sequences, input_ids.device, wide(decoder.head_weight().dtype))
 
 
