@@ -211,6 +211,8 @@ def test_links_are_added_by_hand_where_sbatch_does_not_work(site: Site, tmp_path
     submit(site, on_slurm(sft_config(total_steps=100000), slurm=slurm))
     site.wait_for_step("sft/1", 1)
     assert site.status("sft/1")["links_left"] == 0
+    refused = site.paths("sft/1").extension_job(1, "trainer", 1)
+    wait_until("the end of the job's own attempt", refused.exists)  # meanwhile it has the claim
     said = json.loads(site.slurmrl("resume", "sft/1", "--json").stdout)
     second = said["jobs"]["trainer"].split(",")[1]
     wait_until_it_depends(second)
