@@ -40,7 +40,7 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.weights.local_copy import LocalCopy
 from slurmrl.weights.version import VersionId, VersionManifest
-from slurmrl.weights.writer import PartWriter, Previous, publish
+from slurmrl.weights.writer import PartWriter, VersionBits, publish
 
 MODEL = ModelConfig.from_hf(
     {
@@ -69,18 +69,20 @@ class Publisher:
 
     def __init__(self, versions: Path) -> None:
         self._versions = versions
-        self._previous = Previous()
+        self._previous: VersionBits | None = None
         self._steps = itertools.count(1)
 
     def publish(self, tensors: Tensors, *, whole: bool) -> VersionManifest:
-        kept = self._previous
-        base = None if whole else kept.version
+        base = None if whole else self._previous
         version = VersionId(next(self._steps), 1)
         folder = self._versions / version.name
-        with PartWriter(folder, 0, None if base is None else kept, keep=kept) as writer:
+        with PartWriter(folder, 0, base) as writer:
             for name, (shape, bits) in tensors.items():
                 writer.add(name, "bfloat16", shape, bits)
-            return publish(folder, [writer.finish()], version, base)
+            part = writer.finish()
+        kept = {name: bits.copy() for name, (_, bits) in tensors.items()}
+        self._previous = VersionBits(version, kept)
+        return publish(folder, [part], version, None if base is None else base.version)
 
 
 def trained(rate: float, steps: int) -> Iterator[Decoder]:

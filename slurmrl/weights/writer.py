@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 
@@ -35,47 +35,13 @@ from slurmrl.weights.version import (
 )
 
 
-class BaseBits(Protocol):
-    """The bits of an earlier version that a rank still has."""
+@dataclass(frozen=True)
+class VersionBits:
+    """The bits of a version's tensors that a rank owns, in host memory."""
 
-    @property
-    def version(self) -> VersionId | None:
-        """None if it has no complete version."""
-        ...
-
-    def bits(self, name: str) -> Array | None:
-        """A tensor's bits, as a flat array of uint8; None for an unknown tensor."""
-        ...
-
-
-class Previous:
-    """The bits of the version that a rank wrote last, in host memory: as many bytes again as the
-    rank's tensors have."""
-
-    def __init__(self) -> None:
-        self.version: VersionId | None = None
-        """None while the bits are those of several versions."""
-        self._bits: dict[str, Array] = {}
-
-    def bits(self, name: str) -> Array | None:
-        return self._bits.get(name)
-
-    def begin(self) -> None:
-        """The bits of another version follow."""
-        self.version = None
-
-    def keep(self, name: str, bits: Array) -> None:
-        """Copy a tensor's bits."""
-        kept = self._bits.get(name)
-        if kept is None or kept.size != bits.size:
-            self._bits[name] = bits.copy()
-        else:
-            np.copyto(kept, bits)
-
-    def complete(self, version: VersionId, names: Iterable[str]) -> None:
-        """All bits are those of ``version``, which has these tensors."""
-        self._bits = {name: self._bits[name] for name in names}
-        self.version = version
+    version: VersionId
+    tensors: Mapping[str, Array]
+    """Each tensor's bits, as a flat array of uint8."""
 
 
 class PartWriter:
@@ -90,24 +56,18 @@ class PartWriter:
         self,
         folder: Path,
         part: int,
-        base: BaseBits | None = None,
+        base: VersionBits | None = None,
         *,
-        keep: Previous | None = None,
         calls: SystemCalls = REAL,
     ) -> None:
-        """``base``: write differences from these bits. ``keep``: receives the bits of this version;
-        may be the base. Raises EnvironmentFailure, WeightVersionError if the base is unusable."""
+        """``base``: write differences from these bits. Raises EnvironmentFailure."""
         self._folder, self._part = folder, part
-        self._version = VersionId.parse(folder.name)
-        self._base, self._keep = base, keep
-        self._base_name = None if base is None else _base_name(base)
+        self._base = base
         self._calls = calls
         self._path = folder / part_file(part)
         self._tensors: dict[str, StoredTensor] = {}
         self._size = 0
         self._finished = False
-        if keep is not None:
-            keep.begin()
         atomic.make_private_directory(folder, calls=calls)
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
@@ -145,8 +105,6 @@ class PartWriter:
             tensor = StoredTensor(name, dtype, spec.shape, encoding, found, *place, own)
             self._write(stored)
         self._tensors[name] = tensor
-        if self._keep is not None:
-            self._keep.keep(name, bits)
         return tensor
 
     def finish(self) -> PartIndex:
@@ -155,14 +113,13 @@ class PartWriter:
         try:
             self._sync()
             file = PartFile(self._path.name, self._size)
-            index = PartIndex(self._part, file, tuple(self._tensors.values()), self._base_name)
+            base = None if self._base is None else self._base.version.name
+            index = PartIndex(self._part, file, tuple(self._tensors.values()), base)
             write_record(self._folder / part_index(self._part), index, calls=self._calls)
         except EnvironmentFailure:
             self.abandon()
             raise
         self._finished = True
-        if self._keep is not None:
-            self._keep.complete(self._version, self._tensors)
         return index
 
     def abandon(self) -> None:
@@ -185,7 +142,7 @@ class PartWriter:
             raise explain(error, "write", self._path) from error
 
     def _encoded(self, name: str, dtype: str, bits: Array) -> tuple[str, memoryview]:
-        base = None if self._base is None else self._base.bits(name)
+        base = None if self._base is None else self._base.tensors.get(name)
         if base is None or base.size != bits.size:
             return RAW, bits.data
         if np.array_equal(base, bits):
@@ -244,12 +201,6 @@ def digest(data: memoryview) -> str:
     found = Checksum()
     found.update(data)
     return str(found)
-
-
-def _base_name(base: BaseBits) -> str:
-    if base.version is None:
-        raise WeightVersionError("the bits of the base are not those of one version")
-    return base.version.name
 
 
 def _check_base(manifest: VersionManifest, base: VersionManifest) -> None:

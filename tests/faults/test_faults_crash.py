@@ -31,7 +31,7 @@ from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.rollouts.sample_files import SampleWriter, read_group
 from slurmrl.weights.inventory import inventory
 from slurmrl.weights.version import VersionId
-from slurmrl.weights.writer import PartWriter, Previous, publish
+from slurmrl.weights.writer import PartWriter, VersionBits, publish
 from slurmrl.workers.rollout_messages import RESULT_LOG, GroupsFinished
 from tests.support.disk import Directory, Disk, DiskCalls, Tree, drop_all, keep_all, some, write_out
 from tests.support.faulty import Faulty
@@ -263,18 +263,18 @@ def check_submit(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
 
 def publish_weights(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
     """A whole version, and a difference from it."""
-    previous, base = Previous(), None
+    base: VersionBits | None = None
     for step in (1, 2):
         version = VersionId(step, 1)
         folder = root / "versions" / version.name
-        writer = PartWriter(
-            folder, 0, None if base is None else previous, keep=previous, calls=calls
-        )
+        writer = PartWriter(folder, 0, base, calls=calls)
+        bits = np.arange(step, step + 64).astype(np.uint8)
         for name in ("a", "b"):
-            writer.add(name, "bfloat16", (32,), np.arange(step, step + 64).astype(np.uint8))
-        publish(folder, [writer.finish()], version, base, calls=calls)
+            writer.add(name, "bfloat16", (32,), bits)
+        before = None if base is None else base.version
+        publish(folder, [writer.finish()], version, before, calls=calls)
         acknowledge(step)
-        base = version
+        base = VersionBits(version, {"a": bits, "b": bits})
 
 
 def check_weights(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:

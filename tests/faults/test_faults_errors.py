@@ -35,7 +35,7 @@ from slurmrl.rollouts.sample_files import SampleWriter, read_group
 from slurmrl.weights.inventory import inventory
 from slurmrl.weights.retention import prune
 from slurmrl.weights.version import VersionId
-from slurmrl.weights.writer import PartWriter, Previous, publish
+from slurmrl.weights.writer import PartWriter, VersionBits, publish
 from slurmrl.workers.rollout_messages import RESULT_LOG, GroupsFinished
 from tests.support.faulty import REPEATED, Clock, Faulty
 from tests.support.sample_groups import small_group
@@ -287,6 +287,10 @@ class WriteManifest(Protocol):
             assert verify(folder / "step").step == 1
 
 
+def _tensors(step: int) -> dict[str, Any]:
+    return dict.fromkeys("ab", np.arange(step, step + 64).astype(np.uint8))
+
+
 class PublishWeights(Protocol):
     """A difference from a whole version. A failed `listdir` or `open` may hide the base."""
 
@@ -309,12 +313,10 @@ class PublishWeights(Protocol):
     def _publish(self, folder: Path, calls: SystemCalls, step: int, base: VersionId | None) -> None:
         version = VersionId(step, 1)
         own = folder / version.name
-        if base is None:
-            self._previous = Previous()
-        kept = self._previous
-        with PartWriter(own, 0, None if base is None else kept, keep=kept, calls=calls) as writer:
-            for name in ("a", "b"):
-                writer.add(name, "bfloat16", (32,), np.arange(step, step + 64).astype(np.uint8))
+        before = None if base is None else VersionBits(base, _tensors(base.step))
+        with PartWriter(own, 0, before, calls=calls) as writer:
+            for name, bits in _tensors(step).items():
+                writer.add(name, "bfloat16", (32,), bits)
             publish(own, [writer.finish()], version, base, calls=calls)
 
 

@@ -39,9 +39,8 @@ from slurmrl.workers.worker.residence import Residence
 from slurmrl.workers.worker.saver import Saver
 from slurmrl.workers.worker.shares import Shares
 from slurmrl.workers.worker.sharing import Mail
-from slurmrl.workers.worker.version_writing import VersionWriting
+from slurmrl.workers.worker.version_writing import ACTOR, VersionWriting
 
-ACTOR = "actor"
 T = TypeVar("T")
 
 

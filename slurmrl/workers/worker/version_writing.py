@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +24,11 @@ from slurmrl.plan.settings import Settings
 from slurmrl.transfer.regions import PlacedLayout
 from slurmrl.weights.records import part_file, part_index
 from slurmrl.weights.version import VersionId
-from slurmrl.weights.writer import PartWriter
+from slurmrl.weights.writer import PartWriter, VersionBits
 from slurmrl.workers.messages import Saved, WriteVersion
 from slurmrl.workers.worker.saver import Saver
 
-ROLE = "actor"
+ACTOR = "actor"
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,8 @@ class TakenVersion:
     version: VersionId
     entries: Sequence[TensorEntry]
 
-    @cached_property
-    def _by_name(self) -> dict[str, TensorEntry]:
-        return {entry.name: entry for entry in self.entries}
-
-    def bits(self, name: str) -> Array | None:
-        """A tensor's bits, as a flat array of uint8; None for an unknown tensor."""
-        entry = self._by_name.get(name)
-        return None if entry is None else _bits(entry)
+    def bits(self) -> VersionBits:
+        return VersionBits(self.version, {entry.name: _bits(entry) for entry in self.entries})
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,8 @@ class VersionPart:
     def write(self, directory: Path) -> list[SavedFile]:
         """Write the part and its index, durably; the index lists the file. Raises
         EnvironmentFailure."""
-        with PartWriter(directory, self.number, self.base) as writer:
+        base = None if self.base is None else self.base.bits()
+        with PartWriter(directory, self.number, base) as writer:
             for entry in self.taken.entries:
                 writer.add(entry.name, entry.spec.dtype, entry.spec.shape, _bits(entry))
             writer.finish()
@@ -116,9 +110,9 @@ def prepare(
     publish = settings.config.rollout.publish
     if publish is None:
         return None
-    ranks, device = plan.models[ROLE].ranks, accelerator.device
+    ranks, device = plan.models[ACTOR].ranks, accelerator.device
     group = dist.new_group(ranks, timeout=timeout)
-    engine = engines.get(ROLE)
+    engine = engines.get(ACTOR)
     if engine is None:
         return VersionWriting(paths.versions, rank, None)
     dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL: all ranks come first

@@ -14,7 +14,7 @@ from slurmrl.weights.local_copy import CopiedVersion, LocalCopy
 from slurmrl.weights.records import read_manifest, version_ids
 from slurmrl.weights.retention import prune
 from slurmrl.weights.version import VersionId
-from slurmrl.weights.writer import PartWriter, Previous, publish
+from slurmrl.weights.writer import PartWriter, VersionBits, publish
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Note
 from tests.support.faulty import Faulty
@@ -41,16 +41,15 @@ def trainers(folder: Path, me: int, note: Note, calls: SystemCalls = REAL) -> No
     versions = _versions(folder)
     incarnation = max((one.incarnation for one in version_ids(versions)), default=0) + 1
     note(event="began", incarnation=incarnation)
-    previous = [Previous(), Previous()]
     base: VersionId | None = None
     for step in range(1, STEPS + 1):
         version = VersionId(step, incarnation)
         against = base if step % 2 == 0 else None
         parts = []
-        for rank, kept in enumerate(previous):
-            bits = None if against is None else kept
+        for rank in range(2):
+            bits = None if against is None else _bits(against, rank)
             own = versions / version.name
-            with PartWriter(own, rank, bits, keep=kept, calls=calls) as writer:
+            with PartWriter(own, rank, bits, calls=calls) as writer:
                 for name in NAMES[rank::2]:
                     writer.add(name, "bfloat16", (BYTES // 2,), bits_of(version, name))
                 parts.append(writer.finish())
@@ -139,3 +138,7 @@ SCENARIOS = (
     Scenario("weights", _nothing, (trainers, host, host), _check, trainers),
     Scenario("weights-copy", _published_before, (host, host, trainers), _check, host),
 )
+
+
+def _bits(version: VersionId, rank: int) -> VersionBits:
+    return VersionBits(version, {name: bits_of(version, name) for name in NAMES[rank::2]})

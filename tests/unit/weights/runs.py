@@ -10,7 +10,7 @@ from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import ITEM_BYTES
 from slurmrl.weights.version import VersionId, VersionManifest
-from slurmrl.weights.writer import PartWriter, Previous, publish
+from slurmrl.weights.writer import PartWriter, VersionBits, publish
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "embed.weight": ("bfloat16", (40, 64)),
@@ -46,7 +46,7 @@ class Ranks:
     def __init__(self, versions: Path, *, calls: SystemCalls = REAL) -> None:
         self.versions = versions
         self.calls = calls
-        self._previous = [Previous(), Previous()]
+        self._previous: list[VersionBits | None] = [None, None]
 
     def publish(
         self, version: VersionId, bits: Bits, base: VersionId | None = None
@@ -55,10 +55,12 @@ class Ranks:
         parts = []
         for rank, previous in enumerate(self._previous):
             against = None if base is None else previous
-            with PartWriter(folder, rank, against, keep=previous, calls=self.calls) as writer:
+            with PartWriter(folder, rank, against, calls=self.calls) as writer:
                 for name in sorted(bits)[rank::2]:
                     writer.add(name, *SHAPES[name], bits[name])
                 parts.append(writer.finish())
+            own = {name: bits[name].copy() for name in sorted(bits)[rank::2]}
+            self._previous[rank] = VersionBits(version, own)
         return publish(folder, parts, version, base, clock=lambda: 1e9, calls=self.calls)
 
 

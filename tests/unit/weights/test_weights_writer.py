@@ -18,7 +18,7 @@ from slurmrl.weights.records import (
     version_ids,
 )
 from slurmrl.weights.version import DELTA, RAW, SAME, VersionId, VersionManifest
-from slurmrl.weights.writer import PartWriter, Previous, publish
+from slurmrl.weights.writer import PartWriter, publish
 from tests.support.faulty import Faulty
 from tests.unit.weights.runs import SHAPES, Ranks, changed, published, random_bits
 
@@ -59,21 +59,6 @@ def test_unchanged_tensors_take_no_bytes_and_random_ones_their_size(tmp_path: Pa
     assert tensors["layers.0.up.weight"].encoding == DELTA
     assert tensors["layers.0.up.weight"].bytes < 100
     assert (tensors["lm_head.scale"].encoding, tensors["lm_head.scale"].bytes) == (SAME, 0)
-
-
-def test_the_kept_bits_are_those_of_a_finished_part(tmp_path: Path) -> None:
-    previous, bits = Previous(), random_bits(0)
-    writer = PartWriter(tmp_path / "1.1", 0, keep=previous)
-    writer.add("embed.weight", *SHAPES["embed.weight"], bits["embed.weight"])
-    assert previous.version is None
-    with pytest.raises(WeightVersionError, match="not those of one version"):
-        PartWriter(tmp_path / "2.1", 0, previous)
-    writer.finish()
-    assert previous.version == ONE
-    kept = previous.bits("embed.weight")
-    assert kept is not None
-    bits["embed.weight"] ^= 255
-    assert not np.array_equal(kept, bits["embed.weight"]), "it is a copy"
 
 
 def test_a_part_is_read_back(tmp_path: Path) -> None:
