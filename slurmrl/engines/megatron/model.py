@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -73,6 +74,9 @@ class Chunk(GPTModel):  # type: ignore[misc]
                 config.hidden_size, 1, bias=False, device=device, dtype=settings.params_dtype
             )
         self._mark_parameters()
+        for module in self.modules():
+            if isinstance(module, MoELayer):
+                module.register_forward_hook(_forget)
 
     def _mark_parameters(self) -> None:
         """Set the attributes that megatron sets only when it initialises parameters itself."""
@@ -155,3 +159,9 @@ def _mark(parameter: nn.Parameter | None, dim: int) -> None:
     """Mark the parameter as split along ``dim``, so that the norm counts it on every rank."""
     if parameter is not None and not hasattr(parameter, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+
+
+def _forget(experts: MoELayer, *_: Any) -> None:
+    """The dispatcher keeps the routing weights, and they the graph of the last micro-batch, whose
+    nodes hold the model through megatron's hooks for as long as the process lives."""
+    experts.token_dispatcher.probs = None
