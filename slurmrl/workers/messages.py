@@ -237,6 +237,31 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartRollout(Start):
+    """`Start` of a rollout task's worker. It outlives incarnations, so it names neither one nor a
+    commit."""
+
+    agent: Identity
+    """The attempt, whose requests and results are the worker's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Take the requests of this incarnation, which is the newest now. The one before is over."""
+
+    incarnation: Annotated[int, COUNT]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retire:
+    """Take no more requests, finish what can be finished within the time, give the rest back and
+    exit. A worker that runs longer is killed."""
+
+    reason: str
+    within_s: Annotated[float, SECONDS]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pulse:
     """A sign of life, of a worker or the master."""
 
@@ -323,6 +348,10 @@ AGENT_LOG: Final = MessageSet[FromAgent](
     {**_ANSWERS, "hello": Hello, "warning": Warned, "failed": Failure, "stacked": Stacked},
 )
 TO_WORKER: Final = MessageSet[Start | Order]("the pipe to a worker", {"start": Start, **_WORK})
+TO_ROLLOUT_WORKER: Final = MessageSet[StartRollout | Serve | Retire](
+    "the pipe to a rollout task's worker",
+    {"start": StartRollout, "serve": Serve, "retire": Retire},
+)
 FROM_WORKER: Final = MessageSet[Answer | Failure | Pulse](
     "the pipe from a worker", {**_ANSWERS, "error": Failure, "pulse": Pulse}
 )

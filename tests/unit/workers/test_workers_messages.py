@@ -16,6 +16,7 @@ from slurmrl.workers.messages import (
     AGENT_LOG,
     CONTROL_LOG,
     FROM_WORKER,
+    TO_ROLLOUT_WORKER,
     CollectStacks,
     Done,
     Exit,
@@ -25,17 +26,21 @@ from slurmrl.workers.messages import (
     Over,
     Pulse,
     Ready,
+    Retire,
     RingAt,
     RunCall,
     Save,
     Saved,
+    Serve,
     Stacked,
+    StartRollout,
     WriteVersion,
 )
 
 BELL = BellAddress("10.0.0.1", 4711, "ab" * 16)
 WAITS = PendingCollective(name="all_reduce", number=3, group="0", ranks=(0, 1), since_s=2.0)
 DOING = RankProgress(rank=1, call="gen", step=4, since_s=3.5, collective=WAITS)
+TASK = Identity("rollout", 3, 1, "r3", "50.0.0", "50_3", 7)
 MESSAGES: list[tuple[MessageSet[Any], Any]] = [
     (CONTROL_LOG, LoadBatch(seq=3, step=4, items=((0, 7), (1, 2)), evaluation=True)),
     (CONTROL_LOG, RunCall(step=4, name="gen", scalars={"kl_coef": 0.1})),
@@ -54,6 +59,9 @@ MESSAGES: list[tuple[MessageSet[Any], Any]] = [
     (AGENT_LOG, Failure(cause="died", reason="x", host="", rank=0, exit_code=-9)),
     (AGENT_LOG, Stacked(group="trainer", task=0, number=0, file="logs/x", ranks=(DOING,))),
     (FROM_WORKER, Pulse(doing=DOING)),
+    (TO_ROLLOUT_WORKER, StartRollout(store="127.0.0.1:7", world_size=2, agent=TASK)),
+    (TO_ROLLOUT_WORKER, Serve(incarnation=3)),
+    (TO_ROLLOUT_WORKER, Retire(reason="preemption", within_s=25.5)),
 ]
 
 
