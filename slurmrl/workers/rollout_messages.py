@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Final, TypeAlias
 
 from slurmrl.fsio.shapes import NUMBER, SECONDS, SIZE
+from slurmrl.monitor.reports import Identity
 from slurmrl.rollouts.sample_files import StoredGroup
 from slurmrl.rollouts.sample_group import LEASE
 from slurmrl.weights.version import VERSION
@@ -39,6 +40,16 @@ class GenerateItems:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Confirm:
+    """The first message of a log: what the master of this incarnation knows of the attempt. Other
+    leases are over: what is unfinished of them is not wanted any more."""
+
+    leases: tuple[GenerateItems, ...] = ()
+    """Those that still hold, with the items that the master has no result of. The request may have
+    been made by an earlier incarnation, whose log the task need not have read."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Abort:
     """What is unfinished of these items is not wanted any more; no answer is expected."""
 
@@ -53,10 +64,17 @@ class Leave:
     within_s: Annotated[float, SECONDS]
 
 
-RolloutRequest: TypeAlias = GenerateItems | Abort | Leave
+RolloutRequest: TypeAlias = Confirm | GenerateItems | Abort | Leave
 
 
 # -- a task to the masters, in its result log ------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """The first message of a log: the task's agent, whose lease shows that it lives."""
+
+    agent: Identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +114,16 @@ class RolloutCounts:
     counts: Mapping[str, Annotated[float, NUMBER]] = field(default_factory=dict)
 
 
-RolloutResult: TypeAlias = GroupsFinished | GaveBack | Leaving | Holds | RolloutCounts
+RolloutResult: TypeAlias = Joined | GroupsFinished | GaveBack | Leaving | Holds | RolloutCounts
 
 REQUEST_LOG: Final = MessageSet[RolloutRequest](
-    "the request log of a rollout task", {"generate": GenerateItems, "abort": Abort, "leave": Leave}
+    "the request log of a rollout task",
+    {"confirm": Confirm, "generate": GenerateItems, "abort": Abort, "leave": Leave},
 )
 RESULT_LOG: Final = MessageSet[RolloutResult](
     "the result log of a rollout task",
     {
+        "joined": Joined,
         "finished": GroupsFinished,
         "gave_back": GaveBack,
         "leaving": Leaving,

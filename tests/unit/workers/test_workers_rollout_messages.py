@@ -10,6 +10,7 @@ import pytest
 from slurmrl.channel import frame
 from slurmrl.channel.log import LogPosition, LogReader, LogWriter
 from slurmrl.errors import CorruptFileError
+from slurmrl.monitor.reports import Identity
 from slurmrl.paths import RunPaths
 from slurmrl.rollouts.sample_files import SampleWriter, StoredGroup, read_group
 from slurmrl.workers.messages import MessageSet
@@ -17,10 +18,12 @@ from slurmrl.workers.rollout_messages import (
     REQUEST_LOG,
     RESULT_LOG,
     Abort,
+    Confirm,
     GaveBack,
     GenerateItems,
     GroupsFinished,
     Holds,
+    Joined,
     Leave,
     Leaving,
     RequestedItem,
@@ -33,10 +36,14 @@ STORED = StoredGroup(
     versions=("4.1", "5.1"),
 )  # fmt: skip
 ITEMS = (RequestedItem(item=5, epoch=0, index=3), RequestedItem(item=9, epoch=1, index=3))
+AGENT = Identity("rollout", 7, 2, "n03", "50.0.0", "50_7", 99)
 MESSAGES: list[tuple[MessageSet[Any], Any]] = [
+    (REQUEST_LOG, Confirm()),
+    (REQUEST_LOG, Confirm(leases=(GenerateItems(lease="1.7", items=ITEMS, oldest="4.1"),))),
     (REQUEST_LOG, GenerateItems(lease="1.7", items=ITEMS, oldest="4.1")),
     (REQUEST_LOG, Abort(lease="1.7", items=(5,))),
     (REQUEST_LOG, Leave(within_s=30.0)),
+    (RESULT_LOG, Joined(agent=AGENT)),
     (RESULT_LOG, GroupsFinished(groups=(STORED,))),
     (RESULT_LOG, GaveBack(lease="1.7", items=(5, 9), reason="leaving")),
     (RESULT_LOG, Leaving(reason="preemption")),
