@@ -53,6 +53,7 @@ class Admission:
 class _Held:
     holder: str
     items: set[int]
+    oldest: str
 
 
 class SampleLedger(Ledger):
@@ -71,7 +72,9 @@ class SampleLedger(Ledger):
         self._incarnation = incarnation
         self._lineage = lineage
         self._granted = 0
-        self._leases = {one.lease: _Held(one.holder, set(one.items)) for one in record.leased}
+        self._leases = {
+            one.lease: _Held(one.holder, set(one.items), one.oldest) for one in record.leased
+        }
         self._finished = {one.item: one for one in record.samples if self._counts(one)}
         self._in_use: dict[int, ItemSample] = {}
         """Samples of items in flight."""
@@ -91,19 +94,38 @@ class SampleLedger(Ledger):
         """Number of leased items."""
         return sum(len(held.items) for held in self._leases.values())
 
+    @property
+    def leases(self) -> tuple[LeasedItems, ...]:
+        """All leases that hold items."""
+        return tuple(
+            LeasedItems(
+                lease=lease,
+                holder=held.holder,
+                items=tuple(sorted(held.items)),
+                oldest=held.oldest,
+            )
+            for lease, held in self._leases.items()
+        )
+
+    @property
+    def finished(self) -> Sequence[ItemSample]:
+        """The samples that wait for a step."""
+        return tuple(self._finished.values())
+
     def room(self, admission: Admission, *, version: int, step: int) -> int:
         """How many more items may be leased now (see `Admission.room`)."""
         waiting = len(self._finished) + len(self._in_flight)
         return admission.room(version=version, step=step, leased=self.leased, waiting=waiting)
 
-    def lease(self, count: int, holder: str) -> LeasedItems:
-        """Lease the first queued items to a holder. Raises ValueError as `take`."""
+    def lease(self, count: int, holder: str, oldest: str) -> LeasedItems:
+        """Lease the first queued items to a holder that has the weights of the version ``oldest``.
+        Raises ValueError as `take`."""
         items = self._dequeue(count)
         self._granted += 1
         lease = f"{self._incarnation}.{self._granted}"
         if items:
-            self._leases[lease] = _Held(holder, set(items))
-        return LeasedItems(lease=lease, holder=holder, items=tuple(items))
+            self._leases[lease] = _Held(holder, set(items), oldest)
+        return LeasedItems(lease=lease, holder=holder, items=tuple(items), oldest=oldest)
 
     def finish(self, lease: str, sample: ItemSample) -> bool:
         """Take the sample of a leased item. Returns whether it counts (see `refused`). The item of
@@ -151,16 +173,12 @@ class SampleLedger(Ledger):
         return taken
 
     def record(self) -> LedgerRecord:
-        leased = (
-            LeasedItems(lease=lease, holder=held.holder, items=tuple(sorted(held.items)))
-            for lease, held in self._leases.items()
-        )
         samples = self._finished | self._in_use
         without = {item: step for item, step in self._in_flight.items() if item not in samples}
         return replace(
             super().record(),
             in_flight=step_runs(without),
-            leased=tuple(leased),
+            leased=self.leases,
             samples=tuple(samples[item] for item in sorted(samples)),
         )
 

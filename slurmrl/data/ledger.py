@@ -56,17 +56,22 @@ class LeasedItems:
     holder: str
     """A task attempt."""
     items: tuple[Number, ...]
+    oldest: Annotated[str, VERSION]
+    """The weights that the holder had when it got the lease: no token is older."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ItemSample:
-    """The sample of an item: its completions, in a file."""
+    """The sample of an item, and where it is (see `rollouts.sample_files.StoredGroup`)."""
 
     item: Number
+    task: Annotated[str, FILE_NAME]
+    """Directory of the task attempt that made it."""
+    lease: str
     file: Annotated[str, FILE_NAME]
-    log: Annotated[str, FILE_NAME]
-    """Of the task attempt that made it; its record of the sample begins at byte ``offset``."""
     offset: Number
+    length: Number
+    checksum: str
     versions: tuple[Annotated[str, VERSION], ...]
     """Of the weights that its tokens are from, each once (see `weights.version`); at least one."""
 

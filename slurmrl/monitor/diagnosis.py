@@ -172,8 +172,11 @@ def _waiting(status: Status) -> Iterator[StatusFinding]:
 
 
 def whom(waiting: Mapping[str, Any]) -> str:
-    """Return ``ranks 0, 3 (n1) to finish train_step of step 4``."""
+    """Return ``ranks 0, 3 (n1) to finish train_step of step 4``; what is not waited for from ranks
+    stands for itself."""
     ranks = waiting["for"]
+    if not ranks:
+        return str(waiting["what"])
     if 1 < len(ranks) == waiting.get("of"):
         return f"all {len(ranks)} ranks {waiting['what']}"
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if ranks[8:] else "")

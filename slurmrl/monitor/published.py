@@ -32,6 +32,7 @@ from slurmrl.monitor.reports import (
     StacksRequest,
     Warned,
 )
+from slurmrl.monitor.rollouts import RolloutsView
 from slurmrl.name_resolve.base import NameStore
 
 Said = Mapping[str, Any]
@@ -48,6 +49,7 @@ STATUS: Fields = {
         {"for": list_of(COUNT), "what": TEXT, "since_s": SECONDS}, ("what", "since_s")
     ),
     "doing": list_of(objects.shape(GroupProgress)),
+    "rollouts": objects.shape(RolloutsView),
     "tasks": each(table({"host": TEXT, "attempt": COUNT, "lease_age_s": SECONDS}, ("host",))),
 }
 D = TypeVar("D", bound=Dataclass)

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 from slurmrl.backoff import HIDDEN_PAUSES_S, attempts
 from slurmrl.checkpoint.checksums import KIND, Checksum
+from slurmrl.data.ledger import ItemSample
 from slurmrl.errors import SampleFileError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
@@ -64,6 +65,32 @@ class StoredGroup:
     """Of these bytes (see `checkpoint.checksums`)."""
     versions: Annotated[tuple[str, ...], VERSIONS]
     """Of the weights that drew its tokens, from old to new."""
+
+    @staticmethod
+    def of(sample: ItemSample) -> StoredGroup:
+        """The group of a sample in the ledger."""
+        return StoredGroup(
+            item=sample.item,
+            lease=sample.lease,
+            file=sample.file,
+            offset=sample.offset,
+            length=sample.length,
+            checksum=sample.checksum,
+            versions=sample.versions,
+        )
+
+    def sample(self, task: str) -> ItemSample:
+        """The sample for the ledger; ``task``: directory of the task attempt."""
+        return ItemSample(
+            item=self.item,
+            task=task,
+            lease=self.lease,
+            file=self.file,
+            offset=self.offset,
+            length=self.length,
+            checksum=self.checksum,
+            versions=self.versions,
+        )
 
 
 class SampleWriter:

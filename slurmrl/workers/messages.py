@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar
 from slurmrl.channel import frame
 from slurmrl.channel.bell import BellAddress
 from slurmrl.checkpoint.tensors import SavedFile
+from slurmrl.data.ledger import ItemSample
 from slurmrl.fsio import objects
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import COUNT, FILE_NAME, SECONDS, SIZE, FieldType, shown
@@ -57,6 +58,8 @@ class LoadBatch(Order):
     candidates: bool = False
     """Whether these items go through the calls up to the filter only. The step's last `LoadBatch`
     then has those that were accepted, which keep what these calls made of them."""
+    samples: tuple[ItemSample, ...] = ()
+    """Of each item, if rollout tasks made the completions: what a call that generates reads."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from slurmrl import log
 from slurmrl.backoff import READ_S, Backoff, retry
 from slurmrl.config.schema import Config
 from slurmrl.errors import CheckpointError, EnvironmentFailure
+from slurmrl.fsio import objects
 from slurmrl.fsio.atomic import replace
 from slurmrl.graph.call import Method
 from slurmrl.history.record import Kind
@@ -40,6 +41,7 @@ from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.publish import StatusPublisher
 from slurmrl.workers.master.requests import StackRequests
 from slurmrl.workers.master.results import Results
+from slurmrl.workers.master.rollout_tasks import RolloutTasks
 from slurmrl.workers.master.scores import EvaluationScores
 from slurmrl.workers.master.steps import StepRunner
 from slurmrl.workers.master.task_worlds import TaskWorlds
@@ -72,7 +74,9 @@ class Master:
         recorder: MetricsRecorder,
         results: Results,
         scores: EvaluationScores,
+        rollouts: RolloutTasks | None = None,
     ) -> None:
+        self.rollouts = rollouts
         self.paths = paths
         self.config = config
         self.plan = plan
@@ -93,7 +97,11 @@ class Master:
         self.agents = AgentRegistry(
             names,
             plan,
-            ChainMap(self.channel.mailbox.agents, self.task_worlds.agents),
+            ChainMap(
+                self.channel.mailbox.agents,
+                self.task_worlds.agents,
+                rollouts.agents if rollouts is not None else {},
+            ),
             incarnation=writer.incarnation,
             job=str(state.begin_data.get("job")),
             look_s=config.cluster.lease_ttl_s / LOOKS_PER_TTL,
@@ -121,10 +129,8 @@ class Master:
         )
         self.versions = self._publisher()
         self.progress = progress
-        self.steps = StepRunner(
-            self.channel, plan, progress, scores, config.step_timeout_s, writer.incarnation
-        )
         self.scores = scores
+        self.steps = self._step_runner()
         self.results = results
         self.recorder = recorder
         self.fresh = state.last_commit is None
@@ -146,6 +152,17 @@ class Master:
             self.writer.incarnation,
             self.config.step_timeout_s,
             self.writer.check,
+        )
+
+    def _step_runner(self) -> StepRunner:
+        return StepRunner(
+            self.channel,
+            self.plan,
+            self.progress,
+            self.scores,
+            self.config.step_timeout_s,
+            self.writer.incarnation,
+            self.rollouts,
         )
 
     # -- the whole run -----------------------------------------------------------------------
@@ -175,10 +192,13 @@ class Master:
 
     def _while_waiting(self) -> None:
         self.agents.look()
-        self.status.tick(self.channel.waiting)
+        rollouts = self.rollouts
+        self.status.tick(self.channel.waiting, rollouts.view if rollouts is not None else None)
         dead = self.status.dead()
         self.agents.report_lost(dead)
         self.task_worlds.look(dead)
+        if rollouts is not None:
+            rollouts.look(dead, self.progress.step)
         self.requests.look()
         self._tell(self.committer.poll())
         if self.versions is not None:
@@ -194,6 +214,8 @@ class Master:
         directories = [self.paths.data / name for name in ready[0].directories]
         use = partial(self.progress.use_dataset, *seen.pop(), directories)
         retry("read the order of the dataset", use, timeout_s=READ_S)
+        if self.rollouts is not None:
+            self.rollouts.start(self.progress.items)
         self.status.update(total_steps=self.progress.total_steps)
         self._tell_left_out(ready[0])
         self._use_stop_tokens({answer.stop_tokens for answer in ready.values()})
@@ -248,6 +270,8 @@ class Master:
         step = self.progress.step + 1
         scalars = self.progress.scalars()
         executed = self.steps.train(step)
+        if executed is None:
+            return
         metrics = executed.metrics
         self.progress.advance(metrics)
         if self.versions is not None and self.versions.is_due(step):
@@ -325,6 +349,8 @@ class Master:
         """Commit this step, after the previous checkpoint is over."""
         self._tell(self.committer.wait())
         step, state = self.progress.step, self.progress.state()
+        if self.rollouts is not None:
+            state["rollouts"] = objects.to_json(self.rollouts.record())
         self._tell(self.committer.start(step, state, asynchronous=asynchronous))
         if not asynchronous:
             self._tell(self.committer.wait())
@@ -354,6 +380,8 @@ class Master:
             self.events.write("checkpoint_failed", **failed)
             return
         self.status.committed(outcome.step)
+        if self.rollouts is not None:
+            self.rollouts.committed()
         with suppress(EnvironmentFailure):  # the next commit or incarnation tries again
             self.scores.keep(outcome.step)
         self.events.write(

@@ -34,6 +34,7 @@ from slurmrl.history.record import END_OF_DATASET
 from slurmrl.monitor.metrics import finite
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
+from slurmrl.workers.master.task_attempts import ROLLOUTS
 
 WHERE = "the state of the last commit"
 
@@ -75,10 +76,12 @@ STATE: Fields = {
     "evaluations": _TIMES,
     "stop_token_ids": list_of(SIZE),
     "recorded": list_of(objects.shape(RecordedSteps)),
+    "rollouts": ROLLOUTS,
     "cursor": items(COUNT, SIZE),
     "consumed": list_of(_RANGE),
 }
-"""Fields of a committed state. ``evaluations`` is null without evaluations; commits of older
+"""Fields of a committed state. ``evaluations`` is null without evaluations, and there are no
+``rollouts`` without rollout tasks (`Master` adds them); commits of older
 versions have ``cursor`` and ``consumed`` in place of ``ledger``."""
 REQUIRED = ("step", "metrics", "controller", "commits")
 
@@ -113,7 +116,13 @@ def _frequency(section: Any) -> Frequency:
 class Progress:
     """Starts at step 0, or from a commit's state."""
 
-    def __init__(self, settings: Settings, state: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        state: Mapping[str, Any] | None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """``ledger``: of the same commit, if it is not a plain one."""
         self.config: Config = settings.config
         self.batch_size: int = settings.algorithm.batch_size
         self.refill: Refill = settings.algorithm.refill()
@@ -124,7 +133,7 @@ class Progress:
         self.evaluations = _frequency(self.config.evaluation) if self.config.evaluation else None
         self.log_lines = _frequency(self.config.logging)
         self.step = 0
-        self.ledger = Ledger()
+        self.ledger = ledger or Ledger(None if state is None else ledger_of(state))
         self.dataset: dict[str, Any] | None = None
         self.metrics: dict[str, Any] = {}
         """Those of the last step, evaluation included."""
@@ -159,7 +168,6 @@ class Progress:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.step = state["step"]
-        self.ledger = Ledger(ledger_of(state))
         self.dataset = state["dataset"]
         self.metrics = state["metrics"]
         self.commits.restore(state["commits"])
@@ -225,6 +233,10 @@ class Progress:
         taken = self.ledger.take(count, self.step + 1)
         self._batch += taken
         return taken
+
+    def use(self, numbers: Iterable[int]) -> None:
+        """Count items that are in flight for the next step already as those of `take`."""
+        self._batch += numbers
 
     def items(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
         """The numbered items as (epoch, index)."""

@@ -17,6 +17,7 @@ from slurmrl.lease import LeaseObserver, LeaseView
 from slurmrl.monitor import hang, metrics
 from slurmrl.monitor.hang import LeaseNote, RankProgress
 from slurmrl.monitor.reports import Identity
+from slurmrl.monitor.rollouts import RolloutsView
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 
@@ -70,10 +71,16 @@ class StatusPublisher:
         self._status["checkpoint_failed"] = None
         self._publish_now()
 
-    def tick(self, waiting: Callable[[], Mapping[str, Any] | None] = lambda: None) -> None:
-        """Publish when the interval has passed, with the ranks that are waited for."""
+    def tick(
+        self,
+        waiting: Callable[[], Mapping[str, Any] | None] = lambda: None,
+        rollouts: Callable[[], RolloutsView] | None = None,
+    ) -> None:
+        """Publish when the interval has passed, with what is waited for."""
         if self._looks.due():
             self._status["waiting"] = waiting()
+            if rollouts is not None:
+                self._status["rollouts"] = objects.to_json(rollouts())
             self._look_at_agents()
             self._publish()
 

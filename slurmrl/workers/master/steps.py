@@ -12,12 +12,14 @@ from typing import Any
 
 from slurmrl import log
 from slurmrl.backoff import retry
+from slurmrl.data.ledger import ItemSample
 from slurmrl.errors import UsageError
 from slurmrl.graph.call import Refill
 from slurmrl.paths import evaluation_prefix, part_prefix
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.workers.master import step_metrics
 from slurmrl.workers.master.progress import Progress
+from slurmrl.workers.master.rollout_tasks import RolloutTasks
 from slurmrl.workers.master.scores import EvaluationScores, ScoringCall
 from slurmrl.workers.master.step_metrics import Answered
 from slurmrl.workers.master.worker_channel import WorkerChannel
@@ -48,7 +50,11 @@ class StepRunner:
         scores: EvaluationScores,
         timeout_s: float,
         incarnation: int,
+        rollouts: RolloutTasks | None = None,
     ) -> None:
+        """With ``rollouts``, the items of a step are those that rollout tasks have finished."""
+        self._rollouts = rollouts
+        self._waited_s = 0.0
         self._scores = scores
         self._incarnation = incarnation
         self._channel = channel
@@ -56,17 +62,41 @@ class StepRunner:
         self._progress = progress
         self._timeout_s = timeout_s
 
-    def train(self, step: int) -> Executed:
-        """Train on the next items. Raises UsageError if the filter leaves too few of them and the
-        settings require a full batch."""
+    def train(self, step: int) -> Executed | None:
+        """Train on the next items. None: the job will end before rollout tasks have finished them.
+        Raises UsageError if the filter leaves too few of them and the settings require a full
+        batch."""
         began = time.monotonic()
+        self._waited_s = 0.0
+        counts: dict[str, int] = {}
         if self._plan.filtered:
-            answered, counts = self._filtered(step, self._progress.refill)
-        else:
+            found = self._filtered(step, self._progress.refill)
+            if found is None:
+                return None
+            answered, counts = found
+        elif self._rollouts is None:
             answered = self._run(step, self._progress.take_batch(), self._plan.calls)
-            counts = {}
+        else:
+            samples = self._take_samples(self._rollouts, step, self._progress.batch_size)
+            if samples is None:
+                return None
+            items = self._progress.items(sample.item for sample in samples)
+            answered = self._run(step, items, self._plan.calls, samples=samples)
         metrics = step_metrics.of_step(answered, time.monotonic() - began)
+        if self._rollouts is not None:
+            metrics |= {**self._rollouts.metrics(), "rollout/waited_s": self._waited_s}
         return Executed({**metrics, **counts}, step_metrics.texts(answered))
+
+    def _take_samples(
+        self, rollouts: RolloutTasks, step: int, count: int
+    ) -> Sequence[ItemSample] | None:
+        """Wait for the samples of the next items. None: the job will end before."""
+        began = time.monotonic()
+        samples = self._channel.wait_for(partial(rollouts.take, step, count), rollouts.waits_for)
+        self._waited_s += time.monotonic() - began
+        if samples is not None:
+            self._progress.use(sample.item for sample in samples)
+        return samples
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Evaluate held-out items; the state of training does not change."""
@@ -83,9 +113,9 @@ class StepRunner:
         estimates = retry("write the scores of the evaluation", write, self._channel.rest)
         return step_metrics.of_evaluation({**metrics, **estimates})
 
-    def _filtered(self, step: int, refill: Refill) -> tuple[Answered, dict[str, int]]:
+    def _filtered(self, step: int, refill: Refill) -> tuple[Answered, dict[str, int]] | None:
         """Take candidates until enough are accepted for a batch, and train on it. Candidates beyond
-        it are queued again."""
+        it are queued again. Rollout tasks have room for no more than a batch."""
         progress, calls = self._progress, self._plan.calls
         before, after = calls[: self._plan.filtered], calls[self._plan.filtered :]
         answered: Answered = []
@@ -93,8 +123,18 @@ class StepRunner:
         reasons: Counter[str] = Counter()
         rounds = 0
         while rounds < refill.rounds and len(accepted) < progress.batch_size:
-            candidates = progress.take(refill.candidates or progress.batch_size)
-            answered += self._run(step, progress.items(candidates), before, candidates=True)
+            samples: Sequence[ItemSample] = ()
+            if self._rollouts is None:
+                candidates = progress.take(refill.candidates or progress.batch_size)
+            else:
+                missing = progress.batch_size - len(accepted)
+                found = self._take_samples(self._rollouts, step, missing)
+                if found is None:
+                    return None
+                samples, candidates = found, [sample.item for sample in found]
+            answered += self._run(
+                step, progress.items(candidates), before, candidates=True, samples=samples
+            )
             rounds += 1
             dropped = _dropped(*answered[-1], candidates)
             for number, reason in dropped.items():
@@ -129,11 +169,16 @@ class StepRunner:
         *,
         evaluation: bool = False,
         candidates: bool = False,
+        samples: Sequence[ItemSample] = (),
     ) -> Answered:
         """Post a batch and calls at once, in their fixed order, and collect the answers."""
         scalars = self._progress.scalars()
         load = LoadBatch(
-            step=step, items=tuple(items), evaluation=evaluation, candidates=candidates
+            step=step,
+            items=tuple(items),
+            evaluation=evaluation,
+            candidates=candidates,
+            samples=tuple(samples),
         )
         runs = [
             RunCall(

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from slurmrl import log
 from slurmrl.backoff import retry
@@ -36,7 +36,7 @@ from slurmrl.workers.messages import (
 from slurmrl.worlds import TRAINERS
 
 logger = log.get(__name__)
-
+T = TypeVar("T")
 
 STACKS_POLL_S = 0.05
 REST_S = 0.2
@@ -113,7 +113,7 @@ class WorkerChannel:
         """The agents' bells by task."""
         self._while_waiting = while_waiting
         self._numbers = itertools.count()
-        self._waits: tuple[str, Callable[[], set[int]], float] | None = None
+        self._waits: tuple[Callable[[], str], Callable[[], set[int]], float] | None = None
         """What `_wait` waits for, from which ranks, and since when."""
         if bell is not None:
             self._append(RingAt(bell=bell.address))
@@ -202,6 +202,18 @@ class WorkerChannel:
                 self._while_waiting()
                 time.sleep(min(left_s, REST_S))
 
+    def wait_for(self, take: Callable[[], T | None], what: Callable[[], str]) -> T | None:
+        """Call ``take`` until it returns something, or the job will end (None); errors of ranks are
+        raised meanwhile. ``what`` tells what is waited for."""
+        since = time.monotonic()
+        while (found := take()) is None and not self.warned:
+            self._waits = what, set, since
+            if not self._take(self._agents.read_due()):
+                self._while_waiting()
+                time.sleep(REST_S)
+        self._waits = None
+        return found
+
     def _take(self, news: list[frame.Message]) -> bool:
         """Sort messages into the mailbox; return whether there were any."""
         for message in map(AGENT_LOG.from_json, news):
@@ -224,7 +236,7 @@ class WorkerChannel:
         if self._waits is None:
             return None
         what, missing, since = self._waits
-        return {"for": sorted(missing()), "what": what, "since_s": time.monotonic() - since}
+        return {"for": sorted(missing()), "what": what(), "since_s": time.monotonic() - since}
 
     def _wait(
         self,
@@ -237,7 +249,7 @@ class WorkerChannel:
         again whenever ``news`` returns another number."""
         left_s, known = timeout_s, news()
         looked_at = time.monotonic()
-        self._waits = what, missing, looked_at
+        self._waits = (lambda: what), missing, looked_at
         while missing():
             if self._take(self._agents.read_due()):
                 if news() != known:

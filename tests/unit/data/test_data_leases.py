@@ -39,7 +39,16 @@ def read(text: str) -> LedgerRecord:
 
 
 def sample(item: int, *versions: str) -> ItemSample:
-    return ItemSample(item=item, file=f"{item}.bin", log="task-0.1", offset=7, versions=versions)
+    return ItemSample(
+        item=item,
+        task="task-0.1",
+        lease="1.1",
+        file=f"{item}.samples",
+        offset=7,
+        length=9,
+        checksum="xxh3_128:0",
+        versions=versions,
+    )
 
 
 class Account(RuleBasedStateMachine):
@@ -91,7 +100,7 @@ class Account(RuleBasedStateMachine):
         fresh = range(len(self.states), len(self.states) + max(count - len(queued), 0))
         self.states += [("queued",) for _ in fresh]
         wanted = (*queued[:count], *fresh)
-        found = self.ledger.lease(count, holder)
+        found = self.ledger.lease(count, holder, "0.1")
         assert (found.holder, found.items) == (holder, wanted)
         assert found.lease not in {lease for lease, _ in self.leases}
         for item in wanted:
@@ -241,7 +250,7 @@ def test_rollouts_run_ahead_by_the_staleness_and_no_sample_becomes_stale(
     for step in range(1, 20):
         room = ledger.room(admission, version=step - 1, step=step - 1)
         assert room == (4 if step > 1 else 4 * (max_staleness + 1))
-        lease = ledger.lease(room, "task")
+        lease = ledger.lease(room, "task", "0.1")
         for item in lease.items:
             assert ledger.finish(lease.lease, sample(item, f"{step - 1}.1"))
         assert ledger.room(admission, version=step - 1, step=step - 1) == 0
@@ -265,7 +274,7 @@ def test_a_restart_causes_no_burst() -> None:
 def test_a_dropped_item_makes_room() -> None:
     admission = Admission(max_staleness=0, batch_size=2, max_leased=9)
     ledger = SampleLedger(1, ALL_STEPS)
-    lease = ledger.lease(2, "task")
+    lease = ledger.lease(2, "task", "0.1")
     for item in lease.items:
         ledger.finish(lease.lease, sample(item, "0.1"))
     assert ledger.room(admission, version=3, step=3) == 0
@@ -281,7 +290,7 @@ def test_a_commit_holds_what_is_open_only() -> None:
     ledger = SampleLedger(1, ALL_STEPS)
     sizes = set()
     for step in range(1, 300):
-        lease = ledger.lease(4, "task")
+        lease = ledger.lease(4, "task", "0.1")
         for item in lease.items:
             ledger.finish(lease.lease, sample(item, f"{step - 1}.1"))
         ledger.train([one.item for one in ledger.take_finished(4, step, 0)], step)
@@ -292,32 +301,32 @@ def test_a_commit_holds_what_is_open_only() -> None:
 def test_a_sample_with_any_token_of_weights_that_led_nowhere_is_made_again() -> None:
     """Its oldest and newest tokens may be of others."""
     before = SampleLedger(1, ALL_STEPS)
-    lease = before.lease(3, "task")
+    lease = before.lease(3, "task", "0.1")
     before.finish(lease.lease, sample(0, "3.1", "5.1"))
     before.finish(lease.lease, sample(1, "3.1", "4.1"))
     ledger = SampleLedger(2, Lineage({1: 4, 2: None}), before.record())
     assert not ledger.finish(lease.lease, sample(2, "4.1", "5.1", "5.2"))
     assert ledger.refused == {ROLLED_BACK: 2}
     assert [one.item for one in ledger.take_finished(1, 5, 4)] == [1]
-    assert ledger.lease(2, "task").items == (0, 2)
+    assert ledger.lease(2, "task", "0.1").items == (0, 2)
 
 
 def test_a_trial_changes_between_ways_of_rollout_at_any_commit() -> None:
     """Items of rollout tasks are queued again for a trial without them, and the other way round."""
     tasks = SampleLedger(1, ALL_STEPS)
-    lease = tasks.lease(3, "task")
+    lease = tasks.lease(3, "task", "0.1")
     tasks.finish(lease.lease, sample(1, "0.1"))
     own = Ledger(read(committed(tasks)))
     assert own.take(4, 1) == [0, 1, 2, 3]
     tasks = SampleLedger(2, Lineage({2: None}), read(committed(own)))
-    assert tasks.lease(5, "task").items == (0, 1, 2, 3, 4)
+    assert tasks.lease(5, "task", "0.1").items == (0, 1, 2, 3, 4)
 
 
 GOOD = LedgerRecord(
     settled=10,
     next=20,
     trained=(StepRun(first=12, stop=14, step=3),),
-    leased=(LeasedItems(lease="1.2", holder="task-0.1", items=(10, 15)),),
+    leased=(LeasedItems(lease="1.2", holder="task-0.1", items=(10, 15), oldest="2.1"),),
     samples=(sample(11, "2.1"), sample(16, "2.1", "3.1")),
 )
 

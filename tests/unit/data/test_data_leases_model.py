@@ -91,7 +91,9 @@ class Master:
         return f"{len(self.weights)}.{self.incarnation}"
 
     def after(self, ledger: SampleLedger, **changes: Any) -> Master:
-        queued = tuple(item for item in deepcopy(ledger).lease(ITEMS, "").items if item < ITEMS)
+        queued = tuple(
+            item for item in deepcopy(ledger).lease(ITEMS, "", "0.1").items if item < ITEMS
+        )
         return replace(self, ledger=ledger, record=committed(ledger), queued=queued, **changes)
 
 
@@ -105,7 +107,14 @@ class Result(NamedTuple):
     def sample(self) -> ItemSample:
         file = f"{self.lease}." + "-".join(self.weights)
         return ItemSample(
-            item=self.item, file=file, log=self.task, offset=0, versions=(self.version,)
+            item=self.item,
+            task=self.task,
+            lease=self.lease,
+            file=file,
+            offset=0,
+            length=0,
+            checksum="",
+            versions=(self.version,),
         )
 
 
@@ -188,7 +197,7 @@ def committing(state: State, master: Master) -> State | None:
 @cache
 def lease(master: Master, task: str) -> tuple[Master, tuple[str, str, int]] | None:
     ledger = deepcopy(master.ledger)
-    found = ledger.lease(1, task)
+    found = ledger.lease(1, task, "0.1")
     if master.granted == MOST_LEASES or found.items[0] >= ITEMS:
         return None
     return master.after(ledger, granted=master.granted + 1), (task, found.lease, found.items[0])
@@ -253,7 +262,7 @@ def check(text: str, weights: Weights, queued: tuple[int, ...]) -> None:
     ledger = SampleLedger(MASTERS + 1, EVERYTHING, record)
     for task in TASKS:
         ledger.lose(task)
-    queued = ledger.lease(record.next - record.settled, "d").items
+    queued = ledger.lease(record.next - record.settled, "d", "0.1").items
     again = {item for item in queued if item < record.next}
     assert not again & finished, "an item is finished and queued"
     assert again | finished == set(rest), f"not the items that are left: {text} {weights}"

@@ -9,6 +9,7 @@ import pytest
 from slurmrl.channel import frame
 from slurmrl.channel.bell import BellAddress
 from slurmrl.checkpoint.tensors import SavedFile
+from slurmrl.data.ledger import ItemSample
 from slurmrl.errors import CorruptFileError
 from slurmrl.monitor.hang import PendingCollective, RankProgress
 from slurmrl.monitor.reports import Failure, Identity, Warned
@@ -37,12 +38,17 @@ from slurmrl.workers.messages import (
     WriteVersion,
 )
 
+SAMPLE = ItemSample(
+    item=5, task="rollout.0.1", lease="1.7", file="0.samples", offset=8, length=9,
+    checksum="xxh3_128:0", versions=("4.1", "5.1"),
+)  # fmt: skip
 BELL = BellAddress("10.0.0.1", 4711, "ab" * 16)
 WAITS = PendingCollective(name="all_reduce", number=3, group="0", ranks=(0, 1), since_s=2.0)
 DOING = RankProgress(rank=1, call="gen", step=4, since_s=3.5, collective=WAITS)
 TASK = Identity("rollout", 3, 1, "r3", "50.0.0", "50_3", 7)
 MESSAGES: list[tuple[MessageSet[Any], Any]] = [
     (CONTROL_LOG, LoadBatch(seq=3, step=4, items=((0, 7), (1, 2)), evaluation=True)),
+    (CONTROL_LOG, LoadBatch(step=4, items=((0, 7),), samples=(SAMPLE,))),
     (CONTROL_LOG, RunCall(step=4, name="gen", scalars={"kl_coef": 0.1})),
     (CONTROL_LOG, Save(seq=1, step=4, directory="step-4.1", asynchronous=True)),
     (CONTROL_LOG, WriteVersion(seq=1, step=4, version="4.1", base="3.1")),

@@ -6,20 +6,29 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 
+from slurmrl.data.leases import SampleLedger
+from slurmrl.data.ledger import ItemSample
 from slurmrl.errors import UsageError
 from slurmrl.graph.call import Method, Refill
+from slurmrl.history.lineage import Lineage
 from slurmrl.plan.model import CallPlan, Plan
+from slurmrl.rollouts.sample_files import StoredGroup
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.steps import StepRunner
 from slurmrl.workers.messages import Done, LoadBatch, Order, RunCall
 
 SIZE = 50
+STORED = StoredGroup(
+    item=0, lease="1.1", file="0.samples", offset=8, length=9, checksum="xxh3_128:0",
+    versions=("0.1",),
+)  # fmt: skip
 Verdict = Callable[[tuple[int, int], int], str]
 """(item, step) -> why it is dropped, or an empty text"""
 
@@ -60,6 +69,13 @@ class Ranks:
             values = {"stats": {"kl_sequence": (1.0, 1.0), "completions": (4.0, 1.0)}}
         return Done(rank=rank, seq=0, seconds=0.5, tokens=3 * len(items), **values)
 
+    def wait_for(self, take: Callable[[], Any], what: Callable[[], str]) -> Any:
+        """The job ends while it waits for a third time."""
+        for _ in range(2):
+            if (found := take()) is not None:
+                return found
+        return None
+
     def collect(self, number: int, what: str, timeout_s: float) -> dict[int, Done]:
         return self._answers.pop(number)
 
@@ -80,18 +96,47 @@ def run(
     )
 
     def make(
-        verdict: Verdict, state: dict[str, Any] | None = None, **refill: Any
+        verdict: Verdict,
+        state: dict[str, Any] | None = None,
+        rollouts: Samples | None = None,
+        **refill: Any,
     ) -> tuple[StepRunner, Progress, Ranks]:
-        progress = Progress(make_settings(), state)
+        progress = Progress(make_settings(), state, rollouts.ledger if rollouts else None)
         progress.use_dataset(SIZE, "f1", 7)
         progress.refill = Refill(**{"rounds": 10, **refill})
         ranks = Ranks(verdict)
         channel: Any = ranks
         plan = plans(per_host=2, calls=graph, evaluation_calls=())
         scores: Any = None
-        return StepRunner(channel, plan, progress, scores, 1.0, 1), progress, ranks
+        tasks: Any = rollouts
+        return StepRunner(channel, plan, progress, scores, 1.0, 1, tasks), progress, ranks
 
     return make
+
+
+class Samples:
+    """The items of rollout tasks, which finish one by one; ``most`` in all."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+        self._next = 0
+        self.ledger = SampleLedger(1, Lineage({1: None}))
+
+    def take(self, step: int, count: int) -> Sequence[ItemSample] | None:
+        if self._left < count:
+            return None
+        self._left -= count
+        lease = self.ledger.lease(count, "rollout.0.0", "0.1")
+        for item in lease.items:
+            group = replace(STORED, item=item, lease=lease.lease)
+            self.ledger.finish(lease.lease, group.sample("rollout.0.0"))
+        return self.ledger.take_finished(count, step, 9)
+
+    def waits_for(self) -> str:
+        return "for groups"
+
+    def metrics(self) -> dict[str, float]:
+        return {"rollout/lost": 1.0}
 
 
 def by_index(*indices: int) -> Verdict:
@@ -189,6 +234,30 @@ def test_a_step_without_any_item_trains_nothing(run: Callable[..., Any]) -> None
     assert executed.metrics["filter/accepted"] == 0
     assert (progress.step, progress.ledger.settled) == (1, 12)
     assert progress.scalars() == coef
+
+
+def test_the_groups_of_rollout_tasks_go_to_the_ranks_with_the_items(
+    run: Callable[..., Any],
+) -> None:
+    """They fill up the batch after what the filter drops. The step ends with the job if there are
+    not enough, and what it has taken is not trained."""
+    _, progress, _ = run(lambda item, step: "")
+    order = progress.items(range(SIZE))
+    rollouts = Samples(8)
+    runner, progress, ranks = run(by_index(order[1][1]), rollouts=rollouts)
+    executed = runner.train(1)
+    first, second, last = [one for one in ranks.orders if isinstance(one, LoadBatch)]
+    assert [sample.item for sample in first.samples] == [0, 1, 2, 3]
+    assert first.items == tuple(order[:4])
+    assert [sample.item for sample in second.samples] == [4]
+    assert StoredGroup.of(second.samples[0]) == replace(STORED, item=4, lease="1.2")
+    assert (last.items, last.samples) == ((order[0], *order[2:5]), ())
+    assert executed.metrics["rollout/lost"] == 1.0
+    assert executed.metrics["rollout/waited_s"] >= 0
+    progress.advance(executed.metrics)
+    assert runner.train(2) is None
+    assert (progress.step, progress.ledger.trained) == (1, 4)
+    assert (rollouts.ledger.settled, len(ranks.orders)) == (5, 8)
 
 
 def test_a_short_batch_may_be_an_error(run: Callable[..., Any]) -> None:

@@ -1,0 +1,494 @@
+"""The master's side of rollout tasks, at whose other end are scripted ones."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from slurmrl.channel import frame
+from slurmrl.data.leases import Admission, SampleLedger
+from slurmrl.data.ledger import LedgerRecord
+from slurmrl.errors import CorruptFileError
+from slurmrl.fsio import objects
+from slurmrl.fsio.atomic import make_private_directory
+from slurmrl.fsio.shapes import wrong
+from slurmrl.history.lineage import Lineage
+from slurmrl.monitor.events import EventWriter, read_all
+from slurmrl.paths import RunPaths
+from slurmrl.rollouts.sample_files import StoredGroup, read_group
+from slurmrl.workers.master.progress import STATE
+from slurmrl.workers.master.rollout_tasks import RolloutTasks
+from slurmrl.workers.master.task_attempts import parse_name, rollouts_of
+from slurmrl.workers.rollout_messages import Abort, Confirm, GenerateItems, Leave, RequestedItem
+from tests.support.scripted_task import ScriptedTask
+
+LOOK_S = 2.0
+
+
+def rows(items: Any) -> list[tuple[int, int]]:
+    return [divmod(item, 10) for item in items]
+
+
+class Bed:
+    """A master's side with a clock of its own; its incarnations follow each other."""
+
+    def __init__(self, paths: RunPaths, **bounds: int) -> None:
+        make_private_directory(paths.rollouts)
+        self.paths, self.now, self.step = paths, 0.0, 0
+        self.admission = Admission(
+            **{"max_staleness": 1, "batch_size": 2, "max_leased": 100, **bounds}
+        )
+        self.last_steps: dict[int, int | None] = {}
+        self.incarnation = 0
+        self.commit: tuple[str, int, dict[int, int | None]] = ("{}", 0, {})
+        self.attempts: dict[int, int] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """The next incarnation, from the last commit."""
+        text, self.step, last_steps = self.commit
+        self.incarnation += 1
+        self.last_steps = {**last_steps, self.incarnation: None}
+        state = json.loads(text)
+        ledger = objects.from_json(LedgerRecord, state.get("ledger", {}), "a commit")
+        ledger.check("a commit")
+        lineage = Lineage(self.last_steps)
+        self.ledger = SampleLedger(self.incarnation, lineage, ledger)
+        self.tasks = RolloutTasks(
+            self.paths,
+            self.ledger,
+            lineage,
+            self.admission,
+            self.incarnation,
+            EventWriter(self.paths, f"master.{self.incarnation}"),
+            rollouts_of(state.get("rollouts", {}), "a commit"),
+            look_s=LOOK_S,
+            clock=lambda: self.now,
+        )
+        self.tasks.start(rows)
+
+    def write_commit(self) -> None:
+        state = {
+            "ledger": objects.to_json(self.ledger.record()),
+            "rollouts": objects.to_json(self.tasks.record()),
+        }
+        self.commit = json.dumps(state), self.step, {**self.last_steps, self.incarnation: self.step}
+        self.tasks.committed()
+
+    def look(self, *dead: str) -> None:
+        self.now += LOOK_S
+        self.tasks.look(dead, self.step)
+
+    def begin(self, task: int, version: str = "") -> ScriptedTask:
+        """A task joins and has its first leases, if it holds a version."""
+        self.attempts[task] = self.attempts.get(task, -1) + 1
+        one = ScriptedTask(self.paths, task, self.attempts[task])
+        if version:
+            one.hold(version)
+        self.look()
+        one.hear(self.incarnation)
+        return one
+
+    def train(self) -> list[int]:
+        """A step, whose items are returned; none if there are not enough."""
+        samples = self.tasks.take(self.step + 1, self.admission.batch_size) or ()
+        for sample in samples:
+            group = read_group(
+                self.paths.rollout_samples(*parse_name(sample.task)), StoredGroup.of(sample)
+            )
+            assert (group.item, group.versions) == (sample.item, sample.versions)
+        items = [sample.item for sample in samples]
+        if items:
+            self.step += 1
+            self.ledger.train(items, self.step)
+        return items
+
+    def told(self) -> list[tuple[str, str, str]]:
+        events = [one for one in read_all(self.paths) if one["kind"] == "rollout_task"]
+        return [(one["task"], one["state"], one.get("reason", "")) for one in events]
+
+    def files(self, task: ScriptedTask) -> set[str]:
+        return {path.name for path in self.paths.rollout_samples(*task.place).iterdir()}
+
+
+@pytest.fixture
+def beds(paths: RunPaths) -> Callable[..., Bed]:
+    return lambda **bounds: Bed(paths, **bounds)
+
+
+# -- exactly once ---------------------------------------------------------------------------------
+
+
+class Trial(RuleBasedStateMachine):
+    """Tasks and masters in any order. Beside them is a list of what each step was trained with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        paths = RunPaths.of(Path(self.folder.name), "someone", "exp", "1")
+        for directory in paths.directories():
+            make_private_directory(directory)
+        self.bed = Bed(paths, max_leased=5)
+        self.tasks: dict[int, ScriptedTask] = {}
+        self.trained: list[list[int]] = []
+        """Items by step."""
+        self.committed = 0
+
+    def teardown(self) -> None:
+        try:
+            self.finish()
+        finally:
+            self.folder.cleanup()
+
+    def newest(self) -> str:
+        return f"{self.bed.step}.{self.bed.incarnation}"
+
+    @rule(task=st.integers(0, 2), holds=st.booleans())
+    def begin(self, task: int, holds: bool) -> None:
+        """The task before it, if there is one, ended without a word."""
+        self.tasks[task] = self.bed.begin(task, self.newest() if holds else "")
+
+    @rule(task=st.integers(0, 2))
+    def hold(self, task: int) -> None:
+        if task in self.tasks:
+            self.tasks[task].hold(self.newest())
+
+    @rule(task=st.integers(0, 2), number=st.integers(1, 3), hears=st.booleans())
+    def work(self, task: int, number: int, hears: bool) -> None:
+        """Also of requests of a master that is gone, if it has not heard of the next one."""
+        if (one := self.tasks.get(task)) is not None:
+            if hears:
+                one.hear(self.bed.incarnation)
+            if one.open and one.version:
+                one.finish(*sorted(one.open)[:number])
+
+    @rule(task=st.integers(0, 2))
+    def give_back(self, task: int) -> None:
+        if (one := self.tasks.get(task)) is not None:
+            one.give_back(*sorted(one.open)[:1])
+
+    @rule(task=st.integers(0, 2))
+    def leave(self, task: int) -> None:
+        if (one := self.tasks.pop(task, None)) is not None:
+            one.leave()
+
+    @rule(task=st.integers(0, 2))
+    def lose(self, task: int) -> None:
+        self.tasks.pop(task, None)
+        self.bed.look(f"rollout/{task}")
+
+    @rule()
+    def look(self) -> None:
+        self.bed.look()
+
+    @rule()
+    def train(self) -> None:
+        items = self.bed.train()
+        if items:
+            assert not {item for step in self.trained for item in step}.intersection(items)
+            self.trained.append(items)
+
+    @rule()
+    def write_commit(self) -> None:
+        self.bed.write_commit()
+        self.committed = len(self.trained)
+
+    @precondition(lambda self: self.tasks or self.trained)
+    @rule()
+    def restart(self) -> None:
+        self.bed.restart()
+        del self.trained[self.committed :]
+        for one in self.tasks.values():
+            if one.version:
+                one.hold(self.newest())
+
+    @invariant()
+    def nothing_has_two_states(self) -> None:
+        record = self.bed.ledger.record()
+        record.check("the ledger")
+        assert self.bed.ledger.trained == sum(map(len, self.trained))
+
+    def finish(self) -> None:
+        """What is open now is trained in the end, or dropped for its age: nothing is lost."""
+        end = self.bed.ledger.record().next
+        for _ in range(60):
+            if self.bed.ledger.settled >= end:
+                break
+            one = self.tasks.get(0) or self.bed.begin(0)
+            self.tasks = {0: one}
+            one.hold(self.newest())
+            self.bed.look("rollout/1", "rollout/2")
+            one.hear(self.bed.incarnation)
+            if one.leaving:
+                self.tasks = {}
+                continue
+            one.finish(*one.open) if one.open else None
+            self.bed.look()
+            self.train()
+        assert self.bed.ledger.settled >= end
+        trained = {item for step in self.trained for item in step if item < end}
+        stale = self.bed.ledger.dropped.get("stale", 0)
+        assert len(trained) <= end <= len(trained) + stale
+
+
+Trial.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestTrial = Trial.TestCase
+
+
+# -- leases ---------------------------------------------------------------------------------------
+
+
+def test_those_with_the_least_to_do_get_the_next_items(beds: Callable[..., Bed]) -> None:
+    bed = beds(batch_size=4, max_leased=6)
+    first = bed.begin(0, "0.1")
+    assert sorted(first.open) == [0, 1, 2, 3, 4, 5], "alone it may have all"
+    second = bed.begin(1, "0.1")
+    assert not second.open
+    first.finish(0, 1)
+    bed.look()
+    assert first.hear(1) == []
+    assert [request for request in second.hear(1) if isinstance(request, GenerateItems)] == [
+        GenerateItems(
+            lease="1.2",
+            items=tuple(RequestedItem(item=item, epoch=0, index=item) for item in (6, 7)),
+            oldest="0.1",
+        )
+    ]
+    first.finish(2, 3, 4, 5)
+    bed.look()
+    assert first.hear(1) == second.hear(1) == [], "as far ahead as the staleness allows"
+
+
+def test_a_task_without_usable_weights_gets_nothing(beds: Callable[..., Bed]) -> None:
+    bed = beds()
+    bed.tasks.take(1, 2)
+    assert bed.tasks.view().waits_for == "for a rollout task"
+    task = bed.begin(0)
+    assert (task.open, bed.tasks.waits_for()) == (
+        {},
+        "for a rollout task that holds usable weights",
+    )
+    task.hold("5.7")
+    bed.look()
+    assert task.hear(1) == [], "these led nowhere"
+    task.hold("0.1")
+    bed.look()
+    task.hear(1)
+    assert sorted(task.open) == [0, 1, 2, 3]
+    task.finish(2)
+    bed.look()
+    assert bed.tasks.waits_for() == "for groups of rollout tasks: 1 of 2"
+
+
+def test_items_of_a_lost_task_go_to_another_and_its_results_are_late(
+    beds: Callable[..., Bed],
+) -> None:
+    bed = beds()
+    first = bed.begin(7, "0.1")
+    first.hear(1)
+    second = bed.begin(8, "0.1")
+    bed.look("rollout/7", "trainer/0")
+    second.hear(1)
+    assert sorted(second.open) == sorted(first.open) == [0, 1, 2, 3]
+    assert first.hear(1) == [Leave(within_s=0.0)], "it may be alive"
+    first.finish(0)
+    second.finish(0)
+    bed.look()
+    (sample,) = bed.ledger.finished
+    assert sample.task == "rollout.8.0"
+    assert bed.told()[-1] == ("rollout/7", "lost", "its agent no longer renews its lease")
+    assert bed.tasks.agents.keys() == {"rollout/8"}
+
+
+def test_the_newest_attempt_at_a_task_is_the_only_one(beds: Callable[..., Bed]) -> None:
+    bed = beds()
+    first = bed.begin(7, "0.1")
+    first.finish(1)
+    second = bed.begin(7, "0.1")
+    assert bed.told()[1:] == [
+        ("rollout/7", "joined", ""),
+        ("rollout/7", "lost", "its task was started again"),
+    ]
+    assert [one.item for one in bed.ledger.finished] == [1], "it was finished before"
+    assert sorted(second.open) == [0, 2, 3]
+    bed.look()
+    assert bed.tasks.agents["rollout/7"].attempt == 1
+
+
+def test_a_task_that_leaves_gives_back_all_that_it_was_asked_for(beds: Callable[..., Bed]) -> None:
+    """Also what it has not read."""
+    bed = beds()
+    task = bed.begin(7, "0.1")
+    bed.tasks.leave("rollout.7.0", 30.0)
+    bed.look()
+    assert task.hear(1) == [Leave(within_s=30.0)]
+    task.open.pop(3)
+    task.leave()
+    bed.look()
+    assert (bed.ledger.leased, bed.ledger.holders) == (0, [])
+    assert bed.told()[-1] == ("rollout/7", "left", "preemption")
+    view = bed.tasks.view()
+    assert (view.given_back, view.lost, view.tasks) == (3, 1, ())
+
+
+def test_a_damaged_log_loses_the_task_and_nothing_else(
+    beds: Callable[..., Bed], paths: RunPaths
+) -> None:
+    bed = beds()
+    task = bed.begin(7, "0.1")
+    task.finish(0)
+    with paths.rollout_results(*task.place).open("ab") as file:
+        file.write(frame.encode({"type": "unheard of"}))
+    bed.look()
+    (*_, (_, state, reason)) = bed.told()
+    assert (state, "has 'unheard of' in 'type'" in reason) == ("lost", True)
+    assert (bed.ledger.leased, len(bed.ledger.finished)) == (0, 1)
+
+
+# -- staleness ------------------------------------------------------------------------------------
+
+
+def test_what_is_too_stale_is_dropped_or_taken_back(beds: Callable[..., Bed]) -> None:
+    bed = beds(max_staleness=1)
+    slow, fast = bed.begin(0, "0.1"), bed.begin(1)
+    old = sorted(slow.open)
+    bed.tasks.leave("rollout.0.0", 99.0)
+    slow.give_back(*old[2:])
+    for step in range(1, 4):
+        fast.hold(f"{step - 1}.1")
+        bed.look()
+        fast.hear(1)
+        if step == 2:
+            slow.finish(old[0])
+        elif fast.open:
+            fast.finish(*sorted(fast.open)[:2])
+        bed.look()
+        if step == 2:
+            fast.finish(*sorted(fast.open))
+            bed.look()
+            bed.ledger.finish("none", bed.ledger.finished[0])
+        bed.train()
+    requests = slow.hear(1)
+    assert Abort(lease="1.1", items=(old[1],)) in requests
+    slow.open[old[1]] = "1.1"
+    slow.finish(old[1])
+    bed.look()
+    metrics = bed.tasks.metrics()
+    assert metrics["rollout/aborted"] == 1
+    assert metrics["rollout/refused_late"] == 2
+    assert metrics["rollout/staleness_max"] <= 1
+    again = bed.tasks.metrics()
+    assert not any(again.values())
+    assert "rollout/staleness_mean" not in again
+
+
+# -- restarts -------------------------------------------------------------------------------------
+
+
+def test_a_new_master_confirms_what_still_holds(beds: Callable[..., Bed]) -> None:
+    """Results since the commit count, leases since the commit do not."""
+    bed = beds(batch_size=4)
+    task = bed.begin(0, "0.1")
+    task.finish(0, 1)
+    bed.look()
+    bed.write_commit()
+    task.finish(2)
+    task.finish(3)
+    bed.look()
+    assert bed.train() == [0, 1, 2, 3]
+    task.hold("1.1")
+    bed.look()
+    assert [one.lease for one in task.hear(1) if isinstance(one, GenerateItems)] == ["1.2"]
+    bed.restart()
+    bed.look()
+    (confirm,) = task.hear(2)
+    assert isinstance(confirm, Confirm)
+    (held,) = confirm.leases
+    assert (held.lease, held.oldest) == ("1.1", "0.1")
+    assert [one.item for one in held.items] == [4, 5, 6, 7]
+    assert set(task.open.values()) == {"1.1"}
+    assert bed.train() == [0, 1, 2, 3]
+    assert bed.tasks.agents["rollout/0"] == task.agent
+
+
+def test_a_master_leases_nothing_before_it_knows_the_dataset(
+    beds: Callable[..., Bed], paths: RunPaths
+) -> None:
+    bed = beds()
+    bed.tasks = RolloutTasks(
+        *(paths, bed.ledger, Lineage({1: None}), bed.admission, 1, EventWriter(paths, "master.1")),
+        look_s=LOOK_S,
+        clock=lambda: bed.now,
+    )
+    task = bed.begin(0, "0.1")
+    assert task.hear(1) == []
+    bed.tasks.start(rows)
+    bed.look()
+    assert [type(one) for one in task.hear(1)] == [Confirm, GenerateItems]
+
+
+@pytest.mark.parametrize(
+    "attempts",
+    [
+        [{"name": "rollout.0.0"}] * 2,
+        [{"name": "rollout"}],
+        [{"name": "../rollout.0.0"}],
+        [{"name": "rollout.0.0", "version": "new"}],
+    ],
+)
+def test_a_record_that_cannot_be_followed_is_refused(attempts: list[dict[str, Any]]) -> None:
+    with pytest.raises(CorruptFileError):
+        rollouts_of({"attempts": attempts}, "a commit")
+
+
+def test_the_state_of_a_checkpoint_may_hold_attempts(beds: Callable[..., Bed]) -> None:
+    """Those of older versions, and of trials without tasks, hold none."""
+    bed = beds()
+    bed.begin(0, "0.1")
+    bed.look()
+    bed.write_commit()
+    state = json.loads(bed.commit[0])
+    (attempt,) = rollouts_of(state["rollouts"], "a commit").attempts
+    assert (attempt.version, attempt.read.offset > 0) == ("0.1", True)
+    assert wrong(state, STATE) is None
+    assert wrong({"rollouts": None}, STATE) is None
+    state["rollouts"]["attempts"] *= 2
+    assert "in 'rollouts', expected attempts of rollout tasks" in str(wrong(state, STATE))
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def test_files_that_no_commit_needs_are_removed(beds: Callable[..., Bed], paths: RunPaths) -> None:
+    """Also after the end of their task, whose directory goes last."""
+    bed = beds()
+    task = bed.begin(0, "0.1")
+    for item in range(4):
+        task.finish(item)
+        bed.look()
+    assert bed.train() == [0, 1]
+    assert len(bed.files(task)) == 4, "the commit before the step needs them"
+    bed.write_commit()
+    bed.look()
+    left = {sample.file for sample in bed.ledger.finished}
+    assert bed.files(task) == left
+    task.leave()
+    bed.look()
+    for _ in range(2):
+        bed.write_commit()
+        bed.look()
+    assert bed.files(task) == left
+    assert bed.train() == [2, 3]
+    bed.write_commit()
+    bed.look()
+    assert not paths.rollout_task(*task.place).exists()
+    bed.look()
+    assert bed.tasks.record().attempts == ()
