@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Collection
-from contextlib import closing
+from contextlib import closing, suppress
 from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
@@ -80,6 +80,22 @@ def prepare(
         _remove(directory, calls)
         raise
     return directory
+
+
+def find(
+    folder: Path,
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    calls: SystemCalls = REAL,
+) -> Path:
+    """The newest directory that `prepare` has finished, without a look at the dataset's files.
+    Raises EnvironmentFailure, also if there is none."""
+    for directory in _made(folder, recipe(config, tokenizer), calls):
+        with suppress(CorruptFileError):
+            if read_manifest(directory, calls=calls) is not None:
+                return directory
+    raise EnvironmentFailure(f"{folder} has no prepared rows of {config.path}")
 
 
 def sweep(

@@ -6,6 +6,7 @@ import asyncio
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,7 +25,7 @@ logger = log.get(__name__)
 MOST_LOGGED: Final = 5
 """Failures of a call that the log shows one by one."""
 MOST_SINGLE_FAILURES: Final = 8
-"""Calls of one episode in a row that may fail."""
+"""Calls of one item in a row that may fail."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,13 @@ class EpisodeRunner:
         dialogue: Dialogue,
         draws: Callable[[EpisodeItem], Draws],
         waiting: Waiting,
+        *,
+        slots: asyncio.Semaphore | None = None,
     ) -> list[EpisodeOutcome]:
         """The outcomes of the items' episodes, in the items' order.
 
+        :param slots: calls that run side by side share these, one for each episode. The items of
+            such a call are completions of one prompt, which may all fail now and then.
         :raises EpisodeError: no episode was completed.
         :raises RunFailedError: the engine failed.
         """
@@ -66,7 +71,8 @@ class EpisodeRunner:
             waiting.end()
             while left:
                 number, item = left.popleft()
-                outcomes[number] = await self._one(item, engine, dialogue, draws(item), waiting)
+                async with slots or nullcontext():
+                    outcomes[number] = await self._one(item, engine, dialogue, draws(item), waiting)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -76,7 +82,7 @@ class EpisodeRunner:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         ordered = [outcomes[number] for number in range(len(items))]
-        self._report(ordered)
+        self._report(ordered, alone=slots is not None or len(ordered) == 1)
         return ordered
 
     async def _one(
@@ -122,8 +128,9 @@ class EpisodeRunner:
         completions.finished = completions.stopped and not policy.limited
         return completions
 
-    def _report(self, outcomes: Sequence[EpisodeOutcome]) -> None:
-        """Log the failures. Raises EpisodeError if there is nothing else."""
+    def _report(self, outcomes: Sequence[EpisodeOutcome], *, alone: bool) -> None:
+        """Log the failures. Raises EpisodeError if there is nothing else, for an item that is
+        ``alone`` in its call only after others in a row."""
         failed = [outcome for outcome in outcomes if outcome.failure]
         for outcome in failed[:MOST_LOGGED]:
             item = outcome.item
@@ -137,7 +144,7 @@ class EpisodeRunner:
             self._failed_alone = 0
             return
         self._failed_alone += 1
-        if len(outcomes) > 1 or self._failed_alone >= MOST_SINGLE_FAILURES:
+        if not alone or self._failed_alone >= MOST_SINGLE_FAILURES:
             raise EpisodeError(
                 f"all {len(outcomes)} episodes of this call failed, the last one for sample "
                 f"{failed[-1].item.sample_id}: {failed[-1].failure}"

@@ -72,6 +72,7 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "workers.agent": (),
         "workers.master": (),
+        "workers.rollout": (),
         "workers.worker": (),
         "workers.supervisor": (),
     },
@@ -137,6 +138,9 @@ TORCH_FREE = (
     "workers.messages",
     "workers.process",
     "workers.rollout_messages",
+    "workers.rollout",
+    "workers.rollout.results",
+    "workers.rollout.session",
     "workers.supervisor*",
     "workers.agent*",
     "workers.master*",

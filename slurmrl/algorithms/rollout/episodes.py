@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Stats
-from slurmrl.algorithms.rollout.sampling import (
-    completions,
-    generation_options,
-    sampling_key,
-    sampling_seed,
-    stream,
-)
+from slurmrl.algorithms.rollout.configured import ConfiguredEpisodes, episode_items
+from slurmrl.algorithms.rollout.sampling import completions
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import ServingEngine
 from slurmrl.engines.rollout.lockstep import LockstepEngine
 from slurmrl.rollouts.base import EpisodeItem
-from slurmrl.rollouts.configured import make_episode
-from slurmrl.rollouts.dialogue import Dialogue
-from slurmrl.rollouts.policy import Draws, EpisodeLimits, Waiting
-from slurmrl.rollouts.runner import EpisodeOutcome, EpisodeRunner
-from slurmrl.rollouts.tools.toolbox import make_tools
+from slurmrl.rollouts.policy import Waiting
+from slurmrl.rollouts.runner import EpisodeOutcome
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import GenerateEngine
@@ -37,15 +28,10 @@ class EpisodeGeneration:
     """Generates by the configured episodes. Holds the tools of this rank until it is closed."""
 
     def __init__(self, context: CallContext) -> None:
-        rollout = context.settings.config.rollout
-        self._tools = make_tools(rollout.episode.tools)
-        limits = EpisodeLimits(turns=rollout.episode.max_turns, tokens=rollout.most_tokens)
-        episode = make_episode(rollout.episode, self._tools)
-        self._runner = EpisodeRunner(episode, self._tools, rollout.episode, limits)
-        self._dialogues: dict[bool, Dialogue] = {}
+        self._episodes = ConfiguredEpisodes(context.settings.config)
 
     def close(self) -> None:
-        self._tools.close()
+        self._episodes.close()
 
     def generate(
         self, engine: GenerateEngine, sample: SequenceSample, context: CallContext
@@ -53,15 +39,16 @@ class EpisodeGeneration:
         """The keys of `RolloutInterface.generate`, with ``prompt_mask`` True on every token that
         the policy did not write, and ``turn_rewards``. Ranks that compute the same as their leader
         have no result."""
-        calls, failures = self._tools.calls, self._tools.failures
-        outcomes = self._outcomes(engine, _items(sample, context), context)
+        tools = self._episodes.tools
+        calls, failures = tools.calls, tools.failures
+        outcomes = self._outcomes(engine, episode_items(sample, context), context)
         if outcomes is None:
             return CallResult()
         stats = _stats(outcomes)
-        if self._tools:
-            made = float(self._tools.calls - calls)
+        if tools:
+            made = float(tools.calls - calls)
             stats["tool_calls"] = (made, float(len(outcomes)))
-            stats["tool_failed"] = (float(self._tools.failures - failures), made)
+            stats["tool_failed"] = (float(tools.failures - failures), made)
         count = completions(context)
         return CallResult(_as_sample(sample.ids, outcomes, count, engine.context.device), stats)
 
@@ -69,7 +56,7 @@ class EpisodeGeneration:
         self, engine: GenerateEngine, items: Sequence[EpisodeItem], context: CallContext
     ) -> list[EpisodeOutcome] | None:
         """The ends of the episodes; None on a rank that computes what its leader asks for."""
-        dialogue, draws, waiting = self._dialogue(context), _draws(context), Waiting()
+        waiting = Waiting()
         version = str(context.step)
         if isinstance(engine, ServingEngine) and engine.serves_requests:
             episode = context.settings.config.rollout.episode
@@ -77,54 +64,11 @@ class EpisodeGeneration:
             with engine.serving(version, rows=rows, cache_bytes=memory) as served:
                 if served is None:
                     return None
-                return asyncio.run(self._runner.run(items, served, dialogue, draws, waiting))
+                return asyncio.run(self._episodes.run(served, items, context, waiting))
         lockstep = LockstepEngine(engine, version)
         return lockstep.run(
-            lambda: self._runner.run(items, lockstep, dialogue, draws, waiting), waiting.settled
+            lambda: self._episodes.run(lockstep, items, context, waiting), waiting.settled
         )
-
-    def _dialogue(self, context: CallContext) -> Dialogue:
-        config = context.settings.config
-        evaluation = config.evaluation if context.evaluation else None
-        if context.evaluation not in self._dialogues:
-            dataset = (evaluation or config).dataset
-            self._dialogues[context.evaluation] = Dialogue(dataset, context.tokenizer)
-        return self._dialogues[context.evaluation]
-
-
-def _items(sample: SequenceSample, context: CallContext) -> list[EpisodeItem]:
-    """The prompts, once for each of their completions, which are side by side."""
-    tokens = sample.tensor("prompt_ids").tolist()
-    metadata, cuts = sample.metadata, sample.cu_seqlens("prompt_ids").tolist()
-    return [
-        EpisodeItem(
-            sample_id=name,
-            index=index,
-            prompt=tuple(tokens[start:stop]),
-            text=metadata["prompt"][place],
-            answer=metadata["answer"][place],
-            row=metadata["row"][place],
-            step=context.step,
-            evaluation=context.evaluation,
-        )
-        for place, (name, (start, stop)) in enumerate(zip(sample.ids, pairwise(cuts), strict=True))
-        for index in range(completions(context))
-    ]
-
-
-def _draws(context: CallContext) -> Callable[[EpisodeItem], Draws]:
-    options, seed = generation_options(context), sampling_seed(context)
-
-    def of(item: EpisodeItem) -> Draws:
-        name = stream(item.sample_id, item.index)
-        return Draws(
-            options=options,
-            seed=seed,
-            step=context.step,
-            key_of=lambda suffix: sampling_key(name + suffix),
-        )
-
-    return of
 
 
 def _as_sample(

@@ -1,0 +1,83 @@
+"""Makes the samples of an item: what the trainers' generate call would draw for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.rollout.configured import ConfiguredEpisodes, episode_items
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.rollout.base import RolloutEngine
+from slurmrl.plan.settings import Settings
+from slurmrl.rollouts.policy import Waiting
+from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.rollouts.tools.toolbox import in_thread
+from slurmrl.workers.rollout.rows import TaskRows
+from slurmrl.workers.rollout_messages import RequestedItem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Generation:
+    """Runs the configured episodes of items on one engine. Holds their tools until it is closed."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        rows: TaskRows,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Sequence[int],
+        engine: RolloutEngine,
+    ) -> None:
+        """Made in a running asyncio loop."""
+        self._settings, self._rows, self._tokenizer = settings, rows, tokenizer
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._engine = engine
+        self._episodes = ConfiguredEpisodes(settings.config)
+        self._slots = asyncio.Semaphore(settings.config.rollout.episode.concurrency)
+        self.counts = {"tokens": 0.0, "items": 0.0, "episodes_failed": 0.0}
+        """Sums over all items: tokens that were drawn, items, episodes."""
+
+    @property
+    def items_at_a_time(self) -> int:
+        """Items whose episodes fill the engine, and one that follows them."""
+        rollout = self._settings.config.rollout
+        return -(-rollout.episode.concurrency // rollout.n) + 1
+
+    async def group(self, lease: str, row: RequestedItem) -> SampleGroup:
+        """All completions of an item.
+
+        Raises RunFailedError if the engine is lost, EpisodeError if all episodes of several items
+        in a row have failed, CorruptFileError and EnvironmentFailure for a row that cannot be read.
+        """
+        sample: SequenceSample = await in_thread(lambda: self._rows.sample(row))
+        context = self._context(row)
+        outcomes = await self._episodes.run(
+            self._engine, episode_items(sample, context), context, Waiting(), slots=self._slots
+        )
+        completions = [outcome.completions for outcome in outcomes]
+        held = self._engine.version
+        assert held is not None, "requests wait for weights"
+        self.counts["tokens"] += sum(sum(each.written) for each in completions)
+        self.counts["items"] += 1
+        self.counts["episodes_failed"] += sum(bool(outcome.failure) for outcome in outcomes)
+        return SampleGroup.of(row.item, lease, completions, held)
+
+    def close(self) -> None:
+        self._episodes.close()
+
+    def _context(self, row: RequestedItem) -> CallContext:
+        """That of the step that trains the item if the trainers never wait for samples."""
+        config = self._settings.config
+        return CallContext(
+            step=row.item // self._settings.algorithm.batch_size + 1,
+            seed=config.seed,
+            scalars={},
+            tokenizer=self._tokenizer,
+            settings=self._settings,
+            stop_token_ids=self._stop_token_ids,
+            batch=(),
+        )

@@ -1,0 +1,223 @@
+"""What a rollout task owes the masters: which items it makes, records, gives back or forgets.
+
+A state machine without files, processes or clocks. An item of a lease is answered at most once by
+an attempt: its samples are recorded, or it is given back. Torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.weights.version import VersionId
+from slurmrl.workers.rollout_messages import (
+    Abort,
+    Confirm,
+    GaveBack,
+    GenerateItems,
+    Leave,
+    RequestedItem,
+    RolloutRequest,
+)
+
+Key = tuple[str, int]
+"""(lease, item)"""
+ASKED = "the master asks this task to leave"
+
+
+@dataclass(frozen=True)
+class Work:
+    """An item to make."""
+
+    lease: str
+    row: RequestedItem
+    oldest: VersionId
+    """Of the weights that may draw its tokens."""
+
+    @property
+    def key(self) -> Key:
+        return self.lease, self.row.item
+
+
+@dataclass(frozen=True)
+class Retirement:
+    reason: str
+    until: float
+    """When what is unfinished is given back."""
+
+
+class Session:
+    """The requests of one incarnation after the other.
+
+    Between `serve` and the new master's `Confirm` nothing begins and nothing is recorded: whose
+    leases hold is not known then.
+    """
+
+    def __init__(self, *, most_begun: int, most_unwritten: int) -> None:
+        """``most_begun``: items that are made at a time; ``most_unwritten``: items whose samples
+        may wait to be recorded before no further one begins."""
+        self.incarnation: int | None = None
+        self.held: VersionId | None = None
+        """The weights that draw the next token."""
+        self.paused = False
+        """Whether nothing is to begin for now."""
+        self.retirement: Retirement | None = None
+        self._most_begun, self._most_unwritten = most_begun, most_unwritten
+        self._confirmed = self._expired = False
+        self._waiting: dict[Key, Work] = {}
+        self._begun: dict[Key, Work] = {}
+        self._finished: dict[Key, SampleGroup] = {}
+        self._returned: dict[Key, str] = {}
+        """What is to be given back, with the reasons."""
+        self._recording: dict[Key, SampleGroup] = {}
+        """On their way to the disk; of these some may not be wanted any more."""
+        self._answered: set[Key] = set()
+        """Of all incarnations: a new one may begin at a commit that is older than the last one."""
+        self._aborted: list[Key] = []
+
+    # -- what others want --------------------------------------------------------------------
+
+    def serve(self, incarnation: int) -> None:
+        """This incarnation is the newest now."""
+        if self.incarnation is None or incarnation > self.incarnation:
+            self.incarnation, self._confirmed = incarnation, False
+
+    def take(self, request: RolloutRequest, now: float) -> None:
+        """A request of the newest incarnation's master, at ``now`` in seconds."""
+        match request:
+            case Confirm():
+                self._confirm(request)
+            case GenerateItems():
+                self._generate(request)
+            case Abort():
+                self._forget({(request.lease, item) for item in request.items})
+            case Leave():
+                self.retire(ASKED, request.within_s, now)
+
+    def retire(self, reason: str, within_s: float, now: float) -> None:
+        """Begin nothing more, and give back what is unfinished in ``within_s``. The earliest
+        deadline counts."""
+        until = now + within_s
+        if self.retirement is None or until < self.retirement.until:
+            self.retirement = Retirement(reason, until)
+        self._return(self._waiting)
+
+    def expire(self, now: float) -> None:
+        """Give back what is unfinished at the deadline."""
+        if self.retirement is None or now < self.retirement.until:
+            return
+        self._expired = True
+        self._aborted += self._begun
+        self._return(self._begun)
+
+    # -- what to do --------------------------------------------------------------------------
+
+    def begin(self) -> list[Work]:
+        """Items to make from now on."""
+        if not self._confirmed or self.paused or self.held is None or self.retirement is not None:
+            return []
+        room = self._most_begun - len(self._begun)
+        if len(self._finished) >= self._most_unwritten:
+            room = 0
+        ready = [work for work in self._waiting.values() if not self.held < work.oldest]
+        chosen = ready[: max(room, 0)]
+        for work in chosen:
+            self._begun[work.key] = self._waiting.pop(work.key)
+        return chosen
+
+    def aborted(self) -> list[Key]:
+        """Items to make no longer, since the last call."""
+        aborted, self._aborted = self._aborted, []
+        return aborted
+
+    def to_record(self) -> list[SampleGroup]:
+        """The samples that can be recorded now. `recorded` or `unrecorded` follows."""
+        self._recording = dict(self._finished) if self._confirmed else {}
+        return list(self._recording.values())
+
+    def to_give_back(self) -> list[GaveBack]:
+        """The answers about items that will not be made, which count as given from now on."""
+        if not self._confirmed:
+            return []
+        found: dict[tuple[str, str], list[int]] = {}
+        for (lease, item), reason in self._returned.items():
+            found.setdefault((lease, reason), []).append(item)
+        self._answered |= self._returned.keys()
+        self._returned.clear()
+        return [
+            GaveBack(lease=lease, items=tuple(items), reason=reason)
+            for (lease, reason), items in found.items()
+        ]
+
+    # -- what has happened -------------------------------------------------------------------
+
+    def finish(self, key: Key, group: SampleGroup) -> None:
+        """The samples of an item are there; no-op if nobody wants them any more."""
+        if self._begun.pop(key, None) is not None:
+            self._finished[key] = group
+
+    def recorded(self) -> None:
+        """What `to_record` returned is on disk, in the result log or about to be."""
+        for key in self._recording:
+            self._finished.pop(key, None)
+        self._answered |= self._recording.keys()
+        self._recording = {}
+
+    def unrecorded(self) -> None:
+        """It is not, and is to be recorded again as far as it is wanted."""
+        self._recording = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether no item is being made."""
+        return not self._begun
+
+    @property
+    def answers(self) -> bool:
+        """Whether there is something to record or to give back."""
+        return self._confirmed and bool(self._finished or self._returned)
+
+    @property
+    def over(self) -> bool:
+        """Whether the task retires and owes nothing: also at the deadline while nobody says
+        which leases hold."""
+        if self.retirement is None or self._waiting or self._begun or self._recording:
+            return False
+        unknown = self._expired and not self._confirmed
+        return unknown or not (self._finished or self._returned)
+
+    # -- parts -------------------------------------------------------------------------------
+
+    def _confirm(self, request: Confirm) -> None:
+        named = {(one.lease, row.item) for one in request.leases for row in one.items}
+        known = {*self._waiting, *self._begun, *self._finished, *self._returned}
+        self._forget(known - named)
+        self._confirmed = True
+        for lease in request.leases:
+            self._generate(lease)
+
+    def _generate(self, request: GenerateItems) -> None:
+        oldest = VersionId.parse(request.oldest)
+        for row in request.items:
+            work = Work(request.lease, row, oldest)
+            known = (self._begun, self._finished, self._returned, self._answered)
+            if any(work.key in each for each in known):
+                continue
+            if work.key in self._recording:
+                self._finished[work.key] = self._recording[work.key]
+            else:
+                self._waiting[work.key] = work
+        if self.retirement is not None:
+            self._return(self._waiting)
+
+    def _forget(self, keys: set[Key]) -> None:
+        for key in keys:
+            if self._begun.pop(key, None) is not None:
+                self._aborted.append(key)
+            for each in (self._waiting, self._finished, self._returned):
+                each.pop(key, None)
+
+    def _return(self, works: dict[Key, Work]) -> None:
+        assert self.retirement is not None, "items are given back by a task that retires"
+        self._returned |= dict.fromkeys(works, self.retirement.reason)
+        works.clear()

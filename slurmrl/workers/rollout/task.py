@@ -1,0 +1,264 @@
+"""A rollout task at work: requests, weights, episodes and results in one asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from slurmrl import log
+from slurmrl.backoff import OUTAGE_S, Backoff
+from slurmrl.channel.log import LogReader
+from slurmrl.engines.rollout.base import RolloutEngine, WeightVersion
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.monitor.reports import Identity
+from slurmrl.paths import RunPaths
+from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.rollouts.tools.toolbox import in_thread
+from slurmrl.weights.version import VersionId
+from slurmrl.workers.rollout.generation import Generation
+from slurmrl.workers.rollout.results import ResultWriter
+from slurmrl.workers.rollout.session import Key, Session, Work
+from slurmrl.workers.rollout.weights import TaskWeights
+from slurmrl.workers.rollout_messages import (
+    REQUEST_LOG,
+    Holds,
+    Leaving,
+    RolloutCounts,
+    RolloutResult,
+)
+
+logger = log.get(__name__)
+
+LAST_S = 10.0
+"""Of the time to retire in, for recording the last results."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    interruptible: bool = True
+    """Whether items that are being made continue with new weights. If not, new weights wait until
+    all that have begun are finished."""
+    most_unwritten: int = 256
+    """Items whose samples may wait for the directory before generation pauses."""
+    poll_s: float = 1.0
+    """Between two looks for requests, and for weight versions."""
+    gather_s: float = 0.5
+    """How long finished items wait for others, to share a file with them."""
+    counts_s: float = 30.0
+    """Between two records of the counts."""
+
+
+class RolloutTask:
+    """Serves the newest incarnation until it has retired. Made in a running asyncio loop."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        agent: Identity,
+        engine: RolloutEngine,
+        weights: TaskWeights,
+        generation: Generation,
+        options: TaskOptions,
+        *,
+        calls: SystemCalls = REAL,
+    ) -> None:
+        """Raises EnvironmentFailure if the attempt's files cannot be made."""
+        self._paths, self._agent = paths, agent
+        self._engine, self._weights, self._generation = engine, weights, generation
+        self._options, self._calls = options, calls
+        self._results = ResultWriter(paths, agent, calls=calls)
+        self._session = Session(
+            most_begun=generation.items_at_a_time, most_unwritten=options.most_unwritten
+        )
+        self._changed = asyncio.Condition()
+        self._changes = 0
+        """How often something has changed that decides what is made."""
+        self._making: dict[Key, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        """Aborted, and not yet gone from the engine."""
+        self._messages: list[RolloutResult] = []
+        """To record."""
+        self._began_s = time.monotonic()
+
+    async def serve(self, incarnation: int) -> None:
+        """Take the requests of this incarnation, which is the newest now."""
+        self._session.serve(incarnation)
+        await self._tell()
+
+    async def retire(self, reason: str, within_s: float) -> None:
+        """Take no more requests; `run` returns within the time, if the directory answers."""
+        last_s = min(LAST_S, within_s / 2)
+        self._session.retire(reason, within_s - last_s, time.monotonic())
+        await self._tell()
+
+    async def run(self) -> None:
+        """Raises RunFailedError and UsageError of the engine, EpisodeError, and CorruptFileError
+        for damaged requests or rows."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                followers = [
+                    group.create_task(each)
+                    for each in (
+                        self._follow_requests(),
+                        self._follow_weights(),
+                        self._make_items(group),
+                        self._count(),
+                    )
+                ]
+                await self._record_results()
+                for follower in followers:
+                    follower.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    # -- what comes in -----------------------------------------------------------------------
+
+    async def _follow_requests(self) -> None:
+        reading: int | None = None
+        while True:
+            await self._until(lambda: self._session.incarnation is not None)
+            if self._session.incarnation != reading:
+                reading = self._session.incarnation
+                assert reading is not None, "it was waited for"
+                place = self._agent.group, self._agent.task, self._agent.attempt
+                path = self._paths.rollout_requests(*place, reading)
+                reader = LogReader(path, calls=self._calls)
+            await self._take(reader, reading)
+            await asyncio.sleep(self._options.poll_s)
+
+    async def _take(self, reader: LogReader, incarnation: int | None) -> None:
+        try:
+            found = await in_thread(reader.read)
+        except EnvironmentFailure as error:
+            logger.warning("requests cannot be read now: %s", error)
+            return
+        if found and self._session.incarnation == incarnation:
+            for values in found:
+                self._session.take(REQUEST_LOG.from_json(values), time.monotonic())
+            await self._tell()
+
+    async def _follow_weights(self) -> None:
+        while True:
+            version: WeightVersion | None = None
+            try:
+                version = await in_thread(self._weights.newer)
+            except EnvironmentFailure as error:
+                logger.warning("weight versions cannot be read now: %s", error)
+            if version is None:
+                await asyncio.sleep(self._options.poll_s)
+            else:
+                await self._install(version)
+
+    async def _install(self, version: WeightVersion) -> None:
+        """Serve a version: at once, or between items."""
+        if not self._options.interruptible:
+            self._session.paused = True
+            await self._until(lambda: self._session.idle)
+        await self._engine.update_weights(version)
+        self._weights.drop_others(version)
+        self._messages.append(Holds(version=version.name))
+        self._session.held = VersionId.parse(version.name)
+        self._session.paused = False
+        await self._tell()
+
+    # -- what goes out -----------------------------------------------------------------------
+
+    async def _make_items(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            seen, now = self._changes, time.monotonic()
+            self._session.expire(now)
+            for key in self._session.aborted():
+                self._abort(self._making.pop(key, None))
+            for work in self._session.begin():
+                self._making[work.key] = group.create_task(self._make(work))
+            retirement = self._session.retirement
+            left_s = None if retirement is None else retirement.until - now
+            await self._news(seen, left_s)
+
+    def _abort(self, task: asyncio.Task[None] | None) -> None:
+        if task is None:  # it was about to end
+            return
+        task.cancel()
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _make(self, work: Work) -> None:
+        if self._ending:  # the engine may know requests of the same row
+            await asyncio.wait(set(self._ending))
+        group = await self._generation.group(work.lease, work.row)
+        self._making.pop(work.key)
+        self._session.finish(work.key, group)
+        await self._tell()
+
+    async def _record_results(self) -> None:
+        """Record what there is until the task has retired."""
+        backoff = Backoff(*OUTAGE_S)
+        while not self._session.over:
+            await self._until(self._has_results)
+            await asyncio.sleep(self._options.gather_s)
+            groups = self._session.to_record()
+            messages = [*self._messages, *self._session.to_give_back()]
+            self._messages.clear()
+            if await self._recorded(messages, groups, backoff):
+                self._session.recorded()
+            else:
+                self._session.unrecorded()
+            await self._tell()
+        assert self._session.retirement is not None, "a task ends when it has retired"
+        leaving = Leaving(reason=self._session.retirement.reason)
+        await self._recorded([*self._messages, self._counts(), leaving], [], backoff)
+        while not self._results.settled:
+            await self._recorded([], [], backoff)
+
+    def _has_results(self) -> bool:
+        waiting = self._messages or not self._results.settled
+        return bool(waiting or self._session.answers or self._session.over)
+
+    async def _recorded(
+        self, messages: Sequence[RolloutResult], groups: Sequence[SampleGroup], backoff: Backoff
+    ) -> bool:
+        """Whether the groups are recorded, or about to be as the messages are."""
+        try:
+            await in_thread(lambda: self._results.record(messages, groups))
+        except EnvironmentFailure as error:
+            logger.warning("results cannot be recorded now: %s", error)
+            await asyncio.sleep(backoff.next_s())
+            return False
+        backoff.reset()
+        return True
+
+    async def _count(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.counts_s)
+            self._messages.append(self._counts())
+            await self._tell()
+
+    def _counts(self) -> RolloutCounts:
+        seconds = time.monotonic() - self._began_s
+        return RolloutCounts(counts={**self._generation.counts, "seconds": seconds})
+
+    # -- parts -------------------------------------------------------------------------------
+
+    async def _tell(self) -> None:
+        """Let those look who wait for a change."""
+        self._changes += 1
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _news(self, seen: int, within_s: float | None) -> None:
+        """Let others look, and wait for a change after those that were ``seen``, or for a time if
+        that is not over."""
+        limit_s = None if within_s is None or within_s <= 0 else within_s
+        async with self._changed:
+            self._changed.notify_all()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await self._changed.wait_for(lambda: self._changes != seen)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(condition)

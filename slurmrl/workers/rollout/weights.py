@@ -1,0 +1,95 @@
+"""The weights of a rollout task: a model folder of each version that its engine is to serve."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmrl.checkpoint.export import write_json
+from slurmrl.engines.rollout.base import WeightVersion
+from slurmrl.errors import WeightVersionError
+from slurmrl.fsio import atomic
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import explain
+from slurmrl.models.hf import CONFIG_FILE
+from slurmrl.weights.local_copy import FILE, CopiedVersion, LocalCopy
+from slurmrl.weights.records import MANIFEST, version_ids
+from slurmrl.weights.version import VersionId
+
+
+class TaskWeights:
+    """Follows the published versions. Those of a later incarnation of the trainers are newer, even
+    if it began at an older step, so after a rollback the task goes to what holds now."""
+
+    def __init__(
+        self,
+        versions: Path,
+        folder: Path,
+        config: Mapping[str, Any],
+        *,
+        calls: SystemCalls = REAL,
+    ) -> None:
+        """``folder``: of this task alone, in the host's memory or on a local disk; ``config``: the
+        model's ``config.json``."""
+        self._versions, self._folder, self._config = versions, folder, config
+        self._copy = LocalCopy(folder / "copy", versions, calls=calls)
+        self._calls = calls
+        self._held: VersionId | None = None
+        self._refused: set[VersionId] = set()
+        """Versions that cannot be read."""
+
+    def newer(self) -> WeightVersion | None:
+        """The newest version that can be read, if it is newer than the last one returned.
+
+        Its folder stays until `drop_others`. Raises EnvironmentFailure.
+        """
+        for version in self._published():
+            try:
+                copied = self._copy.advance(version)
+                folder = self._model_folder(copied)
+            except WeightVersionError:  # the copy has logged why
+                self._refused.add(version)
+                continue
+            self._held = copied.id
+            return WeightVersion(name=copied.id.name, folder=folder)
+        return None
+
+    def drop_others(self, version: WeightVersion) -> None:
+        """Remove the folders of other versions: the engine serves this one."""
+        for name in atomic.list_names(self._models, calls=self._calls):
+            if name != version.name:
+                shutil.rmtree(self._models / name, ignore_errors=True)
+
+    @property
+    def _models(self) -> Path:
+        return self._folder / "models"
+
+    def _published(self) -> Iterator[VersionId]:
+        """Newer versions, from new to old."""
+        for version in reversed(version_ids(self._versions, calls=self._calls)):
+            if self._held is not None and not self._held < version:
+                return
+            if version not in self._refused and self._is_complete(version):
+                yield version
+
+    def _is_complete(self, version: VersionId) -> bool:
+        try:
+            names = atomic.list_names(self._versions / version.name, calls=self._calls)
+        except FileNotFoundError:
+            return False
+        return MANIFEST in names
+
+    def _model_folder(self, copied: CopiedVersion) -> Path:
+        """A folder that keeps the weights when the copy moves on, and has the configuration that
+        servers read. (They get the tokenizer by an argument.)"""
+        folder = self._models / copied.id.name
+        shutil.rmtree(folder, ignore_errors=True)
+        atomic.make_private_directory(folder, calls=self._calls)
+        try:
+            self._calls.link(copied.file, folder / FILE)
+        except OSError as error:
+            raise explain(error, "link", copied.file) from error
+        write_json(folder / CONFIG_FILE, self._config, self._calls)
+        return folder

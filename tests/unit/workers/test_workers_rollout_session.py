@@ -1,0 +1,260 @@
+"""What a rollout task answers, in any order of requests, results, incarnations and failures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.weights.version import VersionId
+from slurmrl.workers.rollout.session import Key, Session
+from slurmrl.workers.rollout_messages import (
+    Abort,
+    Confirm,
+    GaveBack,
+    GenerateItems,
+    Leave,
+    RequestedItem,
+)
+from tests.support.sample_groups import small_group
+
+MOST_BEGUN, MOST_UNWRITTEN = 3, 4
+ANY = st.randoms(use_true_random=False)
+
+
+def lease_of(keys: set[Key], oldest: int) -> tuple[GenerateItems, ...]:
+    leases = sorted({lease for lease, _ in keys})
+    return tuple(
+        GenerateItems(
+            lease=lease,
+            items=tuple(
+                RequestedItem(item=item, epoch=0, index=item)
+                for one, item in sorted(keys)
+                if one == lease
+            ),
+            oldest=f"{oldest}.0",
+        )
+        for lease in leases
+    )
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """The machine beside sets: what is wanted, what is being made, and all answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.session = Session(most_begun=MOST_BEGUN, most_unwritten=MOST_UNWRITTEN)
+        self.incarnation, self.leases, self.held = 0, 0, -1
+        self.confirmed = False
+        self.now = 0.0
+        self.deadline: float | None = None
+        self.ever: dict[Key, int] = {}
+        """All that was ever leased, with the oldest weights."""
+        self.wanted: set[Key] = set()
+        self.making: set[Key] = set()
+        self.doomed: set[Key] = set()
+        """Of these, what nobody waits for any more."""
+        self.ready: set[Key] = set()
+        """Samples that are there, wanted without a break and not answered."""
+        self.writing: list[SampleGroup] | None = None
+        self.answers: Counter[Key] = Counter()
+
+    @initialize()
+    def begins(self) -> None:
+        self.restarts(random=None)
+        self.holds()
+
+    # -- requests
+
+    @rule()
+    def serves(self) -> None:
+        self.incarnation += 1
+        self.confirmed = False
+        self.session.serve(self.incarnation)
+        self.session.serve(self.incarnation - 1)  # late: no change
+
+    @rule(random=ANY)
+    def restarts(self, random: Random | None) -> None:
+        self.serves()
+        self.confirms(random=random)
+
+    @precondition(lambda self: not self.confirmed)
+    @rule(random=ANY)
+    def confirms(self, random: Random | None) -> None:
+        named = {key for key in sorted(self.ever) if random and random.random() < 0.6}
+        self.session.take(Confirm(leases=lease_of(named, 0)), self.now)
+        self.confirmed, self.wanted = True, named
+        self.ever |= dict.fromkeys(named, 0)
+        self.doomed |= self.making - named
+        self.ready = (self.ready | self.written()) & named
+
+    @precondition(lambda self: self.confirmed)
+    @rule(count=st.integers(1, 3), oldest=st.sampled_from([0, 0, 0, 1, 4]))
+    def asks(self, count: int, oldest: int) -> None:
+        self.leases += 1
+        keys = {(f"{self.incarnation}.{self.leases}", item) for item in range(count)}
+        (request,) = lease_of(keys, oldest)
+        self.session.take(request, self.now)
+        self.ever |= dict.fromkeys(keys, oldest)
+        self.wanted |= keys
+
+    @precondition(lambda self: self.confirmed and self.wanted)
+    @rule(random=ANY)
+    def aborts(self, random: Random) -> None:
+        lease, item = random.choice(sorted(self.wanted))
+        self.session.take(Abort(lease=lease, items=(item,)), self.now)
+        self.wanted.discard((lease, item))
+        self.ready.discard((lease, item))
+        self.doomed |= self.making & {(lease, item)}
+
+    @precondition(lambda self: self.held < 4)
+    @rule()
+    def holds(self) -> None:
+        self.held += 1
+        self.session.held = VersionId(self.held, 0)
+
+    @rule(paused=st.booleans())
+    def pauses(self, paused: bool) -> None:
+        self.session.paused = paused
+
+    @rule(within_s=st.integers(0, 5), asked=st.booleans(), rarely=st.integers(0, 7))
+    def retires(self, within_s: int, asked: bool, rarely: int) -> None:
+        if rarely:
+            return
+        if asked and self.confirmed:
+            self.session.take(Leave(within_s=within_s), self.now)
+        else:
+            self.session.retire("preemption", within_s, self.now)
+        until = self.now + within_s
+        self.deadline = until if self.deadline is None else min(until, self.deadline)
+
+    @rule(seconds=st.integers(1, 3))
+    def time_passes(self, seconds: int) -> None:
+        self.now += seconds
+        self.session.expire(self.now)
+        if self.deadline is not None and self.deadline <= self.now:
+            self.doomed |= self.making
+
+    def written(self) -> set[Key]:
+        """What is about to be recorded."""
+        return {(group.lease, group.item) for group in self.writing or ()}
+
+    # -- work
+
+    @rule()
+    def works(self) -> None:
+        for key in self.session.aborted():
+            self.doomed.remove(key)
+            self.making.discard(key)
+        assert not self.doomed
+        begun = [work.key for work in self.session.begin()]
+        if begun:
+            assert self.confirmed
+            assert not self.session.paused
+            assert self.deadline is None
+        for key in begun:
+            assert key in self.wanted
+            assert key not in self.making | self.ready
+            assert not self.answers[key]
+            assert self.held >= self.ever[key]
+            self.making.add(key)
+        assert len(self.making) <= MOST_BEGUN
+
+    @precondition(lambda self: self.making)
+    @rule(random=ANY)
+    def finishes(self, random: Random) -> None:
+        lease, item = random.choice(sorted(self.making))
+        self.making.discard((lease, item))
+        self.session.finish((lease, item), small_group(item, lease))
+        if (lease, item) not in self.doomed:
+            self.ready.add((lease, item))
+
+    @precondition(lambda self: self.confirmed and self.writing is None)
+    @rule()
+    def makes_and_records(self) -> None:
+        self.works()
+        for lease, item in sorted(self.making - self.doomed):
+            self.making.discard((lease, item))
+            self.session.finish((lease, item), small_group(item, lease))
+            self.ready.add((lease, item))
+        self.begins_to_record()
+        self.ends_to_record(fails=False)
+
+    @precondition(lambda self: self.writing is None)
+    @rule()
+    def begins_to_record(self) -> None:
+        groups = self.session.to_record()
+        keys = {(group.lease, group.item) for group in groups}
+        assert len(keys) == len(groups)
+        assert keys == (self.ready if self.confirmed else set())
+        assert keys <= self.wanted
+        self.writing = groups
+
+    @precondition(lambda self: self.writing is not None)
+    @rule(fails=st.booleans())
+    def ends_to_record(self, fails: bool) -> None:
+        keys, self.writing = self.written(), None
+        if fails:
+            self.session.unrecorded()
+            return
+        self.session.recorded()
+        self.answers.update(keys)
+        self.ready -= keys
+
+    @rule()
+    def gives_back(self) -> None:
+        for answer in self.session.to_give_back():
+            assert isinstance(answer, GaveBack)
+            assert self.deadline is not None
+            keys = {(answer.lease, item) for item in answer.items}
+            assert keys <= self.wanted
+            assert not keys & self.ready
+            self.answers.update(keys)
+
+    @invariant()
+    def nothing_is_answered_twice(self) -> None:
+        assert all(count == 1 for count in self.answers.values())
+
+    def teardown(self) -> None:
+        """Whatever has happened, all that is wanted is answered once in the end."""
+        if not self.incarnation:
+            return
+        if not self.confirmed:
+            self.confirms(random=None)
+        if self.writing is not None:
+            self.ends_to_record(fails=True)
+        self.session.paused = False
+        while self.held < 4:
+            self.holds()
+        for _ in range(len(self.ever) + 1):
+            self.makes_and_records()
+            self.gives_back()
+        assert {key for key in self.wanted if not self.answers[key]} == set()
+        self.nothing_is_answered_twice()
+        assert self.session.over == (self.deadline is not None)
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_task_leaves_at_its_deadline_if_no_master_says_which_leases_hold() -> None:
+    """Samples of leases that may be over are not recorded."""
+    session = Session(most_begun=1, most_unwritten=1)
+    session.serve(1)
+    session.held = VersionId(0, 0)
+    session.take(Confirm(leases=lease_of({("1.1", 0), ("1.1", 1)}, 0)), 0.0)
+    (work,) = session.begin()
+    session.finish(work.key, small_group(0, "1.1"))
+    session.serve(2)
+    assert (session.to_record(), session.begin()) == ([], [])
+    session.retire("warning", 5.0, 0.0)
+    session.expire(4.9)
+    assert not session.over
+    session.expire(5.0)
+    assert session.over
+    assert session.to_give_back() == []

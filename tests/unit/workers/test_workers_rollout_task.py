@@ -1,0 +1,262 @@
+"""A rollout task with a real engine, beside a master that is its request log alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.policy.actor import RecomputeInterface
+from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.channel.log import LogReader, LogWriter
+from slurmrl.checkpoint.tensors import TensorFile
+from slurmrl.config.schema import Config, Dataset, Model, Optimizer, Rollout
+from slurmrl.data import dataset, preparation
+from slurmrl.data.prepared import PreparedRows
+from slurmrl.data.sample import SequenceSample
+from slurmrl.data.tokenizer import load_tokenizer
+from slurmrl.engines.fsdp.engine import FSDPEngine
+from slurmrl.engines.rollout.native.batch import ContinuousBatch
+from slurmrl.engines.rollout.native.rollout import NativeRollout
+from slurmrl.models.hf import to_hf
+from slurmrl.monitor.reports import Identity
+from slurmrl.paths import RunPaths
+from slurmrl.plan.settings import Settings
+from slurmrl.rollouts.sample_files import read_group
+from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.weights.version import VersionId
+from slurmrl.weights.writer import PartWriter, publish
+from slurmrl.workers.rollout.generation import Generation
+from slurmrl.workers.rollout.rows import TaskRows
+from slurmrl.workers.rollout.setup import undefined_decoder
+from slurmrl.workers.rollout.task import RolloutTask, TaskOptions
+from slurmrl.workers.rollout.weights import TaskWeights
+from slurmrl.workers.rollout_messages import (
+    REQUEST_LOG,
+    RESULT_LOG,
+    Confirm,
+    GenerateItems,
+    GroupsFinished,
+    Holds,
+    Joined,
+    Leave,
+    Leaving,
+    RequestedItem,
+    RolloutResult,
+)
+from tests.unit.algorithms.conftest import ARCHITECTURE, alone
+
+TOKENIZER = Path(__file__).parents[3] / "examples" / "addition" / "tokenizer"
+AGENT = Identity("rollout", 0, 0, "r0", "50.0.0", "50_0", 1)
+BATCH, STOP = 4, 1
+OLD, NEW = VersionId(0, 1), VersionId(1, 1)
+
+
+class Trial:
+    """Prepared prompts, trainers with weights of two steps, and what they have published."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.paths, self.folder = RunPaths(tmp_path / "run"), tmp_path
+        rows = [json.dumps({"id": str(n), "prompt": f"{n}+{n}="}) for n in range(8)]
+        (tmp_path / "data.jsonl").write_text("\n".join(rows))
+        self.config = Config(
+            experiment="test",
+            total_steps=4,
+            algorithm={"name": "ppo"},
+            actor=Model(architecture={**ARCHITECTURE, "vocab_size": 64}),
+            rollout=Rollout(n=2, max_new_tokens=12),
+            dataset=Dataset(type="prompt", path=str(tmp_path / "data.jsonl")),
+        )
+        self.settings = Settings(self.config, PolicyGradient(batch_size=BATCH), cast(Any, None))
+        self.tokenizer: Any = load_tokenizer(TOKENIZER)
+        self.rows = preparation.prepare(
+            self.paths.data, 1, self.config.dataset, self.tokenizer, lambda _: None
+        )
+        self.trainers = {version: self._trainer(version.step) for version in (OLD, NEW)}
+        place = AGENT.group, AGENT.task, AGENT.attempt
+        self.samples = self.paths.rollout_samples(*place)
+        self._results = LogReader(self.paths.rollout_results(*place))
+        self.results: list[RolloutResult] = []
+        self.requests: Callable[[int], Path] = lambda number: self.paths.rollout_requests(
+            *place, number
+        )
+
+    def _trainer(self, seed: int) -> FSDPEngine:
+        model = self.config.actor.model_copy(update={"optimizer": Optimizer(lr=0.1)})
+        return FSDPEngine(
+            *("actor", model), head="lm", trained=True, context=alone("actor"), seed=seed,
+            total_steps=4, source=None,
+        )  # fmt: skip
+
+    def publish(self, version: VersionId) -> None:
+        model = self.folder / version.name
+        model.mkdir()
+        with self.trainers[version]._shards.gathered() as decoder:
+            to_hf(cast(Any, decoder), model)
+        folder = self.paths.versions / version.name
+        with (
+            closing(TensorFile(model / "model.safetensors")) as file,
+            PartWriter(folder, 0, None) as writer,
+        ):
+            for name, spec in file.specs.items():
+                writer.add(name, spec.dtype, spec.shape, file.flat(name).view(np.uint8))
+            publish(folder, [writer.finish()], version, None, clock=lambda: 1e9)
+
+    def task(self, engine: NativeRollout) -> RolloutTask:
+        rows = TaskRows(self.paths.data, self.config.dataset, self.tokenizer)
+        return RolloutTask(
+            self.paths,
+            AGENT,
+            engine,
+            TaskWeights(self.paths.versions, self.folder / "host", ARCHITECTURE),
+            Generation(self.settings, rows, self.tokenizer, (STOP,), engine),
+            TaskOptions(poll_s=0.01, gather_s=0.01),
+        )
+
+    async def until(self, kind: type[RolloutResult], count: int) -> None:
+        """Wait until the log has this many messages of a kind, or groups."""
+        async with asyncio.timeout(60):
+            while True:
+                found = [RESULT_LOG.from_json(values) for values in self._results.read()]
+                self.results += found
+                of_kind = [one for one in self.results if isinstance(one, kind)]
+                groups = sum(len(getattr(one, "groups", (0,))) for one in of_kind)
+                if groups >= count:
+                    return
+                await asyncio.sleep(0.01)
+
+    def groups(self) -> dict[int, SampleGroup]:
+        finished = [one for one in self.results if isinstance(one, GroupsFinished)]
+        stored = [each for one in finished for each in one.groups]
+        assert len({one.item for one in stored}) == len(stored)
+        return {one.item: read_group(self.samples, one) for one in stored}
+
+    def context(self, step: int, ids: tuple[str, ...] = ()) -> CallContext:
+        return CallContext(
+            *(step, self.config.seed, {}, self.tokenizer, self.settings, (STOP,), ids)
+        )
+
+    def generated(self, version: VersionId, items: tuple[int, ...]) -> SequenceSample:
+        """What the trainers draw with these weights for items of one step."""
+        made = dataset.make(self.config.dataset, [PreparedRows(self.rows)])
+        sample = made.sample([(0, item) for item in items])
+        context = self.context(items[0] // BATCH + 1, sample.ids)
+        result = RolloutInterface().generate(self.trainers[version], sample, context)
+        assert result.sample is not None
+        return result.sample
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Trial:
+    return Trial(tmp_path)
+
+
+def asked(lease: str, *items: int, oldest: VersionId = OLD) -> dict[str, Any]:
+    rows = tuple(RequestedItem(item=item, epoch=0, index=item) for item in items)
+    return REQUEST_LOG.to_json(GenerateItems(lease=lease, items=rows, oldest=oldest.name))
+
+
+def test_tasks_draw_what_the_trainers_would(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also across an update of the weights in the middle of completions."""
+    step, calls = ContinuousBatch.step, []
+
+    def counted(self: ContinuousBatch) -> Any:
+        calls.append(self.version)
+        if self.version == NEW.name or calls.count(OLD.name) != first + 5:
+            return step(self)
+        engine._paused = True
+        return step(self)
+
+    monkeypatch.setattr(ContinuousBatch, "step", counted)
+    engine: NativeRollout
+    first = 1_000_000  # calls before those that are interrupted; not known yet
+
+    async def run() -> None:
+        nonlocal engine, first
+        engine = NativeRollout(undefined_decoder(trial.config.actor, torch.device("cpu")))
+        task = trial.task(engine)
+        running = asyncio.create_task(task.run())
+        log = LogWriter(trial.requests(3))
+        log.append(REQUEST_LOG.to_json(Confirm()), asked("3.0", 0, 1, 2, 3))
+        await task.serve(3)
+        await asyncio.sleep(0.1)
+        assert not calls, "there are no weights yet"
+        trial.publish(OLD)
+        await trial.until(GroupsFinished, 4)
+        first = len(calls)
+        log.append(asked("3.1", 4, 5), asked("3.2", 6, 7, oldest=NEW))
+        async with asyncio.timeout(60):
+            while not engine._paused:
+                await asyncio.sleep(0.01)
+        trial.publish(NEW)
+        await trial.until(Holds, 2)
+        await engine.resume()
+        await trial.until(GroupsFinished, 8)
+        log.append(REQUEST_LOG.to_json(Leave(within_s=60.0)))
+        await asyncio.wait_for(running, 60)
+        await trial.until(Leaving, 1)
+        await engine.close()
+
+    with torch.no_grad():
+        asyncio.run(run())
+    assert trial.results[:1] == [Joined(agent=AGENT)]
+    assert [one.version for one in trial.results if isinstance(one, Holds)] == ["0.1", "1.1"]
+    groups = trial.groups()
+    same(trial.generated(OLD, (0, 1, 2, 3)), [groups[item] for item in range(4)], OLD)
+    same(trial.generated(NEW, (6, 7)), [groups[item] for item in (6, 7)], NEW)
+    interrupted(trial, [groups[item] for item in (4, 5)])
+
+
+def interrupted(trial: Trial, groups: list[SampleGroup]) -> None:
+    """The old weights' completions up to a token; the others are from the new weights."""
+    assert any(group.versions == (OLD.name, NEW.name) for group in groups)
+    lengths = [group.lengths.tolist() for group in groups]
+    ids, drawn_by, logprobs = (
+        torch.from_numpy(np.concatenate([getattr(group, name) for group in groups]))
+        for name in ("input_ids", "drawn_by", "logprobs")
+    )
+    old = trial.generated(OLD, (4, 5))
+    flat = [length for row in lengths for length in row]
+    before = [length for row in old.lengths["input_ids"] for length in row]
+    for tokens, by, expected in zip(
+        ids.split(flat), drawn_by.split(flat), old.tensor("input_ids").split(before), strict=True
+    ):
+        assert by.tolist() == sorted(by.tolist())
+        kept = int((by < 1).sum())
+        assert tokens[:kept].tolist() == expected[:kept].tolist()
+    data: dict[str, torch.Tensor | None] = {
+        "input_ids": ids.long(),
+        "prompt_mask": drawn_by < 0,
+        "logprobs": logprobs,
+    }
+    sample = SequenceSample.grouped(lengths, ("4@0", "5@0"), data)
+    context = trial.context(2, sample.ids)
+    found = RecomputeInterface().inference(trial.trainers[NEW], sample, context)
+    assert found.sample is not None
+    new = drawn_by == 1
+    own = found.sample.tensor("old_logprobs")[new]
+    torch.testing.assert_close(own, logprobs[new], atol=1e-5, rtol=1e-4)
+
+
+def same(sample: SequenceSample, groups: list[SampleGroup], version: VersionId) -> None:
+    """Equal tokens and ends; log-probabilities but for the rounding of other batches."""
+    assert all(group.versions == (version.name,) for group in groups)
+    joined = {
+        name: np.concatenate([getattr(group, name) for group in groups])
+        for name in ("input_ids", "drawn_by", "logprobs", "finished")
+    }
+    assert sample.tensor("input_ids").tolist() == joined["input_ids"].tolist()
+    assert sample.tensor("prompt_mask").tolist() == (joined["drawn_by"] < 0).tolist()
+    assert sample.tensor("finished").tolist() == joined["finished"].tolist()
+    np.testing.assert_allclose(
+        sample.tensor("logprobs").numpy(), joined["logprobs"], rtol=0, atol=1e-6
+    )
