@@ -164,11 +164,14 @@ class Trial(RuleBasedStateMachine):
     @rule(task=st.integers(0, 2), number=st.integers(1, 3), hears=st.booleans())
     def work(self, task: int, number: int, hears: bool) -> None:
         """Also of requests of a master that is gone, if it has not heard of the next one."""
-        if (one := self.tasks.get(task)) is not None:
-            if hears:
-                one.hear(self.bed.incarnation)
-            if one.open and one.version:
-                one.finish(*sorted(one.open)[:number])
+        one = self.tasks.get(task)
+        if one is None or not one.version:
+            one = self.tasks[task] = self.bed.begin(task, self.newest())
+        if hears:
+            self.bed.look()
+            one.hear(self.bed.incarnation)
+        if one.open:
+            one.finish(*sorted(one.open)[:number])
 
     @rule(task=st.integers(0, 2))
     def give_back(self, task: int) -> None:
@@ -191,6 +194,7 @@ class Trial(RuleBasedStateMachine):
 
     @rule()
     def train(self) -> None:
+        self.bed.look()
         items = self.bed.train()
         if items:
             assert not {item for step in self.trained for item in step}.intersection(items)
