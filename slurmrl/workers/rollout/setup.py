@@ -30,7 +30,7 @@ from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
 from slurmrl.workers.rollout.generation import Generation
 from slurmrl.workers.rollout.rows import TaskRows
-from slurmrl.workers.rollout.task import RolloutTask, TaskOptions
+from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
 from slurmrl.workers.rollout.weights import TaskWeights
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class TaskWorker:
         decoder, dtype = self._decoder, config.actor.dtype
         model = {**decoder.config.to_hf(head="lm", dtype=dtype), "eos_token_id": None}
         weights = TaskWeights(self._paths.versions, host, model)
-        task = RolloutTask(self._paths, self._agent, engine, weights, generation, self._options)
+        task = TaskAtWork(self._paths, self._agent, engine, weights, generation, self._options)
         listening = asyncio.create_task(_listen(agent, task))
         running = asyncio.create_task(task.run())
         try:
@@ -117,7 +117,7 @@ class TaskWorker:
         return NativeRollout(self._decoder, limits=limits)
 
 
-async def _listen(agent: Connection, task: RolloutTask) -> None:
+async def _listen(agent: Connection, task: TaskAtWork) -> None:
     """Pass the agent's messages on."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()

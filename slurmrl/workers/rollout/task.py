@@ -52,7 +52,7 @@ class TaskOptions:
     """Between two records of the counts."""
 
 
-class RolloutTask:
+class TaskAtWork:
     """Serves the newest incarnation until it has retired. Made in a running asyncio loop."""
 
     def __init__(

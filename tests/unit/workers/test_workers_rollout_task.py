@@ -38,7 +38,7 @@ from slurmrl.weights.writer import PartWriter, publish
 from slurmrl.workers.rollout.generation import Generation
 from slurmrl.workers.rollout.rows import TaskRows
 from slurmrl.workers.rollout.setup import undefined_decoder
-from slurmrl.workers.rollout.task import RolloutTask, TaskOptions
+from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
 from slurmrl.workers.rollout.weights import TaskWeights
 from slurmrl.workers.rollout_messages import (
     REQUEST_LOG,
@@ -111,9 +111,9 @@ class Trial:
                 writer.add(name, spec.dtype, spec.shape, file.flat(name).view(np.uint8))
             publish(folder, [writer.finish()], version, None, clock=lambda: 1e9)
 
-    def task(self, engine: NativeRollout) -> RolloutTask:
+    def task(self, engine: NativeRollout) -> TaskAtWork:
         rows = TaskRows(self.paths.data, self.config.dataset, self.tokenizer)
-        return RolloutTask(
+        return TaskAtWork(
             self.paths,
             AGENT,
             engine,
