@@ -14,17 +14,23 @@ from typing import Any
 import pytest
 
 from slurmrl import keys
+from slurmrl.channel.log import LogReader
 from slurmrl.fsio import documents
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
-from slurmrl.monitor import published
 from slurmrl.monitor.events import read_all
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.submission.prepare import prepare
 from slurmrl.submission.proposal import propose
 from slurmrl.workers.agent.agent import AGAIN, FAILED, OK
+from slurmrl.workers.rollout_messages import (
+    RESULT_LOG,
+    Leaving,
+    RolloutCounts,
+    RolloutResult,
+)
 from tests.support.idle_world import WORKER
 from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
 
@@ -78,6 +84,23 @@ class Job:
             **self._environment,
         }
         return subprocess.Popen(command, env=environment)
+
+    def results(self, attempt: int) -> list[RolloutResult]:
+        """What an attempt at task 0 of the group has told the master."""
+        log = LogReader(self.paths.rollout_results("rollout", 0, attempt))
+        return [RESULT_LOG.from_json(values) for values in log.read()]
+
+    def served(self, attempt: int, incarnation: int) -> float:
+        """The pid of its worker, once that serves the incarnation."""
+
+        def pid() -> float | None:
+            told = [
+                said.counts for said in self.results(attempt) if isinstance(said, RolloutCounts)
+            ]
+            found = [counts["pid"] for counts in told if counts["incarnation"] == incarnation]
+            return found[0] if found else None
+
+        return wait_until(f"a worker that serves incarnation {incarnation}", pid, 240)
 
     def wait_for_event(self, kind: str, count: int) -> list[dict[str, Any]]:
         """The events of a kind, once there are that many."""
@@ -241,55 +264,44 @@ def test_a_hang_on_one_host_is_explained_with_the_stacks_of_both(job: Job) -> No
 @pytest.mark.parametrize(
     "job", [{"hosts": 1, "workers_per_host": 2, "heartbeat_s": 0.5}], indirect=True
 )
-def test_tasks_of_another_group_come_and_go_beside_the_trainers(job: Job) -> None:
+def test_rollout_tasks_come_and_go_beside_the_trainers(job: Job) -> None:
     """Task 0 of another group starts no master, its world has its own ranks, and neither a failure
     of its ranks nor the loss of its host nor the end of its job touches the trainers' incarnation.
-    It follows the trainers into their next one."""
+    Its workers serve the next one too."""
     job.wait_for_commit_of(1)
     task = job.start(0, "rollout")
     job.agents.append(task)
+    assert job.served(0, 1)
     (ready,) = job.wait_for_event("world_ready", 1)
     assert ready["world"] == "rollout/0"
     assert len(processes(job.paths.run)["master"]) == 1
-    names = make("file", directory=job.paths.names)
-
-    def seen() -> dict[str, Any] | None:
-        status = published.status(names)
-        doing = [one for one in status.get("doing", ()) if one.get("world") == "rollout/0"]
-        ranks = {rank for one in doing for rank in one["ranks"].replace("-", ",").split(",")}
-        return dict(status) if ranks == {"0", "1"} else None
-
-    status = wait_until("a status with both ranks of the other world", seen)
-    assert status["tasks"]["rollout/0"]["host"] == "r0"
-
     workers = [pid for pid in processes(job.paths.run)["worker"] if task.pid in ancestors(pid)]
     os.kill(workers[1], signal.SIGKILL)
     assert task.wait(LEAVE_S) == FAILED
-    failed = job.wait_for_event("world_ended", 1)[0]
-    assert failed["reason"].endswith("of rollout/0 on r0 was ended by SIGKILL")
+    failures = [event for event in read_all(job.paths) if event["kind"] == "failure"]
+    assert failures[-1]["reason"].endswith("of rollout/0 on r0 was ended by SIGKILL")
     assert "of rollout/0" in (job.paths.logs / "rollout" / "0.0.log").read_text()
 
     task = job.start(0, "rollout")
     job.agents.append(task)
-    job.wait_for_event("world_ready", 2)
+    assert job.served(1, 1)
     task.kill()
-    lost = job.wait_for_event("world_ended", 2)[1]
-    assert lost["reason"] == "its agent no longer renews its lease"
-    assert keys.lost("r0") not in names.find_subtree("lost")
+    task.wait(LEAVE_S)
 
     task = job.start(0, "rollout")
     job.agents.append(task)
-    job.wait_for_event("world_ready", 3)
+    worker = job.served(2, 1)
+    names = make("file", directory=job.paths.names)
     assert job.incarnation == 1, "the trainers were left alone"
     assert keys.failure(1) not in names.find_subtree("incarnation/1")
+    assert keys.lost("r0") not in names.find_subtree("lost")
     os.kill(job.child(0, "master"), signal.SIGKILL)
-    job.wait_for_event("world_ready", 4)
+    assert job.served(2, 2) == worker
     assert job.incarnation == 2
-    assert task.poll() is None
 
     task.send_signal(signal.SIGUSR2)
-    assert task.wait(LEAVE_S) == FAILED
-    job.wait_for_event("world_ended", 3)
+    assert task.wait(LEAVE_S) == OK
+    assert isinstance(job.results(2)[-1], Leaving)
     job.wait_for_commit_of(2)
     assert job.agents[0].poll() is None
     job.agents[0].send_signal(signal.SIGUSR2)

@@ -1,44 +1,64 @@
-"""A worker of a group beside the trainers: it joins its own world and has no work."""
+"""A worker of a rollout task: it joins its own world and makes nothing."""
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from slurmrl.channel.log import LogWriter
+from slurmrl.channel.pipe import Connection
 from slurmrl.parallel import device
 from slurmrl.parallel.activity import Activity
 from slurmrl.paths import RunPaths
-from slurmrl.workers.messages import Done, Order, Ready, Start
+from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
+from slurmrl.workers.rollout_messages import RESULT_LOG, Joined, Leaving, RolloutCounts
 from slurmrl.workers.worker.distributed import join
 
 WORKER = "tests.support.idle_world:IdleWorker"
 
 
 class IdleWorker:
+    """Rank 0 writes the result log: a count for each incarnation, with its own pid."""
+
     def __init__(
         self,
         paths: RunPaths,
         rank: int,
-        start: Start,
+        start: StartRollout,
         listener: int | None,
         activity: Activity,
-        say: Any,
     ) -> None:
         activity.begin("idle", None)
+        self._activity = activity
         self._rank = rank
         self._store = join(start, rank, listener, device.choose(0), timedelta(seconds=120))
         ranks = torch.ones(1)
         dist.all_reduce(ranks)
         self._ranks = int(ranks)
+        self._results: LogWriter | None = None
+        if rank == 0:
+            agent = start.agent
+            self._results = LogWriter(
+                paths.rollout_results(agent.group, agent.task, agent.attempt), durable=True
+            )
+            self._results.append(RESULT_LOG.to_json(Joined(agent=agent)))
 
     def ready(self) -> Ready:
         return Ready(rank=self._rank, size=0, fingerprint=f"a world of {self._ranks}")
 
-    def execute(self, order: Order, say: Any) -> Done:
-        raise AssertionError(f"the trainers' work is not for this world: {order}")
+    def serve(self, agent: Connection) -> None:
+        self._activity.begin("idle", None)
+        while (values := agent.receive(timeout_s=None)) is not None:
+            match TO_ROLLOUT_WORKER.from_json(values):
+                case Serve(incarnation=number):
+                    self._tell(RolloutCounts(counts={"incarnation": number, "pid": os.getpid()}))
+                case Retire(reason=reason):
+                    self._tell(Leaving(reason=reason))
+                    return
 
-    def close(self) -> None:
-        pass
+    def _tell(self, result: RolloutCounts | Leaving) -> None:
+        if self._results is not None:
+            self._results.append(RESULT_LOG.to_json(result))

@@ -1,4 +1,4 @@
-"""The agent's main loop: serve one incarnation after another.
+"""The agent's main loop: serve one incarnation after another, or supervise a rollout task.
 
 It ends when the trial ends, when the job is about to end, or when this host cannot continue.
 """
@@ -28,7 +28,7 @@ from slurmrl.scheduler import hosts
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import FORM_TIMEOUT_S, Incarnation
 from slurmrl.workers.agent.leader import leave_without
-from slurmrl.workers.agent.task_world import TaskWorld
+from slurmrl.workers.agent.rollout_task import ORPHAN_S, RolloutTask
 from slurmrl.workers.failure import HOST_LOSSES, publish_loss
 from slurmrl.workers.link import end_as_failed
 from slurmrl.workers.presence import Presence, make_channels
@@ -67,7 +67,7 @@ class Agent:
         self.host.warnings.listen()
         code = FAILED
         try:
-            code = self._serve()
+            code = self._serve() if identity.trains else self._roll_out()
         finally:
             self.host.close()
             self.host.events.write("end", code=code)
@@ -83,10 +83,25 @@ class Agent:
                 return code
             logger.info("incarnation %d has ended; waiting for the next one", self._served)
 
+    def _roll_out(self) -> int:
+        """Supervise a rollout task to its end. Another task replaces one that fails."""
+        task = RolloutTask(self.host, orphan_s=ORPHAN_S)
+        try:
+            task.run()
+        except TrialEndedError as end:
+            logger.info("%s", end)
+        except RunGoneError as error:
+            logger.error("%s", error)
+            return FAILED
+        except SlurmrlError as error:
+            if task.fail(error).cause == Cause.GPU_FAULT:
+                self._give_up_host(self.host.serving)
+            return FAILED
+        return OK
+
     def _serve_one(self) -> int | None:
         """Serve one incarnation. Return the exit code, or None to serve another one."""
-        world = Incarnation if self.host.identity.trains else TaskWorld
-        incarnation = world(self.host, self._served)
+        incarnation = Incarnation(self.host, self._served)
         failed = None
         try:
             incarnation.run()
@@ -109,8 +124,6 @@ class Agent:
             incarnation.close()
         self._unborn = 0 if incarnation.number else self._unborn + 1
         self._served = max(self._served, incarnation.number)
-        if not self.host.identity.trains:  # another task replaces one that fails
-            return FAILED if failed is not None or self.host.warnings.received else None
         if failed is not None and self._unborn and failed.cause == Cause.ENVIRONMENT:
             self._record_start(failed)
         return self._verdict(failed)

@@ -21,8 +21,8 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import GroupPlan
 from slurmrl.workers import process, pulse, stacks
 from slurmrl.workers.agent import container, environment
-from slurmrl.workers.agent.slot import Ended, Slot
-from slurmrl.workers.messages import FROM_WORKER, Answer, Order, Pulse
+from slurmrl.workers.agent.slot import Ended, Slot, ToWorker
+from slurmrl.workers.messages import FROM_WORKER, Answer, Pulse
 from slurmrl.worlds import RankId
 
 logger = log.get(__name__)
@@ -157,9 +157,9 @@ class Children:
 
     # -- while they run ----------------------------------------------------------------------
 
-    def broadcast(self, order: Order) -> None:
+    def broadcast(self, message: ToWorker) -> None:
         for slot in self.slots:
-            slot.send(order)
+            slot.send(message)
 
     def wake_on(self, follower: Follower) -> None:
         """Also end a `turn` when the logs of a follower have changed."""

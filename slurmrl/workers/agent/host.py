@@ -64,7 +64,8 @@ class Host:
         lease = paths.lease(group, self.identity.task, self.identity.attempt)
         self.names = make("file", directory=paths.names, owner=lease.name)
         self.serving = 0
-        """The incarnation that is served now; 0 between two of them."""
+        """The incarnation that is served now; 0 between two of them. Of a rollout task: the newest
+        one."""
         self._lease = Lease(lease)
         self.lease_guard = LeaseGuard(
             self._beat,
@@ -124,13 +125,12 @@ class Host:
         return self.paths.log(group, self.identity.task, self.identity.attempt)
 
     def begun(self, after: int) -> TrialState | None:
-        """Return the trial's state if an incarnation newer than ``after`` has begun, for the
-        trainers in this job.
+        """Return the trial's state if an incarnation newer than ``after`` has begun in this job.
 
         Raises TrialEndedError, EnvironmentFailure, and StaleIncarnationError if another job has
         begun the newest one.
         """
-        state = self._state()
+        state = self.state()
         if self._superseded(state, after):
             raise StaleIncarnationError(f"another job has begun incarnation {state.incarnation}")
         return state if self._ours(state) and state.incarnation > after else None
@@ -138,7 +138,7 @@ class Host:
     def superseded(self, after: int) -> bool:
         """Return whether another job has begun an incarnation newer than ``after``, one of ours.
         Raises TrialEndedError, EnvironmentFailure."""
-        return self._superseded(self._state(), after)
+        return self._superseded(self.state(), after)
 
     def _superseded(self, state: TrialState, after: int) -> bool:
         """``after`` is 0 before our first incarnation: the newest one may still be that of the
@@ -146,23 +146,23 @@ class Host:
         return 0 < after < state.incarnation and not self._ours(state)
 
     def _ours(self, state: TrialState) -> bool:
-        """Whether this host takes part in the newest incarnation. Hosts of other groups take part
-        in those of all the trainers' jobs."""
-        return not self.identity.trains or state.begin_data.get("job") == self.identity.job
+        """Whether the trainers in this job began the newest incarnation."""
+        return bool(state.begin_data.get("job") == self.identity.job)
 
-    def _state(self) -> TrialState:
+    def state(self) -> TrialState:
+        """Return the state of a trial that goes on. Raises TrialEndedError, EnvironmentFailure."""
         state = fold(self.history.read())
         if state.end is not None:
             raise TrialEndedError(f"the trial has ended ({state.end.kind}); nothing to do")
         return state
 
     def check_fence(self) -> None:
-        """Raise if the incarnation that is served must end.
+        """Raise if the incarnation that is served must end. (No incarnation ends a rollout task.)
 
         Raises StaleIncarnationError if a newer one has begun, TrialEndedError if the trial was
         cancelled or failed (of a finished trial the control log says ``exit``), EnvironmentFailure.
         """
-        if self.serving == 0:
+        if self.serving == 0 or not self.identity.trains:
             return
         state = fold(self.history.read())
         if state.incarnation > self.serving:

@@ -26,6 +26,7 @@ from slurmrl.scheduler.chain import continues
 from slurmrl.scheduler.client import SlurmClient, usable_hosts
 from slurmrl.scheduler.succession import TIMEOUT_S, Link
 from slurmrl.workers.failure import failed
+from slurmrl.worlds import TRAINERS
 
 logger = log.get(__name__)
 
@@ -67,17 +68,26 @@ class Leader:
 
     def _find(self) -> LeaseObserver | None:
         """Return the lease of the first agent of our round, or None before that one has started."""
-        group = self._identity.group
         try:
-            for number in published.attempt_numbers(self._names, group, 0):
-                claim = published.attempt(self._names, group, 0, number)
-                if claim is not None and claim.job == self._identity.job:
-                    self._host = claim.host
-                    lease = self._paths.lease(group, 0, number)
-                    return LeaseObserver(lease, self._ttl_s, self._clock)
+            claim = find_first_agent(self._names, self._identity.job)
         except (CorruptFileError, EnvironmentFailure) as error:
             logger.info("cannot look for the first agent, will retry: %s", error)
-        return None
+            return None
+        if claim is None:
+            return None
+        self._host = claim.host
+        lease = self._paths.lease(claim.group, claim.task, claim.attempt)
+        return LeaseObserver(lease, self._ttl_s, self._clock)
+
+
+def find_first_agent(names: NameStore, job: str) -> Identity | None:
+    """Return the first agent of the trainers in a round, or None before it has started. Raises
+    CorruptFileError, EnvironmentFailure."""
+    for number in published.attempt_numbers(names, TRAINERS, 0):
+        claim = published.attempt(names, TRAINERS, 0, number)
+        if claim is not None and claim.job == job:
+            return claim
+    return None
 
 
 def leave_without(

@@ -1,4 +1,4 @@
-"""A rank's slot on a host: its fork server, and the worker of the current incarnation."""
+"""A rank's slot on a host: its fork server and its worker."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from slurmrl.workers import process
 from slurmrl.workers.messages import (
     FROM_FORK_SERVER,
     TO_FORK_SERVER,
+    TO_ROLLOUT_WORKER,
     TO_WORKER,
     Fork,
     ImportFailed,
     Kill,
     Order,
+    Retire,
+    Serve,
     Start,
+    StartRollout,
     WriteStacks,
 )
 from slurmrl.worlds import RankId
 
+ToWorker: TypeAlias = Start | Order | StartRollout | Serve | Retire
+"""The last three are for the workers of rollout tasks."""
 Launch: TypeAlias = Callable[[str, IO[bytes]], tuple[process.Child, Connection]]
 """(name, output) -> a fork server, and the pipe on which it receives messages."""
 
@@ -70,10 +76,13 @@ class Slot:
         theirs.close()
         self.running = True
 
-    def send(self, message: Start | Order, descriptor: int | None = None) -> None:
+    def send(self, message: ToWorker, descriptor: int | None = None) -> None:
         """Send a message to the worker, with an open descriptor if there is one."""
         assert self.pipe is not None
-        values = TO_WORKER.to_json(message)
+        if isinstance(message, StartRollout | Serve | Retire):
+            values = TO_ROLLOUT_WORKER.to_json(message)
+        else:
+            values = TO_WORKER.to_json(message)
         if descriptor is None:
             self.pipe.send(values)
         else:

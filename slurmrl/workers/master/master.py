@@ -44,7 +44,6 @@ from slurmrl.workers.master.results import Results
 from slurmrl.workers.master.rollout_tasks import RolloutTasks
 from slurmrl.workers.master.scores import EvaluationScores
 from slurmrl.workers.master.steps import StepRunner
-from slurmrl.workers.master.task_worlds import TaskWorlds
 from slurmrl.workers.master.versions import Publication, VersionPublisher
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Exit, Ready
@@ -91,15 +90,11 @@ class Master:
             longest_poll_s=intervals.poll_s,
             bell=doorbell.install(paths.control, config.cluster.interface, plan.trainers.hosts),
         )
-        self.task_worlds = TaskWorlds(
-            paths, plan, writer.incarnation, self.events, look_s=intervals.status_s
-        )
         self.agents = AgentRegistry(
             names,
             plan,
             ChainMap(
                 self.channel.mailbox.agents,
-                self.task_worlds.agents,
                 rollouts.agents if rollouts is not None else {},
             ),
             incarnation=writer.incarnation,
@@ -196,7 +191,6 @@ class Master:
         self.status.tick(self.channel.waiting, rollouts.view if rollouts is not None else None)
         dead = self.status.dead()
         self.agents.report_lost(dead)
-        self.task_worlds.look(dead)
         if rollouts is not None:
             rollouts.look(dead, self.progress.step)
         self.requests.look()

@@ -30,6 +30,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.workers.failure import concerning
 from slurmrl.workers.messages import (
     FROM_WORKER,
+    TO_ROLLOUT_WORKER,
     TO_WORKER,
     Answer,
     Exit,
@@ -38,10 +39,11 @@ from slurmrl.workers.messages import (
     RunCall,
     Save,
     Start,
+    StartRollout,
     WriteVersion,
 )
-from slurmrl.workers.worker.setup import build
-from slurmrl.worlds import RankId
+from slurmrl.workers.worker.setup import build, build_rollout
+from slurmrl.worlds import TRAINERS, RankId
 
 logger = log.get(__name__)
 
@@ -68,51 +70,74 @@ class _Place(NamedTuple):
 
 
 START = _Place("start")
+SERVING = _Place("rollout")
 
 
 def serve(run: Path, who: RankId, pipe: Connection, activity: Activity) -> int:
-    """Execute messages until ``exit`` or until the agent is gone. Exits without the interpreter's
-    clean-up: that would wait for the process groups of ranks that may be gone, and takes seconds in
-    a process that was forked from a large one."""
-    place = START
+    """Execute messages until the last one or until the agent is gone. Exits without the
+    interpreter's clean-up: that would wait for the process groups of ranks that may be gone, and
+    takes seconds in a process that was forked from a large one."""
+    rank = _Rank(run, who, pipe, activity)
     code = 1
-
-    def send(message: Answer | Failure) -> None:
-        pipe.send(FROM_WORKER.to_json(message))
-
     try:
-        first = pipe.receive(timeout_s=None)
-        if first is None:
-            return 1
-        start = TO_WORKER.from_json(first)
-        assert isinstance(start, Start), start
-        worker = build(RunPaths(run), who, start, pipe.take_fd(), activity, send)
-        activity.end()
-        send(worker.ready())
-        while (values := pipe.receive(timeout_s=None)) is not None:
-            order = TO_WORKER.from_json(values)
-            assert isinstance(order, Order), order
-            place = _place(order)
-            if isinstance(order, Exit):
-                worker.close()
-                code = 0
-                break
-            activity.begin(*place)
-            done = worker.execute(order, send)
-            activity.end()
-            send(done)
-        else:
-            logger.warning("the agent is gone")
+        code = rank.train() if who.world == TRAINERS else rank.roll_out()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the process boundary: report it
         if isinstance(error, UsageError):
             logger.error("%s", error)
         else:
             traceback.print_exc()
-        send(_describe(error, who, place))
+        rank.send(_describe(error, who, rank.place))
         log.flush()
         _linger(pipe)
     log.flush()
     os._exit(code)
+
+
+class _Rank:
+    def __init__(self, run: Path, who: RankId, pipe: Connection, activity: Activity) -> None:
+        self.place = START
+        self._paths, self._who, self._pipe, self._activity = RunPaths(run), who, pipe, activity
+
+    def send(self, message: Answer | Failure) -> None:
+        self._pipe.send(FROM_WORKER.to_json(message))
+
+    def train(self) -> int:
+        """Execute orders until ``exit``; return the exit code."""
+        pipe, activity = self._pipe, self._activity
+        if (first := pipe.receive(timeout_s=None)) is None:
+            return 1
+        start = TO_WORKER.from_json(first)
+        assert isinstance(start, Start), start
+        worker = build(self._paths, self._who, start, pipe.take_fd(), activity, self.send)
+        activity.end()
+        self.send(worker.ready())
+        while (values := pipe.receive(timeout_s=None)) is not None:
+            order = TO_WORKER.from_json(values)
+            assert isinstance(order, Order), order
+            self.place = _place(order)
+            if isinstance(order, Exit):
+                worker.close()
+                return 0
+            activity.begin(*self.place)
+            done = worker.execute(order, self.send)
+            activity.end()
+            self.send(done)
+        logger.warning("the agent is gone")
+        return 1
+
+    def roll_out(self) -> int:
+        """Serve the requests of a rollout task until it retires; return the exit code."""
+        if (first := self._pipe.receive(timeout_s=None)) is None:
+            return 1
+        start = TO_ROLLOUT_WORKER.from_json(first)
+        assert isinstance(start, StartRollout), start
+        descriptor = self._pipe.take_fd()
+        worker = build_rollout(self._paths, self._who, start, descriptor, self._activity)
+        self._activity.end()
+        self.send(worker.ready())
+        self.place = SERVING
+        worker.serve(self._pipe)
+        return 0
 
 
 def _place(order: Order) -> _Place:

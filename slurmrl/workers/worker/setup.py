@@ -9,13 +9,14 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.backoff import READ_S, retry
+from slurmrl.channel.pipe import Connection
 from slurmrl.checkpoint.manifest import until_certain, verify_share
 from slurmrl.checkpoint.pinned import is_pinned
 from slurmrl.config.schema import Optimizer
@@ -39,7 +40,16 @@ from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.registry import resolve
-from slurmrl.workers.messages import Answer, Done, Order, Preparing, Ready, Saved, Start
+from slurmrl.workers.messages import (
+    Answer,
+    Done,
+    Order,
+    Preparing,
+    Ready,
+    Saved,
+    Start,
+    StartRollout,
+)
 from slurmrl.workers.worker import reallocation, version_writing
 from slurmrl.workers.worker.datasets import Datasets
 from slurmrl.workers.worker.distributed import (
@@ -69,6 +79,16 @@ class Worker(Protocol):
     def close(self) -> None: ...
 
 
+class RolloutWorker(Protocol):
+    """A rank of a rollout task at work."""
+
+    def ready(self) -> Ready: ...
+
+    def serve(self, agent: Connection) -> None:
+        """Serve the incarnations that ``agent`` names, until it says `Retire`, the master says
+        ``Leave``, or the agent is gone."""
+
+
 def build(
     paths: RunPaths,
     who: RankId,
@@ -77,12 +97,27 @@ def build(
     activity: Activity,
     say: Callable[[Answer], None],
 ) -> Worker:
-    """Build the worker of a rank as the plan says for its group. ``say`` sends a message to the
-    master."""
-    plan = _read("the plan", lambda: Plan.read(paths.plan))
-    make = resolve(plan.group(group_of(who.world)).worker)
-    worker: Worker = make(paths, who.rank, start, listener, activity, say)
+    """Build a trainer as the plan says. ``say`` sends a message to the master."""
+    worker: Worker = _maker(paths, who)(paths, who.rank, start, listener, activity, say)
     return worker
+
+
+def build_rollout(
+    paths: RunPaths,
+    who: RankId,
+    start: StartRollout,
+    listener: int | None,
+    activity: Activity,
+) -> RolloutWorker:
+    """Build the worker of a rollout task as the plan says for its group."""
+    worker: RolloutWorker = _maker(paths, who)(paths, who.rank, start, listener, activity)
+    return worker
+
+
+def _maker(paths: RunPaths, who: RankId) -> Callable[..., Any]:
+    plan = _read("the plan", lambda: Plan.read(paths.plan))
+    make: Callable[..., Any] = resolve(plan.group(group_of(who.world)).worker)
+    return make
 
 
 def build_trainer(

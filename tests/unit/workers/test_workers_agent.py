@@ -32,7 +32,6 @@ from slurmrl.workers.agent import incarnation as incarnation_module
 from slurmrl.workers.agent.agent import AGAIN, FAILED, OK, Agent
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import Incarnation
-from slurmrl.workers.agent.task_world import TaskWorld
 from slurmrl.workers.agent.warning import SIGNALS
 from slurmrl.workers.failure import failed
 from slurmrl.workers.poll_intervals import PollIntervals
@@ -348,61 +347,14 @@ def test_workers_learn_whether_their_gpus_are_theirs_alone(
     assert [start.exclusive for start in sent] == [alone]
 
 
-class ScriptedWorld(TaskWorld):
-    """A scripted world of another group without processes."""
-
-    steps: list[Step]
-
-    def run(self) -> None:
-        type(self).steps.pop(0)(self)
-
-
 @pytest.fixture
-def other(run: RunPaths, host: Host, monkeypatch: pytest.MonkeyPatch) -> Host:
+def other(run: RunPaths) -> Host:
     """Task 0 of a group beside the trainers."""
     plan = Plan.read(run.plan)
     change = {"name": "rollout", "elastic": True, "hosts": 40}
     groups = (*plan.groups, plan.trainers.model_copy(update=change))
     run.plan.write_text(plan.model_copy(update={"groups": groups}).to_json())
-    monkeypatch.setattr(agent_module, "TaskWorld", ScriptedWorld)
-    ScriptedWorld.steps = []
     return Host(run, 1, "rollout")
-
-
-def test_a_failure_beside_the_trainers_ends_its_task_only(other: Host) -> None:
-    """It is reported to the master, but is no failure of the incarnation, and no host or trial is
-    given up for it."""
-    ScriptedWorld.steps = [both(begins(job="41.0.0"), fails(UsageError("no such model")))]
-    assert Agent(other).run() == FAILED
-    assert [record.kind for record in other.history.read()] == [Kind.BEGIN]
-    assert not [key for key in other.names.find_subtree("") if key.startswith("incarnation")]
-    (hello, failed) = LogReader(other.paths.agent_log(1, "rollout", 0, 0)).read()
-    assert (hello["agent"]["group"], failed["type"]) == ("rollout", "failed")
-    assert not other.paths.hosts.exists() or not list(other.paths.hosts.iterdir())
-
-
-def test_a_task_beside_the_trainers_follows_them_from_job_to_job(other: Host) -> None:
-    """Its own job began none of the incarnations, and it starts no master."""
-    assert not other.leads
-    ScriptedWorld.steps = [
-        both(begins(job="41.0.0"), fails(StaleIncarnationError("over"))),
-        begins(job="42.0.0"),
-    ]
-    assert Agent(other).run() == OK
-
-
-def test_a_task_beside_the_trainers_leaves_when_its_job_ends(other: Host) -> None:
-    """The trainers are not warned: their job continues."""
-
-    def warned(incarnation: Incarnation) -> None:
-        other.warnings._receive(signal.SIGUSR2, None)
-        incarnation.turn(0.0)
-
-    ScriptedWorld.steps = [both(begins(job="41.0.0"), warned)]
-    assert Agent(other).run() == FAILED
-    said = LogReader(other.paths.agent_log(1, "rollout", 0, 0)).read()
-    assert [message["type"] for message in said] == ["hello", "warning"]
-    assert keys.warned(1) not in other.names.find_subtree("incarnation/1")
 
 
 def test_a_user_error_beside_the_trainers_is_theirs_to_meet(run: RunPaths) -> None:

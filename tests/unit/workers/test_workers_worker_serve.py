@@ -12,10 +12,11 @@ import pytest
 
 from slurmrl.channel.pipe import Connection
 from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, RewardError
-from slurmrl.monitor.reports import Failure
+from slurmrl.monitor.reports import Failure, Identity
 from slurmrl.parallel.activity import Activity
 from slurmrl.workers.messages import (
     FROM_WORKER,
+    TO_ROLLOUT_WORKER,
     TO_WORKER,
     Answer,
     Done,
@@ -24,10 +25,13 @@ from slurmrl.workers.messages import (
     Order,
     Pulse,
     Ready,
+    Retire,
     RunCall,
     Save,
     Saved,
+    Serve,
     Start,
+    StartRollout,
 )
 from slurmrl.workers.worker import serve as serve_module
 from slurmrl.worlds import RankId
@@ -70,7 +74,8 @@ class FakeExecutor:
 class Rank:
     """``serve`` of rank 3 in a thread, and the agent's end of its pipe."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: str = "trainer") -> None:
+        self.world = world
         self.agent, self.pipe = Connection.pair()
         self.executor = FakeExecutor()
         self.code: int | None = None
@@ -78,7 +83,9 @@ class Rank:
 
     def _serve(self) -> None:
         try:
-            self.code = serve_module.serve(Path("run"), RankId("trainer", 3), self.pipe, Activity())
+            self.code = serve_module.serve(
+                Path("run"), RankId(self.world, 3), self.pipe, Activity()
+            )
         except LeftError as left:
             self.code = left.args[0]
         self.pipe.close()  # as the end of the process would
@@ -240,3 +247,42 @@ def test_failed_start_is_reported(rank: Rank, monkeypatch: pytest.MonkeyPatch) -
     said = rank.failure()
     assert (said.call, said.step) == ("start", None)
     assert said.exception == "OSError: no such file"
+
+
+class FakeRolloutWorker:
+    """Reads one message: it retires, or breaks when it is to serve."""
+
+    def ready(self) -> Ready:
+        return READY
+
+    def serve(self, agent: Connection) -> None:
+        values = agent.receive(60)
+        assert values is not None
+        message = TO_ROLLOUT_WORKER.from_json(values)
+        if isinstance(message, Serve):
+            raise RuntimeError("the engine broke")
+
+
+@pytest.mark.parametrize(
+    ("message", "code"), [(Retire(reason="orphan", within_s=1.0), 0), (Serve(incarnation=1), 1)]
+)
+def test_a_rollout_task_is_served_until_its_worker_returns(
+    monkeypatch: pytest.MonkeyPatch, message: Serve | Retire, code: int
+) -> None:
+    def leave(code: int) -> NoReturn:
+        raise LeftError(code)
+
+    monkeypatch.setattr(serve_module.os, "_exit", leave)
+    monkeypatch.setattr(serve_module, "build_rollout", lambda *arguments: FakeRolloutWorker())
+    rank = Rank("rollout/3")
+    rank.thread.start()
+    task = Identity("rollout", 3, 0, "r3", "50.0.0", "50_3", 7)
+    start = StartRollout(store="127.0.0.1:1", world_size=1, agent=task)
+    rank.agent.send(TO_ROLLOUT_WORKER.to_json(start))
+    assert rank.hear() == READY
+    rank.agent.send(TO_ROLLOUT_WORKER.to_json(message))
+    if code:
+        failure = rank.failure()
+        assert (failure.world, failure.call) == ("rollout/3", "rollout")
+    rank.agent.close()
+    assert rank.end() == code

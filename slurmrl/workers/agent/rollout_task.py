@@ -1,0 +1,203 @@
+"""A rollout task on its host: one world of workers that serves one incarnation after the other.
+
+The workers outlive the trainers' incarnations. This process only supervises them: it tells them
+which incarnation is the newest and when to retire, and it judges whether they and the trainers
+live. It neither ends nor delays an incarnation.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from slurmrl import log
+from slurmrl.backoff import Interval, retry
+from slurmrl.errors import EnvironmentFailure, SlurmrlError, TrialEndedError, WaitTimeoutError
+from slurmrl.fsio import atomic, objects
+from slurmrl.monitor.reports import Cause, Failure, Warned
+from slurmrl.monitor.snapshot import newest_submission
+from slurmrl.workers import address
+from slurmrl.workers.agent.children import News
+from slurmrl.workers.agent.host import Host
+from slurmrl.workers.agent.symptoms import Symptoms
+from slurmrl.workers.agent.trainers import TrainersLease
+from slurmrl.workers.agent.witness import Witness
+from slurmrl.workers.messages import Ready, Retire, Serve, StartRollout
+
+logger = log.get(__name__)
+T = TypeVar("T")
+
+ORPHAN_S = 1800.0
+"""How long a task waits for trainers whose lease has expired."""
+ORPHAN_RETIRE_S = 60.0
+"""How long the workers of such a task may take: they have nothing left to finish."""
+EXIT_TIMEOUT_S = 60.0
+"""Longest wait for the other ranks after one has exited normally."""
+MARGIN_S = 10.0
+"""How long before the end of the job workers that have not exited are killed."""
+SHORT_S = 20.0
+"""How long workers may take where nobody knows when the job is killed. Slurm's default between TERM
+and KILL is 30 s."""
+TURN_S = 0.5
+"""Longest wait for an event of a worker; a signal is noticed after it."""
+
+
+class RolloutTask:
+    """The attempt that ``host`` has claimed."""
+
+    def __init__(
+        self, host: Host, *, orphan_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``orphan_s``: how long it waits for trainers that are gone."""
+        self.host = host
+        self._orphan_s = orphan_s
+        self._clock = clock
+        self._trainers = TrainersLease(host.paths, host.names, host.cluster.lease_ttl_s, clock)
+        self._looks = Interval(host.intervals.check_s, clock)
+        self._symptoms = Symptoms(
+            host.identity.host,
+            host.children,
+            host.oom,
+            host.cluster.silence_s,
+            output=host.outputs[0].newest_after_now(),
+        )
+        self._ready: set[int] = set()
+        self._retired = False
+        """Whether a worker has exited normally: told by this process, or by the master."""
+        self._deadline = math.inf
+        """When workers that were told to retire are killed."""
+
+    def run(self) -> None:
+        """Return when the workers have retired and exited. Raises TrialEndedError, RunGoneError,
+        and other SlurmrlErrors for failures on this host (see `fail`)."""
+        self._start()
+        while not (self._retired and self.host.children.all_ended()):
+            self._follow()
+            self._look_at_trainers()
+            self._heed_warning()
+            self._keep_deadline()
+            self.turn(TURN_S)
+        logger.info("its workers have retired")
+
+    def _start(self) -> None:
+        """Start the workers, and have them connect to each other: all of them are on this host."""
+        host, identity = self.host, self.host.identity
+        devices = host.devices()
+        folder = host.paths.rollout_task(identity.group, identity.task, identity.attempt)
+        self._retry("make a directory", lambda: atomic.make_private_directory(folder))
+        with self._retry("open a log", lambda: host.open_log(identity.group)) as output:
+            host.children.start_workers(devices, output)
+        with address.listen(address.LOOPBACK) as listener:
+            start = StartRollout(
+                store=address.name_of(listener),
+                world_size=host.group.world_size,
+                interface=address.interface_of(address.LOOPBACK),
+                exclusive=host.deals_gpus,
+                agent=identity,
+            )
+            for slot in host.children.slots:
+                slot.send(start, listener.fileno() if slot.rank == 0 else None)
+
+    # -- what it follows ---------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """When due, look for a newer incarnation and tell the workers. Raises TrialEndedError, also
+        when a newer submission has taken the trial over, with tasks of its own."""
+        if not self._looks.due():
+            return
+        host = self.host
+        try:
+            state = host.state()
+            newest = newest_submission(host.paths) if state.incarnation > host.serving else None
+        except EnvironmentFailure as error:
+            logger.warning("cannot look for a new incarnation, will retry: %s", error)
+            return
+        if newest is not None and newest.number > host.submission:
+            raise TrialEndedError(f"submission {host.submission} was superseded by a newer one")
+        if state.incarnation > host.serving:
+            host.serving = state.incarnation
+            logger.info("incarnation %d", state.incarnation)
+            gpus = {"gpus": host.devices()} if host.group.gpus_per_worker else {}
+            host.events.write("join", incarnation=state.incarnation, **gpus)
+            host.children.broadcast(Serve(incarnation=state.incarnation))
+            self._trainers.follow(str(state.begin_data.get("job")))
+
+    def _look_at_trainers(self) -> None:
+        gone_s = self._trainers.gone_s()
+        if gone_s >= self._orphan_s and self._deadline == math.inf:
+            self._retire(f"the trainers have been gone for {gone_s:.0f} s", ORPHAN_RETIRE_S)
+
+    def _heed_warning(self) -> None:
+        if (warned := self.host.warnings.take()) is not None:
+            self.host.events.write("warned", **objects.to_json(warned))
+            self._retire(f"its job will end ({warned.cause})", time_to_retire_s(warned))
+
+    # -- its end -----------------------------------------------------------------------------
+
+    def _retire(self, reason: str, within_s: float) -> None:
+        """Tell the workers, unless they have been told to be as fast already."""
+        deadline = self._clock() + within_s
+        if deadline >= self._deadline:
+            return
+        logger.info("the workers are to exit within %.0f s: %s", within_s, reason)
+        self.host.events.write("retire", reason=reason, within_s=within_s)
+        self.host.children.broadcast(Retire(reason=reason, within_s=within_s))
+        self._expect_exit(deadline)
+
+    def _expect_exit(self, deadline: float) -> None:
+        self._symptoms.told_to_exit = True
+        self._deadline = min(self._deadline, deadline)
+
+    def _keep_deadline(self) -> None:
+        if self._clock() >= self._deadline:
+            raise WaitTimeoutError("its workers have not exited in time and are killed")
+
+    def fail(self, error: SlurmrlError) -> Failure:
+        """Record a failure of this task, with the stacks of its workers if they hang."""
+        host, failure = self.host, self.host.describe(error)
+        host.write_failure(host.serving, failure)
+        if failure.cause == Cause.HUNG:
+            Witness(host).take(host.serving, 0, failure.reason, self._idle)
+        return failure
+
+    def _idle(self, seconds: float) -> None:
+        """Wait, but ignore failures: the task is over."""
+        self.host.lease_guard.turn()
+        self.host.children.turn(seconds)
+
+    # -- one turn of the loop ----------------------------------------------------------------
+
+    def _retry(self, what: str, action: Callable[[], T]) -> T:
+        return retry(what, action, self.turn)
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait at most ``timeout_s`` for an event of a worker; renew the lease when due."""
+        host = self.host
+        host.presence.check()
+        host.lease_guard.turn()
+        for output in host.outputs:
+            output.look()
+        news = host.children.turn(min(timeout_s, self._symptoms.longest_turn_s))
+        self._take(news)
+        self._symptoms.judge(news)
+
+    def _take(self, news: News) -> None:
+        for message in news.received:
+            if isinstance(message, Ready):
+                self._ready.add(message.rank)
+                if len(self._ready) == self.host.group.world_size:
+                    self.host.events.write("world_ready", world=self.host.identity.world)
+        if any(ended.code == 0 for ended in news.ended):
+            self._retired = True
+            self._expect_exit(self._clock() + EXIT_TIMEOUT_S)
+
+
+def time_to_retire_s(warned: Warned) -> float:
+    """Return how long workers may take after a warning. How long Slurm waits before it kills a job
+    that it preempts is not known here."""
+    left_s = warned.time_left_s
+    if warned.cause != "time_limit" or left_s is None:
+        return SHORT_S
+    return max(left_s - MARGIN_S, SHORT_S)

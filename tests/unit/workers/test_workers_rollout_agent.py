@@ -1,0 +1,309 @@
+"""The agent of a rollout task, with a scripted worker in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from slurmrl import keys
+from slurmrl.channel.pipe import Connection
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio import objects
+from slurmrl.history.record import Kind
+from slurmrl.history.writer import begin, end
+from slurmrl.lease import Lease
+from slurmrl.monitor import events
+from slurmrl.monitor.reports import Identity, Warned
+from slurmrl.name_resolve import make
+from slurmrl.paths import RunPaths
+from slurmrl.plan.model import Plan
+from slurmrl.workers import process
+from slurmrl.workers.agent import agent as agent_module
+from slurmrl.workers.agent.agent import FAILED, OK, Agent
+from slurmrl.workers.agent.host import Host
+from slurmrl.workers.agent.rollout_task import RolloutTask, time_to_retire_s
+from slurmrl.workers.agent.warning import SIGNALS
+
+REPOSITORY = Path(__file__).parents[3]
+STUB = """
+import json, os, sys
+from slurmrl.channel.pipe import Connection
+from slurmrl.workers.worker import fork_server
+def option(name):
+    return sys.argv[sys.argv.index(name) + 1]
+pipe = fork_server.serve(Connection.from_fd(int(option("--pipe-fd"))), int(option("--rank")))
+if pipe is None:
+    sys.exit(0)
+while (message := pipe.receive(60)) is not None:
+    if message["type"] == "start":
+        pipe.send({"type": "ready", "rank": 0, "size": 0, "fingerprint": ""})
+    with open(os.environ["STUB_HEARD"], "a") as heard:
+        heard.write(json.dumps({"pid": os.getpid(), **message}) + "\\n")
+    if message["type"] == "retire" and not os.environ.get("STUB_STAYS"):
+        break
+"""
+ORPHAN_S = 300.0
+TTL_S = 60.0
+Story: TypeAlias = Iterator[None]
+
+
+class Bed:
+    """One attempt at task 0, in this process, and what its worker hears."""
+
+    def __init__(self, run: RunPaths, heard: Path) -> None:
+        self.paths = run
+        self.now = 0.0
+        self.host = Host(run, 1, "rollout")
+        self.story: Story = iter(())
+        self._heard = heard
+        self._lease = Lease(run.lease("trainer", 0, 0))
+        """Of the trainers' first agent, which is there before they begin."""
+
+    def run(self, story: Story) -> int:
+        self.story = story
+        code = Agent(self.host).run()
+        with pytest.raises(StopIteration):
+            next(story)
+        return code
+
+    def begin(self, job: str, attempt: int) -> None:
+        """The trainers of a job begin an incarnation."""
+        identity = Identity("trainer", 0, attempt, "n0", job, "41_0", 1)
+        with make("file", directory=self.paths.names) as names:
+            said = json.dumps(objects.to_json(identity))
+            names.add(keys.attempt("trainer", 0, attempt), said, delete_on_exit=False)
+        self._lease = Lease(self.paths.lease("trainer", 0, attempt))
+        begin(self.host.history, {"job": job})
+
+    def passes(self, seconds: float, *, beats: bool) -> Story:
+        """Time passes while the trainers live, or do not."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(self.now + TTL_S / 8, until)
+            if beats:
+                self._lease.beat()
+            yield
+
+    def heard(self, kind: str) -> list[dict[str, Any]]:
+        lines = self._heard.read_text().splitlines() if self._heard.exists() else []
+        return [said for said in map(json.loads, lines) if said["type"] == kind]
+
+    def until_heard(self, kind: str, count: int = 1) -> Story:
+        """No time passes while a worker that was told to retire does so."""
+        tick_s = 0.0 if kind == "retire" else self.host.intervals.check_s
+        return self.until(lambda: len(self.heard(kind)) >= count, tick_s)
+
+    def until(self, there: Callable[[], object], tick_s: float = 2.0) -> Story:
+        deadline = time.monotonic() + 60
+        while not there():
+            assert time.monotonic() < deadline
+            self.now += tick_s
+            self._lease.beat()
+            yield
+
+    def worker(self) -> int:
+        return int(self.heard("start")[0]["pid"])
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in events.read_all(self.paths) if event["kind"] == kind]
+
+
+@pytest.fixture
+def bed(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
+    plan = Plan.read(run.plan)
+    change = {"name": "rollout", "elastic": True, "workers_per_host": 1, "gpus_per_worker": 0}
+    groups = (*plan.groups, plan.trainers.model_copy(update=change))
+    run.plan.write_text(plan.model_copy(update={"groups": groups}).to_json())
+    (tmp_path / "stub_worker.py").write_text(STUB)
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
+    monkeypatch.setenv("STUB_HEARD", str(tmp_path / "heard"))
+    monkeypatch.setattr(Agent, "_take_log", lambda agent: None)
+    spawn = process.spawn_with_pipe
+
+    def spawn_stub(
+        name: str, module: str, arguments: list[str], **more: Any
+    ) -> tuple[process.Child, Connection]:
+        assert module == "slurmrl.workers.worker"
+        return spawn(name, "stub_worker", arguments, **more)
+
+    monkeypatch.setattr(process, "spawn_with_pipe", spawn_stub)
+    found = Bed(run, tmp_path / "heard")
+
+    class Scripted(RolloutTask):
+        """Plays one part of the story in each turn."""
+
+        def __init__(self, host: Host, *, orphan_s: float) -> None:
+            super().__init__(host, orphan_s=ORPHAN_S, clock=lambda: found.now)
+
+        def turn(self, timeout_s: float) -> None:
+            next(found.story, None)
+            super().turn(0.02)
+
+    monkeypatch.setattr(agent_module, "RolloutTask", Scripted)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield found
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert list(run.control.iterdir()) == [], "the channel of an incarnation is not its own"
+
+
+def test_its_worker_serves_one_incarnation_after_the_other(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of other jobs, and while the history cannot be read for some time. The end of the
+    trial ends it."""
+
+    def story() -> Story:
+        yield from bed.until_heard("start")
+        bed.begin("41.0.0", 0)
+        yield from bed.until_heard("serve")
+        with monkeypatch.context() as silent:
+            looks = []
+
+            def unreadable() -> None:
+                looks.append(bed.now)
+                raise EnvironmentFailure("the directory does not answer")
+
+            silent.setattr(bed.host.history, "read", unreadable)
+            yield from bed.until(lambda: len(looks) > 2)
+        bed.begin("42.0.0", 1)
+        yield from bed.until_heard("serve", 2)
+        end(bed.host.history, Kind.FINISHED, {})
+        yield from bed.until(lambda: False)
+
+    bed.story = story()
+    assert Agent(bed.host).run() == OK
+    (start,) = bed.heard("start")
+    assert (start["agent"]["group"], start["agent"]["attempt"]) == ("rollout", 0)
+    assert bed.paths.rollout_task("rollout", 0, 0).is_dir()
+    serves = bed.heard("serve")
+    assert [serve["incarnation"] for serve in serves] == [1, 2]
+    assert {serve["pid"] for serve in serves} == {start["pid"]}
+    assert not process_runs(start["pid"])
+
+
+def process_runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_a_warning_retires_it(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the time that is left."""
+    monkeypatch.setattr(bed.host.warnings, "_local", False)
+    monkeypatch.setenv("SLURMRL_JOB_END", str(time.time() + 100))
+
+    def story() -> Story:
+        yield from bed.until_heard("start")
+        os.kill(os.getpid(), signal.SIGUSR2)
+        yield from bed.until_heard("retire")
+
+    assert bed.run(story()) == OK
+    (retire,) = bed.heard("retire")
+    assert retire["reason"] == "its job will end (time_limit)"
+    assert 60 < retire["within_s"] < 100
+
+
+def test_a_worker_that_does_not_retire_in_time_is_killed(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_STAYS", "1")
+    left: list[bool] = []
+
+    def story() -> Story:
+        yield from bed.until_heard("start")
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield from bed.until_heard("retire")
+        within_s = bed.heard("retire")[0]["within_s"]
+        yield from bed.passes(within_s - 1, beats=False)
+        left.append(process_runs(bed.worker()))
+        yield from bed.passes(2, beats=False)
+
+    assert bed.run(story()) == FAILED
+    assert left == [True]
+    assert not process_runs(bed.worker())
+
+
+def test_trainers_that_do_not_come_back_are_left(bed: Bed) -> None:
+    """After the bound, by its own clock. Trainers of another job come back."""
+
+    def story() -> Story:
+        yield from bed.until_heard("start")
+        bed.begin("41.0.0", 0)
+        yield from bed.until_heard("serve")
+        yield from bed.passes(2 * ORPHAN_S, beats=True)
+        yield from bed.passes(ORPHAN_S - TTL_S, beats=False)
+        bed.begin("42.0.0", 1)
+        yield from bed.until_heard("serve", 2)
+        yield from bed.passes(2 * ORPHAN_S, beats=True)
+        yield from bed.passes(ORPHAN_S - TTL_S, beats=False)
+        assert bed.heard("retire") == []
+        bound = bed.now + 2 * TTL_S
+        while not bed.told("retire"):
+            yield from bed.passes(1.0, beats=False)
+        assert bed.now <= bound
+        yield from bed.until_heard("retire")
+
+    assert bed.run(story()) == OK
+    (retire,) = bed.heard("retire")
+    assert retire["reason"].startswith("the trainers have been gone for")
+
+
+def test_the_end_of_its_worker_is_a_failure_of_the_task_only(bed: Bed) -> None:
+    def story() -> Story:
+        yield from bed.until_heard("start")
+        bed.begin("41.0.0", 0)
+        yield from bed.until_heard("serve")
+        os.kill(bed.worker(), signal.SIGKILL)
+        yield from bed.until(lambda: False)
+
+    bed.story = story()
+    assert Agent(bed.host).run() == FAILED
+    (failure,) = bed.told("failure")
+    assert failure["reason"].endswith("was ended by SIGKILL")
+    assert [record.kind for record in bed.host.history.read()] == [Kind.BEGIN]
+    assert keys.failure(1) not in bed.host.names.find_subtree("incarnation")
+
+
+def test_a_worker_that_exits_normally_was_told_to_by_the_master(bed: Bed) -> None:
+    def story() -> Story:
+        yield from bed.until_heard("start")
+        (slot,) = bed.host.children.slots
+        assert slot.pipe is not None
+        slot.pipe.send({"type": "retire"})  # as if the worker had read ``Leave``
+        yield from bed.until_heard("retire")
+
+    assert bed.run(story()) == OK
+    assert bed.told("retire") == bed.told("failure") == []
+
+
+def test_a_newer_submission_has_tasks_of_its_own(bed: Bed) -> None:
+    def story() -> Story:
+        yield from bed.until_heard("start")
+        newer = bed.paths.submission_request(2)
+        newer.parent.mkdir()
+        newer.write_text(json.dumps({"scheduler": "slurm", "heartbeat_s": 2.0}))
+        bed.begin("51.0.0", 0)
+        yield from bed.until(lambda: False)
+
+    bed.story = story()
+    assert Agent(bed.host).run() == OK
+    assert bed.heard("serve") == []
+
+
+@pytest.mark.parametrize(
+    ("cause", "left_s", "within_s"),
+    [
+        ("time_limit", 120.0, 110.0),
+        ("time_limit", -1.0, 20.0),  # Slurm has sent TERM
+        ("preemption", 80_000.0, 20.0),
+        ("interrupt", None, 20.0),
+    ],
+)
+def test_the_time_that_a_warning_leaves(cause: str, left_s: float | None, within_s: float) -> None:
+    assert time_to_retire_s(Warned(cause=cause, time_left_s=left_s)) == within_s
