@@ -52,7 +52,7 @@ def test_results_are_recorded_once_whenever_processes_are_killed(folder: Path) -
     check(folder, Setting("generate", 2, 3), 16, ("worker", "master", "agent"))
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_models_with_layouts_of_their_own_end_like_undisturbed(folder: Path) -> None:
     check(folder, Setting("ppo", 2, 2, mixed=True), 15, ("worker", "master"))

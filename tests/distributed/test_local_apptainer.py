@@ -76,7 +76,9 @@ def test_what_dies_in_a_container_comes_back(
     wait_until("all processes to leave", lambda: not any(processes(run).values()))
 
 
-@pytest.mark.parametrize("options", [(), ("--pid",)], ids=["", "own pids"])
+@pytest.mark.parametrize(
+    "options", [pytest.param((), marks=pytest.mark.soak), ("--pid",)], ids=["", "own pids"]
+)
 def test_cancel_ends_containers(tmp_path: Path, options: tuple[str, ...]) -> None:
     site = start(tmp_path, *options, packed=False, steps=10_000)
     run = site.paths("sft/1").run

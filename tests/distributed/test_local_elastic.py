@@ -72,8 +72,10 @@ def test_an_interrupted_run_continues_with_more_ranks(tmp_path: Path) -> None:
     assert_close(site.metrics("sft/killed"), site.metrics("sft/whole"))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("sft", marks=pytest.mark.soak), pytest.param("ppo", marks=pytest.mark.long)],
+)
 def test_one_two_four_one_ranks(tmp_path: Path, kind: str) -> None:
     site = Site(tmp_path)
     undisturbed = site.write("whole.yaml", config_of(kind, trial="whole", total_steps=8))

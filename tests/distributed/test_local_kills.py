@@ -100,8 +100,8 @@ def check_end(site: Site, kind: str, undisturbed: Callable[[str], dict[str, Any]
         ("sft", "master", 0),
         ("generate", "worker", 0),
         pytest.param("generate", "master", 0, marks=soak),
-        pytest.param("sft", "fork_server", 1, marks=long),
-        pytest.param("ppo", "worker", 0, marks=long),
+        pytest.param("sft", "fork_server", 1, marks=soak),
+        pytest.param("ppo", "worker", 0, marks=soak),
         pytest.param("ppo", "master", 0, marks=soak),
         pytest.param("sft", "worker", 0, marks=soak),
     ],
@@ -240,7 +240,7 @@ def test_an_agent_that_hangs_is_found_and_started_again(
     [
         ("sft", "agent", [(0, "0"), (0, "1")]),
         pytest.param("ppo", "agent", [(0, "0"), (0, "1")], marks=soak),
-        pytest.param("ppo", "supervisor", [(0, "0"), (1, "0")], marks=long),
+        pytest.param("ppo", "supervisor", [(0, "0"), (1, "0")], marks=soak),
     ],
 )
 def test_agents_are_started_again(

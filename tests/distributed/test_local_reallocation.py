@@ -204,7 +204,7 @@ def test_a_reference_follows_the_actor(tmp_path: Path) -> None:
     ("layouts", "architecture"),
     [
         pytest.param(FOUR_RANKS, ARCHITECTURE, id="four ranks"),
-        pytest.param(HALVES, ARCHITECTURE, id="halves"),
+        pytest.param(HALVES, ARCHITECTURE, id="halves", marks=pytest.mark.soak),
         pytest.param(ON_EXPERTS, EXPERTS, id="experts"),
     ],
 )

@@ -212,7 +212,7 @@ def test_a_failure_of_one_host_is_the_end_for_both(job: Job) -> None:
     ]
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_doorbells_change_nothing_but_when_messages_are_noticed(tmp_path: Path) -> None:
     """Agents and master heed each other's rings; with all of them lost the trial is the same to the
     bit."""

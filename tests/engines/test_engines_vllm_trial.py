@@ -21,7 +21,7 @@ from tests.support.trials import (
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.soak,  # the trial with SGLang and the kills of vLLM's server run more often
     pytest.mark.skipif(not PYTHON, reason="no vLLM: run scripts/test-engines"),
 ]
 STEPS = 40

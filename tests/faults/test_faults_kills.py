@@ -73,7 +73,7 @@ def test_no_kill_breaks_an_invariant(scenario: str, tmp_path: Path) -> None:
     assert result["points"] > 15
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("scenario", sorted(SCHEDULES))
 @pytest.mark.timeout(LONG_S)
 def test_kills_at_every_operation(scenario: str, tmp_path: Path) -> None:

@@ -14,7 +14,11 @@ pytestmark = pytest.mark.long
 STEPS = 3
 
 
-@pytest.mark.parametrize("options", [(), ("--cleanenv", "--pid")], ids=["", "own pids"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param((), marks=pytest.mark.soak), ("--cleanenv", "--pid")],
+    ids=["", "own pids"],
+)
 def test_preemption_with_time_to_commit(tmp_path: Path, options: tuple[str, ...]) -> None:
     """TERM reaches every process of the step, including those in containers. Then a worker is
     killed, and the trial cancelled."""

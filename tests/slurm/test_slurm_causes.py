@@ -95,10 +95,10 @@ def same(trial: Watched, calm: Outcome) -> None:
 @pytest.mark.parametrize(
     ("causes", "how"),
     [
-        pytest.param([("worker", 0.9)], "in the job", marks=long),
+        pytest.param([("worker", 0.9)], "in the job", marks=soak),
         pytest.param([("worker", 0.0), ("master", 0.0)], "in the job", marks=soak),
         pytest.param([("stop", 0.9), ("stop-master", 0.0)], "in the job", marks=long),
-        pytest.param([("agent", 0.9), ("agent", 0.0)], "next round", marks=long),
+        pytest.param([("agent", 0.9), ("agent", 0.0)], "next round", marks=soak),
         ([("supervisor", 0.0)], "next link"),
     ],
     ids=["worker", "children", "hung", "agents", "batch process"],
@@ -124,7 +124,7 @@ def failures(trial: Watched) -> list[tuple[str, str]]:
     ]
 
 
-@long
+@soak
 def test_job_that_puts_itself_back_into_the_queue(tmp_path: Path, bed: Path, calm: Outcome) -> None:
     """``continue: requeue`` starts the job again after a warning, but not after scancel."""
     changes = {"cluster": paced.cluster(tmp_path, **{"continue": "requeue"})}
@@ -147,7 +147,7 @@ def test_job_that_puts_itself_back_into_the_queue(tmp_path: Path, bed: Path, cal
     assert calm.differences(trial.outcome()) == []
 
 
-@long
+@soak
 def test_worker_that_the_kernel_kills_for_memory(tmp_path: Path, calm: Outcome) -> None:
     """A rank suddenly uses more memory than the job requested."""
     with private_bed("--memory", needs=("memory limits need",)):
@@ -162,7 +162,7 @@ def test_worker_that_the_kernel_kills_for_memory(tmp_path: Path, calm: Outcome) 
         assert "JobState=COMPLETED" in slurm("scontrol", "show", "job"), "srun has failed by then"
 
 
-@long
+@soak
 def test_rank_that_lives_but_never_answers(tmp_path: Path, bed: Path, calm: Outcome) -> None:
     """Its pulses continue, so only the step's deadline finds it."""
     config = {**paced.config(tmp_path, "Stuck"), "step_timeout_s": 20}
@@ -198,7 +198,7 @@ def low(folder: Path) -> dict[str, Any]:
 
 
 @long
-@pytest.mark.parametrize("parameters", ["preempt_send_user_signal", ""])
+@pytest.mark.parametrize("parameters", ["preempt_send_user_signal", pytest.param("", marks=soak)])
 def test_preemption_with_time_to_commit(tmp_path: Path, calm: Outcome, parameters: str) -> None:
     """With the user's signal the batch process is warned; without it, only TERM and CONT reach the
     tasks of the step."""
@@ -229,7 +229,7 @@ def node(trial: Watched, role: str, index: int = -1) -> str:
     return node_of(processes(trial.witness.paths.run)[role][index])
 
 
-@long
+@soak
 def test_node_set_down(tmp_path: Path, breakable: Path, calm: Outcome) -> None:
     trial = paced.start(tmp_path)
 
@@ -242,7 +242,7 @@ def test_node_set_down(tmp_path: Path, breakable: Path, calm: Outcome) -> None:
 
 
 @long
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=soak)])
 def test_lost_node(tmp_path: Path, breakable: Path, calm: Outcome, first: bool) -> None:
     """slurmd and all processes of one node disappear at once: of the batch host, or of the
     other."""
@@ -259,7 +259,7 @@ def test_lost_node(tmp_path: Path, breakable: Path, calm: Outcome, first: bool) 
 
 
 @long
-@pytest.mark.parametrize("stop", [True, False])
+@pytest.mark.parametrize("stop", [True, pytest.param(False, marks=soak)])
 def test_nodes_that_slurm_believes_dead_commit_nothing(
     tmp_path: Path, breakable: Path, calm: Outcome, stop: bool
 ) -> None:

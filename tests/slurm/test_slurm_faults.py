@@ -63,7 +63,7 @@ def test_a_set_up_line_that_fails_on_every_host_ends_the_trial(tmp_path: Path, b
     assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 8, 1)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_several_links_at_once(tmp_path: Path, bed: Path) -> None:
     """Only the first link continues."""
     trial = start_throttled(tmp_path)
@@ -78,7 +78,7 @@ def test_several_links_at_once(tmp_path: Path, bed: Path) -> None:
     "of_batch",
     [
         pytest.param(True, id="batch host"),
-        pytest.param(False, id="other host", marks=pytest.mark.long),
+        pytest.param(False, id="other host", marks=pytest.mark.soak),
     ],
 )
 def test_a_host_whose_gpu_fails_is_replaced_by_a_spare(

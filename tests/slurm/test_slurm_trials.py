@@ -200,7 +200,7 @@ def test_a_trial_that_commits_adds_links_and_takes_them_back(site: Site) -> None
     wait_until("an empty queue", lambda: not squeue("-t", "PD,R,CG"))
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_links_are_added_by_hand_where_sbatch_does_not_work(site: Site, tmp_path: Path) -> None:
     """The set-up lines put an sbatch that fails on the PATH of the compute nodes."""
     stub = tmp_path / "no" / "sbatch"

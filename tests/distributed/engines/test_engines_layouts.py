@@ -131,12 +131,20 @@ def test_gradients_of_value_models_are_those_of_one_process(
     assert_as_one_process(ranks, tmp_path, setup, MODELS[family])
 
 
-@pytest.mark.long
+def mark_of(family: str, layout: str) -> pytest.MarkDecorator:
+    """One pair in three is in every long run, so that each family and each layout is."""
+    place = list(MODELS).index(family) + list(LAYOUTS).index(layout)
+    return pytest.mark.long if place % 3 == 0 else pytest.mark.soak
+
+
 @pytest.mark.parametrize(
-    ("layout", "sequence"),
-    [(name, on) for name, sizes in LAYOUTS.items() for on in (False, True)[: 1 + ("tp" in sizes)]],
+    ("family", "layout", "sequence"),
+    [
+        pytest.param(family, layout, sequence, marks=mark_of(family, layout))
+        for family, (layout, sizes) in product(MODELS, LAYOUTS.items())
+        for sequence in (False, True)[: 1 + ("tp" in sizes)]
+    ],
 )
-@pytest.mark.parametrize("family", MODELS)
 def test_every_family_in_every_layout(
     ranks: RankPool, tmp_path: Path, family: str, layout: str, sequence: bool
 ) -> None:
@@ -208,7 +216,7 @@ FEW_LAYOUTS = [("qwen3", "d2t2"), ("qwen3", "t4"), ("mixtral", "c2t2"), ("gpt2",
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        pytest.param(*pair, marks=() if pair in FEW_LAYOUTS else pytest.mark.long)
+        pytest.param(*pair, marks=() if pair in FEW_LAYOUTS else mark_of(*pair))
         for pair in product(MODELS, LAYOUTS)
     ],
 )
