@@ -136,7 +136,11 @@ class RunPaths:
 
     def rollout_samples(self, group: str, task: int, attempt: int) -> Path:
         """The files of samples that this log names."""
-        return self.rollout_task(group, task, attempt) / "samples"
+        return self.samples_of(self.rollout_task(group, task, attempt).name)
+
+    def samples_of(self, attempt: str) -> Path:
+        """The same, by the name of the attempt's directory."""
+        return self.rollouts / attempt / "samples"
 
     @property
     def checkpoints(self) -> Path:

@@ -4,7 +4,7 @@ that a user's schema and interface can share a file."""
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slurmrl.data.sample import SequenceSample
     from slurmrl.engines.base import GenerateEngine, TrainEngine
     from slurmrl.plan.settings import Settings
+    from slurmrl.rollouts.sample_group import SampleGroup
 
 Stats = dict[str, tuple[float, float]]
 """Name of a metric to (sum, count)."""
@@ -40,6 +41,9 @@ class CallContext:
     """CPU cores of this host for each of its ranks."""
     evaluation: bool = False
     """True in an evaluation, which has its own sampling settings and random stream."""
+    stored: Callable[[str], SampleGroup] | None = None
+    """Reads the completions of an item, by its id, where rollout tasks have made them. Raises
+    SampleFileError, EnvironmentFailure."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -21,6 +22,11 @@ from slurmrl.plan.settings import Settings
 from slurmrl.scheduler.parse import HostRow
 from slurmrl.worlds import TRAINERS
 
+ROLLOUT_WORKER: Final = "slurmrl.workers.rollout.setup:build_rollout"
+"""What makes the worker of a rollout task."""
+STORED: Final = "slurmrl.algorithms.rollout.stored:StoredInterface"
+"""What reads the completions of rollout tasks, instead of generating."""
+STORED_METRICS: Final = ("response_length", "prompt_length", "finished")
 AXIS_ORDER: Final = ("pp", "dp", "cp", "tp")
 """From the outermost to the innermost: tensor-parallel ranks communicate most and are adjacent,
 pipeline stages communicate least. The order is Megatron's (Narayanan et al. 2021)."""
@@ -44,8 +50,11 @@ def make_plan(
         for name, model in models.items()
         if model.averaged and (eta := model_of(config, name).ema) is not None
     ]
-    planned = partial(_call, models=models, offloaded=offloaded, averages=averages)
-    calls = Graph(algorithm.calls(config), DATASET_KEYS[config.dataset.kind]).order
+    of_trainers = {name: model for name, model in models.items() if model.group == TRAINERS}
+    planned = partial(_call, models=of_trainers, offloaded=offloaded, averages=averages)
+    calls: Sequence[Call] = Graph(algorithm.calls(config), DATASET_KEYS[config.dataset.kind]).order
+    if len(of_trainers) < len(models):
+        calls = [_stored(call) for call in calls]
     evaluation_calls: Sequence[Call] = ()
     if config.evaluation is not None:
         keys = DATASET_KEYS[config.evaluation.dataset.kind]
@@ -83,6 +92,13 @@ def _model(config: Config, use: RoleUse, placed: Placement) -> ModelPlan:
     )
 
 
+def _stored(call: Call) -> Call:
+    """The call of completions that rollout tasks have made."""
+    if call.method is not Method.GENERATE:
+        return call
+    return replace(call, role=None, interface=STORED, metrics=STORED_METRICS)
+
+
 def expert_sizes(allocation: Allocation) -> dict[str, int]:
     """The experts' own grid, also in Megatron's order; empty where there is none."""
     experts = allocation.experts
@@ -92,7 +108,7 @@ def expert_sizes(allocation: Allocation) -> dict[str, int]:
 
 
 def _groups(config: Config, placed: Mapping[str, Placement], scheduler: str) -> Iterable[GroupPlan]:
-    """The trainers' job, and the servers' array with one task for each copy of the model."""
+    """The trainers' job, and the array of rollout tasks, one for each copy of the model."""
     workers = placement.trainers(placed.values())
     gpus = gpus_per_worker(config.cluster, scheduler)
     yield _group(config, gpus, TRAINERS, *_hosts(config, placed, workers, scheduler))
@@ -100,7 +116,8 @@ def _groups(config: Config, placed: Mapping[str, Placement], scheduler: str) -> 
     if rollout is not None and rollout.group == ROLLOUTS:
         allocation = rollout.allocation
         shape = (allocation.sizes["dp"], allocation.instance_size)
-        yield _group(config, gpus, ROLLOUTS, *shape, elastic=True)
+        group = _group(config, gpus, ROLLOUTS, *shape, elastic=True)
+        yield group.model_copy(update={"worker": ROLLOUT_WORKER})
 
 
 def _hosts(

@@ -40,15 +40,14 @@ class Placement:
     group: str = TRAINERS
 
 
-def place(backend: str, gpus: str, *, running: bool = False) -> Placement:
-    """Place a layout on the listed GPUs, or on the first ones. Servers without a list are tasks of
-    a group of their own; of ``running`` ones only the weights are placed, which they are given.
-    Raises AllocationError."""
+def place(backend: str, gpus: str, *, group: str = TRAINERS) -> Placement:
+    """Place a layout on the listed GPUs of a group, or on its first ones. Raises
+    AllocationError."""
     allocation = parse(backend)
     size, serves = allocation.world_size, BACKENDS[allocation.backend].serves
     order = _by_copies(allocation) if serves else tuple(range(size))
     if not gpus.strip():
-        return Placement(allocation, order, ROLLOUTS if serves and not running else TRAINERS)
+        return Placement(allocation, order, group)
     numbers = parse_gpus(gpus)
     if len(numbers) != size:
         raise AllocationError(
@@ -80,11 +79,21 @@ def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
         sections[ROLLOUTS] = config.rollout
     for role, section in sections.items():
         try:
-            running = role == ROLLOUTS and bool(config.rollout.servers)
-            placed[role] = place(section.backend, section.gpus, running=running)
+            apart = role == ROLLOUTS and in_tasks(config.rollout)
+            group = ROLLOUTS if apart else TRAINERS
+            placed[role] = place(section.backend, section.gpus, group=group)
         except AllocationError:
             continue
     return placed
+
+
+def in_tasks(rollout: Rollout) -> bool:
+    """Whether completions are made in tasks of their own; servers without GPUs have no other
+    place. Raises AllocationError."""
+    if rollout.tasks is not None:
+        return True
+    apart = not rollout.gpus.strip() and not rollout.servers
+    return apart and BACKENDS[parse(rollout.backend).backend].serves
 
 
 def uses_base(config: Config, role: str) -> bool:

@@ -38,7 +38,7 @@ class LocalScheduler(Scheduler):
 
     def submit(self, request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
         for group in request.groups:
-            if group.hosts > 1:
+            if group.hosts > 1 and not group.elastic:
                 raise SchedulerError(
                     f"group {group.name} requests {group.hosts} hosts; the local scheduler has one"
                 )
@@ -83,7 +83,8 @@ class LocalScheduler(Scheduler):
 
     def _start(self, request: SubmissionRequest, group: GroupRequest) -> str:
         run = request.run
-        arguments = [str(run.run), str(request.number), group.name, str(group.links)]
+        width = group.hosts if group.elastic else 1
+        arguments = [str(run.run), str(request.number), group.name, str(group.links), str(width)]
         output = run.batch_log(group.name, f"chain.{request.number}")
         environ = environment.of_local_job(os.environ)
         # -P: the working directory must not shadow the code snapshot.

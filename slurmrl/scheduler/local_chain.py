@@ -1,11 +1,11 @@
-"""The local scheduler's chain, which runs the links of one group one after the other.
+"""The local scheduler's chain, which runs the links of one group.
 
-``python -m slurmrl.scheduler.local_chain RUN_DIR NUMBER GROUP LINKS`` in a session of its own. It
-does for one machine what ``--array=0-L%1`` does on Slurm. Each link runs the batch script. When a
-link ends for any reason, the next one starts, unless the trial has ended in the history. Every
-signal makes the running link the last: USR1 lets it run on, USR2 is relayed as soon as the link has
-a handler (stop at a step), TERM ends the link with TERM and after 10 s with KILL, QUIT kills it at
-once.
+``python -m slurmrl.scheduler.local_chain RUN_DIR NUMBER GROUP LINKS WIDTH`` in a session of its
+own. It does for one machine what ``--array=0-L%W`` does on Slurm: links run one after the other, or
+of an elastic group W at a time. Each link runs the batch script. When a link ends for any reason,
+the next one starts, unless the trial has ended in the history. Every signal makes the running links
+the last: USR1 lets them run on, USR2 is relayed as soon as a link has a handler (stop at a step),
+TERM ends them with TERM and after 10 s with KILL, QUIT kills them at once.
 """
 
 from __future__ import annotations
@@ -39,21 +39,35 @@ _log = log.get(__name__)
 class LocalChain:
     """The links of one group of one submission."""
 
-    def __init__(self, run: RunPaths, number: int, group: str, links: int) -> None:
+    def __init__(self, run: RunPaths, number: int, group: str, links: int, width: int) -> None:
         identity = processes.ProcessId.of(os.getpid())
         assert identity is not None, "this process runs"
         self._run, self._number, self._group = run, number, group
+        self._width = width
         self._state = ChainState.of(identity, links)
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        """By index."""
         self._last = False
-        self._relay = False
+        self._relay: set[int] = set()
+        """The links that have not had USR2 yet."""
         self._kill_at_s: float | None = None
 
     def run(self) -> None:
         self._write()
-        for index in range(len(self._state.elements)):
-            if self._signalled() or self._trial_ended():
+        following = 0
+        while True:
+            while (
+                following < len(self._state.elements)
+                and len(self._running) < self._width
+                and not self._signalled()
+                and not self._trial_ended()
+            ):
+                self._begin(following)
+                following += 1
+            if not self._running:
                 break
-            self._link(index)
+            for index in self._wait():
+                self._end(index)
         for element in self._state.elements:
             if element.state is JobState.PENDING:
                 element.state, element.reason = JobState.CANCELLED, "not needed"
@@ -67,13 +81,20 @@ class LocalChain:
     def _trial_ended(self) -> bool:
         return fold(History(self._run.history).read()).end is not None
 
-    def _link(self, index: int) -> None:
-        child = self._start(index)
+    def _begin(self, index: int) -> None:
+        child = self._running[index] = self._start(index)
         element = self._state.elements[index]
         element.state, element.reason, element.pid = JobState.RUNNING, "", child.pid
         self._write()
-        code = self._wait(child)
-        element.state, element.reason = self._verdict(code)
+
+    def _end(self, index: int) -> None:
+        """Kill what an ended link left behind, as Slurm does. Reap it last, so that its process
+        group cannot be reused."""
+        child = self._running.pop(index)
+        self._relay.discard(index)
+        _kill_group(child.pid)
+        element = self._state.elements[index]
+        element.state, element.reason = self._verdict(child.wait())
         element.pid = None
         self._write()
 
@@ -97,35 +118,42 @@ class LocalChain:
                 preexec_fn=_DieWithParent(),
             )
 
-    def _wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Wait for the end of the link and serve signals. Kill what it left behind, as Slurm does.
-        Reap the ended child last, so that its process group cannot be reused."""
+    def _wait(self) -> list[int]:
+        """Wait for the end of a link and serve signals. Return the links that have ended."""
         ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while os.waitid(os.P_PID, child.pid, ended) is None:
-            if self._relay and processes.catches(child.pid, signal.SIGUSR2):
-                child.send_signal(signal.SIGUSR2)
-                self._relay = False
+        while not (
+            done := [
+                index
+                for index, child in self._running.items()
+                if os.waitid(os.P_PID, child.pid, ended) is not None
+            ]
+        ):
+            for index in sorted(self._relay):
+                if processes.catches(self._running[index].pid, signal.SIGUSR2):
+                    self._running[index].send_signal(signal.SIGUSR2)
+                    self._relay.discard(index)
             if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
-                _kill_group(child.pid)
-            busy = self._relay or self._kill_at_s is not None
+                for child in self._running.values():
+                    _kill_group(child.pid)
+            busy = bool(self._relay) or self._kill_at_s is not None
             received = signal.sigtimedwait(SIGNALS, 0.05 if busy else 5.0)
             if received is not None:
-                self._receive(received.si_signo, child)
-        _kill_group(child.pid)
-        return child.wait()
+                self._receive(received.si_signo)
+        return done
 
-    def _receive(self, number: int, child: subprocess.Popen[bytes]) -> None:
+    def _receive(self, number: int) -> None:
         if number == signal.SIGCHLD:
             return
         _log.info("received %s", signal.Signals(number).name)
         self._last = True
         if number == signal.SIGUSR2:
-            self._relay = True
+            self._relay = set(self._running)
         elif number == signal.SIGQUIT:
             self._kill_at_s = time.monotonic()
         elif number in (signal.SIGTERM, signal.SIGINT) and self._kill_at_s is None:
             self._kill_at_s = time.monotonic() + GRACE_S
-            child.terminate()
+            for child in self._running.values():
+                child.terminate()
 
     def _verdict(self, code: int) -> tuple[JobState, str]:
         reason = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -160,13 +188,13 @@ def _kill_group(leader: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    run, number, group, links = arguments
+    run, number, group, links, width = arguments
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.chdir(run)
     ownership.make_umask_private()
     log.configure(f"{group} chain")
-    LocalChain(RunPaths(Path(run)), int(number), group, int(links)).run()
+    LocalChain(RunPaths(Path(run)), int(number), group, int(links), int(width)).run()
 
 
 if __name__ == "__main__":

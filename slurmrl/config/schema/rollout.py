@@ -60,6 +60,25 @@ class Publish(Section):
         return 2 if self.whole_every > 1 else 1
 
 
+class Tasks(Section):
+    """Generation in Slurm tasks of their own, each on one host, that come and go while the
+    trainers train."""
+
+    max: PositiveInt | None = None
+    """Tasks that run at a time. Default: the `d` of `backend`, which is their number otherwise."""
+    max_staleness: NonNegativeInt = 1
+    """Steps from the oldest weights that drew a token to the weights that are trained with it.
+    Completions that exceed this are dropped. 0: each step waits for completions of its own
+    weights."""
+    max_in_flight: PositiveInt | None = None
+    """Prompts that all tasks together may work on. Default: what `max_staleness` allows."""
+    interruptible: bool = True
+    """Completions that are being written go on with new weights. false: they are finished with the
+    weights that began them."""
+    orphan_s: PositiveFloat = 1800.0
+    """Seconds without trainers after which a task ends."""
+
+
 class Rollout(Section):
     """Generation of completions."""
 
@@ -125,6 +144,10 @@ class Rollout(Section):
 
     publish: Publish | None = None
     """Publication of the actor's weights while it is trained (docs/protocols.md). Default: none."""
+
+    tasks: Tasks | None = None
+    """Generate in tasks of their own, without the trainers: `{}`, or with settings. `backend` is
+    the engine, and the layout of a task times their number. Default: the trainers generate."""
 
     episode: EpisodeSettings = EpisodeSettings()
 

@@ -21,6 +21,7 @@ from slurmrl.plan.checks import fit
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.memory import memory
 from slurmrl.plan.checks.servers import servers
+from slurmrl.plan.checks.tasks import tasks
 from slurmrl.plan.engines import ENGINES, rules_of
 from slurmrl.plan.estimates.lengths import lengths_of
 from slurmrl.plan.estimates.shape import shape_of
@@ -74,7 +75,9 @@ def generation(draft: Draft) -> Iterator[Problem]:
     if config.evaluation is not None:
         calls += algorithm.evaluation_calls(config)
     generates = any(call.method is Method.GENERATE for call in calls)
-    if config.rollout.backend:
+    if config.rollout.tasks is not None:
+        generates = config.evaluation is not None  # on the actor's ranks, the rest in tasks
+    elif config.rollout.backend:
         if not generates:
             message = f"'{config.rollout.backend}' is not allowed: no call of this trial generates"
             yield draft.problem((ROLLOUTS, "backend"), message)
@@ -276,5 +279,6 @@ LAYOUT_CHECKS: Final = (
     rollout_instances,
     architectures,
     memory,
+    tasks,
 )
 SUBMISSION_CHECKS: Final = (runnable, generation, servers)

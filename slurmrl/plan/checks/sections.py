@@ -27,6 +27,14 @@ SAVED_DATA: Final = ("dataset_dict.json", "state.json")
 """Files of folders that Hugging Face `datasets` saves."""
 
 STEP_METRICS: Final = ("tokens", "tokens_per_s")
+ROLLOUT_METRICS: Final = tuple(
+    f"rollout/{name}"
+    for name in (
+        *("refused_late", "refused_rolled_back", "dropped_stale", "aborted", "given_back", "lost"),
+        *("staleness_mean", "staleness_max", "waited_s"),
+    )
+)
+"""Of trials with rollout tasks."""
 RATES: Final = ("eval/pass@", "eval/maj@")
 """What evaluations of several completions report."""
 
@@ -60,7 +68,8 @@ def dataset_types(draft: Draft) -> Iterator[Problem]:
 def publication(draft: Draft) -> Iterator[Problem]:
     """Weight versions are those of an actor that is trained."""
     trained = {use.role for use in draft.algorithm.roles() if use.trained}
-    if draft.config.rollout.publish is not None and "actor" not in trained:
+    published = draft.config.rollout.publish is not None and draft.config.rollout.tasks is None
+    if published and "actor" not in trained:
         message = f"is not allowed: {draft.algorithm.name} trains no actor whose weights change"
         yield draft.problem(("rollout", "publish"), message)
 
@@ -285,6 +294,7 @@ def known_metrics(config: Config, algorithm: Algorithm) -> list[str]:
     names |= {f"time/{call.name}" for call in calls} | {"time/step"}
     names |= {name for call in calls for name in call.metrics}
     names |= parts if _makes_rewards(calls) else set()
+    names |= set(ROLLOUT_METRICS) if config.rollout.tasks is not None else set()
     if config.evaluation is not None:
         judged = {name for call in algorithm.evaluation_calls(config) for name in call.metrics}
         judged |= parts if _makes_rewards(algorithm.evaluation_calls(config)) else set()

@@ -3,17 +3,20 @@ spelling."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
-from slurmrl.config.schema import Config, Model, Rollout, role_key
+from slurmrl.allocation import parse
+from slurmrl.config.schema import Config, Model, Publish, Rollout, role_key
 from slurmrl.config.source import Source
-from slurmrl.errors import Problem
+from slurmrl.errors import AllocationError, Problem
 from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.resolve import sizes
 from slurmrl.plan.resolve.allocation_mode import shape_of
 
 DEFAULT_ENGINE: Final = "fsdp"
 DEFAULT_BACKEND: Final = "fsdp:d1"
+TASKS_BACKEND: Final = "native:d1"
 OWN_WEIGHTS: Final = ("teacher", "reward_model")
 """Roles that never start from the actor's weights: a copy of the actor teaches nothing."""
 INHERITED: Final = (
@@ -123,7 +126,7 @@ def _merged(config: Config, model: Model) -> tuple[Model, list[sizes.Disagreemen
 
 
 def _rollout(config: Config) -> tuple[Any, list[sizes.Disagreement]]:
-    rollout = config.rollout
+    rollout = _of_tasks(config.rollout)
     given = sizes.given_rollout(rollout)
     if given and not rollout.backend:
         axis, size = next(iter(given.items()))
@@ -132,5 +135,26 @@ def _rollout(config: Config) -> tuple[Any, list[sizes.Disagreement]]:
     backend, found = sizes.merge(rollout.backend, given, None)
     if rollout.servers and sizes.is_engine_only(backend):
         backend = f"{backend.strip()}:d1"  # of the weights alone: the servers have their layouts
+    if rollout.tasks is not None:
+        backend = _for_each(backend, rollout.tasks.max)
     conflicts = [sizes.Disagreement(sizes.ROLLOUT_FIELDS[axis], message) for axis, message in found]
     return rollout.model_copy(update={"backend": backend}), conflicts
+
+
+def _of_tasks(rollout: Rollout) -> Rollout:
+    """Tasks of their own have an engine, and get their weights as files."""
+    if rollout.tasks is None:
+        return rollout
+    backend, publish = rollout.backend or TASKS_BACKEND, rollout.publish or Publish()
+    return rollout.model_copy(update={"backend": backend, "publish": publish})
+
+
+def _for_each(backend: str, tasks: int | None) -> str:
+    """The layout of this many tasks, from that of one or of all."""
+    try:
+        one = parse(f"{backend.strip()}:d1" if sizes.is_engine_only(backend) else backend)
+    except AllocationError:
+        return backend  # reported elsewhere
+    if tasks is None or one.sizes["dp"] > 1:
+        return str(one)
+    return str(replace(one, sizes={**one.sizes, "dp": tasks}))

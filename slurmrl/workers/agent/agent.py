@@ -28,7 +28,7 @@ from slurmrl.scheduler import hosts
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import FORM_TIMEOUT_S, Incarnation
 from slurmrl.workers.agent.leader import leave_without
-from slurmrl.workers.agent.rollout_task import ORPHAN_S, RolloutTask
+from slurmrl.workers.agent.rollout_task import RolloutTask
 from slurmrl.workers.failure import HOST_LOSSES, publish_loss
 from slurmrl.workers.link import end_as_failed
 from slurmrl.workers.presence import Presence, make_channels
@@ -85,7 +85,7 @@ class Agent:
 
     def _roll_out(self) -> int:
         """Supervise a rollout task to its end. Another task replaces one that fails."""
-        task = RolloutTask(self.host, orphan_s=ORPHAN_S)
+        task = RolloutTask(self.host, orphan_s=self.host.orphan_s)
         try:
             task.run()
         except TrialEndedError as end:

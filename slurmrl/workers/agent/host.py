@@ -10,6 +10,7 @@ from typing import IO
 from slurmrl import log
 from slurmrl.channel import frame
 from slurmrl.config.load import load_resolved
+from slurmrl.config.schema.rollout import Tasks
 from slurmrl.errors import (
     EnvironmentFailure,
     NameExistsError,
@@ -54,6 +55,7 @@ class Host:
         config = load_resolved(paths.config)
         self.cluster = config.cluster
         self.most_failures = config.max_restarts_without_commit
+        self.orphan_s = (config.rollout.tasks or Tasks()).orphan_s
         self.plan = Plan.read(paths.plan)
         self.group = self.plan.group(group)
         self.history = History(paths.history)

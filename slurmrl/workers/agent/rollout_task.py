@@ -29,8 +29,6 @@ from slurmrl.workers.messages import Ready, Retire, Serve, StartRollout
 logger = log.get(__name__)
 T = TypeVar("T")
 
-ORPHAN_S = 1800.0
-"""How long a task waits for trainers whose lease has expired."""
 ORPHAN_RETIRE_S = 60.0
 """How long the workers of such a task may take: they have nothing left to finish."""
 EXIT_TIMEOUT_S = 60.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import traceback
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from slurmrl import env, log
 from slurmrl.backoff import READ_S, retry
 from slurmrl.checkpoint.manifest import read_state, until_certain
 from slurmrl.config.load import load_resolved
+from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.errors import RunFailedError, StaleIncarnationError, TrialEndedError, UsageError
 from slurmrl.fsio import ownership
 from slurmrl.fsio.atomic import known_names, remove
@@ -28,17 +30,20 @@ from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import DAMAGED_PREFIX, RunPaths
 from slurmrl.plan.model import Plan
-from slurmrl.plan.settings import load_run_settings
+from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.workers import evidence
 from slurmrl.workers.failure import describe, publish
 from slurmrl.workers.master import limits
 from slurmrl.workers.master.base import begin_on_base, set_aside
 from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.master import Master
-from slurmrl.workers.master.progress import REQUIRED, STATE, Progress
+from slurmrl.workers.master.progress import REQUIRED, STATE, Progress, ledger_of
 from slurmrl.workers.master.results import Results
+from slurmrl.workers.master.rollout_tasks import RolloutTasks
 from slurmrl.workers.master.scores import EvaluationScores
+from slurmrl.workers.master.task_attempts import rollouts_of
 from slurmrl.workers.master.versions import remove_leftovers
+from slurmrl.workers.poll_intervals import PollIntervals
 from slurmrl.workers.process import kill_parent
 
 logger = log.get(__name__)
@@ -66,7 +71,7 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
         begun = {"incarnation": writer.incarnation, "base": writer.check().base}
         events.write("begin", **begun, job=job, link=link)
         set_aside(paths, writer, damages, events)
-        master = _prepare(paths, names, history, writer)
+        master = _prepare(paths, names, history, writer, events)
         master.run()
     except TrialEndedError as end:
         logger.info("leaving: %s", end)
@@ -99,26 +104,76 @@ def _judge(
 
 
 def _prepare(
-    paths: RunPaths, names: NameStore, history: History, writer: IncarnationWriter
+    paths: RunPaths,
+    names: NameStore,
+    history: History,
+    writer: IncarnationWriter,
+    events: EventWriter,
 ) -> Master:
     settings = retry("read the configuration", lambda: load_run_settings(paths), timeout_s=READ_S)
     state = fold(history.read())
     if state.incarnation > 1 and state.base is None:
         logger.warning("no checkpoint to resume from: the trial starts from the beginning")
     _clean(paths, state)
+    plan, lineage = Plan.read(paths.plan), Lineage.of(history.read())
     if settings.config.rollout.publish is not None:
-        lineage = Lineage.of(history.read())
         sweep = partial(remove_leftovers, paths.versions, lineage, state.incarnation)
         retry("remove old weight versions", sweep, timeout_s=READ_S)
-    progress = Progress(settings, restore(paths, state))
+    committed = restore(paths, state)
+    ledger, rollouts = None, None
+    if settings.config.rollout.tasks is not None:
+        record = ledger_of(committed) if committed is not None else None
+        ledger = SampleLedger(state.incarnation, lineage, record)
+        rollouts = _rollouts(
+            paths, settings, plan, ledger, lineage, state.incarnation, committed, events
+        )
+    progress = Progress(settings, committed, ledger)
     base = state.last_commit.step if state.last_commit is not None else -1
     recorder = MetricsRecorder(paths, settings.config.logging, last_step=base)
-    plan = Plan.read(paths.plan)
     results = Results(paths, settings, plan, progress, writer.incarnation)
     scores = EvaluationScores(paths, settings, writer.check)
     retry("remove scores after the last commit", partial(scores.restart, base), timeout_s=READ_S)
     return Master(
-        paths, settings.config, plan, names, writer, state, progress, recorder, results, scores
+        paths,
+        settings.config,
+        plan,
+        names,
+        writer,
+        state,
+        progress,
+        recorder,
+        results,
+        scores,
+        rollouts,
+    )
+
+
+def _rollouts(
+    paths: RunPaths,
+    settings: Settings,
+    plan: Plan,
+    ledger: SampleLedger,
+    lineage: Lineage,
+    incarnation: int,
+    committed: Mapping[str, Any] | None,
+    events: EventWriter,
+) -> RolloutTasks:
+    """The rollout tasks, as the commit knows them."""
+    config, batch_size = settings.config, settings.algorithm.batch_size
+    tasks = config.rollout.tasks
+    assert tasks is not None, "the caller has asked"
+    most = tasks.max_in_flight or (tasks.max_staleness + 1) * batch_size
+    admission = Admission(max_staleness=tasks.max_staleness, batch_size=batch_size, max_leased=most)
+    known = (committed or {}).get("rollouts")
+    return RolloutTasks(
+        paths,
+        ledger,
+        lineage,
+        admission,
+        incarnation,
+        events,
+        rollouts_of(known, STATE) if known is not None else None,
+        look_s=PollIntervals.of(plan.hosts, config.cluster.heartbeat_s).status_s,
     )
 
 

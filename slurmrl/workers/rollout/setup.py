@@ -52,7 +52,10 @@ def build_rollout(
     )
     activity.phase("making the model")
     decoder = undefined_decoder(settings.config.actor, accelerator.device)
-    return TaskWorker(paths, start, settings, decoder, TaskOptions())
+    tasks = settings.config.rollout.tasks
+    assert tasks is not None, "the plan has rollout tasks"
+    options = TaskOptions(interruptible=tasks.interruptible)
+    return TaskWorker(paths, start, settings, decoder, options)
 
 
 class TaskWorker:

@@ -13,6 +13,7 @@ from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.sequences import row_id
 from slurmrl.backoff import READ_S, retry
 from slurmrl.data.dataset import SampleRows
+from slurmrl.data.ledger import ItemSample
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS, Engine, TrainEngine
 from slurmrl.graph.call import Method
@@ -22,6 +23,8 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, ModelPlan, Offloading, Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
+from slurmrl.rollouts.sample_files import StoredGroup, read_group
+from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.workers.messages import (
     Done,
     LoadBatch,
@@ -75,6 +78,8 @@ class Executor:
         self.stop_token_ids = stop_token_ids
         self._cores = cores
         self.batch: Batch | None = None
+        self._stored: dict[str, ItemSample] = {}
+        """What rollout tasks have made of the batch's items, by their ids."""
         self._candidates: list[Batch] = []
         """The batches of candidates for the next one."""
         self._mail = mail
@@ -132,6 +137,7 @@ class Executor:
         def layout_of(call: CallPlan) -> ModelPlan:
             return self.plan.models[self._layout(call)]
 
+        self._stored = dict(zip(meta.ids, order.samples, strict=True)) if order.samples else {}
         minibatches = self.settings.algorithm.minibatches
         shares = Shares(calls, layout_of, meta.item_lengths(), minibatches)
         filtered = 0 if order.evaluation else self.plan.filtered
@@ -189,6 +195,7 @@ class Executor:
             batch=self.batch.ids,
             cores=self._cores,
             evaluation=order.evaluation,
+            stored=self._read_stored if self._stored else None,
         )
         result = self._run(call, sample, context) if call.role or place.is_leader else CallResult()
         if place.is_leader and call.method is Method.RECORD:
@@ -237,6 +244,12 @@ class Executor:
         return self._done(order, began)
 
     # -- parts -------------------------------------------------------------------------------
+
+    def _read_stored(self, name: str) -> SampleGroup:
+        """Read what a rollout task has made of an item."""
+        sample = self._stored[name]
+        folder, group = self.paths.samples_of(sample.task), StoredGroup.of(sample)
+        return retry("read samples", lambda: read_group(folder, group), timeout_s=READ_S)
 
     def _calls(self, order: LoadBatch | RunCall) -> Sequence[CallPlan]:
         return self.plan.evaluation_calls if order.evaluation else self.plan.calls

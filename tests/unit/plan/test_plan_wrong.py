@@ -147,6 +147,36 @@ KINDS = {
     ),
     "no such backend": wrong(BACKEND, "did you mean 'megatron'", "actor.backend=megatrom:d2"),
     "no backend": wrong(BACKEND, "unknown backend 'd4t2'", "actor.backend=d4t2"),
+    "tasks of no training": wrong(
+        "rollout.tasks", "is not allowed: generate does not train on completions",
+        *("algorithm={name: generate, batch_size: 16}", "critic=", "ref=", "evaluation="),
+        "rollout.tasks={}",
+    ),
+    "two generations in tasks": wrong(
+        "rollout.tasks",
+        "is not allowed: remax generates 2 times in a step (actor_gen, greedy_gen)",
+        *("algorithm={name: remax, batch_size: 64}", "critic=", "rollout.tasks={}"),
+    ),
+    "two numbers of tasks": wrong(
+        "rollout.tasks.max", "3 is not allowed: rollout.backend 'native:d2' says 2 tasks",
+        "rollout.tasks={max: 3}", "rollout.backend=native:d2",
+    ),
+    "a task of two GPUs": wrong(
+        "rollout.backend", "a task of native has one GPU; write native:d2",
+        "rollout.tasks={max: 2}", "rollout.backend=native:t2",
+    ),
+    "tasks of servers": wrong(
+        "rollout.backend", "tasks of vllm do not run in this version; write native:d2",
+        "rollout.tasks={}", "rollout.backend=vllm:d2",
+    ),
+    "weights too rarely for tasks": wrong(
+        "rollout.tasks.max_staleness", "0 is not allowed: weights are published every 3 steps",
+        "rollout.tasks={max_staleness: 0}", "rollout.publish={every_steps: 3}",
+    ),
+    "GPUs of the trainers beside tasks": wrong(
+        "rollout.gpus", "is not allowed with rollout.tasks",
+        "rollout.tasks={max: 2}", "rollout.gpus=0-1",
+    ),
     "repeated dimension": wrong(BACKEND, "'d' is repeated", "actor.backend=fsdp:d2d4"),
     "dimension of another": wrong(BACKEND, "fsdp has no dimension 'p'", "actor.backend=fsdp:d2p2"),
     "open parenthesis": wrong(BACKEND, "expected ')'", f"{MEGATRON}(attn:d4|ffn:d4"),

@@ -1,0 +1,64 @@
+"""Completions that rollout tasks have made, read from their files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from slurmrl.algorithms.base import CallContext, CallResult, Interface, Stats
+from slurmrl.algorithms.schema import TURN_REWARDS
+from slurmrl.data.sample import SequenceSample
+from slurmrl.layout.copy import Array
+from slurmrl.rollouts.sample_group import SampleGroup
+
+if TYPE_CHECKING:
+    from slurmrl.engines.base import GenerateEngine
+
+
+class StoredInterface(Interface):
+    def generate(
+        self, engine: GenerateEngine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """The keys of `RolloutInterface.generate`, and ``turn_rewards`` of episodes.
+
+        Raises SampleFileError, EnvironmentFailure."""
+        read = context.stored
+        assert read is not None, "the master names the samples of such a batch"
+        groups = [read(name) for name in sample.ids]
+        turns = context.settings.config.rollout.episode.has_turns
+        return CallResult(_as_sample(sample.ids, groups, turns=turns), _stats(groups))
+
+
+def _as_sample(
+    ids: tuple[str, ...], groups: Sequence[SampleGroup], *, turns: bool
+) -> SequenceSample:
+    data: dict[str, Tensor | None] = {
+        "input_ids": _packed([each.input_ids for each in groups], torch.int64),
+        "prompt_mask": _packed([each.drawn_by < 0 for each in groups], torch.bool),
+        "logprobs": _packed([each.logprobs for each in groups], torch.float32),
+    }
+    if turns:
+        data[TURN_REWARDS] = _packed([each.turn_rewards for each in groups], torch.float32)
+    rows = [each.lengths.tolist() for each in groups]
+    finished = _packed([each.finished for each in groups], torch.bool)
+    return SequenceSample.grouped(rows, ids, data, per_sequence={"finished": finished})
+
+
+def _packed(arrays: Sequence[Array], dtype: torch.dtype) -> Tensor:
+    return torch.cat(
+        [torch.from_numpy(each).to(dtype) for each in arrays] or [torch.empty(0, dtype=dtype)]
+    )
+
+
+def _stats(groups: Sequence[SampleGroup]) -> Stats:
+    count = float(sum(len(each.lengths) for each in groups))
+    written = float(sum(int((each.drawn_by >= 0).sum()) for each in groups))
+    tokens = float(sum(int(each.lengths.sum()) for each in groups))
+    return {
+        "response_length": (written, count),
+        "prompt_length": (tokens - written, count),
+        "finished": (float(sum(int(each.finished.sum()) for each in groups)), count),
+    }

@@ -1,0 +1,71 @@
+"""Checks of generation in tasks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from slurmrl.allocation.allocation import BACKENDS
+from slurmrl.errors import Problem
+from slurmrl.graph.call import Method
+from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.placement import ROLLOUTS
+
+OF_TRAINERS: Final = ("gpus", "offload", "servers")
+"""Settings of generation on the trainers' GPUs, or by running servers."""
+
+
+def tasks(draft: Draft) -> Iterator[Problem]:
+    """Tasks generate for an algorithm that trains on completions, and no other engine does."""
+    rollout, algorithm = draft.config.rollout, draft.algorithm
+    settings = rollout.tasks
+    if settings is None:
+        return
+    calls = algorithm.calls(draft.config)
+    generating = [call for call in calls if call.method is Method.GENERATE]
+    trains = any(use.role == "actor" and use.trained for use in algorithm.roles())
+    if not generating or not trains:
+        message = f"is not allowed: {algorithm.name} does not train on completions"
+        yield draft.problem((ROLLOUTS, "tasks"), message)
+    elif len(generating) > 1:
+        message = (
+            f"is not allowed: {algorithm.name} generates {len(generating)} times in a step "
+            f"({', '.join(call.name for call in generating)}), tasks once"
+        )
+        yield draft.problem((ROLLOUTS, "tasks"), message)
+    for field in OF_TRAINERS:
+        if getattr(rollout, field) != type(rollout).model_fields[field].default:
+            yield draft.problem((ROLLOUTS, field), "is not allowed with rollout.tasks")
+    publish = rollout.publish
+    if publish is not None and publish.every_steps > settings.max_staleness + 1:
+        message = (
+            f"{settings.max_staleness} is not allowed: weights are published every "
+            f"{publish.every_steps} steps (rollout.publish.every_steps), so it must be at least "
+            f"{publish.every_steps - 1}"
+        )
+        yield draft.problem((ROLLOUTS, "tasks", "max_staleness"), message)
+    if draft.config.actor.implementation != "builtin":
+        message = "is not allowed: tasks generate with the built-in decoder (actor.implementation)"
+        yield draft.problem((ROLLOUTS, "tasks"), message)
+    allocation = draft.allocations().get(ROLLOUTS)
+    if allocation is None:
+        return
+    copies = allocation.sizes["dp"]
+    if settings.max is not None and copies not in (1, settings.max):
+        message = (
+            f"{settings.max} is not allowed: rollout.backend '{rollout.backend}' says {copies} "
+            "tasks; leave out one of them"
+        )
+        yield draft.problem((ROLLOUTS, "tasks", "max"), message)
+    if BACKENDS[allocation.backend].serves:
+        message = (
+            f"'{rollout.backend}' is not allowed with rollout.tasks: tasks of {allocation.backend} "
+            f"do not run in this version; write native:d{copies}"
+        )
+        yield draft.problem((ROLLOUTS, "backend"), message)
+    elif allocation.instance_size > 1:
+        message = (
+            f"'{rollout.backend}' is not allowed with rollout.tasks: a task of "
+            f"{allocation.backend} has one GPU; write {allocation.backend}:d{copies}"
+        )
+        yield draft.problem((ROLLOUTS, "backend"), message)

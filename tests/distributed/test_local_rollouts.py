@@ -1,0 +1,114 @@
+"""Whole trials whose completions are made by rollout tasks, on one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.monitor import events
+from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
+
+REWARD = """
+import time
+
+def different(prompts, completions, rows):
+    time.sleep(0.3)  # so that the trial still runs when it is disturbed
+    return [float(len(set(completion))) for completion in completions]
+"""
+STEPS = 14
+BATCH = 8
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    (tmp_path / "reward_of_mine.py").write_text(REWARD)
+    return Site(tmp_path, {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(REPOSITORY)))})
+
+
+def start(site: Site, trial: str, tasks: dict[str, Any] | None, *arguments: str) -> None:
+    config = sft_config(
+        experiment="grpo",
+        trial=trial,
+        total_steps=STEPS,
+        algorithm={"name": "grpo", "batch_size": BATCH, "n_minibatches": 1},
+        ref={},
+        rollout={"n": 4, "max_new_tokens": 8, **({} if tasks is None else {"tasks": tasks})},
+        reward={"name": "reward_of_mine:different"},
+        checkpoint={"every_steps": 2},
+    )
+    config["actor"]["optimizer"] = {"lr": 1e-2}
+    config["dataset"]["type"] = "prompt"
+    path = site.write(f"{trial}.yaml", config)
+    site.slurmrl("submit", str(path), "--scheduler", "local", *arguments)
+
+
+def of_group(site: Site, trial: str, role: str, group: str) -> list[int]:
+    """The processes of a role that work for a group."""
+    found = []
+    for pid in processes(site.paths(trial).run)[role]:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        if any(word.partition("/")[0] == group for word in words):
+            found.append(pid)
+    return found
+
+
+def outcome(site: Site, trial: str) -> dict[str, Any]:
+    """What must not depend on who made the completions."""
+    found = site.outcome(trial)
+    del found["ledger"]
+    found["metrics"] = [
+        {name: value for name, value in line.items() if not name.startswith("rollout/")}
+        for line in found["metrics"]
+    ]
+    return found
+
+
+def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
+    site: Site,
+) -> None:
+    """A rollout worker, a rank of the trainers and the master are killed. The trainers' processes
+    come back to the same tasks; the weights are those of a trial that generates itself."""
+    start(site, "alone", None, "--wait")
+    start(site, "tasks", {"max": 2, "max_staleness": 0}, "--detach")
+    trial = "grpo/tasks"
+    site.wait_for_step(trial, 2)
+    os.kill(of_group(site, trial, "worker", "rollout")[0], signal.SIGKILL)
+    site.wait_for_step(trial, 5)
+    os.kill(of_group(site, trial, "worker", "trainer")[0], signal.SIGKILL)
+    site.wait_for_step(trial, 8)
+    kept = of_group(site, trial, "worker", "rollout")
+    os.kill(processes(site.paths(trial).run)["master"][0], signal.SIGKILL)
+    site.wait_for_step(trial, 10)
+    assert kept
+    assert of_group(site, trial, "worker", "rollout") == kept
+    status = site.wait_for_end(trial)
+    assert (status["state"], status["incarnation"]) == ("COMPLETED", 3)
+    assert outcome(site, trial) == outcome(site, "grpo/alone")
+    told = events.read_all(site.paths(trial))
+    assert any(one["kind"] == "rollout_task" and one["state"] == "lost" for one in told)
+    wait_until("all processes to leave", lambda: not any(processes(site.paths(trial).run).values()))
+
+
+def test_with_staleness_each_item_is_trained_once(site: Site) -> None:
+    """Tasks are killed while the trainers train. Every token is young enough, and the ledger of
+    the last commit has trained each item of the steps."""
+    start(site, "stale", {"max": 2, "max_staleness": 2}, "--detach")
+    trial = "grpo/stale"
+    for step in (3, 6):
+        site.wait_for_step(trial, step)
+        os.kill(of_group(site, trial, "agent", "rollout")[0], signal.SIGKILL)
+    assert site.wait_for_end(trial)["state"] == "COMPLETED"
+    lines = site.metrics(trial)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert max(line["rollout/staleness_max"] for line in lines) <= 2
+    assert max(line["rollout/staleness_max"] for line in lines) >= 1
+    assert all(line["rollout/dropped_stale"] == 0 for line in lines)
+    last = max(site.paths(trial).checkpoints.glob("step-*/state.json"))
+    ledger = json.loads(last.read_bytes())["ledger"]
+    assert ledger["settled"] == STEPS * BATCH, "no item was trained twice, and none is missing"
+    assert min(one["item"] for one in ledger["samples"]) == STEPS * BATCH
