@@ -35,7 +35,7 @@ class JobHosts:
 
     @staticmethod
     def of_this_job(options: Namespace, paths: RunPaths) -> JobHosts:
-        needed = Plan.read(paths.plan).group(options.group).hosts
+        needed = Plan.read(paths.plan).group(options.group).hosts_of_job
         if options.launcher == "direct":
             return JobHosts(paths, needed)
         given = parse.hosts(env.NODE_LIST.get())

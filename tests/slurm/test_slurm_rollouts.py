@@ -1,0 +1,44 @@
+"""A trial on a real Slurm whose completions are made by an array of tasks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.monitor import events
+from slurmrl.scheduler.submission import read_jobs
+from tests.distributed.test_local_rollouts import BATCH, REWARD, STEPS, config_of, settled
+from tests.support.trials import REPOSITORY, Site, wait_until
+
+
+@pytest.mark.long
+def test_a_task_that_is_cancelled_is_replaced_and_nothing_is_lost(
+    tmp_path: Path, slurm_bed: Any
+) -> None:
+    (tmp_path / "reward_of_mine.py").write_text(REWARD)
+    folders = os.pathsep.join((str(tmp_path), str(REPOSITORY)))
+    site = Site(tmp_path, {"SLURM_CONF": str(slurm_bed.conf), "PYTHONPATH": folders})
+    slurm = {"partition": "main", "time": "30"}
+    config = config_of("slurm", {"max": 2, "max_staleness": 1})
+    config["cluster"] = {"gpus_per_worker": 0, "interface": "lo", "slurm": slurm}
+    site.slurmrl("submit", str(site.write("grpo.yaml", config)), "--scheduler", "slurm")
+    trial = "grpo/slurm"
+    site.wait_for_step(trial, 2)
+    jobs = read_jobs(site.paths(trial), 1)
+    assert jobs is not None
+    subprocess.run(["scancel", f"{jobs['rollout'][0]}_0"], check=True)
+    status = site.wait_for_end(trial)
+    assert (status["state"], status["step"], status["incarnation"]) == ("COMPLETED", STEPS, 1)
+    assert settled(site, trial) == STEPS * BATCH
+    told = [one for one in events.read_all(site.paths(trial)) if one["kind"] == "rollout_task"]
+    assert {one["task"] for one in told if one["state"] == "joined"} >= {"rollout/0", "rollout/2"}
+
+    def queue() -> str:
+        command = ["squeue", "-h", "-t", "PD,R,CG"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    wait_until("an empty queue", lambda: not queue())
