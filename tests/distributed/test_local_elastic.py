@@ -52,7 +52,7 @@ def resume(site: Site, trial: str, ranks: int, *changes: str) -> str:
     return site.slurmrl("resume", trial, *arguments).stdout
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_an_interrupted_run_continues_with_more_ranks(tmp_path: Path) -> None:
     """Resume from the last commit after removing the later steps; then again with one rank."""
     site = Site(tmp_path)

@@ -161,7 +161,7 @@ def test_reward_that_is_not_finite_fails_the_trial_at_its_first_start(
     assert status["traceback"] is None
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_gpu_that_fails_on_the_only_machine_fails_the_trial_in_the_end(
     make_site: Callable[[str], Site],
 ) -> None:

@@ -203,7 +203,7 @@ def test_a_reference_follows_the_actor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layouts", "architecture"),
     [
-        pytest.param(FOUR_RANKS, ARCHITECTURE, id="four ranks"),
+        pytest.param(FOUR_RANKS, ARCHITECTURE, id="four ranks", marks=pytest.mark.soak),
         pytest.param(HALVES, ARCHITECTURE, id="halves", marks=pytest.mark.soak),
         pytest.param(ON_EXPERTS, EXPERTS, id="experts"),
     ],

@@ -481,6 +481,7 @@ def test_a_killed_server_costs_its_own_requests(served: Served) -> None:
     served.loop.run(disturbed(served, killed, signal.SIGKILL))
 
 
+@pytest.mark.soak
 def test_a_hung_server_costs_its_own_requests_once_the_killed_one_is_back(served: Served) -> None:
     hung = served.servers[1].processes()["EngineCore"]
     served.loop.run(disturbed(served, hung, signal.SIGSTOP))
