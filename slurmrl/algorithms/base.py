@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slurmrl.graph.call import Record
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
     from slurmrl.data.sample import SequenceSample
@@ -41,6 +42,8 @@ class CallContext:
     """CPU cores of this host for each of its ranks."""
     evaluation: bool = False
     """True in an evaluation, which has its own sampling settings and random stream."""
+    device: torch.device | None = None
+    """Of this rank's models."""
     stored: Callable[[str], SampleGroup] | None = None
     """Reads the completions of an item, by its id, where rollout tasks have made them. Raises
     SampleFileError, EnvironmentFailure."""

@@ -29,12 +29,18 @@ class StoredInterface(Interface):
         assert read is not None, "the master names the samples of such a batch"
         groups = [read(name) for name in sample.ids]
         turns = context.settings.config.rollout.episode.has_turns
-        return CallResult(_as_sample(sample.ids, groups, turns=turns), _stats(groups))
+        made = _as_sample(sample.ids, groups, context.device, turns=turns)
+        return CallResult(made, _stats(groups))
 
 
 def _as_sample(
-    ids: tuple[str, ...], groups: Sequence[SampleGroup], *, turns: bool
+    ids: tuple[str, ...],
+    groups: Sequence[SampleGroup],
+    device: torch.device | None,
+    *,
+    turns: bool,
 ) -> SequenceSample:
+    """Tensors of tokens are where the models compute, as those of their own generation."""
     data: dict[str, Tensor | None] = {
         "input_ids": _packed([each.input_ids for each in groups], torch.int64),
         "prompt_mask": _packed([each.drawn_by < 0 for each in groups], torch.bool),
@@ -42,6 +48,7 @@ def _as_sample(
     }
     if turns:
         data[TURN_REWARDS] = _packed([each.turn_rewards for each in groups], torch.float32)
+    data = {key: None if value is None else value.to(device) for key, value in data.items()}
     rows = [each.lengths.tolist() for each in groups]
     finished = _packed([each.finished for each in groups], torch.bool)
     return SequenceSample.grouped(rows, ids, data, per_sequence={"finished": finished})

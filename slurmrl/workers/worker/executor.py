@@ -195,6 +195,7 @@ class Executor:
             batch=self.batch.ids,
             cores=self._cores,
             evaluation=order.evaluation,
+            device=place.device,
             stored=self._read_stored if self._stored else None,
         )
         result = self._run(call, sample, context) if call.role or place.is_leader else CallResult()
