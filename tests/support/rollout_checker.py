@@ -1,0 +1,265 @@
+"""Checks what a trial with rollout tasks has trained, by its files alone (see "Leases of samples"
+in docs/protocols.md). It shares no code with the ledger.
+
+The surviving line is the steps that led to the last commit: each with the incarnation that trained
+it. `problems` says what does not hold for them:
+
+- each step has one batch, and the metrics have it once;
+- no item is trained twice, and none is lost: each that was given out is trained, dropped, leased,
+  finished or queued, as each commit of the line has it;
+- each sample that was trained is in the result log of its task, and its bytes are those recorded;
+- no token was drawn by weights older than the bound, or by weights that led nowhere.
+
+Trials with a filter have several batches in a step and are not understood.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import xxhash
+
+from tests.support.rollout_evidence import Message, history, messages, metrics, read_group
+
+
+@dataclass(frozen=True)
+class Version:
+    """Weights after a step of an incarnation, as ``<step>.<incarnation>``."""
+
+    step: int
+    incarnation: int
+
+    @staticmethod
+    def parse(name: str) -> Version:
+        step, incarnation = name.split(".")
+        return Version(int(step), int(incarnation))
+
+
+@dataclass(frozen=True)
+class Span:
+    """The steps ``first`` to ``last`` of an incarnation; its weights of ``first - 1`` count too."""
+
+    incarnation: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Checker:
+    """Looks at a run directory, and at the archive of what it has removed."""
+
+    run: Path
+    archive: Path
+    batch_size: int
+    max_staleness: int
+
+    def problems(self) -> list[str]:
+        """What does not hold, in words; empty if all holds."""
+        return [
+            *self._steps(),
+            *self._items(),
+            *self._samples(),
+            *self._commits(),
+        ]
+
+    @cached_property
+    def line(self) -> list[Span]:
+        """The surviving line, from old to new."""
+        commits: dict[str, Version] = {}
+        bases: dict[int, str | None] = {}
+        newest: str | None = None
+        for record in history(self.run):
+            data = record["data"]
+            if record["kind"] == "begin":
+                bases[record["incarnation"]] = data["base"]
+            elif record["kind"] == "commit":
+                newest = data["directory"]
+                commits[newest] = Version(data["step"], record["incarnation"])
+            elif record["kind"] == "delete" and data["directory"] == newest:
+                newest = None  # damaged; the next BEGIN says from where it goes on
+        spans: list[Span] = []
+        while newest is not None:
+            end = commits[newest]
+            newest = bases[end.incarnation]
+            start = commits[newest].step if newest is not None else 0
+            spans.append(Span(end.incarnation, start + 1, end.step))
+        return spans[::-1]
+
+    @cached_property
+    def batches(self) -> dict[int, Message]:
+        """The batch of each step of the line."""
+        return {message["step"]: message for span in self.line for message in self._loads(span)}
+
+    def _loads(self, span: Span) -> list[Message]:
+        """The batches of a span's steps, in the order in which its master posted them."""
+        log = self.archive / "control" / f"{span.incarnation:08d}.master"
+        return [
+            message
+            for message in messages(log)
+            if message["type"] == "load"
+            and not message.get("evaluation")
+            and span.first <= message["step"] <= span.last
+        ]
+
+    def _steps(self) -> Iterator[str]:
+        for span in self.line:
+            posted = Counter(load["step"] for load in self._loads(span))
+            for step in range(span.first, span.last + 1):
+                if posted[step] != 1:
+                    whose = f"incarnation {span.incarnation}"
+                    yield f"step {step} has {posted[step]} batches of {whose}"
+        last = self.line[-1].last if self.line else 0
+        told = [line["step"] for line in metrics(self.run) if line["step"] <= last]
+        if told != list(range(1, last + 1)):
+            yield f"the metrics have the steps {told}, expected 1 to {last}"
+
+    def _items(self) -> Iterator[str]:
+        trained: dict[int, int] = {}
+        rows: dict[tuple[int, int], int] = {}
+        for step, load in sorted(self.batches.items()):
+            items = [sample["item"] for sample in load["samples"]]
+            if len(items) != self.batch_size or len(load["items"]) != len(items):
+                yield f"step {step} has {len(items)} items, expected {self.batch_size}"
+            for item, (epoch, index) in zip(items, load["items"], strict=False):
+                if (before := trained.setdefault(item, step)) != step or items.count(item) > 1:
+                    yield f"item {item} is trained at the steps {before} and {step}"
+                if (other := rows.setdefault((epoch, index), item)) != item:
+                    yield f"row {index} of epoch {epoch} is item {other} and item {item}"
+
+    # -- samples -----------------------------------------------------------------------------
+
+    @cached_property
+    def _recorded(self) -> dict[tuple[str, str, int], list[Message]]:
+        """The groups in the result logs, by attempt, lease and item."""
+        found: dict[tuple[str, str, int], list[Message]] = {}
+        for log in self.archive.glob("rollouts/*/results"):
+            for message in messages(log):
+                for group in message.get("groups", ()):
+                    key = log.parent.name, group["lease"], group["item"]
+                    found.setdefault(key, []).append(group)
+        return found
+
+    def _samples(self) -> Iterator[str]:
+        for step, load in sorted(self.batches.items()):
+            for sample in load["samples"]:
+                for problem in self._sample(step, sample):
+                    yield f"item {sample['item']}, trained at step {step}, {problem}"
+
+    def _sample(self, step: int, sample: Message) -> Iterator[str]:
+        task = sample["task"]
+        records = self._recorded.get((task, sample["lease"], sample["item"]), [])
+        if {**sample} not in [{**record, "task": task} for record in records]:
+            yield f"is not in the results of {task}"
+        file = self.archive / "rollouts" / task / "samples" / sample["file"]
+        if not file.exists():
+            yield f"has no file {file.name} of {task} in the archive"
+            return
+        data = file.read_bytes()[sample["offset"] :][: sample["length"]]
+        if f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}" != sample["checksum"]:
+            yield f"has other bytes in {file.name} of {task} than those recorded"
+            return
+        group = read_group(data)
+        if (group.item, group.lease) != (sample["item"], sample["lease"]):
+            yield f"is item {group.item} of lease {group.lease} in {file.name} of {task}"
+        for name in sorted({*group.tokens, *sample["versions"]}):
+            yield from self._version(step, Version.parse(name))
+
+    def _version(self, step: int, version: Version) -> Iterator[str]:
+        """What is wrong with a token of these weights at a step of the line."""
+        name = f"weights {version.step}.{version.incarnation}"
+        if version.step > step - 1:
+            yield f"has {name}, from after that step"
+        if version.step < step - 1 - self.max_staleness:
+            yield f"has {name}, too old for a staleness of {self.max_staleness}"
+        if not any(
+            span.incarnation == version.incarnation and span.first - 1 <= version.step <= span.last
+            for span in self.line
+        ):
+            yield f"has {name}, which were rolled back"
+
+    # -- commits -----------------------------------------------------------------------------
+
+    def _commits(self) -> Iterator[str]:
+        """What the commits of the line say about each item, against what was trained."""
+        found = []
+        for span in self.line:
+            for file in self.archive.glob(f"checkpoints/step-*.{span.incarnation}/state.json"):
+                state = json.loads(file.read_bytes())
+                if span.first <= state["step"] <= span.last:
+                    found.append(Ledger.of(state))
+        found.sort(key=lambda ledger: ledger.step)
+        if self.line and (not found or found[-1].step != self.line[-1].last):
+            yield f"the archive lacks the commit of step {self.line[-1].last}"
+        for ledger in found:
+            trained = {
+                sample["item"]: step
+                for step, load in self.batches.items()
+                if step <= ledger.step
+                for sample in load["samples"]
+            }
+            for problem in ledger.problems(trained):
+                yield f"the commit of step {ledger.step} {problem}"
+        for before, after in pairwise(found):
+            if before.settled > after.settled or before.next > after.next:
+                yield f"the commit of step {after.step} gives out items again"
+            dropped = {item for item in before.dropped if item >= after.settled}
+            if undone := sorted(dropped - after.dropped):
+                yield f"the commit of step {after.step} has {undone} no more as dropped"
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The ledger in a commit."""
+
+    step: int
+    settled: int
+    next: int
+    dropped_before: int
+    trained: dict[int, int]
+    dropped: set[int]
+    leased: list[int]
+    sampled: list[int]
+
+    @staticmethod
+    def of(state: Message) -> Ledger:
+        told = state["ledger"]
+        return Ledger(
+            step=state["step"],
+            settled=told.get("settled", 0),
+            next=told.get("next", 0),
+            dropped_before=sum(count["items"] for count in told.get("dropped_before", ())),
+            trained={
+                item: run["step"]
+                for run in told.get("trained", ())
+                for item in range(run["first"], run["stop"])
+            },
+            dropped={
+                item for run in told.get("dropped", ()) for item in range(run["first"], run["stop"])
+            },
+            leased=[item for lease in told.get("leased", ()) for item in lease["items"]],
+            sampled=[sample["item"] for sample in told.get("samples", ())],
+        )
+
+    def problems(self, trained: dict[int, int]) -> Iterator[str]:
+        """What contradicts the items that the steps up to this one have trained."""
+        lost = self.settled - self.dropped_before - sum(item < self.settled for item in trained)
+        if lost > 0:
+            yield f"lacks {lost} of the items before {self.settled}: neither trained nor dropped"
+        if lost < 0:
+            yield f"has {-lost} items before {self.settled} as dropped that were trained"
+        known = {item: step for item, step in trained.items() if item >= self.settled}
+        if known != self.trained:
+            yield f"has {self.trained} as trained, but the steps have trained {known}"
+        if beyond := [item for item in known if item >= self.next]:
+            yield f"has trained {beyond}, which were not given out"
+        open_ = Counter([*self.leased, *self.sampled, *self.dropped, *self.trained])
+        if twice := sorted(item for item, count in open_.items() if count > 1):
+            yield f"has {twice} in two states"
+        if outside := sorted(item for item in open_ if not self.settled <= item < self.next):
+            yield f"has {outside}, which it has settled or not given out"

@@ -1,0 +1,123 @@
+"""What a trial with rollout tasks leaves in its files, read by the formats that docs/protocols.md
+states. Nothing here is shared with the package.
+
+A run directory forgets: a new incarnation removes the control logs of older ones, a commit the
+samples that it does not need. So an `Archive` keeps a hard link to each file while it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Message = dict[str, Any]
+KEPT = (
+    "control/*.master*",
+    "rollouts/*/results*",
+    "rollouts/*/samples/*.samples",
+    "checkpoints/step-*/state.json",
+)
+LOOK_S = 0.05
+"""Between two looks for new files."""
+
+
+class Archive:
+    """Links to the files of ``run`` in ``folder``, which is on the same file system."""
+
+    def __init__(self, run: Path, folder: Path) -> None:
+        self.run, self.folder = run, folder
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> Archive:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.look()
+
+    def look(self) -> None:
+        """Link the files that are there now. A file that is gone again is left out."""
+        for pattern in KEPT:
+            for file in self.run.glob(pattern):
+                link = self.folder / file.relative_to(self.run)
+                if not link.exists():
+                    link.parent.mkdir(parents=True, exist_ok=True)
+                    with suppress(FileNotFoundError, FileExistsError):
+                        os.link(file, link)
+
+    def _follow(self) -> None:
+        while not self._over.wait(LOOK_S):
+            with suppress(FileNotFoundError):  # a directory may go while it is listed
+                self.look()
+
+
+def messages(log: Path) -> Iterator[Message]:
+    """The messages of a log, of all its files."""
+    number = 0
+    while log.exists():
+        following = None
+        for message in _frames(log.read_bytes()):
+            own = message.get("$log")
+            if own is None:
+                yield message
+            else:
+                following = own.get("next")
+        if following is None:
+            return
+        number = following
+        log = log.with_name(f"{log.name.partition('~')[0]}~{number}")
+
+
+def _frames(data: bytes) -> Iterator[Message]:
+    """The complete frames: SRL1, length, CRC-32 of length and JSON, JSON."""
+    start = 0
+    while start + 12 <= len(data):
+        magic, size, crc = struct.unpack_from("<4sII", data, start)
+        body = data[start + 12 : start + 12 + size]
+        if magic != b"SRL1" or zlib.crc32(data[start + 4 : start + 8] + body) != crc:
+            return
+        yield json.loads(body)
+        start += 12 + size
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of samples as its file has it."""
+
+    item: int
+    lease: str
+    tokens: tuple[str, ...]
+    """The weight version of each token that the policy drew."""
+
+
+def read_group(data: bytes) -> Group:
+    """Read a safetensors document: the size of the header, the header, the arrays."""
+    (size,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + size])
+    own = json.loads(header["__metadata__"]["group"])
+    first, last = header["drawn_by"]["data_offsets"]
+    drawn_by = np.frombuffer(data[8 + size :][first:last], "<i4")
+    tokens = tuple(own["versions"][place] for place in drawn_by if place >= 0)
+    return Group(own["item"], own["lease"], tokens)
+
+
+def history(run: Path) -> list[Message]:
+    """The records, by slot."""
+    return [json.loads(file.read_bytes()) for file in sorted((run / "history").glob("[0-9]*"))]
+
+
+def metrics(run: Path) -> list[Message]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,184 @@
+"""The checker of trials with rollout tasks accepts what holds and finds each violation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slurmrl.channel.log import LogWriter
+from slurmrl.fsio import objects
+from slurmrl.rollouts.sample_files import SampleWriter
+from slurmrl.rollouts.sample_group import SampleGroup
+from tests.support.rollout_checker import Checker
+from tests.support.rollout_evidence import Archive
+from tests.support.sample_groups import small_group
+
+BATCH = 2
+TASK = "rollout.0.0"
+LINE = ((1, 1), (1, 2), (2, 3), (2, 4))
+"""Incarnation and step: the second one goes on from the commit of step 2."""
+
+
+class Story:
+    """Two incarnations of a trial whose steps train items in order, with samples of the weights
+    before them. Item 8 is dropped, and 9 waits."""
+
+    def __init__(self) -> None:
+        self.items = {step: [2 * step - 2, 2 * step - 1] for _, step in LINE}
+        self.versions = {step: f"{step - 1}.{1 if step < 3 else 2}" for _, step in LINE}
+        self.again = [6, 7]
+        """What the first incarnation had trained at step 3."""
+        self.unrecorded: set[int] = set()
+        self.ledger: dict[str, Any] = {
+            "settled": 8,
+            "next": 10,
+            "dropped": [{"first": 8, "stop": 9, "reason": "stale"}],
+            "samples": [{"item": 9}],
+        }
+        self.steps = [1, 2, 3, 4]
+        self.damage: Callable[[bytes], bytes] = lambda data: data
+
+    def write(self, run: Path) -> None:
+        for name in ("history", "control", "checkpoints"):
+            (run / name).mkdir(parents=True)
+        records = [
+            ("begin", 1, {"base": None}),
+            ("commit", 1, {"step": 2, "directory": "step-2.1"}),
+            ("begin", 2, {"base": "step-2.1"}),
+            ("commit", 2, {"step": 4, "directory": "step-4.2"}),
+        ]
+        for slot, (kind, incarnation, data) in enumerate(records):
+            record = {"kind": kind, "incarnation": incarnation, "data": data}
+            (run / "history" / f"{slot:08d}").write_text(json.dumps(record))
+        self._commit(run, "step-2.1", 2, {"settled": 4, "next": 4})
+        self._commit(run, "step-4.2", 4, self.ledger)
+        lines = [json.dumps({"step": step}) + "\n" for step in self.steps]
+        (run / "metrics.jsonl").write_text("".join(lines))
+        self._batches(run)
+
+    def _commit(self, run: Path, name: str, step: int, ledger: dict[str, Any]) -> None:
+        (run / "checkpoints" / name).mkdir()
+        state = {"step": step, "ledger": ledger}
+        (run / "checkpoints" / name / "state.json").write_text(json.dumps(state))
+
+    def _batches(self, run: Path) -> None:
+        task = run / "rollouts" / TASK
+        task.mkdir(parents=True)
+        results = LogWriter(task / "results")
+        samples = SampleWriter(task / "samples")
+        logs = {one: LogWriter(run / "control" / f"{one:08d}.master") for one in (1, 2)}
+        batches = [(*place, self.items[place[1]]) for place in LINE]
+        batches.insert(2, (1, 3, self.again))
+        for incarnation, step, items in batches:
+            stored = samples.write([_group(item, self.versions[step]) for item in items])
+            told = [objects.to_json(one) for one in stored if one.item not in self.unrecorded]
+            results.append({"type": "finished", "groups": told})
+            logs[incarnation].append(
+                {
+                    "type": "load",
+                    "step": step,
+                    "items": [[0, 100 - item] for item in items],
+                    "samples": [objects.to_json(one.sample(TASK)) for one in stored],
+                }
+            )
+        file = task / "samples" / "00000003.samples"
+        file.write_bytes(self.damage(file.read_bytes()))
+
+
+def _group(item: int, version: str) -> SampleGroup:
+    group = small_group(item, "1.1")
+    return replace(group, versions=(version,), drawn_by=np.minimum(group.drawn_by, 0))
+
+
+def problems(folder: Path, story: Story) -> list[str]:
+    run = folder / "run"
+    story.write(run)
+    with Archive(run, folder / "archive"):
+        pass
+    return Checker(run, folder / "archive", BATCH, max_staleness=1).problems()
+
+
+def test_nothing_is_found_where_all_holds(tmp_path: Path) -> None:
+    story = Story()
+    story.versions[4] = "2.2"  # one step behind
+    assert problems(tmp_path, story) == []
+
+
+def _train_again(story: Story) -> None:
+    story.items[4] = [0, 7]
+
+
+def _lose(story: Story) -> None:
+    story.ledger["settled"] = 9
+    story.ledger["dropped"] = []
+
+
+def _lease_trained(story: Story) -> None:
+    story.ledger["leased"] = [{"items": [7]}]
+
+
+def _in_two_states(story: Story) -> None:
+    story.ledger["leased"] = [{"items": [9]}]
+
+
+def _not_trained(story: Story) -> None:
+    story.ledger["trained"] = [{"first": 9, "stop": 10, "step": 4}]
+    story.ledger["samples"] = []
+
+
+def _half_a_batch(story: Story) -> None:
+    story.items[3] = [4]
+
+
+def _repeat(story: Story) -> None:
+    story.steps.append(4)
+
+
+def _be_stale(story: Story) -> None:
+    story.versions[4] = "1.1"
+
+
+def _foresee(story: Story) -> None:
+    story.versions[3] = "3.2"
+
+
+def _roll_back(story: Story) -> None:
+    story.versions[4] = "3.1"
+
+
+def _forget(story: Story) -> None:
+    story.unrecorded = {5}
+
+
+def _flip(story: Story) -> None:
+    story.damage = lambda data: data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    ("violate", "said"),
+    [
+        (_train_again, "item 0 is trained at the steps 1 and 4"),
+        (_lose, "lacks 1 of the items before 9: neither trained nor dropped"),
+        (_lease_trained, "has [7], which it has settled or not given out"),
+        (_in_two_states, "has [9] in two states"),
+        (_not_trained, "has {9: 4} as trained, but the steps have trained {}"),
+        (_half_a_batch, "step 3 has 1 items, expected 2"),
+        (_repeat, "the metrics have the steps [1, 2, 3, 4, 4]"),
+        (_be_stale, "item 6, trained at step 4, has weights 1.1, too old for a staleness of 1"),
+        (_foresee, "item 4, trained at step 3, has weights 3.2, from after that step"),
+        (_roll_back, "item 6, trained at step 4, has weights 3.1, which were rolled back"),
+        (_forget, "item 5, trained at step 3, is not in the results of rollout.0.0"),
+        (_flip, "trained at step 3, has other bytes"),
+    ],
+)
+def test_a_violation_is_found(tmp_path: Path, violate: Callable[[Story], None], said: str) -> None:
+    story = Story()
+    violate(story)
+    found = problems(tmp_path, story)
+    assert any(said in problem for problem in found), found
