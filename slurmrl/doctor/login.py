@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from slurmrl.doctor import directory, disk, limits, slurm, software
@@ -11,9 +10,9 @@ from slurmrl.doctor.check import Check, State, failed, guarded, ok, warning
 from slurmrl.errors import ConfigError, UnreadableInputError
 from slurmrl.plan.checks import inventory
 from slurmrl.plan.model import Plan
+from slurmrl.plan.resources import Hosts
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.scheduler import AUTO
-from slurmrl.scheduler.parse import HostRow
 from slurmrl.submission import own_code
 from slurmrl.submission.checks.finding import Finding, Weight
 from slurmrl.submission.checks.run import Code, check
@@ -56,7 +55,7 @@ def scheduler(
     kind: str,
     settings: Settings | None,
     plan: Plan | None,
-    hosts: Sequence[HostRow] | None,
+    hosts: Hosts | None,
 ) -> list[Check]:
     """Whether Slurm answers and has what the configuration needs. ``kind`` is the scheduler that
     ``requested`` stands for; ``hosts`` are the cluster's."""

@@ -32,9 +32,7 @@ AXIS_ORDER: Final = ("pp", "dp", "cp", "tp")
 pipeline stages communicate least. The order is Megatron's (Narayanan et al. 2021)."""
 
 
-def make_plan(
-    settings: Settings, *, scheduler: str, hosts: Sequence[HostRow] | None = None
-) -> Plan:
+def make_plan(settings: Settings, *, scheduler: str, hosts: resources.Hosts | None = None) -> Plan:
     """The plan for ``scheduler``, ``"local"`` or ``"slurm"``, and for the cluster's ``hosts`` if
     they are known."""
     config, algorithm = settings.config, settings.algorithm
@@ -63,7 +61,7 @@ def make_plan(
         experiment=config.experiment,
         trial=config.trial,
         groups=tuple(
-            _with_resources(settings, group, scheduler, hosts or ())
+            _with_resources(settings, group, scheduler, (hosts or {}).get(group.name, ()))
             for group in _groups(config, placed, scheduler)
         ),
         models=models,
@@ -141,8 +139,9 @@ def _group(
     elastic: bool = False,
 ) -> GroupPlan:
     cluster = config.cluster
+    slurm = placement.slurm_of(config, name)
     # A job that Slurm requeues needs no successor in the queue.
-    links = cluster.slurm.links if cluster.slurm.continue_ == "chain" else 1
+    links = slurm.links if slurm.continue_ == "chain" else 1
     return GroupPlan(
         name=name,
         hosts=hosts,
@@ -151,7 +150,7 @@ def _group(
         threads_per_worker=cluster.threads_per_worker,
         cpus_per_worker=cluster.cpus_per_worker or cluster.threads_per_worker,
         mem_per_worker=cluster.mem_per_worker,
-        links=cluster.slurm.links * hosts if elastic else links,
+        links=slurm.links * hosts if elastic else links,
         elastic=elastic,
     )
 
@@ -164,7 +163,8 @@ def _with_resources(
         return group
     cluster, shape = settings.config.cluster, (group.workers_per_host, group.hosts_of_job)
     gpus = group.gpus_per_worker * group.workers_per_host
-    given = cluster.slurm.gpu_directive == "none"
+    slurm = placement.slurm_of(settings.config, group.name)
+    given = slurm.gpu_directive == "none"
     fit = [host for host in hosts if given or host.gpus >= gpus]
     estimate = None if group.elastic else worker_bytes(settings)
     return group.model_copy(

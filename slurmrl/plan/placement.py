@@ -9,7 +9,7 @@ from typing import Final
 from slurmrl.allocation import Allocation, parse
 from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.allocation.gpus import parse_gpus
-from slurmrl.config.schema import Config, Model, Rollout
+from slurmrl.config.schema import Config, Model, Rollout, Slurm
 from slurmrl.errors import AllocationError
 from slurmrl.graph.call import Call, Method
 from slurmrl.worlds import TRAINERS
@@ -108,6 +108,12 @@ def uses_base(config: Config, role: str) -> bool:
 def model_of(config: Config, name: str) -> Model:
     """The section behind a model of the plan: generation runs the actor's weights."""
     return config.actor if name == ROLLOUTS else config.model(name)
+
+
+def slurm_of(config: Config, group: str) -> Slurm:
+    """The options of a group's jobs. Raises ValueError, which the checks report."""
+    slurm = config.cluster.slurm
+    return config.rollout.slurm.over(slurm) if group == ROLLOUTS else slurm
 
 
 def layout_of(call: Call, names: Sequence[str]) -> str | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
 
 from slurmrl.config.schema import Cluster
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.scheduler.parse import HostRow
 
+Hosts: TypeAlias = Mapping[str, Sequence[HostRow]]
+"""Of the partitions of each group."""
 CPUS: Final = 8
 """Cores of a worker with a GPU: the reward, tokenization, checkpoints and NCCL run beside it."""
 SHARE_OF_MEMORY: Final = 0.9

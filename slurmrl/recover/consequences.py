@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from slurmrl.allocation import parse
@@ -17,10 +18,11 @@ WHERE: Final = ("backend", "gpus", "model")
 
 def follow_actor(config: Config, overrides: Sequence[str]) -> list[str]:
     """Add overrides that move the critic and the reference along with the actor, if they had the
-    actor's layout and the overrides set none for them."""
+    actor's layout and the overrides set none for them; and a layout for another number of rollout
+    tasks."""
+    added = _for_other_tasks(config, overrides)
     if not _moves("actor", overrides):
-        return list(overrides)
-    added = []
+        return [*added, *overrides]
     for role in (*FOLLOWERS, *config.models):
         model = config.find_model(role)
         if model is None or _moves(role, overrides):
@@ -29,6 +31,15 @@ def follow_actor(config: Config, overrides: Sequence[str]) -> list[str]:
             key = dotted(role_key(role))
             added += [f'{key}.backend=""', f'{key}.gpus=""', f"{key}.model=null"]
     return [*added, *overrides]
+
+
+def _for_other_tasks(config: Config, overrides: Sequence[str]) -> list[str]:
+    """The layout of a single task, which `rollout.tasks.max` multiplies."""
+    keys = {text.partition("=")[0].strip() for text in overrides}
+    if "rollout.tasks.max" not in keys or "rollout.backend" in keys or config.rollout.tasks is None:
+        return []
+    layout = parse(config.rollout.backend)
+    return [f"rollout.backend={replace(layout, sizes={**layout.sizes, 'dp': 1})}"]
 
 
 def keep_precision(old: Config, new: Config, source: Source) -> list[str]:
@@ -57,6 +68,8 @@ def consequences(old: Config, new: Config) -> list[str]:
     """Describe what a changed layout preserves and what it does not, as lines for the user; empty
     if the layout is the same."""
     changed = changes(old, new, LAYOUT)
+    if new.rollout.tasks is not None:  # their number is no matter of the trainers' layout
+        changed = [change for change in changed if not change.key.startswith("rollout.")]
     if not changed:
         return []
     shown = [f"{change.key}: {change.before} -> {change.now}" for change in changed]

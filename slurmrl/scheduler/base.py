@@ -94,6 +94,8 @@ class GroupRequest:
     """Extra hosts of a fixed group's job, which replace lost ones."""
     command: tuple[str, ...] = ()
     """Command of an element; empty: the batch supervisor of this group."""
+    slurm: Mapping[str, Any] | None = None
+    """The options of its jobs as plain values; None: those of ``cluster.slurm``."""
 
 
 @dataclass(frozen=True, kw_only=True)

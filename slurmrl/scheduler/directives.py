@@ -47,7 +47,7 @@ OURS = {
 
 def table(request: SubmissionRequest, group: GroupRequest) -> dict[str, str | bool]:
     """All directives of a group. Raises UsageError for a value that a script cannot hold."""
-    slurm = slurm_options(request)
+    slurm = slurm_options(request, group)
     spares = 0 if group.elastic else group.spares
     result: dict[str, str | bool] = {
         "array": _array(group),
@@ -59,7 +59,7 @@ def table(request: SubmissionRequest, group: GroupRequest) -> dict[str, str | bo
         "ntasks-per-node": "1",
         "open-mode": "append",
         "output": _output(request, group),
-        "no-requeue" if _mode(request) is Continue.NONE else "requeue": True,
+        "requeue" if group.elastic or _mode(slurm) is not Continue.NONE else "no-requeue": True,
         "signal": f"B:USR2@{slurm.get('signal_lead_s', 120)}",
     }
     result |= {"no-kill": True} if spares else {}
@@ -70,14 +70,14 @@ def table(request: SubmissionRequest, group: GroupRequest) -> dict[str, str | bo
     return result
 
 
-def slurm_options(request: SubmissionRequest) -> Mapping[str, Any]:
+def slurm_options(request: SubmissionRequest, group: GroupRequest) -> Mapping[str, Any]:
     options: Mapping[str, Any] = request.options.get("slurm") or {}
-    return options
+    return options if group.slurm is None else group.slurm
 
 
-def extra_lines(request: SubmissionRequest) -> list[str]:
+def extra_lines(request: SubmissionRequest, group: GroupRequest) -> list[str]:
     """The user's own directives: ``--exclusive`` or ``#SBATCH --exclusive``."""
-    return [_extra_line(line) for line in slurm_options(request).get("extra_lines") or ()]
+    return [_extra_line(line) for line in slurm_options(request, group).get("extra_lines") or ()]
 
 
 def check_value(key: str, value: str) -> None:
@@ -88,9 +88,9 @@ def check_value(key: str, value: str) -> None:
         raise UsageError(f"--{key}={value!r}: a directive cannot hold a backslash")
 
 
-def _mode(request: SubmissionRequest) -> Continue:
+def _mode(slurm: Mapping[str, Any]) -> Continue:
     """What follows a link of a fixed group."""
-    return Continue(slurm_options(request).get("continue") or Continue.CHAIN)
+    return Continue(slurm.get("continue") or Continue.CHAIN)
 
 
 def _array(group: GroupRequest) -> str:
@@ -128,11 +128,9 @@ def _output(request: SubmissionRequest, group: GroupRequest) -> str:
 def _extra_line(line: str) -> str:
     text = line.strip().removeprefix("#SBATCH").strip()
     if "\n" in text or not text.startswith("-"):
-        raise UsageError(
-            f"cluster.slurm.extra_lines: {line!r} is not a directive such as '--exclusive'"
-        )
+        raise UsageError(f"extra_lines: {line!r} is not a directive such as '--exclusive'")
     word = re.split(r"[=\s]", text, maxsplit=1)[0]
     taken = {*OURS, *filter(None, OURS.values())}
     if word in taken or (not word.startswith("--") and word[:2] in taken):
-        raise UsageError(f"cluster.slurm.extra_lines: slurmrl itself sets {word} ({line!r})")
+        raise UsageError(f"extra_lines: slurmrl itself sets {word} ({line!r})")
     return f"#SBATCH {text}"

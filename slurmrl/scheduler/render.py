@@ -64,11 +64,11 @@ def _setup(request: SubmissionRequest, group: GroupRequest, *, guarded: bool) ->
     ``guarded``: the job is requeued if they or Python fail."""
     code = shlex.quote(str(request.code))
     return [
-        *directives.extra_lines(request),
+        *directives.extra_lines(request, group),
         "trap '' USR1",
         "trap '' USR2" if group.command else WARNED_EARLY,
         *([_leaving(request, group), leave.EARLY] if guarded else []),
-        *setup_lines(request),
+        *setup_lines(request, group),
         *([leave.LATE] if guarded else []),
         f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"',
         f"export {NO_BYTECODE}=${{{NO_BYTECODE}-1}}",
@@ -79,7 +79,7 @@ def _setup(request: SubmissionRequest, group: GroupRequest, *, guarded: bool) ->
 
 def _leaving(request: SubmissionRequest, group: GroupRequest) -> str:
     script = request.run.submission_script(request.number, group.name)
-    exclude = str(directives.slurm_options(request).get("exclude") or "")
+    exclude = str(directives.slurm_options(request, group).get("exclude") or "")
     job = request.job_name(group.name)
     supervisor = shlex.join((*request.command(group, "srun"), "--failed"))
     variables = of_snapshot(request.code).items()
@@ -91,7 +91,7 @@ def _attempt(request: SubmissionRequest) -> str:
     return leave.attempt(request.python, SUPERVISOR)
 
 
-def setup_lines(request: SubmissionRequest) -> Sequence[str]:
-    """Return the user's shell lines (``cluster.slurm.setup``), and what they need."""
-    lines = [str(line) for line in directives.slurm_options(request).get("setup") or ()]
+def setup_lines(request: SubmissionRequest, group: GroupRequest) -> Sequence[str]:
+    """Return the user's shell lines (``setup``), and what they need."""
+    lines = [str(line) for line in directives.slurm_options(request, group).get("setup") or ()]
     return [MODULES, *lines] if any(map(MODULE_WORDS.search, lines)) else lines

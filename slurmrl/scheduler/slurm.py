@@ -63,7 +63,7 @@ class SlurmScheduler(Scheduler):
 
     def submit(self, request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
         most = self._most_links(request)
-        groups = tuple(_shortened(group, most) for group in request.groups)
+        groups = tuple(_shortened(group, most(group)) for group in request.groups)
         request = dataclasses.replace(request, groups=groups)
         submission.write_scripts(request.run, request.number, self.scripts(request))
         inherited = environment.inheritance(os.environ)
@@ -162,18 +162,24 @@ class SlurmScheduler(Scheduler):
         """Requeue a running element (``41_3``). Raises SchedulerError."""
         self._client.requeue(element)
 
-    def _most_links(self, request: SubmissionRequest) -> int | None:
-        """Return the longest array that the cluster accepts from this user; None if unknown."""
+    def _most_links(self, request: SubmissionRequest) -> Callable[[GroupRequest], int | None]:
+        """Return the longest array of a group that the cluster accepts from this user; None if
+        unknown."""
         try:
-            found = [limits.of_arrays(self._client.settings())]
+            most = limits.of_arrays(self._client.settings())
         except SchedulerError as error:
             logger.info("Slurm does not report the maximum length of an array: %s", error)
-            return None
+            return lambda group: None
+        answer = ""
         with contextlib.suppress(SchedulerError):  # no accounting, or not for ordinary users
-            account = directives.slurm_options(request).get("account")
             answer = self._client.submit_limits(user_name())
-            found.append(limits.of_user(answer, user_name(), account))
-        return min((limit for limit in found if limit is not None), default=None)
+
+        def of_group(group: GroupRequest) -> int | None:
+            account = directives.slurm_options(request, group).get("account")
+            found = (most, limits.of_user(answer, user_name(), account))
+            return min((limit for limit in found if limit is not None), default=None)
+
+        return of_group
 
     def _submit(self, request: SubmissionRequest, group: GroupRequest) -> str:
         """Submit one group, with half as many elements after each refusal because of a limit."""

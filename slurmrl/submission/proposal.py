@@ -22,6 +22,7 @@ from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks import inventory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.own_algorithm import is_own
+from slurmrl.plan.placement import slurm_of
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.recover import (
     follow_actor,
@@ -76,6 +77,7 @@ class Proposal:
                     links=group.links,
                     elastic=group.elastic,
                     spares=self.settings.config.cluster.slurm.spares,
+                    slurm=slurm_of(self.settings.config, group.name).model_dump(mode="json"),
                 )
                 for group in self.plan.groups
             ),

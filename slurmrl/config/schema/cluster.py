@@ -33,6 +33,10 @@ def _check_time(text: str) -> str:
     return text
 
 
+def _check_time_or_none(text: str) -> str:
+    return text and _check_time(text)
+
+
 def _check_memory(text: str) -> str:
     if not _MEMORY.fullmatch(text):
         raise ValueError("must be a whole number with K, M, G or T, for example 16G")
@@ -74,6 +78,7 @@ def _time_s(text: str) -> float:
 
 
 TimeLimit = Annotated[Word, AfterValidator(_check_time)]
+TimeLimitOrNone = Annotated[Line, AfterValidator(_check_time_or_none)]
 Memory = Annotated[Word, AfterValidator(_check_memory)]
 Command = Annotated[Word, AfterValidator(_check_command)]
 
@@ -137,6 +142,52 @@ class Slurm(Section):
                 f"{self.time}: the run would be signalled to stop as soon as it starts"
             )
         return self
+
+
+class SlurmOfTasks(Section):
+    """Options of the array of rollout tasks. One that is left out is that of `cluster.slurm`; an
+    empty text (`reservation: ""`) takes the cluster's default instead."""
+
+    partition: Line | None = None
+    """Partition, or several separated by commas. It may be preemptible: a task that is preempted
+    gives back what it has not finished, and its job is queued again."""
+    account: Line | None = None
+    """Account to charge."""
+    qos: Line | None = None
+    """Quality of service."""
+    time: TimeLimitOrNone | None = None
+    """Time limit of one task as Slurm writes it."""
+    constraint: Line | None = None
+    """Features that a task's host must have."""
+    nodelist: Line | None = None
+    """Hosts on which tasks run."""
+    exclude: Line | None = None
+    """Hosts on which no task runs."""
+    reservation: Line | None = None
+    """Reservation to run in."""
+    licenses: Line | None = None
+    """Licences that a task uses."""
+    links: Annotated[int, Field(gt=0, le=1000)] | None = None
+    """Number of successive jobs for each task."""
+    signal_lead_s: PositiveInt | None = None
+    """Seconds before the time limit at which Slurm signals a task to finish what it can."""
+    extra_lines: Sequence[Line] | None = None
+    """Additional `#SBATCH` lines, instead of those of `cluster.slurm`."""
+    setup: Sequence[Line] | None = None
+    """Shell lines at the top of the batch script, instead of those of `cluster.slurm`."""
+    gpu_directive: Literal["gres", "gpus-per-node", "none"] | None = None
+    """How GPUs are requested."""
+    gpu_type: Line | None = None
+    """GPU type in that request."""
+
+    def over(self, trainers: Slurm) -> Slurm:
+        """All options of the array. Raises ValueError for options that exclude each other."""
+        given = {
+            name: None if value == "" else value
+            for name, value in self.model_dump().items()
+            if value is not None
+        }
+        return Slurm.model_validate({**trainers.model_dump(), **given})
 
 
 class Cluster(Section):

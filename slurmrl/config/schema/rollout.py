@@ -17,6 +17,7 @@ from slurmrl.config.schema.base import (
     Sequence,
     Word,
 )
+from slurmrl.config.schema.cluster import SlurmOfTasks
 from slurmrl.config.schema.episode import EpisodeSettings
 from slurmrl.config.servers import ADDRESSES, Address
 from slurmrl.errors import UsageError
@@ -148,6 +149,8 @@ class Rollout(Section):
     tasks: Tasks | None = None
     """Generate in tasks of their own, without the trainers: `{}`, or with settings. `backend` is
     the engine, and the layout of a task times their number. Default: the trainers generate."""
+
+    slurm: SlurmOfTasks = SlurmOfTasks()
 
     episode: EpisodeSettings = EpisodeSettings()
 

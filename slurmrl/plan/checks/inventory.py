@@ -4,41 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from slurmrl.config.schema import Cluster, Config
+from slurmrl.config.schema import Config, Slurm
 from slurmrl.errors import SchedulerError
 from slurmrl.plan import resources
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.host import worker_bytes
 from slurmrl.plan.model import GroupPlan, Plan
+from slurmrl.plan.placement import ROLLOUTS, slurm_of
+from slurmrl.plan.resources import Hosts
 from slurmrl.plan.settings import Settings
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
+from slurmrl.worlds import TRAINERS
 
 TIMEOUT_S = 10.0
 
 
-def ask(config: Config) -> list[HostRow] | None:
-    """The hosts that Slurm has in the configuration's partitions; None if it does not answer."""
+def ask(config: Config) -> Hosts | None:
+    """The hosts that Slurm has in the partitions of each group; None if it does not answer."""
+    client = SlurmClient(timeout_s=TIMEOUT_S)
+    partitions = {name: slurm_of(config, name).partition for name in (TRAINERS, ROLLOUTS)}
     try:
-        return SlurmClient(timeout_s=TIMEOUT_S).hosts(config.cluster.slurm.partition)
+        found = {name: client.hosts(name) for name in set(partitions.values())}
     except SchedulerError:
         return None
+    return {group: found[partition] for group, partition in partitions.items()}
 
 
-def lacking(plan: Plan, config: Config, hosts: Sequence[HostRow] | None) -> list[str]:
+def lacking(plan: Plan, config: Config, hosts: Hosts | None) -> list[str]:
     """What the cluster could not provide even if all its hosts were idle."""
-    if hosts is None:
-        return []
-    partition = config.cluster.slurm.partition
-    where = f"partition {partition}" if partition else "the cluster"
-    return [line for group in plan.groups for line in _lacking(group, config.cluster, hosts, where)]
+    known = (group for group in plan.groups if hosts is not None and group.name in hosts)
+    return [
+        line
+        for group in known
+        for line in _lacking(group, slurm_of(config, group.name), (hosts or {})[group.name])
+    ]
 
 
-def _lacking(
-    group: GroupPlan, cluster: Cluster, hosts: Sequence[HostRow], where: str
-) -> Iterator[str]:
+def _lacking(group: GroupPlan, slurm: Slurm, hosts: Sequence[HostRow]) -> Iterator[str]:
+    where = f"partition {slurm.partition}" if slurm.partition else "the cluster"
     needed, workers = group.hosts_of_job, group.workers_per_host
-    gpus = group.gpus_per_worker * workers if cluster.slurm.gpu_directive != "none" else 0
+    gpus = group.gpus_per_worker * workers if slurm.gpu_directive != "none" else 0
     fit = [host for host in hosts if host.gpus >= gpus]
     if len(fit) < needed:
         kind = f"hosts with {gpus} GPUs" if gpus else "hosts"
@@ -63,7 +69,7 @@ def _lacking(
             )
 
 
-def scarce(plan: Plan, settings: Settings, hosts: Sequence[HostRow] | None) -> list[str]:
+def scarce(plan: Plan, settings: Settings, hosts: Hosts | None) -> list[str]:
     """Default requests that were lowered to what the hosts have."""
     cluster, found = settings.config.cluster, []
     estimate = worker_bytes(settings)

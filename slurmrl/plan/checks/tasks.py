@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from pydantic import ValidationError
+
 from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.errors import Problem
 from slurmrl.graph.call import Method
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.plan.placement import ROLLOUTS, slurm_of
 
 OF_TRAINERS: Final = ("gpus", "offload", "servers")
 """Settings of generation on the trainers' GPUs, or by running servers."""
@@ -20,7 +22,11 @@ def tasks(draft: Draft) -> Iterator[Problem]:
     rollout, algorithm = draft.config.rollout, draft.algorithm
     settings = rollout.tasks
     if settings is None:
+        if rollout.slurm != type(rollout.slurm)():
+            message = "is not allowed without rollout.tasks: it is about their jobs"
+            yield draft.problem((ROLLOUTS, "slurm"), message)
         return
+    yield from _slurm(draft)
     calls = algorithm.calls(draft.config)
     generating = [call for call in calls if call.method is Method.GENERATE]
     trains = any(use.role == "actor" and use.trained for use in algorithm.roles())
@@ -69,3 +75,13 @@ def tasks(draft: Draft) -> Iterator[Problem]:
             f"{allocation.backend} has one GPU; write {allocation.backend}:d{copies}"
         )
         yield draft.problem((ROLLOUTS, "backend"), message)
+
+
+def _slurm(draft: Draft) -> Iterator[Problem]:
+    """Each option is allowed by itself; together with those of the trainers they may not be."""
+    try:
+        slurm_of(draft.config, ROLLOUTS)
+    except ValidationError as error:
+        for details in error.errors():
+            message = details["msg"].removeprefix("Value error, ")
+            yield draft.problem((ROLLOUTS, "slurm"), message)

@@ -30,6 +30,7 @@ from slurmrl.name_resolve import make
 from slurmrl.parallel import driver, gpu
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
+from slurmrl.plan.placement import slurm_of
 from slurmrl.workers.agent import environment
 from slurmrl.workers.agent.children import Children
 from slurmrl.workers.agent.identity import claim
@@ -54,6 +55,7 @@ class Host:
         self.submission = submission
         config = load_resolved(paths.config)
         self.cluster = config.cluster
+        slurm = slurm_of(config, group)
         self.most_failures = config.max_restarts_without_commit
         self.orphan_s = (config.rollout.tasks or Tasks()).orphan_s
         self.plan = Plan.read(paths.plan)
@@ -82,7 +84,8 @@ class Host:
         defaults = environment.defaults(self.plan, capability)
         self.children = Children(paths, self.group, self.identity, self.cluster, defaults)
         self.local = _is_local(paths, submission)
-        self.warnings = Warnings(local=self.local, lead_s=self.cluster.slurm.signal_lead_s)
+        self._deals_gpus = not self.local and slurm.gpu_directive != "none"
+        self.warnings = Warnings(local=self.local, lead_s=slurm.signal_lead_s)
         self.oom = OomKills()
         self.outputs = self._outputs(config.logging.output_mib << 20)
         writer = f"agent.{group}.{self.identity.task}.{self.identity.attempt}"
@@ -109,7 +112,7 @@ class Host:
     @property
     def deals_gpus(self) -> bool:
         """Whether the scheduler gives each GPU to one job."""
-        return not self.local and self.cluster.slurm.gpu_directive != "none"
+        return self._deals_gpus
 
     def devices(self) -> list[str]:
         """Return CUDA_VISIBLE_DEVICES of each worker. Raises EnvironmentFailure."""

@@ -26,7 +26,7 @@ UNKNOWN_HOST = HostRow("unknown", "idle", 8)
 
 
 def group_of(settings: Settings, hosts: Sequence[HostRow] | None = None) -> GroupPlan:
-    return make_plan(settings, scheduler="slurm", hosts=hosts).groups[0]
+    return make_plan(settings, scheduler="slurm", hosts={"trainer": hosts or ()}).groups[0]
 
 
 @pytest.mark.parametrize(
@@ -182,20 +182,20 @@ def test_requests_that_no_host_can_give_are_refused(plan_ppo: Load) -> None:
         ("mem_per_worker", "8G", "requests 16384 MiB of memory on each of 1 hosts"),
     ]:
         settings = plan_ppo("cluster.gpus_per_worker=1", f"cluster.{key}={value}")
-        plan = make_plan(settings, scheduler="slurm", hosts=[SMALL_HOST])
-        (line,) = inventory.lacking(plan, settings.config, [SMALL_HOST])
+        plan = make_plan(settings, scheduler="slurm", hosts={"trainer": [SMALL_HOST]})
+        (line,) = inventory.lacking(plan, settings.config, {"trainer": [SMALL_HOST]})
         assert expected in line
         assert f"lower cluster.{key}" in line
-        assert inventory.lacking(plan, settings.config, [SMALL_HOST, LARGE_HOST]) == []
-        assert inventory.lacking(plan, settings.config, [UNKNOWN_HOST]) == []
+        for enough in ([SMALL_HOST, LARGE_HOST], [UNKNOWN_HOST]):
+            assert inventory.lacking(plan, settings.config, {"trainer": enough}) == []
 
 
 def test_lowered_defaults_are_reported(plan_ppo: Load) -> None:
     """The plan warns where hosts have fewer cores or less memory than a default would request."""
     settings = plan_ppo("cluster.gpus_per_worker=1")
     for hosts, words in [([SMALL_HOST], ["2 cores for each GPU", "7.0 GiB"]), ([LARGE_HOST], [])]:
-        plan = make_plan(settings, scheduler="slurm", hosts=hosts)
-        lines = inventory.scarce(plan, settings, hosts)
+        plan = make_plan(settings, scheduler="slurm", hosts={"trainer": hosts})
+        lines = inventory.scarce(plan, settings, {"trainer": hosts})
         assert len(lines) == len(words)
         for line, word in zip(lines, words, strict=True):
             assert word in line

@@ -152,6 +152,14 @@ KINDS = {
         *("algorithm={name: generate, batch_size: 16}", "critic=", "ref=", "evaluation="),
         "rollout.tasks={}",
     ),
+    "options of no tasks": wrong(
+        "rollout.slurm", "is not allowed without rollout.tasks",
+        "rollout.slurm.partition=preemptible",
+    ),
+    "tasks that are warned at once": wrong(
+        "rollout.slurm", "signal_lead_s 120 (seconds) must be shorter than time 2:",
+        "rollout.tasks={}", "rollout.slurm.time=2",
+    ),
     "two generations in tasks": wrong(
         "rollout.tasks",
         "is not allowed: remax generates 2 times in a step (actor_gen, greedy_gen)",

@@ -31,6 +31,7 @@ EVALUATION = "evaluation={dataset: {type: prompt, path: data.jsonl}"
         "max_restarts_without_commit=9",
         "step_timeout_s=5",
         "rollout.publish={every_steps: 2}",
+        "rollout.slurm.partition=preemptible",
     ],
 )
 def test_what_may_change(tmp_path: Path, override: str) -> None:
@@ -76,12 +77,31 @@ def test_how_often_is_evaluated_may_change(tmp_path: Path, change: str, differs:
     assert [line.partition(":")[0] for line in lines] == [f"evaluation.{key}" for key in differs]
 
 
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        ("max: 3", []),
+        ("max_in_flight: 8", []),
+        ("orphan_s: 60.0", []),
+        ("max_staleness: 2", ["max_staleness"]),
+        ("interruptible: false", ["interruptible"]),
+    ],
+)
+def test_how_many_tasks_generate_may_change(
+    tmp_path: Path, change: str, differs: list[Any]
+) -> None:
+    before = config(tmp_path, "rollout.tasks={}")
+    lines = differences(before, config(tmp_path, f"rollout.tasks={{{change}}}"))
+    assert [line.partition(":")[0] for line in lines] == [f"rollout.tasks.{key}" for key in differs]
+
+
 def test_every_key_that_may_change_exists() -> None:
     from slurmrl.config.schema import Evaluation, Model, Reward, RewardPart, Rollout
+    from slurmrl.config.schema.rollout import Tasks
     from slurmrl.recover.differences import MAY_CHANGE, SECTIONS
 
     fields = set(Config.model_fields)
-    sections = {"evaluation": Evaluation, "rollout": Rollout}
+    sections = {"evaluation": Evaluation, "rollout": Rollout, "rollout.tasks": Tasks}
     sections |= dict.fromkeys(SECTIONS, Model)
     for section, schema in sections.items():
         fields |= {f"{section}.{name}" for name in schema.model_fields}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,12 @@ def backends(config: Config) -> dict[str, str]:
 
 def moved(path: Path, *overrides: str) -> Config:
     """The configuration as ``resume`` makes it from the resolved one."""
+    return then(path, resolved(path), overrides)
+
+
+def then(path: Path, before: Config, overrides: Sequence[str]) -> Config:
     from slurmrl.config.load import dump
 
-    before = resolved(path)
     kept = path.with_name("config.yaml")
     kept.write_text(dump(before))
     return resolved(kept, *follow_actor(before, overrides))
@@ -47,6 +51,13 @@ def test_the_last_override_of_a_follower_wins(path: Path) -> None:
     overrides = ("critic.backend=fsdp:d4", "actor.backend=fsdp:d4")
     assert set(backends(moved(path, *overrides)).values()) == {"fsdp:d4"}
     assert follow_actor(resolved(path), overrides)[-2:] == list(overrides)
+
+
+def test_another_number_of_rollout_tasks_is_no_other_layout(path: Path) -> None:
+    before = resolved(path, "rollout.tasks={max: 2}")
+    after = then(path, before, ["rollout.tasks.max=3"])
+    assert (before.rollout.backend, after.rollout.backend) == ("native:d2", "native:d3")
+    assert differences(before, after) == consequences(before, after) == []
 
 
 def test_without_a_move_nothing_is_added(path: Path) -> None:

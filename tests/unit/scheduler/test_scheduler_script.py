@@ -76,7 +76,19 @@ GOLDEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "spares": ({"spares": 1}, {"spares": 1}),
     "requeue": ({"continue": "requeue"}, {"links": 1}),
     "single": ({"continue": "none"}, {"links": 1}),
-    "elastic": ({"partition": "preemptible"}, {"elastic": True, "hosts": 4, "links": 32}),
+    "elastic": (
+        {"partition": "main", "continue": "none"},
+        {
+            "elastic": True,
+            "hosts": 4,
+            "links": 32,
+            "slurm": {
+                **OPTIONS["slurm"],
+                "partition": "preemptible",
+                "setup": ["module load cuda"],
+            },
+        },
+    ),
 }
 """Name of a golden file -> options of ``cluster.slurm``, shape of the group."""
 
