@@ -9,7 +9,7 @@ late, or read again. See "Leases of samples" in docs/protocols.md.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -145,6 +145,15 @@ class SampleLedger(Ledger):
         self._queued_again.update(returned)
         return returned
 
+    def redo(self, sample: ItemSample) -> bool:
+        """Queue the item of a finished sample again that cannot be read. Returns whether the sample
+        waited for a step; others are left alone."""
+        if self._finished.get(sample.item) != sample:
+            return False
+        del self._finished[sample.item]
+        self._queued_again.add(sample.item)
+        return True
+
     def lose(self, holder: str) -> list[int]:
         """Queue all items again that a holder has leased, and return them."""
         leases = [
@@ -154,17 +163,26 @@ class SampleLedger(Ledger):
 
     # -- training ----------------------------------------------------------------------------
 
-    def take_finished(self, count: int, step: int, max_staleness: int) -> Sequence[ItemSample]:
+    def take_finished(
+        self,
+        count: int,
+        step: int,
+        max_staleness: int,
+        *,
+        sound: Container[ItemSample] | None = None,
+    ) -> Sequence[ItemSample]:
         """Take the finished items with the oldest samples for a step, which changes the weights of
         step ``step - 1``: they are in flight then. Drops those whose samples are too stale for it.
-        Takes none if fewer than ``count`` are left."""
+        Takes none if fewer than ``count`` are left, of those that are ``sound`` if that is given.
+        """
         oldest = {item: oldest_step(sample) for item, sample in self._finished.items()}
         for item, version in oldest.items():
             if version < step - 1 - max_staleness:
                 del self._finished[item]
                 self._dropped[item] = STALE
         self._settle()
-        ready = sorted(self._finished, key=lambda item: (oldest[item], item))
+        ready = [item for item, one in self._finished.items() if sound is None or one in sound]
+        ready.sort(key=lambda item: (oldest[item], item))
         if len(ready) < count:
             return ()
         taken = [self._finished.pop(item) for item in ready[:count]]

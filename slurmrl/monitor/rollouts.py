@@ -43,6 +43,8 @@ class RolloutsView:
     """Groups that are never trained, by reason, since the trial began."""
     refused: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)
     """Results that did not count, by reason."""
+    damaged: Annotated[int, SIZE] = 0
+    """Groups whose samples could not be read; they are made again."""
     aborted: Annotated[int, SIZE] = 0
     """Items that were taken back, because their samples would have been too stale."""
     given_back: Annotated[int, SIZE] = 0

@@ -152,8 +152,32 @@ def read_group(folder: Path, stored: StoredGroup, *, calls: SystemCalls = REAL) 
     pauses_s = HIDDEN_PAUSES_S if calls.caches(folder) else ()
     for last in attempts(pauses_s, lambda pause_s: calls.sleep(pause_s)):
         with suppress(*(() if last else (SampleFileError,))):
-            return _verified(folder / stored.file, stored, calls)
+            return read_once(folder, stored, calls=calls)
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def read_once(folder: Path, stored: StoredGroup, *, calls: SystemCalls = REAL) -> SampleGroup:
+    """`read_group` for callers that look again in a way of their own. Raises as it does."""
+    path = folder / stored.file
+    where = f"{path}, item {stored.item},"
+    try:
+        data = _read(path, stored.offset, stored.length, calls)
+    except OSError as error:
+        if error.errno in _DAMAGE:
+            reason = os.strerror(error.errno or 0)
+            raise SampleFileError(f"{path} cannot be read: {reason}") from error
+        raise explain(error, "read", path) from error
+    if len(data) < stored.length:
+        raise SampleFileError(f"{where} is cut")
+    if _digest(data) != stored.checksum:
+        raise SampleFileError(f"{where} has another checksum")
+    try:
+        group = SampleGroup.from_bytes(data)
+    except ValueError as error:
+        raise SampleFileError(f"{where} holds no samples: {error}") from error
+    if (group.item, group.lease, group.versions) != (stored.item, stored.lease, stored.versions):
+        raise SampleFileError(f"{where} is item {group.item} of lease {group.lease}")
+    return group
 
 
 def remove_settled(
@@ -183,28 +207,6 @@ def remove_settled(
 def _number_of(name: str) -> int | None:
     found = _FILE.fullmatch(name)
     return None if found is None else int(found[1])
-
-
-def _verified(path: Path, stored: StoredGroup, calls: SystemCalls) -> SampleGroup:
-    where = f"{path}, item {stored.item},"
-    try:
-        data = _read(path, stored.offset, stored.length, calls)
-    except OSError as error:
-        if error.errno in _DAMAGE:
-            reason = os.strerror(error.errno or 0)
-            raise SampleFileError(f"{path} cannot be read: {reason}") from error
-        raise explain(error, "read", path) from error
-    if len(data) < stored.length:
-        raise SampleFileError(f"{where} is cut")
-    if _digest(data) != stored.checksum:
-        raise SampleFileError(f"{where} has another checksum")
-    try:
-        group = SampleGroup.from_bytes(data)
-    except ValueError as error:
-        raise SampleFileError(f"{where} holds no samples: {error}") from error
-    if (group.item, group.lease, group.versions) != (stored.item, stored.lease, stored.versions):
-        raise SampleFileError(f"{where} is item {group.item} of lease {group.lease}")
-    return group
 
 
 def _read(path: Path, offset: int, length: int, calls: SystemCalls) -> bytes:

@@ -21,20 +21,12 @@ from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.estimates.memory import SHARDED
 from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.metrics import ROLLOUT_METRICS, STEP_METRICS
 from slurmrl.registry import near, resolve
 
 SAVED_DATA: Final = ("dataset_dict.json", "state.json")
 """Files of folders that Hugging Face `datasets` saves."""
 
-STEP_METRICS: Final = ("tokens", "tokens_per_s")
-ROLLOUT_METRICS: Final = tuple(
-    f"rollout/{name}"
-    for name in (
-        *("refused_late", "refused_rolled_back", "dropped_stale", "aborted", "given_back", "lost"),
-        *("staleness_mean", "staleness_max", "waited_s"),
-    )
-)
-"""Of trials with rollout tasks."""
 RATES: Final = ("eval/pass@", "eval/maj@")
 """What evaluations of several completions report."""
 

@@ -25,13 +25,16 @@ from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.reports import Identity
 from slurmrl.monitor.rollouts import RolloutsView, RolloutTaskView
 from slurmrl.paths import RunPaths
+from slurmrl.plan.metrics import ROLLOUT_SUMS, STALENESS_MAX, STALENESS_MEAN
 from slurmrl.weights.version import VersionId
+from slurmrl.workers.master.sample_checks import SampleChecks
 from slurmrl.workers.master.sample_sweep import SampleSweep
 from slurmrl.workers.master.task_attempts import (
     AttemptRecord,
     RolloutAttempt,
     RolloutsRecord,
     is_name,
+    parse_name,
 )
 from slurmrl.workers.rollout_messages import (
     Abort,
@@ -51,16 +54,6 @@ logger = log.get(__name__)
 FIRST_POLL_S = 0.05
 POLL_GROWTH = 1.1
 """News is late by at most a tenth of the time waited for it."""
-
-SUMS: Final = (
-    "refused_late",
-    "refused_rolled_back",
-    "dropped_stale",
-    "aborted",
-    "given_back",
-    "lost",
-)
-"""Metrics that count groups."""
 
 JOINED: Final = "joined"
 LEFT: Final = "left"
@@ -105,13 +98,15 @@ class RolloutTasks:
         self._attempts: dict[str, RolloutAttempt] = {}
         """By name; also those that are over, as long as they have a directory."""
         self._sweep = SampleSweep(paths)
+        self._checks = SampleChecks(paths, clock)
+        self._checks.add(ledger.finished)
         self._snapshot: tuple[RolloutsRecord, LedgerRecord] | None = None
         """What the checkpoint holds that is being written."""
         self._ages: Counter[int] = Counter()
         """Groups that steps have taken, by staleness."""
         self._counts: Counter[str] = Counter()
-        """``aborted``, ``given_back`` and ``lost`` items."""
-        self._told = Counter({f"dropped_{STALE}": ledger.dropped.get(STALE, 0)})
+        """``damaged``, ``aborted``, ``given_back`` and ``lost`` items."""
+        self._told = Counter({f"rollout/dropped_{STALE}": ledger.dropped.get(STALE, 0)})
         """The sums that the last metrics included."""
         self._taken: list[int] = []
         """Staleness of the groups taken since then."""
@@ -144,6 +139,8 @@ class RolloutTasks:
                 self._polls.reset()
             self._next_poll_at = self._clock() + self._polls.next_s()
         self._end_those(dead)
+        for sample, reason in self._checks.look():
+            self._redo(sample, reason)
         if self._rows is not None:
             self._take_back()
             self._confirm()
@@ -153,12 +150,16 @@ class RolloutTasks:
         self._sweep.look()
 
     def take(self, step: int, count: int) -> Sequence[ItemSample] | None:
-        """Take the groups of a step; they are in flight then. None: there are not enough yet."""
-        samples = self._ledger.take_finished(count, step, self._admission.max_staleness)
+        """Take the groups of a step, all of which could be read; they are in flight then. None:
+        there are not enough yet."""
+        samples = self._ledger.take_finished(
+            count, step, self._admission.max_staleness, sound=self._checks.sound
+        )
         if len(samples) < count:
             self._wanted = count
             return None
         self._wanted = 0
+        self._checks.keep(self._ledger.finished)
         ages = [step - 1 - oldest_step(sample) for sample in samples]
         self._ages.update(ages)
         self._taken += ages
@@ -194,24 +195,25 @@ class RolloutTasks:
             return "for a rollout task"
         if not self._ledger.leased and not any(map(self._is_able, agents)):
             return "for a rollout task that holds usable weights"
-        return f"for groups of rollout tasks: {len(self._ledger.finished)} of {self._wanted}"
+        sound = sum(one in self._checks.sound for one in self._ledger.finished)
+        return f"for groups of rollout tasks: {sound} of {self._wanted}"
 
     def metrics(self) -> dict[str, float]:
         """Of the steps taken since the last call."""
         sums = self._sums()
-        found = {f"rollout/{name}": float(sums[name] - self._told[name]) for name in SUMS}
+        found = {name: float(sums[name] - self._told[name]) for name in ROLLOUT_SUMS}
         self._told = sums
         if self._taken:
-            found["rollout/staleness_mean"] = sum(self._taken) / len(self._taken)
-            found["rollout/staleness_max"] = float(max(self._taken))
+            found[STALENESS_MEAN] = sum(self._taken) / len(self._taken)
+            found[STALENESS_MAX] = float(max(self._taken))
         self._taken = []
         return found
 
     def _sums(self) -> Counter[str]:
         refused = self._ledger.refused.items()
-        sums = Counter({f"refused_{why.replace(' ', '_')}": number for why, number in refused})
-        sums[f"dropped_{STALE}"] = self._ledger.dropped.get(STALE, 0)
-        return sums + self._counts
+        sums = {f"refused_{why.replace(' ', '_')}": number for why, number in refused}
+        sums |= {f"dropped_{STALE}": self._ledger.dropped.get(STALE, 0), **self._counts}
+        return Counter({f"rollout/{name}": number for name, number in sums.items()})
 
     def view(self) -> RolloutsView:
         """What the status tells."""
@@ -223,6 +225,7 @@ class RolloutTasks:
             trained=_by_age(self._ages),
             dropped=dict(self._ledger.dropped),
             refused=dict(self._ledger.refused),
+            damaged=self._counts["damaged"],
             aborted=self._counts["aborted"],
             given_back=self._counts["given_back"],
             lost=self._counts["lost"],
@@ -294,12 +297,30 @@ class RolloutTasks:
                 self._tell(attempt, JOINED, host=result.agent.host)
             case GroupsFinished():
                 for group in result.groups:
-                    self._ledger.finish(group.lease, group.sample(attempt.name))
+                    sample = group.sample(attempt.name)
+                    if self._ledger.finish(group.lease, sample):
+                        self._checks.add([sample])
             case GaveBack():
                 returned = self._ledger.return_items(result.lease, result.items)
                 self._counts["given_back"] += len(returned)
             case Leaving():
                 self._end(attempt, LEFT, result.reason)
+
+    def _redo(self, sample: ItemSample, reason: str) -> None:
+        """Queue the item of a damaged sample again."""
+        if not self._ledger.redo(sample):
+            return  # it was dropped meanwhile
+        self._counts["damaged"] += 1
+        group, task, attempt = parse_name(sample.task)
+        logger.warning("item %d is made again: %s", sample.item, reason)
+        self._events.write(
+            "samples_damaged",
+            task=f"{group}/{task}",
+            attempt=attempt,
+            item=sample.item,
+            file=sample.file,
+            reason=reason,
+        )
 
     def _end_those(self, dead: Collection[str]) -> None:
         for attempt in self._living():

@@ -16,6 +16,7 @@ from slurmrl.data.ledger import ItemSample
 from slurmrl.errors import UsageError
 from slurmrl.graph.call import Refill
 from slurmrl.paths import evaluation_prefix, part_prefix
+from slurmrl.plan.metrics import WAITED_S
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.workers.master import step_metrics
 from slurmrl.workers.master.progress import Progress
@@ -84,7 +85,7 @@ class StepRunner:
             answered = self._run(step, items, self._plan.calls, samples=samples)
         metrics = step_metrics.of_step(answered, time.monotonic() - began)
         if self._rollouts is not None:
-            metrics |= {**self._rollouts.metrics(), "rollout/waited_s": self._waited_s}
+            metrics |= {**self._rollouts.metrics(), WAITED_S: self._waited_s}
         return Executed({**metrics, **counts}, step_metrics.texts(answered))
 
     def _take_samples(

@@ -132,6 +132,18 @@ class Account(RuleBasedStateMachine):
         if held:
             self.states[item] = ("queued",)
 
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def redo(self, data: st.DataObject) -> None:
+        """A sample cannot be read; perhaps it waits for no step any more."""
+        _, item = data.draw(st.sampled_from(self.leases))
+        waits = item in self.items("finished")
+        versions = self.states[item][1:] if waits else ("0.1",)
+        assert not self.ledger.redo(sample(item, *versions, "99.9"))
+        assert self.ledger.redo(sample(item, *versions)) == waits
+        if waits:
+            self.states[item] = ("queued",)
+
     @rule(holder=st.sampled_from(HOLDERS))
     def lose(self, holder: str) -> None:
         lost = [item for item in self.items("leased") if self.states[item][2] == holder]
@@ -142,8 +154,10 @@ class Account(RuleBasedStateMachine):
     # -- training ----------------------------------------------------------------------------
 
     @precondition(lambda self: not self.in_flight())
-    @rule()
-    def take(self) -> None:
+    @rule(unread=st.sets(st.integers(0, 8)))
+    def take(self, unread: set[int]) -> None:
+        """Some samples may not be known to be sound yet."""
+        sound = {one for one in self.ledger.finished if one.item not in unread}
         oldest = {
             item: min(int(name.split(".")[0]) for name in self.states[item][1:])
             for item in self.items("finished")
@@ -151,9 +165,10 @@ class Account(RuleBasedStateMachine):
         for item in [item for item, version in oldest.items() if self.step - version > 1]:
             del oldest[item]
             self.states[item] = ("dropped", STALE)
-        ready = sorted(oldest, key=lambda item: (oldest[item], item))[: self.BATCH]
+        ready = sorted(oldest.keys() - unread, key=lambda item: (oldest[item], item))
+        ready = ready[: self.BATCH]
         wanted = ready if len(ready) == self.BATCH else []
-        taken = self.ledger.take_finished(self.BATCH, self.step + 1, self.STALENESS)
+        taken = self.ledger.take_finished(self.BATCH, self.step + 1, self.STALENESS, sound=sound)
         assert [one.item for one in taken] == wanted
         for one in taken:
             assert all(self.step - int(name.split(".")[0]) <= 1 for name in one.versions)

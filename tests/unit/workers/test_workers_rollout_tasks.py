@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from slurmrl.channel import frame
 from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.data.ledger import LedgerRecord
-from slurmrl.errors import CorruptFileError
+from slurmrl.errors import CorruptFileError, SampleFileError
 from slurmrl.fsio import objects
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.shapes import wrong
@@ -31,6 +32,24 @@ from slurmrl.workers.rollout_messages import Abort, Confirm, GenerateItems, Leav
 from tests.support.scripted_task import ScriptedTask
 
 LOOK_S = 2.0
+
+
+def cut(path: Path, place: int) -> None:
+    os.truncate(path, place % path.stat().st_size)
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x10
+    path.write_bytes(data)
+
+
+def remove(path: Path, place: int) -> None:
+    path.unlink()
+
+
+Damage = Callable[[Path, int], None]
+DAMAGES: tuple[Damage, ...] = (cut, flip, remove)
 
 
 def rows(items: Any) -> list[tuple[int, int]]:
@@ -98,7 +117,8 @@ class Bed:
         return one
 
     def train(self) -> list[int]:
-        """A step, whose items are returned; none if there are not enough."""
+        """A step, whose items are returned; none if there are not enough. Raises SampleFileError as
+        the trainers do."""
         samples = self.tasks.take(self.step + 1, self.admission.batch_size) or ()
         for sample in samples:
             group = read_group(
@@ -192,10 +212,23 @@ class Trial(RuleBasedStateMachine):
     def look(self) -> None:
         self.bed.look()
 
+    @rule(data=st.data(), how=st.sampled_from(DAMAGES))
+    def damage(self, data: st.DataObject, how: Damage) -> None:
+        """A file, perhaps after it was found to be sound."""
+        found = sorted(self.bed.paths.rollouts.rglob("*.samples"))
+        whole = [path for path in found if path.stat().st_size]
+        if whole:
+            path = data.draw(st.sampled_from(whole))
+            how(path, data.draw(st.integers(0, path.stat().st_size - 1)))
+
     @rule()
     def train(self) -> None:
         self.bed.look()
-        items = self.bed.train()
+        try:
+            items = self.bed.train()
+        except SampleFileError:
+            self.restart()
+            return
         if items:
             assert not {item for step in self.trained for item in step}.intersection(items)
             self.trained.append(items)
@@ -466,6 +499,57 @@ def test_the_state_of_a_checkpoint_may_hold_attempts(beds: Callable[..., Bed]) -
     assert wrong({"rollouts": None}, STATE) is None
     state["rollouts"]["attempts"] *= 2
     assert "in 'rollouts', expected attempts of rollout tasks" in str(wrong(state, STATE))
+
+
+# -- damage ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_sample_is_made_again(
+    beds: Callable[..., Bed], paths: RunPaths, how: Damage
+) -> None:
+    """The others of its file are trained without it."""
+    bed = beds()
+    task = bed.begin(0, "0.1")
+    task.finish(2, 1, 3)
+    task.finish(0)
+    lost, file = (0, 1) if how is remove else (3, 0)
+    how(paths.rollout_samples(*task.place) / f"{file:08d}.samples", -1)
+    bed.look()
+    assert {one.item for one in bed.ledger.finished} == {0, 1, 2, 3} - {lost}
+    (event,) = (one for one in read_all(paths) if one["kind"] == "samples_damaged")
+    assert (event["task"], event["attempt"], event["item"]) == ("rollout/0", 0, lost)
+    assert bed.tasks.metrics()["rollout/damaged"] == bed.tasks.view().damaged == 1
+    assert lost not in bed.train()
+    task.hear(1)
+    assert task.open == {lost: "1.2"}, "a late answer of the first lease does not count"
+    task.finish(lost)
+    bed.look()
+    assert lost in bed.train()
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_sample_that_is_damaged_later_fails_one_incarnation(
+    beds: Callable[..., Bed], paths: RunPaths, how: Damage
+) -> None:
+    """The next one reads what the commit names before a step takes it."""
+    bed = beds()
+    task = bed.begin(0, "0.1")
+    task.finish(0)
+    task.finish(1)
+    bed.look()
+    bed.write_commit()
+    how(paths.rollout_samples(*task.place) / "00000001.samples", -1)
+    with pytest.raises(SampleFileError):
+        bed.train()
+    bed.restart()
+    task.finish(2)
+    assert bed.train() == [], "nothing was read yet"
+    bed.look()
+    task.hear(2)
+    task.finish(1)
+    bed.look()
+    assert bed.train() == [0, 1]
 
 
 # -- files ----------------------------------------------------------------------------------------

@@ -1,0 +1,24 @@
+"""Names of metrics that the master adds to those of the calls."""
+
+from __future__ import annotations
+
+from typing import Final
+
+STEP_METRICS: Final = ("tokens", "tokens_per_s")
+ROLLOUT_SUMS: Final = (
+    "rollout/refused_late",
+    "rollout/refused_rolled_back",
+    "rollout/dropped_stale",
+    "rollout/damaged",
+    "rollout/aborted",
+    "rollout/given_back",
+    "rollout/lost",
+)
+"""Groups since the last step."""
+STALENESS_MEAN: Final = "rollout/staleness_mean"
+STALENESS_MAX: Final = "rollout/staleness_max"
+"""Of the groups of a step."""
+WAITED_S: Final = "rollout/waited_s"
+"""For the groups of a step."""
+ROLLOUT_METRICS: Final = (*ROLLOUT_SUMS, STALENESS_MEAN, STALENESS_MAX, WAITED_S)
+"""Of trials with rollout tasks."""

@@ -1,0 +1,92 @@
+"""What the master makes of samples that this host cannot read, or cannot read yet."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from slurmrl.backoff import HIDDEN_PAUSES_S, OUTAGE_S
+from slurmrl.data.ledger import ItemSample
+from slurmrl.paths import RunPaths
+from slurmrl.rollouts.sample_files import SampleWriter
+from slurmrl.workers.master.sample_checks import LOOK_S, SampleChecks
+from tests.support.faulty import Faulty
+from tests.support.sample_groups import small_group
+
+PLACE = ("rollout", 0, 0)
+
+
+class Bed:
+    """Two samples in files of their own."""
+
+    def __init__(self, paths: RunPaths, calls: Faulty) -> None:
+        self.clock = calls.clock
+        folder = paths.rollout_samples(*PLACE)
+        writer = SampleWriter(folder)
+        groups = [writer.write([small_group(item)])[0] for item in range(2)]
+        self.samples: list[ItemSample] = [group.sample("rollout.0.0") for group in groups]
+        self.files = [folder / group.file for group in groups]
+        self.checks = SampleChecks(paths, self.clock, calls=calls)
+        self.checks.add(self.samples)
+
+    def after(self, seconds: float) -> list[int]:
+        """The items that a look finds damaged."""
+        self.clock.advance(seconds)
+        return [sample.item for sample, _ in self.checks.look()]
+
+    def sound(self) -> list[int]:
+        return sorted(sample.item for sample in self.checks.sound)
+
+
+class Caching(Faulty):
+    def caches(self, directory: Path) -> bool:
+        return True
+
+
+def test_what_a_cache_may_hide_is_damaged_after_a_minute(paths: RunPaths) -> None:
+    """The other samples do not wait for it."""
+    bed = Bed(paths, Caching())
+    bed.files[0].unlink()
+    assert (bed.after(0), bed.sound()) == ([], [1])
+    pauses_s = list(HIDDEN_PAUSES_S)
+    for pause_s in pauses_s[:-1]:
+        assert bed.after(pause_s * 0.9) == bed.after(pause_s * 0.1) == []
+    assert bed.after(pauses_s[-1]) == [0]
+    assert (bed.after(999), bed.sound()) == ([], [1])
+
+
+def test_what_was_hidden_is_sound_when_it_appears(paths: RunPaths) -> None:
+    bed = Bed(paths, Caching())
+    away = bed.files[0].rename(bed.files[0].with_name("away"))
+    assert bed.after(0) == []
+    away.rename(bed.files[0])
+    assert (bed.after(HIDDEN_PAUSES_S[0]), bed.sound()) == ([], [0, 1])
+
+
+def test_nothing_is_damaged_while_the_directory_does_not_answer(paths: RunPaths) -> None:
+    """Nor is every sample tried."""
+    calls = Faulty(0, errno.EACCES, times=10**6)
+    bed = Bed(paths, calls)
+    before = calls.count
+    for _ in range(50):
+        assert bed.after(OUTAGE_S[1]) == bed.after(0) == []
+    assert calls.count - before <= 2 * 50
+    calls.times = 0
+    assert bed.after(OUTAGE_S[1]) == []
+    bed.after(OUTAGE_S[1])
+    assert bed.sound() == [0, 1]
+
+
+def test_a_look_is_short(paths: RunPaths) -> None:
+    bed = Bed(paths, Faulty(hang_s=LOOK_S))
+    assert (bed.after(0), bed.sound()) == ([], [0])
+    assert (bed.after(0), bed.sound()) == ([], [0, 1])
+
+
+def test_what_nobody_waits_for_is_forgotten(paths: RunPaths) -> None:
+    bed = Bed(paths, Faulty())
+    bed.files[0].unlink()
+    bed.checks.keep(bed.samples[1:])
+    assert (bed.after(0), bed.sound()) == ([], [1])
+    bed.checks.keep([])
+    assert bed.sound() == []
