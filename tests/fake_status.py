@@ -34,6 +34,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "phase": "running",
         "warned": None,
         "waiting": None,
+        "rollouts": None,
         "links_left": 6,
         "link": {"job_id": "41_1", "time_left_s": 1200.0, "runs_s": 40.0},
         "pending": None,
@@ -104,3 +105,31 @@ def pending(reason: str, words: str = "", **changes: Any) -> dict[str, Any]:
         state="PENDING", reason=reason, host=None, attempt=None, lease_age_s=None
     )
     return {**one, **changes}
+
+
+def rollouts(**changes: Any) -> dict[str, Any]:
+    """Two tasks of four, of which one has just started."""
+    works = {
+        "task": "rollout/0",
+        "attempt": 1,
+        "host": "n7",
+        "state": "works",
+        "version": "12.2",
+        "leased": 4,
+        "tokens_per_s": 812.4,
+        "silent_s": 0.3,
+    }
+    starts = {"task": "rollout/3", "attempt": 0, "host": "", "state": "starting", "version": ""}
+    base = {
+        "wanted": 4,
+        "waits_for": "for groups of rollout tasks: 3 of 8",
+        "tasks": [works, {**starts, "leased": 0, "tokens_per_s": None, "silent_s": 9.0}],
+        "trained": {"0": 80, "1": 16},
+        "finished": {"0": 3},
+        "dropped": {"stale": 2},
+        "refused": {"late": 1, "rolled back": 1},
+        "aborted": 0,
+        "given_back": 5,
+        "lost": 2,
+    }
+    return {**base, **changes}

@@ -213,6 +213,7 @@ def picture(status: render.Status) -> Any:
     lines = [render.metrics(status["metrics"]), f"commit: {render.commit(status)}"]
     if status["incarnation"] > 1:
         lines[-1] += f"   incarnation {status['incarnation']}"
+    lines.append(f"rollouts: {shown}" if (shown := render.rollouts(status)) else "")
     return Group(Text(head, style="bold"), bar, *(Text(line) for line in lines if line))
 
 

@@ -132,7 +132,7 @@ def one(status: Status, width: int | None = None) -> str:
         lines += hanging("  ", shown, width)
     lines += table([(f"  {name}", text) for name, text in _facts(status)])
     lives = status["state"] in LIVES or not status["incarnations"]
-    for rows in (_tasks(status) if lives else [], _story(status)):
+    for rows in (_tasks(status) if lives else [], _rollout_tasks(status), _story(status)):
         if rows[1:]:
             lines += ["", *table(rows, width)]
     if status["traceback"]:
@@ -147,6 +147,7 @@ def _facts(status: Status) -> Iterator[tuple[str, str]]:
         yield "commit", commit(status)
     if links := _links(status):
         yield "job", links
+    yield from _rollouts(status)
     useful = status["timing"]["effective_ratio"]
     if useful is not None:
         lost = "" if useful > 0.995 else "; the rest: queue, start-up, repeated steps"
@@ -155,6 +156,61 @@ def _facts(status: Status) -> Iterator[tuple[str, str]]:
     if status["export"]:
         yield "exported", status["export"]
     yield from _results(status)
+
+
+def rollouts(status: Status) -> str:
+    """Return ``2 of 4 tasks, 1,234 tokens/s; the trainers wait for …``; empty without them."""
+    found = status["rollouts"]
+    if found is None:
+        return ""
+    joined = [task for task in found["tasks"] if task["host"]]
+    paces = [task["tokens_per_s"] for task in joined if task["tokens_per_s"] is not None]
+    pace = f", {number(sum(paces))} tokens/s" if paces else ""
+    waits = f"; the trainers wait {plain(found['waits_for'])}" if found["waits_for"] else ""
+    return f"{len(joined)} of {found['wanted']} tasks{pace}{waits}"
+
+
+def _rollouts(status: Status) -> Iterator[tuple[str, str]]:
+    """Yield what rollout tasks do, how old their samples are, and what became of the others."""
+    found = status["rollouts"]
+    if found is None:
+        return
+    yield "rollouts", rollouts(status)
+    ages = [(name, _counted(found[name])) for name in ("trained", "finished")]
+    if shown := "; ".join(f"{name} {counts}" for name, counts in ages if counts):
+        yield "groups by age", shown
+    again = {name: found[name] for name in ("aborted", "given_back", "lost") if found[name]}
+    kinds = {"dropped": found["dropped"], "refused": found["refused"], "queued again": again}
+    if shown := "; ".join(f"{name} {_counted(one)}" for name, one in kinds.items() if one):
+        yield "not trained", shown
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    """Return ``0: 80, 1: 16``."""
+    return ", ".join(f"{plain(name).replace('_', ' ')}: {count}" for name, count in counts.items())
+
+
+def _rollout_tasks(status: Status) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        ("ROLLOUTS", "ATTEMPT", "HOST", "STATE", "WEIGHTS", "PROMPTS", "TOKENS/S", "LAST WORD")
+    ]
+    tasks = status["rollouts"]["tasks"] if status["rollouts"] else []
+    for task in tasks[:MOST_TASKS]:
+        rows.append(
+            (
+                plain(task["task"]),
+                str(task["attempt"]),
+                plain(task["host"]) or "-",
+                task["state"],
+                task["version"] or "-",
+                str(task["leased"]),
+                number(task["tokens_per_s"]),
+                f"{age(task['silent_s'])} ago",
+            )
+        )
+    if more := tasks[MOST_TASKS:]:
+        rows.append((f"and {len(more)} more", *[""] * 7))
+    return rows
 
 
 def _results(status: Status) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from slurmrl.fsio.space import LEAST_BYTES
 from slurmrl.history.record import END_OF_DATASET
 from slurmrl.monitor.words import age, first_line, plain
+from slurmrl.worlds import TRAINERS
 
 Status = Mapping[str, Any]
 
@@ -47,7 +48,7 @@ def diagnose(status: Status) -> list[StatusFinding]:
         return [*found, _interrupted(status), *_avoided(status)]
     if status["state"] == "PENDING":
         return [*found, _pending(status), *_avoided(status)]
-    found += [*_waiting(status), *_checkpoints(status), *_lead(status)]
+    found += [*_waiting(status), *_no_rollouts(status), *_checkpoints(status), *_lead(status)]
     found += [*_last_link(status), *_warned(status), _now(status)]
     return [*found, *_avoided(status)]
 
@@ -183,6 +184,28 @@ def whom(waiting: Mapping[str, Any]) -> str:
     hosts = waiting.get("hosts") or []
     where = f" ({', '.join(hosts[:4])}{' …' if hosts[4:] else ''})" if hosts else ""
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}{where} {waiting['what']}"
+
+
+def _no_rollouts(status: Status) -> Iterator[StatusFinding]:
+    """The trainers wait, and no rollout task works for them."""
+    rollouts = status["rollouts"]
+    if rollouts is None or not rollouts["waits_for"]:
+        return
+    if any(task["host"] and task["state"] != "leaving" for task in rollouts["tasks"]):
+        return
+    if rollouts["wanted"] == 0:
+        text = f"generation is paused; to go on: slurmrl scale {status['trial']} N"
+        yield StatusFinding("rollouts", text)
+        return
+    waiting = {
+        task["reason"]
+        for group in status["groups"]
+        for task in group["tasks"]
+        if group["name"] != TRAINERS and task["state"] == "PENDING" and task["reason"]
+    }
+    why = f" ({', '.join(sorted(waiting))})" if waiting else ""
+    text = f"the trainers wait {plain(rollouts['waits_for'])}: none runs{why}"
+    yield StatusFinding("rollouts", text)
 
 
 def _checkpoints(status: Status) -> Iterator[StatusFinding]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
 from slurmrl.monitor import hang, published, story, throughput
+from slurmrl.monitor.rollouts import RolloutTaskView
 from slurmrl.monitor.snapshot import Traces, TrialSnapshot
 from slurmrl.scheduler.base import JobState, TaskState
 
@@ -28,6 +30,7 @@ def describe(
         "warned": story.warning(newest.warned) if lives and newest and newest.warned else None,
         "waiting": _waiting(snapshot) if lives else None,
         "doing": list(snapshot.said.get("doing", [])) if lives else [],
+        "rollouts": _rollouts(snapshot.said) if lives else None,
         "link": _link(tasks, snapshot.now) if state == "RUNNING" else None,
         "pending": _pending(snapshot, tasks) if state == "PENDING" else None,
         "checkpoint_failures": _failed_commits(snapshot, newest) if newest else None,
@@ -48,6 +51,26 @@ def _waiting(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     ranks = group.hosts * group.workers_per_host
     explained = hang.explain(published.doing(snapshot.said))
     return {**said, "hosts": list(dict.fromkeys(hosts)), "of": ranks, "explained": explained}
+
+
+def _rollouts(said: published.Said) -> dict[str, Any] | None:
+    view = published.rollouts(said)
+    return None if view is None else {**asdict(view), "tasks": list(map(_at, view.tasks))}
+
+
+def _at(task: RolloutTaskView) -> dict[str, Any]:
+    """Return a rollout task as it stands; its pace is the mean since it started."""
+    seconds = task.counts.get("seconds", 0.0)
+    return {
+        "task": task.task,
+        "attempt": task.attempt,
+        "host": task.host,
+        "state": task.state,
+        "version": task.version,
+        "leased": task.leased,
+        "tokens_per_s": task.counts.get("tokens", 0.0) / seconds if seconds else None,
+        "silent_s": task.silent_s,
+    }
 
 
 def _link(tasks: Sequence[TaskState], now: float) -> dict[str, Any] | None:

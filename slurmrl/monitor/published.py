@@ -92,6 +92,12 @@ def doing(status: Said) -> list[GroupProgress]:
     return [objects.from_json(GroupProgress, one, keys.status()) for one in status.get("doing", [])]
 
 
+def rollouts(status: Said) -> RolloutsView | None:
+    """Return the rollout tasks by a status; None if the trial has none."""
+    said = status.get("rollouts")
+    return None if said is None else objects.from_json(RolloutsView, said, keys.status())
+
+
 def attempt(names: NameStore, group: str, task: int, number: int) -> Identity | None:
     """Return the claim of one attempt of a task. Raises CorruptFileError."""
     key = keys.attempt(group, task, number)

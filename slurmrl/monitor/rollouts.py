@@ -28,11 +28,23 @@ class RolloutTaskView:
     """Sums since the attempt began."""
     leaving: bool = False
 
+    @property
+    def state(self) -> str:
+        if not self.host:
+            return "starting"
+        if self.leaving:
+            return "leaving"
+        if not self.version:
+            return "no weights"
+        return "works" if self.leased else "idle"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutsView:
     """The rollout tasks of a run. Sums are since the incarnation began."""
 
+    wanted: Annotated[int, SIZE] = 0
+    """Tasks that may run at a time."""
     waits_for: str = ""
     """What the trainers wait for; empty if there is a batch for the next step, or one in work."""
     finished: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)

@@ -40,6 +40,19 @@ This object is a contract: fields may be added, none is ever changed or removed.
                                               what the ranks of a running trial do, those that do
                                               the same together; see monitor/hang.py. Ranks that are
                                               not the trainers' have "world": "rollout/3", too
+      "rollouts": {                           null without rollout tasks, and unless it runs
+        "waits_for": "for groups of rollout tasks: 3 of 8",   the trainers; empty: they do not wait
+        "wanted": 4,                          tasks that may run at a time
+        "tasks": [{"task": "rollout/3", "attempt": 0, "host": "n7", "state": "works",
+                   "version": "12.1", "leased": 4, "tokens_per_s": 812.0, "silent_s": 0.3}, …],
+                                              those that live; "state": "starting" | "no weights" |
+                                              "idle" | "works" | "leaving"; tokens since it started
+        "trained": {"0": 80, "1": 16},        groups that steps took, by staleness in steps
+        "finished": {"0": 3},                 groups that wait for a step, by staleness
+        "dropped": {"stale": 2},              groups that are never trained, by reason
+        "refused": {"late": 1},               results that did not count, by reason
+        "aborted": 0, "given_back": 4, "lost": 2   groups that were queued again
+      },
       "links_left": 6,                        queued successors, over all groups and arrays
       "link": {"job_id": "41_1", "time_left_s": 1200.0, "runs_s": 40.0} | null,
                                               null unless a job runs; the times are null where

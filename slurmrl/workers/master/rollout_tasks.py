@@ -74,10 +74,12 @@ class RolloutTasks:
         record: RolloutsRecord | None = None,
         *,
         look_s: float,
+        wanted: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``ledger`` and ``record`` are of the same commit. New attempts are looked for every
-        ``look_s``, which is also the longest pause between two reads of the result logs."""
+        ``look_s``, which is also the longest pause between two reads of the result logs.
+        ``wanted``: tasks that may run at a time."""
         self.agents: dict[str, Identity] = {}
         """Of the newest attempt that has joined at each task, while it lives, by its label."""
         self._paths = paths
@@ -86,6 +88,7 @@ class RolloutTasks:
         self._admission = admission
         self._incarnation = incarnation
         self._events = events
+        self._wanted_tasks = wanted
         self._clock = clock
         self._looks = Interval(look_s, clock)
         self._polls = Backoff(min(FIRST_POLL_S, look_s), look_s, growth=POLL_GROWTH)
@@ -220,6 +223,7 @@ class RolloutTasks:
         now, leased = self._clock(), self._leased()
         finished = Counter(self._step - oldest_step(one) for one in self._ledger.finished)
         return RolloutsView(
+            wanted=self._wanted_tasks,
             waits_for=self.waits_for() if self._wanted else "",
             finished=_by_age(finished),
             trained=_by_age(self._ages),

@@ -30,6 +30,7 @@ from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import DAMAGED_PREFIX, RunPaths
 from slurmrl.plan.model import Plan
+from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.workers import evidence
 from slurmrl.workers.failure import describe, publish
@@ -174,6 +175,7 @@ def _rollouts(
         events,
         rollouts_of(known, STATE) if known is not None else None,
         look_s=PollIntervals.of(plan.hosts, config.cluster.heartbeat_s).status_s,
+        wanted=plan.group(ROLLOUTS).hosts,
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from slurmrl.cli import render
 from slurmrl.cli.live import PlainView, picture, remaining
-from tests.fake_status import incarnation, pending, status, timing
+from tests.fake_status import incarnation, pending, rollouts, status, timing
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,34 @@ def test_many_trials_in_columns() -> None:
         "add/1  PENDING  0/60   -       -         none yet",
         "    pending for 3 h (Priority): other jobs come first",
     ]
+
+
+def test_rollout_tasks() -> None:
+    """How many there are and how fast, how old the samples were, and what was lost; an empty
+    section says nothing."""
+    shown = status(rollouts=rollouts())
+    lines = render.one(shown).splitlines()
+    assert [line.strip() for line in lines if line.startswith("  ")][4:7] == [
+        "rollouts       1 of 4 tasks, 812.4 tokens/s; the trainers wait for groups of rollout "
+        "tasks: 3 of 8",
+        "groups by age  trained 0: 80, 1: 16; finished 0: 3",
+        "not trained    dropped stale: 2; refused late: 1, rolled back: 1; "
+        "queued again given back: 5, lost: 2",
+    ]
+    head = lines.index("ROLLOUTS   ATTEMPT  HOST  STATE     WEIGHTS  PROMPTS  TOKENS/S  LAST WORD")
+    assert lines[head + 1 : head + 3] == [
+        "rollout/0  1        n7    works     12.2     4        812.4     0 s ago",
+        "rollout/3  0        -     starting  -        0        -         9 s ago",
+    ]
+    task = rollouts()["tasks"][0]
+    many = status(rollouts=rollouts(tasks=[task] * 20))
+    assert sum(line.startswith("rollout/0") for line in render.one(many).splitlines()) == 8
+    assert "and 12 more" in render.one(many)
+    counts: dict[str, Any] = {name: {} for name in ("trained", "finished", "dropped", "refused")}
+    nothing = rollouts(tasks=[], waits_for="", given_back=0, lost=0, **counts)
+    assert "rollouts     0 of 4 tasks\n" in (text := render.one(status(rollouts=nothing)))
+    assert "by age" not in text
+    assert "not trained" not in text
 
 
 def test_one_trial() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from slurmrl.monitor.diagnosis import diagnose
-from tests.fake_status import incarnation, pending, status, timing
+from tests.fake_status import incarnation, pending, rollouts, status, timing
 
 SLOW = timing(step_s=280.0, commit_s=20.0, left_s=13440.0)
 SHORT = [
@@ -56,6 +56,24 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         status(waiting=WAITING),
         "waiting",
         "has been waiting 3.3 min for rank 3 (n1) to finish gen of step 13",
+    ),
+    "no rollout task": (
+        status(
+            rollouts=rollouts(tasks=[], waits_for="for a rollout task"),
+            groups=[{"name": "rollout", "tasks": [{"state": "PENDING", "reason": "Priority"}]}],
+        ),
+        "rollouts",
+        "the trainers wait for a rollout task: none runs (Priority)",
+    ),
+    "no rollout task is wanted": (
+        status(rollouts=rollouts(tasks=[], wanted=0)),
+        "rollouts",
+        "generation is paused; to go on: slurmrl scale add/1 N",
+    ),
+    "rollout tasks work": (
+        status(rollouts=rollouts()),
+        "running",
+        "2 s a step, about 96 s left",
     ),
     "long steps may take long": (
         status(waiting=WAITING, timing=timing(step_s=50.0, left_s=2400.0)),

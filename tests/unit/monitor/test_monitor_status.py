@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from slurmrl.cli import render
+from slurmrl.fsio import objects
 from slurmrl.history.record import END_OF_DATASET, Kind
+from slurmrl.monitor.rollouts import RolloutsView, RolloutTaskView
 from slurmrl.monitor.snapshot import newest_submission, read
 from slurmrl.monitor.status import assemble, present_link
 from slurmrl.scheduler.base import JobState, TaskState
@@ -25,7 +27,7 @@ ADDED = {
     *("diagnosis", "findings", "phase", "warned", "waiting", "links_left", "link", "pending"),
     *("checkpoint_failures", "skipped", "timing", "submission", "incarnations"),
     *("avoided", "failed_starts"),
-    *("free_bytes", "results"),
+    *("free_bytes", "results", "rollouts"),
 }
 
 
@@ -38,6 +40,28 @@ def run(tmp_path: Path) -> FakeRun:
 
 def look(run: FakeRun, *tasks: TaskState, **more: Any) -> dict[str, Any]:
     return assemble(read(run.paths), tasks, **more)
+
+
+def test_rollout_tasks_while_the_trial_runs(run: FakeRun) -> None:
+    """As the master tells; the pace is the mean of what a task has counted."""
+    incarnation = run.begin()
+    run.attempt("41_1")
+    works = RolloutTaskView(
+        task="rollout/0",
+        attempt=1,
+        host="n7",
+        version="12.2",
+        leased=4,
+        counts={"tokens": 900.0, "seconds": 3.0},
+    )
+    view = RolloutsView(wanted=4, tasks=(works, RolloutTaskView(task="rollout/3", attempt=0)))
+    run.say(incarnation, step=12, rollouts=objects.to_json(view))
+    found = look(run, task(1, RUNNING, hosts=("n0",)), alive=True)["rollouts"]
+    assert (found["wanted"], found["waits_for"], found["dropped"]) == (4, "", {})
+    told = [(one["task"], one["state"], one["tokens_per_s"]) for one in found["tasks"]]
+    assert told == [("rollout/0", "works", 300.0), ("rollout/3", "starting", None)]
+    run.end(Kind.CANCELLED)
+    assert look(run, task(1, FAILED))["rollouts"] is None
 
 
 def test_the_documented_object_of_a_running_trial(run: FakeRun, tmp_path: Path) -> None:
