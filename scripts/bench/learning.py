@@ -90,10 +90,17 @@ class Curve:
         return max(self.scores.items())
 
 
-def policy(name: str, *overrides: str) -> Entry:
+def policy(name: str, *overrides: str, preset: str = "") -> Entry:
     """A preset of policy gradients: 80 steps of 1,024 completions."""
-    chosen = (f"algorithm.name={name}", "total_steps=80", "actor.optimizer.lr=1e-3", *overrides)
+    preset = f"algorithm.name={preset or name}"
+    chosen = (preset, "total_steps=80", "actor.optimizer.lr=1e-3", *overrides)
     return Entry(name, "grpo", JUDGED, ("evaluation.every_steps=20", *FROM_START, *chosen))
+
+
+def stale(steps: int, suffix: str = "", *overrides: str) -> Entry:
+    """GRPO with completions of two rollout tasks."""
+    tasks = f"rollout.tasks={{max: 2, max_staleness: {steps}}}"
+    return policy(f"grpo_stale_{steps}{suffix}", tasks, *overrides, preset="grpo")
 
 
 START = Entry("small", "sft", 0.6, (*SMALL, "stop_when=eval/reward >= 0.6"))
@@ -122,6 +129,10 @@ TABLE = (
     policy("dapo", "algorithm.n_minibatches=16", "actor.optimizer.lr=3e-4"),
     policy("gspo"),
     policy("cispo", "actor.optimizer.lr=3e-4"),
+    stale(0),
+    stale(1),
+    stale(4, "", "algorithm.correction=weight"),
+    stale(4, "_uncorrected", "algorithm.recompute_logprobs=true"),
     Entry("dpo", "dpo", 0.7, FROM_START, sampled="pairs"),
     Entry("kto", "kto", 0.7, FROM_START, sampled="labels"),
     Entry("reward_model", "reward_model", 0.75, FROM_START, metric="eval/accuracy"),
