@@ -85,7 +85,10 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: not self.confirmed)
     @rule(random=ANY)
     def confirms(self, random: Random | None) -> None:
-        named = {key for key in sorted(self.ever) if random and random.random() < 0.6}
+        self.names({key for key in sorted(self.ever) if random and random.random() < 0.6})
+
+    def names(self, named: set[Key]) -> None:
+        """The new master says which leases hold."""
         self.session.take(Confirm(leases=lease_of(named, 0)), self.now)
         self.confirmed, self.wanted = True, named
         self.ever |= dict.fromkeys(named, 0)
@@ -174,15 +177,16 @@ class AnyOrder(RuleBasedStateMachine):
             self.ready.add((lease, item))
 
     @precondition(lambda self: self.confirmed and self.writing is None)
-    @rule()
-    def makes_and_records(self) -> None:
+    @rule(ends=st.just(True))
+    def makes_and_records(self, ends: bool) -> None:
         self.works()
         for lease, item in sorted(self.making - self.doomed):
             self.making.discard((lease, item))
             self.session.finish((lease, item), small_group(item, lease))
             self.ready.add((lease, item))
         self.begins_to_record()
-        self.ends_to_record(fails=False)
+        if ends:
+            self.ends_to_record(fails=False)
 
     @precondition(lambda self: self.writing is None)
     @rule()
@@ -204,6 +208,16 @@ class AnyOrder(RuleBasedStateMachine):
         self.session.recorded()
         self.answers.update(keys)
         self.ready -= keys
+
+    @precondition(lambda self: self.confirmed and self.writing is None)
+    @rule()
+    def is_named_again_while_it_writes(self) -> None:
+        """A master does not know the leases whose samples are being written; its successor does."""
+        self.asks(count=2, oldest=0)
+        self.makes_and_records(ends=False)
+        self.restarts(random=None)
+        self.serves()
+        self.names(self.written())
 
     @rule()
     def gives_back(self) -> None:
@@ -231,7 +245,7 @@ class AnyOrder(RuleBasedStateMachine):
         while self.held < 4:
             self.holds()
         for _ in range(len(self.ever) + 1):
-            self.makes_and_records()
+            self.makes_and_records(ends=True)
             self.gives_back()
         assert {key for key in self.wanted if not self.answers[key]} == set()
         self.nothing_is_answered_twice()
