@@ -72,10 +72,14 @@ class SampleLedger(Ledger):
         self._incarnation = incarnation
         self._lineage = lineage
         self._granted = 0
-        self._leases = {
-            one.lease: _Held(one.holder, set(one.items), one.oldest) for one in record.leased
-        }
+        self._leases: dict[str, _Held] = {}
+        self._by_holder: dict[str, list[str]] = {}
+        """The names of the leases of each holder that has any, in the order of their grants."""
+        for lease in record.leased:
+            self._hold(lease.lease, _Held(lease.holder, set(lease.items), lease.oldest))
         self._finished = {one.item: one for one in record.samples if self._counts(one)}
+        self._oldest = {item: oldest_step(one) for item, one in self._finished.items()}
+        """The step of the oldest weights in each of these."""
         self._in_use: dict[int, ItemSample] = {}
         """Samples of items in flight."""
         for held in self._leases.values():
@@ -87,7 +91,7 @@ class SampleLedger(Ledger):
     @property
     def holders(self) -> list[str]:
         """Those who hold leases, by name."""
-        return sorted({held.holder for held in self._leases.values()})
+        return sorted(self._by_holder)
 
     @property
     def leased(self) -> int:
@@ -97,15 +101,19 @@ class SampleLedger(Ledger):
     @property
     def leases(self) -> tuple[LeasedItems, ...]:
         """All leases that hold items."""
-        return tuple(
-            LeasedItems(
-                lease=lease,
-                holder=held.holder,
-                items=tuple(sorted(held.items)),
-                oldest=held.oldest,
-            )
-            for lease, held in self._leases.items()
-        )
+        return tuple(map(self._lease_named, self._leases))
+
+    @property
+    def oldest(self) -> frozenset[str]:
+        """The versions that leases hold as their oldest."""
+        return frozenset(held.oldest for held in self._leases.values())
+
+    def leases_of(self, holder: str) -> tuple[LeasedItems, ...]:
+        return tuple(map(self._lease_named, self._by_holder.get(holder, ())))
+
+    def leased_by(self, holder: str) -> int:
+        """Number of items that a holder has leased."""
+        return sum(len(self._leases[lease].items) for lease in self._by_holder.get(holder, ()))
 
     @property
     def finished(self) -> Sequence[ItemSample]:
@@ -124,7 +132,7 @@ class SampleLedger(Ledger):
         self._granted += 1
         lease = f"{self._incarnation}.{self._granted}"
         if items:
-            self._leases[lease] = _Held(holder, set(items), oldest)
+            self._hold(lease, _Held(holder, set(items), oldest))
         return LeasedItems(lease=lease, holder=holder, items=tuple(items), oldest=oldest)
 
     def finish(self, lease: str, sample: ItemSample) -> bool:
@@ -137,6 +145,7 @@ class SampleLedger(Ledger):
             self._queued_again.add(sample.item)
             return False
         self._finished[sample.item] = sample
+        self._oldest[sample.item] = oldest_step(sample)
         return True
 
     def return_items(self, lease: str, items: Iterable[int]) -> list[int]:
@@ -150,16 +159,14 @@ class SampleLedger(Ledger):
         waited for a step; others are left alone."""
         if self._finished.get(sample.item) != sample:
             return False
-        del self._finished[sample.item]
+        self._unfinish(sample.item)
         self._queued_again.add(sample.item)
         return True
 
     def lose(self, holder: str) -> list[int]:
         """Queue all items again that a holder has leased, and return them."""
-        leases = [
-            (name, held.items) for name, held in self._leases.items() if held.holder == holder
-        ]
-        return sorted(item for name, items in leases for item in self.return_items(name, [*items]))
+        lost = self.leases_of(holder)
+        return sorted(item for one in lost for item in self.return_items(one.lease, one.items))
 
     # -- training ----------------------------------------------------------------------------
 
@@ -175,17 +182,18 @@ class SampleLedger(Ledger):
         step ``step - 1``: they are in flight then. Drops those whose samples are too stale for it.
         Takes none if fewer than ``count`` are left, of those that are ``sound`` if that is given.
         """
-        oldest = {item: oldest_step(sample) for item, sample in self._finished.items()}
-        for item, version in oldest.items():
-            if version < step - 1 - max_staleness:
-                del self._finished[item]
-                self._dropped[item] = STALE
+        first = step - 1 - max_staleness
+        for item in [item for item, oldest in self._oldest.items() if oldest < first]:
+            self._unfinish(item)
+            self._dropped[item] = STALE
         self._settle()
+        if len(self._finished) < count:
+            return ()
         ready = [item for item, one in self._finished.items() if sound is None or one in sound]
-        ready.sort(key=lambda item: (oldest[item], item))
         if len(ready) < count:
             return ()
-        taken = [self._finished.pop(item) for item in ready[:count]]
+        ready.sort(key=lambda item: (self._oldest[item], item))
+        taken = [self._unfinish(item) for item in ready[:count]]
         self._in_use.update({sample.item: sample for sample in taken})
         self._in_flight.update({sample.item: step for sample in taken})
         return taken
@@ -210,6 +218,20 @@ class SampleLedger(Ledger):
         self.refused[ROLLED_BACK] += 1
         return False
 
+    def _lease_named(self, lease: str) -> LeasedItems:
+        held = self._leases[lease]
+        items = tuple(sorted(held.items))
+        return LeasedItems(lease=lease, holder=held.holder, items=items, oldest=held.oldest)
+
+    def _hold(self, lease: str, held: _Held) -> None:
+        self._leases[lease] = held
+        self._by_holder.setdefault(held.holder, []).append(lease)
+
+    def _unfinish(self, item: int) -> ItemSample:
+        """Remove an item from the finished ones."""
+        del self._oldest[item]
+        return self._finished.pop(item)
+
     def _release(self, lease: str, item: int) -> bool:
         """Take an item from a lease. Returns whether the lease held it."""
         held = self._leases.get(lease)
@@ -218,6 +240,9 @@ class SampleLedger(Ledger):
         held.items.remove(item)
         if not held.items:
             del self._leases[lease]
+            self._by_holder[held.holder].remove(lease)
+            if not self._by_holder[held.holder]:
+                del self._by_holder[held.holder]
         return True
 
     def _landed(self, items: Iterable[int]) -> list[int]:

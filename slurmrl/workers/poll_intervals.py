@@ -1,7 +1,9 @@
 """Intervals at which the processes of an idle trial access the shared directory.
 
 An idle trial causes at most ``max(200, 0.5 x hosts)`` file operations a second in all. Hosts of
-larger trials therefore poll less often, and notice changes up to `poll_s` later.
+larger trials therefore poll less often, and notice changes up to `poll_s` later. Busy rollout
+tasks cause up to ``max(1000, 2 x hosts)`` operations a second in addition, the master's reads of
+their results less than 500.
 """
 
 from __future__ import annotations
@@ -19,7 +21,18 @@ the size of the host's output, which happens as often."""
 PUBLISH = 16
 """File operations of replacing the status, generously."""
 
+TASKS_OPERATIONS_PER_S = 1000.0
+TASKS_OPERATIONS_PER_S_AND_HOST = 2.0
+LOOK = 4
+"""File operations of a rollout task's look for requests and weights: read a log, list the
+versions."""
+RESULTS_PER_S = 150.0
+"""Logs of results that the master reads, one after the other: at a millisecond for each of three
+operations it has more than half of its time for the trainers."""
+
 SHORTEST_POLL_S = 0.05
+SHORTEST_RESULTS_S = 0.2
+SHORTEST_TASK_S = 1.0
 POLL_JITTER = 1.2
 """Pauses between polls are randomly shortened (see `backoff`), by less than this factor."""
 
@@ -36,6 +49,10 @@ class PollIntervals:
     """Between two rounds of the master: read all leases, replace the status."""
     poll_s: float
     """Longest pause between two polls of a log where nothing announces its changes (no inotify)."""
+    results_s: float
+    """Between two reads of the results of a busy rollout task."""
+    task_s: float
+    """Shortest pause of a rollout task between two looks for requests and weights."""
 
     @staticmethod
     def of(hosts: int, heartbeat_s: float) -> PollIntervals:
@@ -50,6 +67,8 @@ class PollIntervals:
         used += (BEAT * hosts + PUBLISH) / status_s
         # Every agent polls the master's log, and the master polls every agent's.
         polls = 2 * BEAT * hosts * POLL_JITTER
-        return PollIntervals(
-            beat_s, check_s, status_s, max(SHORTEST_POLL_S, polls / (budget - used))
-        )
+        poll_s = max(SHORTEST_POLL_S, polls / (budget - used))
+        results_s = max(SHORTEST_RESULTS_S, hosts / RESULTS_PER_S)
+        tasks = max(TASKS_OPERATIONS_PER_S, TASKS_OPERATIONS_PER_S_AND_HOST * hosts)
+        task_s = max(SHORTEST_TASK_S, LOOK * hosts / tasks)
+        return PollIntervals(beat_s, check_s, status_s, poll_s, results_s, task_s)

@@ -36,12 +36,14 @@ from slurmrl.workers.master.task_attempts import (
     is_name,
     parse_name,
 )
+from slurmrl.workers.poll_intervals import SHORTEST_RESULTS_S
 from slurmrl.workers.rollout_messages import (
     Abort,
     Confirm,
     GaveBack,
     GenerateItems,
     GroupsFinished,
+    Holds,
     Joined,
     Leave,
     Leaving,
@@ -51,9 +53,12 @@ from slurmrl.workers.rollout_messages import (
 
 logger = log.get(__name__)
 
-FIRST_POLL_S = 0.05
 POLL_GROWTH = 1.1
-"""News is late by at most a tenth of the time waited for it."""
+"""News of an attempt without items is late by at most a tenth of the time waited for it."""
+
+LAG_S = 10.0
+"""How much longer an attempt may take for new weights than twice what it took the last time, before
+its share of the items goes to others."""
 
 JOINED: Final = "joined"
 LEFT: Final = "left"
@@ -75,11 +80,12 @@ class RolloutTasks:
         *,
         look_s: float,
         wanted: int = 1,
+        poll_s: float = SHORTEST_RESULTS_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``ledger`` and ``record`` are of the same commit. New attempts are looked for every
-        ``look_s``, which is also the longest pause between two reads of the result logs.
-        ``wanted``: tasks that may run at a time."""
+        ``look_s``. The log of an attempt that has items is read every ``poll_s``, others are read
+        after up to ``look_s``. ``wanted``: tasks that may run at a time."""
         self.agents: dict[str, Identity] = {}
         """Of the newest attempt that has joined at each task, while it lives, by its label."""
         self._paths = paths
@@ -91,8 +97,7 @@ class RolloutTasks:
         self._wanted_tasks = wanted
         self._clock = clock
         self._looks = Interval(look_s, clock)
-        self._polls = Backoff(min(FIRST_POLL_S, look_s), look_s, growth=POLL_GROWTH)
-        self._next_poll_at = clock()
+        self._pauses_s = min(poll_s, look_s), look_s
         self._rows: Callable[[Iterable[int]], Sequence[tuple[int, int]]] | None = None
         self._step = 0
         """The last one that was trained."""
@@ -100,6 +105,11 @@ class RolloutTasks:
         """Groups that a step waits for."""
         self._attempts: dict[str, RolloutAttempt] = {}
         """By name; also those that are over, as long as they have a directory."""
+        self._living: dict[str, RolloutAttempt] = {}
+        """Those of them that are not over."""
+        self._newest: str | None = None
+        """The newest version that an attempt has taken."""
+        self._newest_at = clock()
         self._sweep = SampleSweep(paths)
         self._checks = SampleChecks(paths, clock)
         self._checks.add(ledger.finished)
@@ -135,12 +145,7 @@ class RolloutTasks:
         self._step = step
         if self._looks.due():
             self._find()
-        news = False
-        if self._clock() >= self._next_poll_at:
-            news = self._read()
-            if news:
-                self._polls.reset()
-            self._next_poll_at = self._clock() + self._polls.next_s()
+        self._read()
         self._end_those(dead)
         for sample, reason in self._checks.look():
             self._redo(sample, reason)
@@ -148,7 +153,7 @@ class RolloutTasks:
             self._take_back()
             self._confirm()
             self._grant()
-        for attempt in self._living():
+        for attempt in self._living.values():
             attempt.send()
         self._sweep.look()
 
@@ -193,10 +198,10 @@ class RolloutTasks:
 
     def waits_for(self) -> str:
         """Why there are no groups for the next step."""
-        agents = [one for one in self._living() if one.record.agent is not None]
+        agents = [one for one in self._living.values() if one.record.agent is not None]
         if not agents:
             return "for a rollout task"
-        if not self._ledger.leased and not any(map(self._is_able, agents)):
+        if not self._ledger.leased and not self._able():
             return "for a rollout task that holds usable weights"
         sound = sum(one in self._checks.sound for one in self._ledger.finished)
         return f"for groups of rollout tasks: {sound} of {self._wanted}"
@@ -220,7 +225,7 @@ class RolloutTasks:
 
     def view(self) -> RolloutsView:
         """What the status tells."""
-        now, leased = self._clock(), self._leased()
+        now = self._clock()
         finished = Counter(self._step - oldest_step(one) for one in self._ledger.finished)
         return RolloutsView(
             wanted=self._wanted_tasks,
@@ -239,23 +244,23 @@ class RolloutTasks:
                     attempt=one.number,
                     host=one.record.agent.host if one.record.agent is not None else "",
                     version=one.record.version or "",
-                    leased=leased[one.name],
+                    leased=self._ledger.leased_by(one.name),
                     silent_s=now - one.heard_at,
                     counts=one.counts,
                     leaving=one.leaving,
                 )
-                for one in self._living()
+                for one in self._living.values()
             ),
         )
 
     # -- attempts ----------------------------------------------------------------------------
 
-    def _living(self) -> list[RolloutAttempt]:
-        return [one for one in self._attempts.values() if not one.over]
-
     def _add(self, record: AttemptRecord) -> RolloutAttempt:
-        attempt = RolloutAttempt(self._paths, self._incarnation, record, self._clock())
+        now, polls = self._clock(), Backoff(*self._pauses_s, growth=POLL_GROWTH)
+        attempt = RolloutAttempt(self._paths, self._incarnation, record, polls, now, now)
         self._attempts[record.name] = attempt
+        if not attempt.over:
+            self._living[record.name] = attempt
         return attempt
 
     def _join(self, agent: Identity) -> None:
@@ -277,22 +282,24 @@ class RolloutTasks:
         for attempt in list(self._attempts.values()):
             if attempt.name not in names and (attempt.over or attempt.record.agent is None):
                 del self._attempts[attempt.name]
+                self._living.pop(attempt.name, None)
 
-    def _read(self) -> bool:
-        """Read the logs of all living attempts. Returns whether there were news."""
-        news = False
-        for attempt in self._living():
+    def _read(self) -> None:
+        """Read the logs of living attempts, of each when it is due: often while it has items."""
+        now = self._clock()
+        for attempt in [one for one in self._living.values() if one.read_at <= now]:
             try:
                 for result in attempt.read():
-                    news = True
-                    attempt.heard_at = self._clock()
+                    attempt.heard_at = now
                     attempt.take(result)
                     self._take(attempt, result)
             except EnvironmentFailure as error:
                 logger.warning("%s; will retry", error)
             except CorruptFileError as error:
                 self._end(attempt, LOST, str(error))
-        return news
+            if attempt.heard_at == now or self._ledger.leased_by(attempt.name):
+                attempt.polls.reset()
+            attempt.read_at = now + attempt.polls.next_s()
 
     def _take(self, attempt: RolloutAttempt, result: RolloutResult) -> None:
         match result:
@@ -307,8 +314,18 @@ class RolloutTasks:
             case GaveBack():
                 returned = self._ledger.return_items(result.lease, result.items)
                 self._counts["given_back"] += len(returned)
+            case Holds():
+                self._note(attempt, result.version)
             case Leaving():
                 self._end(attempt, LEFT, result.reason)
+
+    def _note(self, attempt: RolloutAttempt, version: str) -> None:
+        """Note how much later than others an attempt has taken the newest weights."""
+        now = self._clock()
+        if self._newest is None or VersionId.parse(self._newest) < VersionId.parse(version):
+            self._newest, self._newest_at = version, now
+        if version == self._newest:
+            attempt.lag_s = now - self._newest_at
 
     def _redo(self, sample: ItemSample, reason: str) -> None:
         """Queue the item of a damaged sample again."""
@@ -327,7 +344,7 @@ class RolloutTasks:
         )
 
     def _end_those(self, dead: Collection[str]) -> None:
-        for attempt in self._living():
+        for attempt in list(self._living.values()):
             newest = self.agents.get(attempt.label)
             if newest is None or attempt.number > newest.attempt:
                 continue  # it has not joined
@@ -341,6 +358,7 @@ class RolloutTasks:
         if attempt.over:
             return
         attempt.record = replace(attempt.record, over=reason or state)
+        del self._living[attempt.name]
         agent = self.agents.get(attempt.label)
         if agent is not None and agent.attempt == attempt.number:
             del self.agents[attempt.label]
@@ -358,33 +376,46 @@ class RolloutTasks:
 
     # -- leases ------------------------------------------------------------------------------
 
-    def _leased(self) -> Counter[str]:
-        """How many items each attempt works on."""
-        leased: Counter[str] = Counter()
-        for lease in self._ledger.leases:
-            leased[lease.holder] += len(lease.items)
-        return leased
+    def _of_use(self, names: Collection[str]) -> dict[str, VersionId]:
+        """Those of the versions with whose tokens the next step could be trained."""
+        versions = {name: VersionId.parse(name) for name in names}
+        first = self._step - self._admission.max_staleness
+        return {
+            name: one
+            for name, one in versions.items()
+            if one.step >= first and self._lineage.has(one.step, one.incarnation)
+        }
 
-    def _is_of_use(self, version: VersionId) -> bool:
-        """Whether a token of these weights could be trained with in the next step."""
-        if not self._lineage.has(version.step, version.incarnation):
-            return False
-        return version.step >= self._step - self._admission.max_staleness
+    def _able(self) -> dict[str, str]:
+        """The attempts that may get leases, each with the version that it holds."""
+        held = {
+            one.name: one.record.version
+            for one in self._living.values()
+            if one.confirmed and not one.leaving and one.record.version is not None
+        }
+        of_use = self._of_use({*held.values()})
+        return {name: version for name, version in held.items() if version in of_use}
 
-    def _is_able(self, attempt: RolloutAttempt) -> bool:
-        """Whether an attempt may get leases."""
-        version = attempt.version
-        return attempt.confirmed and not attempt.leaving and version is not None and (
-            self._is_of_use(version)
-        )  # fmt: skip
+    def _expected(self) -> set[str]:
+        """The attempts that have not taken the newest weights yet but should soon, and then need
+        items too."""
+        since_s = self._clock() - self._newest_at
+        return {
+            one.name
+            for one in self._living.values()
+            if one.confirmed
+            and not one.leaving
+            and one.record.version not in (None, self._newest)
+            and since_s < LAG_S + 2 * one.lag_s
+        }
 
     def _take_back(self) -> None:
         """Queue items again whose samples would be too stale for every step to come."""
-        for lease in self._ledger.leases:
-            if self._is_of_use(VersionId.parse(lease.oldest)):
-                continue
+        oldest = self._ledger.oldest
+        useless = oldest - self._of_use(oldest).keys()
+        for lease in self._ledger.leases if useless else ():
             attempt = self._attempts[lease.holder]
-            if not attempt.is_read:
+            if lease.oldest not in useless or not attempt.is_read:
                 continue  # it may have finished them
             returned = self._ledger.return_items(lease.lease, lease.items)
             self._counts["aborted"] += len(returned)
@@ -393,7 +424,7 @@ class RolloutTasks:
 
     def _confirm(self) -> None:
         """Tell attempts which leases hold, once all that they had said before is known."""
-        for attempt in self._living():
+        for attempt in self._living.values():
             if attempt.is_read and attempt.record.agent is not None and not attempt.confirmed:
                 self._post(attempt)
 
@@ -401,35 +432,37 @@ class RolloutTasks:
         """Post requests, of which the first of a log says which leases hold."""
         if not attempt.confirmed:
             attempt.confirmed = True
-            held = (one for one in self._ledger.leases if one.holder == attempt.name)
+            held = self._ledger.leases_of(attempt.name)
             attempt.post(Confirm(leases=tuple(map(self._request, held))))
         attempt.post(*requests)
 
     def _grant(self) -> None:
         """Lease items to those who have the least to do, as far as their weights allow, and to none
-        more than its share of the most that may be leased."""
-        able = {one.name: one for one in self._living() if self._is_able(one)}
-        if not able:
-            return
-        share = -(-self._admission.max_leased // len(able))
+        more than its share of what may be with tasks now."""
+        able = self._able()
         rooms = {
-            one.name: self._ledger.room(self._admission, version=one.version.step, step=self._step)
-            for one in able.values()
-            if one.version is not None
+            name: self._ledger.room(self._admission, version=version.step, step=self._step)
+            for name, version in self._of_use({*able.values()}).items()
         }
-        leased = self._leased()
-        granted: Counter[str] = Counter()
-        queue = [(leased[name], name) for name in rooms]
+        room = max(rooms.values(), default=0)
+        if not room:
+            return
+        sharers = len(able.keys() | self._expected())
+        share = -(-(self._ledger.leased + room) // sharers)
+        queue = [(self._ledger.leased_by(name), name) for name in able]
         heapq.heapify(queue)
-        while queue:
-            load, name = heapq.heappop(queue)
-            if load < share and granted.total() < rooms[name]:
-                granted[name] += 1
-                heapq.heappush(queue, (load + 1, name))
+        granted: Counter[str] = Counter()
+        for number in range(room):
+            while queue and (queue[0][0] >= share or number >= rooms[able[queue[0][1]]]):
+                heapq.heappop(queue)
+            if not queue:
+                break
+            load, name = queue[0]
+            granted[name] += 1
+            heapq.heapreplace(queue, (load + 1, name))
         for name, count in sorted(granted.items()):
-            oldest = able[name].record.version
-            assert oldest is not None
-            able[name].post(self._request(self._ledger.lease(count, name, oldest)))
+            lease = self._ledger.lease(count, name, able[name])
+            self._living[name].post(self._request(lease))
 
     def _request(self, lease: LeasedItems) -> GenerateItems:
         assert self._rows is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slurmrl import log
@@ -33,8 +32,11 @@ class SampleSweep:
 
     def plan(self, rollouts: RolloutsRecord, ledger: LedgerRecord) -> None:
         """Begin anew, after a commit that holds these."""
+        needed: dict[str, set[str]] = {}
+        for sample in ledger.samples:
+            needed.setdefault(sample.task, set()).add(sample.file)
         self._visits = [
-            _Visit(attempt, frozenset(_files(ledger, attempt.name)))
+            _Visit(attempt, frozenset(needed.get(attempt.name, ())))
             for attempt in reversed(rollouts.attempts)
             if attempt.over or attempt.last_file is not None
         ]
@@ -55,7 +57,3 @@ class SampleSweep:
             remove_settled(self._paths.rollout_samples(*place), visit.needed, newest)
         except EnvironmentFailure as error:
             logger.warning("cannot remove old samples of %s: %s", attempt.name, error)
-
-
-def _files(ledger: LedgerRecord, name: str) -> Iterable[str]:
-    return (sample.file for sample in ledger.samples if sample.task == name)

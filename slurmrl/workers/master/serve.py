@@ -166,6 +166,7 @@ def _rollouts(
     most = tasks.max_in_flight or (tasks.max_staleness + 1) * batch_size
     admission = Admission(max_staleness=tasks.max_staleness, batch_size=batch_size, max_leased=most)
     known = (committed or {}).get("rollouts")
+    intervals = PollIntervals.of(plan.hosts, config.cluster.heartbeat_s)
     return RolloutTasks(
         paths,
         ledger,
@@ -174,7 +175,8 @@ def _rollouts(
         incarnation,
         events,
         rollouts_of(known, STATE) if known is not None else None,
-        look_s=PollIntervals.of(plan.hosts, config.cluster.heartbeat_s).status_s,
+        look_s=intervals.status_s,
+        poll_s=intervals.results_s,
         wanted=plan.group(ROLLOUTS).hosts,
     )
 

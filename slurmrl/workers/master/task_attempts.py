@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from slurmrl import log
+from slurmrl.backoff import Backoff
 from slurmrl.channel import frame
 from slurmrl.channel.log import LogPosition, LogReader, LogWriter
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
@@ -17,7 +18,7 @@ from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import FILE_NAME, FieldType
 from slurmrl.monitor.reports import Identity
 from slurmrl.paths import RunPaths
-from slurmrl.weights.version import VERSION, VersionId
+from slurmrl.weights.version import VERSION
 from slurmrl.workers.rollout_messages import (
     REQUEST_LOG,
     RESULT_LOG,
@@ -89,9 +90,15 @@ class RolloutAttempt:
     incarnation: int
     record: AttemptRecord
     """What a commit of now holds. `read` and `take` keep it up to date."""
+    polls: Backoff
+    """The pauses between two reads of its log."""
+    read_at: float
+    """When its log is to be read next, by the master's clock."""
     heard_at: float
-    """When its last message was read, by the master's clock."""
+    """When its last message was read, by the same clock."""
     counts: Mapping[str, float] = field(default_factory=dict)
+    lag_s: float = 0.0
+    """How much later than the first one it took the newest weights."""
     is_read: bool = False
     """Whether its log was read to the end by this master."""
     confirmed: bool = False
@@ -101,6 +108,7 @@ class RolloutAttempt:
 
     def __post_init__(self) -> None:
         self.group, self.task, self.number = parse_name(self.record.name)
+        self.label = f"{self.group}/{self.task}"
         path = self.paths.rollout_results(self.group, self.task, self.number)
         self._reader = LogReader(path, start=self.record.read)
         self._nonce = uuid.uuid4().hex
@@ -113,16 +121,8 @@ class RolloutAttempt:
         return self.record.name
 
     @property
-    def label(self) -> str:
-        return f"{self.group}/{self.task}"
-
-    @property
     def over(self) -> bool:
         return bool(self.record.over)
-
-    @property
-    def version(self) -> VersionId | None:
-        return None if self.record.version is None else VersionId.parse(self.record.version)
 
     def read(self) -> Iterator[RolloutResult]:
         """Yield the new results, which `take` and the ledger must all get before the next commit.

@@ -28,6 +28,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
+from slurmrl.workers.poll_intervals import PollIntervals
 from slurmrl.workers.rollout.generation import Generation
 from slurmrl.workers.rollout.rows import TaskRows
 from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
@@ -54,7 +55,9 @@ def build_rollout(
     decoder = undefined_decoder(settings.config.actor, accelerator.device)
     tasks = settings.config.rollout.tasks
     assert tasks is not None, "the plan has rollout tasks"
-    options = TaskOptions(interruptible=tasks.interruptible)
+    intervals = PollIntervals.of(plan.hosts, settings.config.cluster.heartbeat_s)
+    poll_s = intervals.task_s, max(intervals.task_s, intervals.poll_s)
+    options = TaskOptions(interruptible=tasks.interruptible, poll_s=poll_s)
     return TaskWorker(paths, start, settings, decoder, options)
 
 

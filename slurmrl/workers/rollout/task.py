@@ -33,6 +33,9 @@ from slurmrl.workers.rollout_messages import (
 
 logger = log.get(__name__)
 
+POLL_GROWTH = 1.05
+"""Looks for requests and looks for weights share the pauses, which so grow by a tenth in each round
+of both."""
 LAST_S = 10.0
 """Of the time to retire in, for recording the last results."""
 
@@ -44,8 +47,9 @@ class TaskOptions:
     all that have begun are finished."""
     most_unwritten: int = 256
     """Items whose samples may wait for the directory before generation pauses."""
-    poll_s: float = 1.0
-    """Between two looks for requests, and for weight versions."""
+    poll_s: tuple[float, float] = (1.0, 1.0)
+    """Shortest and longest pause between two looks for requests, and for weight versions. Pauses
+    grow until there is news of either."""
     gather_s: float = 0.5
     """How long finished items wait for others, to share a file with them."""
     counts_s: float = 30.0
@@ -70,6 +74,7 @@ class TaskAtWork:
         self._paths, self._agent = paths, agent
         self._engine, self._weights, self._generation = engine, weights, generation
         self._options, self._calls = options, calls
+        self._polls = Backoff(*options.poll_s, growth=POLL_GROWTH)
         self._results = ResultWriter(paths, agent, calls=calls)
         self._session = Session(
             most_begun=generation.items_at_a_time, most_unwritten=options.most_unwritten
@@ -128,7 +133,7 @@ class TaskAtWork:
                 path = self._paths.rollout_requests(*place, reading)
                 reader = LogReader(path, calls=self._calls)
             await self._take(reader, reading)
-            await asyncio.sleep(self._options.poll_s)
+            await asyncio.sleep(self._polls.next_s())
 
     async def _take(self, reader: LogReader, incarnation: int | None) -> None:
         try:
@@ -137,6 +142,7 @@ class TaskAtWork:
             logger.warning("requests cannot be read now: %s", error)
             return
         if found and self._session.incarnation == incarnation:
+            self._polls.reset()
             for values in found:
                 self._session.take(REQUEST_LOG.from_json(values), time.monotonic())
             await self._tell()
@@ -149,8 +155,9 @@ class TaskAtWork:
             except EnvironmentFailure as error:
                 logger.warning("weight versions cannot be read now: %s", error)
             if version is None:
-                await asyncio.sleep(self._options.poll_s)
+                await asyncio.sleep(self._polls.next_s())
             else:
+                self._polls.reset()
                 await self._install(version)
 
     async def _install(self, version: WeightVersion) -> None:

@@ -137,8 +137,15 @@ def test_a_trial_at_rest(
 
 
 def test_small_trials_are_not_slowed_down() -> None:
-    assert PollIntervals.of(1, 2.0) == PollIntervals(2.0, 2.0, 2.0, 0.05)
+    assert PollIntervals.of(1, 2.0) == PollIntervals(2.0, 2.0, 2.0, 0.05, 0.2, 1.0)
     assert PollIntervals.of(2, 2.0).poll_s < 0.1
+
+
+@pytest.mark.parametrize("hosts", [1, 300, 10_000])
+def test_busy_rollout_tasks_stay_within_their_share(hosts: int) -> None:
+    intervals = PollIntervals.of(hosts, 2.0)
+    assert 3 * hosts / intervals.results_s <= 450, "the master reads one log after the other"
+    assert 4 * hosts / intervals.task_s <= max(1000, 2 * hosts)
 
 
 def test_a_longer_heartbeat_is_kept() -> None:

@@ -119,7 +119,7 @@ class Trial:
             engine,
             TaskWeights(self.paths.versions, self.folder / "host", ARCHITECTURE),
             Generation(self.settings, rows, self.tokenizer, (STOP,), engine),
-            TaskOptions(poll_s=0.01, gather_s=0.01),
+            TaskOptions(poll_s=(0.01, 0.01), gather_s=0.01),
         )
 
     async def until(self, kind: type[RolloutResult], count: int) -> None:

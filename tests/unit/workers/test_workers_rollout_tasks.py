@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,15 @@ from slurmrl.paths import RunPaths
 from slurmrl.rollouts.sample_files import StoredGroup, read_group
 from slurmrl.workers.master.progress import STATE
 from slurmrl.workers.master.rollout_tasks import RolloutTasks
-from slurmrl.workers.master.task_attempts import parse_name, rollouts_of
-from slurmrl.workers.rollout_messages import Abort, Confirm, GenerateItems, Leave, RequestedItem
+from slurmrl.workers.master.task_attempts import RolloutAttempt, parse_name, rollouts_of
+from slurmrl.workers.rollout_messages import (
+    Abort,
+    Confirm,
+    GenerateItems,
+    Leave,
+    RequestedItem,
+    RolloutResult,
+)
 from tests.support.scripted_task import ScriptedTask
 
 LOOK_S = 2.0
@@ -302,6 +310,57 @@ def test_those_with_the_least_to_do_get_the_next_items(beds: Callable[..., Bed])
     first.finish(2, 3, 4, 5)
     bed.look()
     assert first.hear(1) == second.hear(1) == [], "as far ahead as the staleness allows"
+
+
+def test_the_first_task_with_new_weights_leaves_others_their_share(
+    beds: Callable[..., Bed],
+) -> None:
+    """For as long as they may take for the weights."""
+    bed = beds(batch_size=6, max_staleness=0)
+    tasks = [bed.begin(0), bed.begin(1), bed.begin(2)]
+    for task in tasks:
+        task.hold("0.1")
+    bed.look()
+    for task in tasks:
+        task.hear(1)
+        assert len(task.open) == 2, "they got the weights at the same time"
+        task.finish(*task.open)
+    bed.look()
+    bed.train()
+    tasks[0].hold("1.1")
+    bed.look()
+    tasks[1].hold("1.1")
+    bed.look()
+    for task in tasks:
+        task.hear(1)
+    assert [len(task.open) for task in tasks] == [2, 2, 0]
+    bed.now += 20.0
+    bed.look()
+    for task in tasks:
+        task.hear(1)
+    assert [len(task.open) for task in tasks] == [3, 3, 0], "the last one took too long"
+
+
+def test_logs_of_tasks_without_items_are_read_less_often(
+    beds: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has items is read at every look, whatever it says."""
+    reads: Counter[str] = Counter()
+
+    def counted(attempt: RolloutAttempt) -> Iterator[RolloutResult]:
+        reads[attempt.name] += 1
+        return read(attempt)
+
+    read = RolloutAttempt.read
+    monkeypatch.setattr(RolloutAttempt, "read", counted)
+    bed = beds()
+    bed.begin(0, "0.1")
+    bed.begin(1)
+    for _ in range(1000):
+        bed.now += 0.2
+        bed.tasks.look((), 0)
+    assert 900 < reads["rollout.0.0"] <= 1003
+    assert 90 < reads["rollout.1.0"] < 300
 
 
 def test_a_task_without_usable_weights_gets_nothing(beds: Callable[..., Bed]) -> None:
