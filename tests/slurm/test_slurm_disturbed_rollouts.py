@@ -1,0 +1,38 @@
+"""Trials with rollout tasks end by themselves and train each item once, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.nodes import private_bed
+from tests.support.rollout_storm import weather
+
+SEEDS = 30
+LONG = (10,)
+"""Seeds that stand for the others."""
+
+
+@pytest.fixture
+def bed() -> Iterator[Path]:
+    if os.geteuid() != 0 or sys.platform != "linux":
+        pytest.skip("only root may mount a small disk")
+    with private_bed() as directory:
+        yield directory
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=pytest.mark.long if seed in LONG else pytest.mark.soak)
+        for seed in range(1, SEEDS + 1)
+    ],
+)
+def test_each_item_is_trained_once_whatever_happens(tmp_path: Path, bed: Path, seed: int) -> None:
+    met, problems = weather(tmp_path, bed, seed)
+    assert problems == [], f"after {', '.join(met)}"
