@@ -35,6 +35,9 @@ class EpisodeOutcome:
     item: EpisodeItem
     completions: Completions
     failure: str = ""
+    tool_calls: int = 0
+    tool_failures: int = 0
+    """Calls of tools, and those of them that failed."""
 
 
 class EpisodeRunner:
@@ -93,29 +96,37 @@ class EpisodeRunner:
         draws: Draws,
         waiting: Waiting,
     ) -> EpisodeOutcome:
-        policy = None
+        policy, tools, failure = None, self._tools.of_episode(), ""
         waiting.begin()
         try:
             async with asyncio.timeout(self._settings.timeout_s) as clock:
                 policy = Policy(item, engine, dialogue, draws, self._limits, waiting, clock)
-                completions = await self._completed(policy, item)
+                completions = await self._completed(policy, item, tools)
             if completions is None:
                 raise UsageError("its prompt leaves no token for the policy")
-            return EpisodeOutcome(item=item, completions=completions)
         except RunFailedError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's episode may raise anything
             late = isinstance(error, TimeoutError) and clock.expired()
             failure = f"it took more than {self._settings.timeout_s:g} s" if late else _why(error)
-            return EpisodeOutcome(item=item, completions=Completions(item.prompt), failure=failure)
+            completions = Completions(item.prompt)
         finally:
             if policy is not None:
                 policy.close()
+        return EpisodeOutcome(
+            item=item,
+            completions=completions,
+            failure=failure,
+            tool_calls=tools.calls,
+            tool_failures=tools.failures,
+        )
 
-    async def _completed(self, policy: Policy, item: EpisodeItem) -> Completions | None:
+    async def _completed(
+        self, policy: Policy, item: EpisodeItem, tools: Tools
+    ) -> Completions | None:
         """What the policy wrote; None if a limit left it no turn."""
         try:
-            completions = await self._episode(policy, item, self._tools)
+            completions = await self._episode(policy, item, tools)
         except EpisodeLimitError:
             if policy.latest is None or not policy.latest.turns:
                 return None

@@ -7,7 +7,7 @@ import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -17,15 +17,25 @@ from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import documents
 from slurmrl.fsio.shapes import SIZE, TEXT, FieldType, list_of
 from slurmrl.layout.copy import Array
-from slurmrl.rollouts.completions import Completions
 from slurmrl.weights.version import VERSION, VersionId
+
+if TYPE_CHECKING:
+    from slurmrl.rollouts.runner import EpisodeOutcome
 
 _LEASE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 LEASE = FieldType(
     "the number of a lease", lambda value: isinstance(value, str) and bool(_LEASE.fullmatch(value))
 )
 PER_TOKEN = {"input_ids": "<i4", "drawn_by": "<i4", "logprobs": "<f4", "turn_rewards": "<f4"}
-PER_COMPLETION = {"lengths": "<i4", "finished": "|b1"}
+PER_COMPLETION = {
+    "lengths": "<i4",
+    "prompt_lengths": "<i4",
+    "finished": "|b1",
+    "failed": "|b1",
+    "turns": "<i4",
+    "tool_calls": "<i4",
+    "tool_failures": "<i4",
+}
 REWARDS = "rewards"
 """Per completion, float32; missing where the trainers judge."""
 OWN = "group"
@@ -45,8 +55,18 @@ class SampleGroup:
     """Of the weights that drew tokens, from old to new, at least one."""
     lengths: Array
     """int32 [n]: tokens of each completion with its prompt."""
+    prompt_lengths: Array
+    """int32 [n]: tokens of each prompt."""
     finished: Array
     """bool [n]: it ended by itself, and not at a limit."""
+    failed: Array
+    """bool [n]: its episode failed, so that the policy wrote nothing that counts."""
+    turns: Array
+    """int32 [n]: of the policy."""
+    tool_calls: Array
+    """int32 [n]"""
+    tool_failures: Array
+    """int32 [n]: of these calls."""
     input_ids: Array
     """int32 [T]"""
     drawn_by: Array
@@ -68,11 +88,12 @@ class SampleGroup:
     def of(
         item: int,
         lease: str,
-        completions: Sequence[Completions],
+        outcomes: Sequence[EpisodeOutcome],
         held: str,
         rewards: Sequence[float] | None = None,
     ) -> SampleGroup:
         """``held``: the version that the task had, which counts if none drew a token."""
+        completions = [outcome.completions for outcome in outcomes]
         drawn = {name for each in completions for name in each.versions if name}
         versions = tuple(sorted(drawn or {held}, key=VersionId.parse))
         place = {name: number for number, name in enumerate(versions)} | {"": -1}
@@ -83,7 +104,12 @@ class SampleGroup:
             lease=lease,
             versions=versions,
             lengths=np.array([len(each.sequence) for each in completions], np.int32),
+            prompt_lengths=np.array(before, np.int32),
             finished=np.array([each.finished for each in completions], np.bool_),
+            failed=np.array([bool(each.failure) for each in outcomes], np.bool_),
+            turns=np.array([each.turns for each in completions], np.int32),
+            tool_calls=np.array([each.tool_calls for each in outcomes], np.int32),
+            tool_failures=np.array([each.tool_failures for each in outcomes], np.int32),
             input_ids=_joined([each.sequence for each in completions], np.int32),
             drawn_by=_joined(
                 [[-1] * n + [place[name] for name in each.versions] for n, each in pairs], np.int32

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.base import CallContext, CallResult, Stats
+from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.rollout.configured import ConfiguredEpisodes, episode_items
 from slurmrl.algorithms.rollout.sampling import completions
+from slurmrl.algorithms.rollout.totals import Totals
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import ServingEngine
@@ -39,16 +40,10 @@ class EpisodeGeneration:
         """The keys of `RolloutInterface.generate`, with ``prompt_mask`` True on every token that
         the policy did not write, and ``turn_rewards``. Ranks that compute the same as their leader
         have no result."""
-        tools = self._episodes.tools
-        calls, failures = tools.calls, tools.failures
         outcomes = self._outcomes(engine, episode_items(sample, context), context)
         if outcomes is None:
             return CallResult()
-        stats = _stats(outcomes)
-        if tools:
-            made = float(tools.calls - calls)
-            stats["tool_calls"] = (made, float(len(outcomes)))
-            stats["tool_failed"] = (float(tools.failures - failures), made)
+        stats = Totals.of_outcomes(outcomes).stats(turns=True, tools=bool(self._episodes.tools))
         count = completions(context)
         return CallResult(_as_sample(sample.ids, outcomes, count, engine.context.device), stats)
 
@@ -95,17 +90,3 @@ def _as_sample(
 
 def _packed(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor([value for row in rows for value in row], dtype=dtype, device=device)
-
-
-def _stats(outcomes: Sequence[EpisodeOutcome]) -> Stats:
-    count = float(len(outcomes))
-    ended = [outcome.completions for outcome in outcomes]
-    written = float(sum(sum(each.written) for each in ended))
-    return {
-        "response_length": (written, count),
-        "prompt_length": (float(sum(len(each.prompt) for each in ended)), count),
-        "finished": (float(sum(each.finished for each in ended)), count),
-        "turns": (float(sum(each.turns for each in ended)), count),
-        "context_length": (float(sum(len(each.tokens) for each in ended)) - written, count),
-        "episode_failed": (float(sum(bool(outcome.failure) for outcome in outcomes)), count),
-    }

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.base import CallContext, CallResult, Interface, Stats
+from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.algorithms.rollout.totals import Totals
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
 from slurmrl.layout.copy import Array
@@ -28,9 +29,10 @@ class StoredInterface(Interface):
         read = context.stored
         assert read is not None, "the master names the samples of such a batch"
         groups = [read(name) for name in sample.ids]
-        turns = context.settings.config.rollout.episode.has_turns
+        episode = context.settings.config.rollout.episode
+        turns, tools = episode.has_turns, bool(episode.tools)
         made = _as_sample(sample.ids, groups, context.device, turns=turns)
-        return CallResult(made, _stats(groups))
+        return CallResult(made, Totals.of_groups(groups).stats(turns=turns, tools=tools))
 
 
 def _as_sample(
@@ -58,14 +60,3 @@ def _packed(arrays: Sequence[Array], dtype: torch.dtype) -> Tensor:
     return torch.cat(
         [torch.from_numpy(each).to(dtype) for each in arrays] or [torch.empty(0, dtype=dtype)]
     )
-
-
-def _stats(groups: Sequence[SampleGroup]) -> Stats:
-    count = float(sum(len(each.lengths) for each in groups))
-    written = float(sum(int((each.drawn_by >= 0).sum()) for each in groups))
-    tokens = float(sum(int(each.lengths.sum()) for each in groups))
-    return {
-        "response_length": (written, count),
-        "prompt_length": (tokens - written, count),
-        "finished": (float(sum(int(each.finished.sum()) for each in groups)), count),
-    }

@@ -27,7 +27,7 @@ class ToolResult(NamedTuple):
 
 class Tools(Mapping[str, Callable[..., Any]]):
     """The tools by the names under which the policy calls them. All episodes of a rank share
-    them."""
+    the tools, and each counts its own calls."""
 
     def __init__(self, tools: Mapping[str, Callable[..., Any]]) -> None:
         self._tools = dict(tools)
@@ -37,6 +37,10 @@ class Tools(Mapping[str, Callable[..., Any]]):
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return self._tools[name]
+
+    def of_episode(self) -> Tools:
+        """The same tools, of which no call is counted yet."""
+        return Tools(self._tools)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tools)

@@ -58,13 +58,12 @@ class Generation:
         outcomes = await self._episodes.run(
             self._engine, episode_items(sample, context), context, Waiting(), slots=self._slots
         )
-        completions = [outcome.completions for outcome in outcomes]
         held = self._engine.version
         assert held is not None, "requests wait for weights"
-        self.counts["tokens"] += sum(sum(each.written) for each in completions)
+        self.counts["tokens"] += sum(sum(one.completions.written) for one in outcomes)
         self.counts["items"] += 1
         self.counts["episodes_failed"] += sum(bool(outcome.failure) for outcome in outcomes)
-        return SampleGroup.of(row.item, lease, completions, held)
+        return SampleGroup.of(row.item, lease, outcomes, held)
 
     def close(self) -> None:
         self._episodes.close()

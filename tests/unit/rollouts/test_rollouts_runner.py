@@ -6,12 +6,14 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from slurmrl.algorithms.rollout.totals import Totals
 from slurmrl.config.schema import Dataset, EpisodeSettings
 from slurmrl.engines.rollout.base import GenerationRequest
 from slurmrl.errors import EpisodeError, RunFailedError
@@ -21,6 +23,7 @@ from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.dialogue import Dialogue
 from slurmrl.rollouts.policy import Draws, EpisodeLimits, Policy, Waiting
 from slurmrl.rollouts.runner import EpisodeOutcome, EpisodeRunner
+from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.rollouts.tools.toolbox import Tools
 from slurmrl.rollouts.turns import MultiTurn, SingleTurn
 from tests.support.scripted_engine import ScriptedEngine
@@ -106,6 +109,39 @@ def rounds(count: int) -> Any:
         return completions
 
     return episode
+
+
+def test_metrics_are_the_same_of_samples_in_files(tokenizer: Any) -> None:
+    """Episodes side by side count their own calls, also one that fails behind them."""
+
+    async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+        completions = await rounds(2)(policy, item, tools)
+        await tools.call("echo", "x")
+        for _ in range(item.index):
+            await tools.call("unknown")
+        if item.index == 2:
+            raise OSError("gone")
+        return completions
+
+    rows = [replace(row, index=number) for number, row in enumerate(items(3, (2, 4)))]
+    tools = Tools({"echo": lambda text: text})
+    outcomes = run(episode, ScriptedEngine(say(4, 5, STOP)), tokenizer, rows, tools=tools)
+    counts = [(one.tool_calls, one.tool_failures) for one in outcomes]
+    assert counts == [(1, 0), (2, 1), (3, 2)]
+    made = Totals.of_outcomes(outcomes)
+    group = SampleGroup.of(0, "1.1", outcomes, "0.1")
+    assert Totals.of_groups([SampleGroup.from_bytes(group.to_bytes())]) == made
+    read = len(outcomes[0].completions.tokens) - 6
+    assert made.stats(turns=True, tools=True) == {
+        "response_length": (12, 3),
+        "prompt_length": (6, 3),
+        "finished": (2, 3),
+        "turns": (4, 3),
+        "context_length": (2 * read, 3),
+        "episode_failed": (1, 3),
+        "tool_calls": (6, 3),
+        "tool_failed": (3, 6),
+    }
 
 
 def test_drawn_tokens_are_kept_where_the_text_would_be_other_tokens(tokenizer: Any) -> None:

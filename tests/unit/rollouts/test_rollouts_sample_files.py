@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from safetensors.numpy import load
 from slurmrl.engines.rollout.base import Completion
 from slurmrl.errors import EnvironmentFailure, SampleFileError
 from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.runner import EpisodeOutcome
 from slurmrl.rollouts.sample_files import SampleWriter, StoredGroup, read_group, remove_settled
 from slurmrl.rollouts.sample_group import PER_COMPLETION, PER_TOKEN, SampleGroup
 from tests.support.faulty import Faulty
@@ -70,10 +71,20 @@ def assert_same(found: SampleGroup, group: SampleGroup) -> None:
 )
 def test_completions_come_back_as_they_were_made(rows: list[Any], judged: bool) -> None:
     ended = [made(prompt, turns) for prompt, turns in rows]
+    outcomes = [
+        EpisodeOutcome(
+            item=cast(Any, None),
+            completions=each,
+            failure="" if each.turns else "why",
+            tool_calls=2 * number,
+            tool_failures=number,
+        )
+        for number, each in enumerate(ended)
+    ]
     rewards = [0.5 * number for number in range(len(ended))] if judged else None
-    group = SampleGroup.of(7, "2.11", ended, "1.1", rewards)
+    group = SampleGroup.of(7, "2.11", outcomes, "1.1", rewards)
     data = group.to_bytes()
-    assert data == SampleGroup.of(7, "2.11", ended, "1.1", rewards).to_bytes()
+    assert data == SampleGroup.of(7, "2.11", outcomes, "1.1", rewards).to_bytes()
     found = SampleGroup.from_bytes(data)
     assert_same(found, group)
     start = 0
@@ -86,6 +97,9 @@ def test_completions_come_back_as_they_were_made(rows: list[Any], judged: bool) 
         assert found.logprobs[start:stop].tolist() == [0] * len(before) + each.logprobs
         assert found.turn_rewards[start:stop].tolist() == [0] * len(before) + each.rewards
         assert found.finished[place] == each.finished
+        assert found.failed[place] == (not each.turns)
+        assert (found.turns[place], found.prompt_lengths[place]) == (each.turns, len(each.prompt))
+        assert (found.tool_calls[place], found.tool_failures[place]) == (2 * place, place)
         start = stop
     used = {name for each in ended for name in each.versions if name}
     assert found.versions == (tuple(name for name in NAMES if name in used) or ("1.1",))
@@ -96,6 +110,7 @@ def test_completions_come_back_as_they_were_made(rows: list[Any], judged: bool) 
     ("change", "problem"),
     [
         ({"lengths": np.array([3, 1], np.int32)}, "input_ids is int32"),
+        ({"turns": np.array([3], np.int32)}, "turns is int32"),
         ({"lengths": np.array([5, 0], np.int32)}, "without tokens"),
         ({"input_ids": np.zeros(5)}, "input_ids is float64"),
         ({"logprobs": np.full(5, np.nan, np.float32)}, "not finite"),
