@@ -1,17 +1,16 @@
-"""The weights of a role that trains adapters: those of its model folder, with the adapters of a
-checkpoint merged. Torch-free."""
+"""The weights of a role that trains adapters: those of its model folder, with the adapters merged.
+Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from slurmrl.checkpoint.precision import widened
-from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.checkpoint.stored import TensorSlice
-from slurmrl.checkpoint.tensors import TensorFile
 from slurmrl.config.schema.lora import Lora
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
@@ -20,9 +19,22 @@ from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weights, matrix_name
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.models.headers import mismatches, read_headers, stored_name, weight_files
+from slurmrl.models.folder_tensors import open_folder
+from slurmrl.models.headers import mismatches, read_headers, stored_name
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.models.storage import storage_of
+
+
+class TrainedTensors(Protocol):
+    """What is trained, of a checkpoint or of a weight version."""
+
+    def weights(self) -> Iterable[tuple[str, TensorSpec]]:
+        """Names and specs of the tensors."""
+        ...
+
+    def read(self, name: str, box: Box) -> Array:
+        """A box of a tensor."""
+        ...
 
 
 class MergedCheckpoint:
@@ -30,24 +42,20 @@ class MergedCheckpoint:
     UsageError if the folder has no weights of this architecture."""
 
     def __init__(
-        self, trained: RoleCheckpoint, folder: Path, config: ModelConfig, head: Head, lora: Lora
+        self, trained: TrainedTensors, folder: Path, config: ModelConfig, head: Head, lora: Lora
     ) -> None:
         inputs.check_folder(folder)
         headers, problems = read_headers(folder)
         problems = problems or mismatches(headers, config, head)
         if problems:
             raise UsageError(f"{folder}: {'; '.join(problems)}")
-        self._trained, self._folder, self._scale = trained, folder, lora.scale
+        self._trained, self._scale = trained, lora.scale
+        self._trained_specs = dict(trained.weights())
         self._shapes = parameter_shapes(config, head)
         self._storage = storage_of(config)
         self._adapted = {name for name, _ in adapted_weights(config, lora)}
-        listed = weight_files(folder)
-        self._file_of = {
-            name: file
-            for file, names in listed.items()
-            for name in (names or headers)  # a single file has no index
-        }
-        self._open: dict[str, TensorFile] = {}
+        self._frozen = open_folder(folder)
+        self._frozen_specs = self._frozen.specs()
 
     def weights(self) -> Iterator[tuple[str, TensorSpec]]:
         """Names and specs of all parameters, in the model's order."""
@@ -55,13 +63,13 @@ class MergedCheckpoint:
 
     def read(self, name: str, box: Box) -> Array:
         """A box of a parameter, merged, in float32. Raises CheckpointError, UsageError."""
-        if name in self._trained.layout.tensors:
+        if name in self._trained_specs:
             return self._trained.read(name, box)
         values = self._base(name, box)
         if name not in self._adapted:
             return values
         rows, columns = zip(box.start, box.size, strict=True)
-        rank = self._trained.layout.tensors[matrix_name(name, LORA_A)].shape[0]
+        rank = self._trained_specs[matrix_name(name, LORA_A)].shape[0]
         a = self._trained.read(matrix_name(name, LORA_A), Box((0, columns[0]), (rank, columns[1])))
         b = self._trained.read(matrix_name(name, LORA_B), Box((rows[0], 0), (rows[1], rank)))
         return np.asarray(values + self._scale * (b @ a), dtype="<f4")
@@ -75,14 +83,8 @@ class MergedCheckpoint:
         return np.stack([self._part(part, box) for part in rows])
 
     def _part(self, part: TensorSlice, box: Box) -> Array:
-        stored = stored_name(part.tensor, self._file_of)
+        stored = stored_name(part.tensor, self._frozen_specs)
         assert stored is not None, "the files were compared with the architecture"
-        file = self._file_of[stored]
-        if file not in self._open:
-            self._open[file] = TensorFile(self._folder / file)
-        spec = self._open[file].specs[stored]
-        place = part.box(box)
-        values = self._open[file].flat(stored).reshape(spec.shape)[place.slices]
-        wide = np.ascontiguousarray(widened(values, spec.dtype))
-        self._open[file].release()
+        values = self._frozen.read(stored, part.box(box))
+        wide = np.ascontiguousarray(widened(values, self._frozen_specs[stored].dtype))
         return np.ascontiguousarray(wide.T) if part.transposed else wide

@@ -69,7 +69,8 @@ def test_a_pinned_checkpoint_has_the_tensors_of_its_export(tmp_path: Path, famil
 
 
 def test_adapters_are_merged_with_the_model_that_they_belong_to(tmp_path: Path) -> None:
-    """Without that model there is one message that names it."""
+    """It may be a pinned checkpoint of adapters itself. Without it there is one message that names
+    it."""
     base = tmp_path / "base"
     values = {**BASE, "model_type": "llama"}
     config = ModelConfig.from_hf(values)
@@ -81,6 +82,9 @@ def test_adapters_are_merged_with_the_model_that_they_belong_to(tmp_path: Path) 
     pinned, exported = compare(trial, 4)
     assert not [file for file in pinned.iterdir() if file.name == "model.safetensors"]
     assert (exported / "model.safetensors").is_file()
+    again = CommittedTrial(tmp_path / "again", path=str(pinned), lora=lora)
+    again.commit(4, adapters)
+    compare(again, 4)
     base.rename(tmp_path / "moved")
     _, [problem] = read_headers(pinned)
     assert f"belong to the model {base}, which is not there" in problem
