@@ -142,6 +142,14 @@ class RunPaths:
         """The same, by the name of the attempt's directory."""
         return self.rollouts / attempt / "samples"
 
+    def scale(self, group: str) -> Path:
+        """The number of tasks of an elastic group that a user has set."""
+        return self.run / f"scale.{group}.json"
+
+    def orphaned(self, group: str) -> Path:
+        """What its last task has seen of trainers that were gone for too long."""
+        return self.run / f"orphaned.{group}.json"
+
     @property
     def checkpoints(self) -> Path:
         return self.run / "checkpoints"

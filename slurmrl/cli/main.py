@@ -58,6 +58,7 @@ COMMANDS = {
     ),
     "cancel": Command("slurmrl.cli.submit:cancel", "Cancel a trial and its jobs."),
     "resume": Command("slurmrl.cli.resume:resume", "Continue a trial from its last commit."),
+    "scale": Command("slurmrl.cli.scale:scale", "Change how many rollout tasks of a trial run."),
     "doctor": Command("slurmrl.cli.doctor:doctor", "Check whether trials can run here."),
 }
 

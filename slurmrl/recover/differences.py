@@ -33,6 +33,7 @@ MAY_CHANGE = frozenset(
         "rollout.slurm",
         "rollout.tasks.max",
         "rollout.tasks.max_in_flight",
+        "rollout.tasks.min",
         "rollout.tasks.orphan_s",
         *(f"{role}.offload" for role in SECTIONS),
         "logging",

@@ -89,7 +89,9 @@ class GroupRequest:
     links: int = 8
     """Array elements: successive links of a fixed group, tasks of an elastic one."""
     elastic: bool = False
-    """Elements are single-host tasks of which ``hosts`` run at once."""
+    """Elements are single-host tasks, at most ``hosts`` at once unless ``at_once`` differs."""
+    at_once: int | None = None
+    """Tasks of an elastic group that may run at once; None: ``hosts``."""
     spares: int = 0
     """Extra hosts of a fixed group's job, which replace lost ones."""
     command: tuple[str, ...] = ()

@@ -134,6 +134,15 @@ class SlurmClient:
         """Change how many elements of an array may run at once."""
         self._run("scontrol", "update", f"JobId={job}", f"ArrayTaskThrottle={count}")
 
+    def hold(self, elements: str) -> None:
+        """Keep queued elements (``41_[2-7]``) from starting, as their user does (also for an
+        administrator, whose hold would look like the site's)."""
+        self._run("scontrol", "uhold", elements)
+
+    def release(self, elements: str) -> None:
+        """Let them start again."""
+        self._run("scontrol", "release", elements)
+
     def cancel(self, elements: Iterable[str]) -> None:
         """Cancel jobs or ranges of elements (``41_[2-7]``); ended ones are no error."""
         self._scancel(*elements)

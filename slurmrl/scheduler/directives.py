@@ -63,6 +63,7 @@ def table(request: SubmissionRequest, group: GroupRequest) -> dict[str, str | bo
         "signal": f"B:USR2@{slurm.get('signal_lead_s', 120)}",
     }
     result |= {"no-kill": True} if spares else {}
+    result |= {"hold": True} if group.elastic and group.at_once == 0 else {}
     result |= _gpus(group, slurm) | _memory(group)
     result |= {key: str(slurm[key]) for key in PASSED if slurm.get(key) is not None}
     for key, value in result.items():
@@ -94,8 +95,9 @@ def _mode(slurm: Mapping[str, Any]) -> Continue:
 
 
 def _array(group: GroupRequest) -> str:
-    """Links of a fixed group run one after the other; of an elastic one ``hosts`` at a time."""
-    return f"0-{group.links - 1}%{group.hosts if group.elastic else 1}"
+    """Links of a fixed group run one after the other. For Slurm a throttle of 0 is none."""
+    at_once = (group.at_once or group.hosts) if group.elastic else 1
+    return f"0-{group.links - 1}%{at_once}"
 
 
 def _gpus(group: GroupRequest, slurm: Mapping[str, Any]) -> dict[str, str | bool]:

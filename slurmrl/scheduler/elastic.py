@@ -2,7 +2,9 @@
 
 Their array is throttled (``%P``) and has more elements than run at once, so that Slurm itself
 replaces a task that ends with a queued one. Where Slurm's commands work on the host that manages
-the group, missing tasks are submitted one by one, and the throttle follows the desired number.
+the group, missing tasks are submitted one by one, the throttle follows the desired number, and the
+array is held while none is desired. Tasks that are too many are not ended here: those who work with
+them ask some to leave.
 """
 
 from __future__ import annotations
@@ -10,14 +12,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from slurmrl.errors import UsageError
+from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.paths import RunPaths
-from slurmrl.scheduler import extensions, parse
+from slurmrl.scheduler import exclusion
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.extend import Extender
 from slurmrl.scheduler.slurm import SlurmScheduler
+
+HELD: Final = "JobHeldUser"
+"""Slurm's reason why an element does not start that its user holds."""
+
+FINISHED: Final = "Job has already finished"
+"""scontrol's message for elements of an array that have ended; it changes the others."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +35,27 @@ class Change:
 
     submit: int = 0
     """Tasks to add."""
-    cancel: tuple[TaskState, ...] = ()
-    """Elements to end: queued ones first, then the youngest."""
     throttle: int | None = None
     """New throttle of the group's arrays; None: unchanged."""
+    hold: bool = False
+    """Whether no queued element may start."""
+    release: bool = False
+    """Whether held ones may start again."""
 
 
-def balance(desired: int, tasks: Sequence[TaskState], throttle: int) -> Change:
-    """Return the change after which ``desired`` tasks run, given the elements of a group and their
-    throttle. Elements beyond the throttle are spares and stay."""
-    running = [task for task in tasks if task.state is JobState.RUNNING]
+def balance(desired: int, tasks: Sequence[TaskState], throttle: int | None) -> Change:
+    """Return the change after which at most ``desired`` tasks start, and as many run or are queued,
+    given the elements of a group and their throttle, if it is known. Elements beyond the throttle
+    are spares and stay."""
     queued = [task for task in tasks if task.state is JobState.PENDING]
-    active = len(running) + len(queued)
-    surplus = sorted(running, key=lambda task: task.element)[desired:]
+    held = [task for task in queued if task.reason == HELD]
+    if desired == 0:
+        return Change(hold=len(held) < len(queued))
+    active = sum(task.state.active for task in tasks)
     return Change(
         submit=max(desired - active, 0),
-        cancel=(*(queued if desired == 0 else ()), *surplus),
-        throttle=desired if desired != throttle and queued and desired > 0 else None,
+        throttle=desired if desired != throttle and queued else None,
+        release=bool(held),
     )
 
 
@@ -68,7 +81,8 @@ class ElasticGroup:
         self._throttle: int | None = None
 
     def keep(self, desired: int) -> Change:
-        """Make sure that ``desired`` tasks run or are queued; return the change made.
+        """Make sure that ``desired`` tasks run or are queued and no more start; return the change
+        made.
 
         Raises SchedulerError where Slurm's commands do not work here: only the queued spares
         remain then.
@@ -78,14 +92,10 @@ class ElasticGroup:
             raise UsageError(f"submission {self._number} has no group {self._group}")
         everybody = self._scheduler.query(jobs)
         tasks = [task for task in everybody if task.group == self._group]
-        if self._throttle is None:
-            _, self._throttle = extensions.length(self._run, self._number, self._group)
         change = balance(desired, tasks, self._throttle)
-        if change.throttle is not None:
-            for job in {task.job_id.partition("_")[0] for task in tasks if task.state.active}:
-                self._client.throttle(job, change.throttle)
-            self._throttle = change.throttle
-        self._cancel(change.cancel)
+        for elements in exclusion.queued(tasks, self._group):
+            self._change(elements, change)
+        self._throttle = change.throttle or self._throttle
         if change.submit:
             extender = Extender(
                 self._client, self._run, self._number, self._group, sleep=self._sleep
@@ -93,10 +103,20 @@ class ElasticGroup:
             extender.extend(everybody, known=jobs[self._group], by=self._by, count=change.submit)
         return change
 
-    def _cancel(self, chosen: Sequence[TaskState]) -> None:
-        by_job: dict[str, list[int]] = {}
-        for task in chosen:
-            by_job.setdefault(task.job_id.partition("_")[0], []).append(task.element)
-        names = [f"{job}_[{parse.element_list(values)}]" for job, values in by_job.items()]
-        if names:
-            self._client.cancel(names)
+    def _change(self, elements: str, change: Change) -> None:
+        """Apply a change to the queued elements of an array (``41_[2-7]``); some may have started
+        in the meantime."""
+        try:
+            if change.throttle is not None:
+                self._client.throttle(elements.partition("_")[0], change.throttle)
+        except SchedulerError as error:
+            if FINISHED not in str(error):
+                raise
+        try:
+            if change.hold:
+                self._client.hold(elements)
+            if change.release:
+                self._client.release(elements)
+        except SchedulerError as error:
+            if exclusion.STARTED not in str(error):
+                raise

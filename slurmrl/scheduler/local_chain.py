@@ -2,10 +2,11 @@
 
 ``python -m slurmrl.scheduler.local_chain RUN_DIR NUMBER GROUP LINKS WIDTH`` in a session of its
 own. It does for one machine what ``--array=0-L%W`` does on Slurm: links run one after the other, or
-of an elastic group W at a time. Each link runs the batch script. When a link ends for any reason,
-the next one starts, unless the trial has ended in the history. Every signal makes the running links
-the last: USR1 lets them run on, USR2 is relayed as soon as a link has a handler (stop at a step),
-TERM ends them with TERM and after 10 s with KILL, QUIT kills them at once.
+of an elastic group W at a time, or as many as a user has set (see ``scale``). Each link runs the
+batch script. When a link ends for any reason, the next one starts, unless the trial has ended in
+the history. Every signal makes the running links the last: USR1 lets them run on, USR2 is relayed
+as soon as a link has a handler (stop at a step), TERM ends them with TERM and after 10 s with KILL,
+QUIT kills them at once.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ import time
 from pathlib import Path
 
 from slurmrl import log
-from slurmrl.errors import EnvironmentFailure
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import ownership
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.paths import RunPaths
-from slurmrl.scheduler import processes
+from slurmrl.scheduler import orphaned, processes, scale
 from slurmrl.scheduler.base import JobState
-from slurmrl.scheduler.local_state import SIGNALS, ChainState
+from slurmrl.scheduler.local_state import SIGNALS, ChainState, chain_process
+from slurmrl.worlds import TRAINERS
 
 GRACE_S = 10.0
 """From TERM to KILL."""
@@ -58,13 +60,13 @@ class LocalChain:
         while True:
             while (
                 following < len(self._state.elements)
-                and len(self._running) < self._width
                 and not self._signalled()
+                and len(self._running) < self._at_once()
                 and not self._trial_ended()
             ):
                 self._begin(following)
                 following += 1
-            if not self._running:
+            if not self._running and not self._pauses(following):
                 break
             for index in self._wait():
                 self._end(index)
@@ -77,6 +79,25 @@ class LocalChain:
         """Return whether a signal has come; one between two links ends the chain too."""
         others = set(SIGNALS) - {signal.SIGCHLD}
         return self._last or bool(signal.sigpending() & others)
+
+    def _at_once(self) -> int:
+        """Return how many links may run now; none of tasks that have nobody to work for."""
+        try:
+            if orphaned.holds(self._run, self._group):
+                return 0
+            return scale.wanted(self._run, self._group, self._width)
+        except (CorruptFileError, EnvironmentFailure) as error:
+            _log.warning("the number of tasks is as planned: %s", error)
+            return self._width
+
+    def _pauses(self, following: int) -> bool:
+        """Return whether links may start later, although none runs: while the trainers live."""
+        if following >= len(self._state.elements) or self._at_once() > 0:
+            return False
+        if self._signalled() or self._trial_ended():
+            return False
+        trainers = ChainState.read(self._run.local_chain(self._number, TRAINERS))
+        return trainers is None or (trainers.active and chain_process(trainers.job).alive())
 
     def _trial_ended(self) -> bool:
         return fold(History(self._run.history).read()).end is not None
@@ -119,27 +140,29 @@ class LocalChain:
             )
 
     def _wait(self) -> list[int]:
-        """Wait for the end of a link and serve signals. Return the links that have ended."""
-        ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while not (
-            done := [
-                index
-                for index, child in self._running.items()
-                if os.waitid(os.P_PID, child.pid, ended) is not None
-            ]
-        ):
-            for index in sorted(self._relay):
-                if processes.catches(self._running[index].pid, signal.SIGUSR2):
-                    self._running[index].send_signal(signal.SIGUSR2)
-                    self._relay.discard(index)
-            if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
-                for child in self._running.values():
-                    _kill_group(child.pid)
+        """Serve signals for a while. Return the links that have ended."""
+        for index in sorted(self._relay):
+            if processes.catches(self._running[index].pid, signal.SIGUSR2):
+                self._running[index].send_signal(signal.SIGUSR2)
+                self._relay.discard(index)
+        if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
+            for child in self._running.values():
+                _kill_group(child.pid)
+        done = self._ended()
+        if not done:
             busy = bool(self._relay) or self._kill_at_s is not None
             received = signal.sigtimedwait(SIGNALS, 0.05 if busy else 5.0)
             if received is not None:
                 self._receive(received.si_signo)
         return done
+
+    def _ended(self) -> list[int]:
+        ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return [
+            index
+            for index, child in self._running.items()
+            if os.waitid(os.P_PID, child.pid, ended) is not None
+        ]
 
     def _receive(self, number: int) -> None:
         if number == signal.SIGCHLD:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlurmrlError, UsageError
-from slurmrl.scheduler import succession
+from slurmrl.scheduler import orphaned, scale, succession
 from slurmrl.scheduler.chain import TopUp, committed, top_up
 from slurmrl.scheduler.elastic import Change, ElasticGroup
 from slurmrl.scheduler.succession import TIMEOUT_S, Link, keep_off
@@ -33,7 +33,7 @@ class Upkeep:
     caller's threads."""
 
     def __init__(self, link: Link, elastic: Mapping[str, int], told: Callable[[str], None]) -> None:
-        """``elastic``: group -> desired number of tasks; ``told`` is called with the id of each
+        """``elastic``: group -> planned number of tasks; ``told`` is called with the id of each
         array added to the chain."""
         self._link = link
         self._told = told
@@ -97,18 +97,19 @@ class Upkeep:
         if self._stop.wait(seconds):
             raise UsageError("the link ends")
 
-    def _keep_group(self, name: str, wanted: int) -> None:
+    def _keep_group(self, name: str, planned: int) -> None:
         link = self._link
         group = ElasticGroup(
             link.run, link.submission, name, by=link.element, sleep=self._unless_stopped
         )
-        pause_s = KEEP_S
+        pause_s = 0.0
         while not self._stop.wait(pause_s):
             try:
-                change = group.keep(wanted)
+                orphaned.remove(link.run, name)  # the trainers are here
+                change = group.keep(scale.wanted(link.run, name, planned))
             except SlurmrlError as error:
                 logger.info("group %s is unchanged: %s", name, error)
-                pause_s = min(2 * pause_s, LONGEST_S)
+                pause_s = min(max(2 * pause_s, KEEP_S), LONGEST_S)
             else:
                 pause_s = KEEP_S
                 if change != Change():

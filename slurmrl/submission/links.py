@@ -43,9 +43,9 @@ def add_links(paths: RunPaths, *, dry_run: bool = False) -> Submitted | None:
 def _add(chain: Chain, scheduler: Scheduler, *, dry_run: bool) -> str:
     """Return the job that extends a chain, in words; empty where it is not extended."""
     if dry_run:
-        reason = why_not(chain, scheduler, by=_requester(), requested=True)
+        reason = why_not(chain, scheduler, by=requester(), requested=True)
         return "" if reason else "one job array"
-    outcome = top_up(chain, scheduler, by=_requester(), requested=True)
+    outcome = top_up(chain, scheduler, by=requester(), requested=True)
     return f"job {outcome}" if isinstance(outcome, str) else ""
 
 
@@ -66,9 +66,10 @@ def include(
     hosts.include(paths, chosen)
     if live and jobs is not None and isinstance(jobs.scheduler, SlurmScheduler):
         for group in {task.group for task in active}:
-            jobs.scheduler.keep_off(paths, jobs.number, group, by=_requester())
+            jobs.scheduler.keep_off(paths, jobs.number, group, by=requester())
     return chosen, live
 
 
-def _requester() -> str:
+def requester() -> str:
+    """Return a name for this process as the claimant of an extension."""
     return f"{user_name()}@{socket.gethostname()}:{os.getpid()}"

@@ -28,7 +28,7 @@ from slurmrl.recover import (
     follow_actor,
     keep_precision,
 )
-from slurmrl.scheduler import choose, make
+from slurmrl.scheduler import choose, make, scale
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 from slurmrl.submission import own_code, snapshot, trials
 from slurmrl.submission.checks.finding import Finding
@@ -76,6 +76,7 @@ class Proposal:
                     mem_per_worker=group.mem_per_worker,
                     links=group.links,
                     elastic=group.elastic,
+                    at_once=scale.wanted(self.paths, group.name, group.hosts),
                     spares=self.settings.config.cluster.slurm.spares,
                     slurm=slurm_of(self.settings.config, group.name).model_dump(mode="json"),
                 )

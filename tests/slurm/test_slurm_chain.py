@@ -21,7 +21,7 @@ from slurmrl.history.writer import begin
 from slurmrl.scheduler import extensions
 from slurmrl.scheduler.base import JobState, SubmissionRequest
 from slurmrl.scheduler.chain import TopUp, top_up
-from slurmrl.scheduler.elastic import Change, ElasticGroup
+from slurmrl.scheduler.elastic import HELD, Change, ElasticGroup
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.succession import Link, continue_after, end_chain
 from tests.scheduler_contract import (
@@ -233,7 +233,7 @@ def test_a_lost_task_of_an_elastic_group_is_replaced(
     group = ElasticGroup(request.run, 1, "trainer", by="me")
     with everything_gone(scheduler, request):
         wait_until(lambda: len(pids(request)) == 3, "three tasks run")
-        assert group.keep(3) == Change()
+        assert group.keep(3).submit == 0
         os.kill(pids(request)[1], signal.SIGKILL)
         wait_until(lambda: group.keep(3) and len(pids(request)) == 4, "its place is taken")
         jobs = scheduler.recover(request.run, 1)
@@ -284,7 +284,22 @@ def test_an_elastic_group_grows_and_shrinks(scheduler: SlurmScheduler, tmp_path:
         wait_until(lambda: running(scheduler, request) == 3, "three tasks run")
         assert group.keep(5).submit == 1
         wait_until(lambda: running(scheduler, request) == 5, "five tasks run")
-        assert len(group.keep(1).cancel) == 4
-        wait_until(lambda: running(scheduler, request) == 1, "one task runs")
-        group.keep(0)
-        wait_until(lambda: running(scheduler, request) == 0, "none runs")
+        assert group.keep(1) == Change()  # those that run are asked to leave, not ended
+
+
+def test_an_elastic_group_pauses(scheduler: SlurmScheduler, tmp_path: Path) -> None:
+    """While its array is held, no queued task takes the place of one that ends."""
+    request = chain(tmp_path, STAY, 4, hosts=2, elastic=True)
+    group = ElasticGroup(request.run, 1, "trainer", by="me")
+
+    with everything_gone(scheduler, request):
+        wait_until(lambda: len(pids(request)) == 2, "two tasks run")
+        assert group.keep(0) == Change(hold=True)
+        for pid in pids(request):
+            os.kill(pid, signal.SIGKILL)
+        jobs = scheduler.recover(request.run, 1)
+        wait_until(lambda: len(active(scheduler, jobs)) == 2, "they have ended")
+        wait_until(lambda: group.keep(0) == Change(), "the others are known to be held")
+        assert [task.reason for task in active(scheduler, jobs)] == [HELD, HELD]
+        assert group.keep(2) == Change(throttle=2, release=True)
+        wait_until(lambda: running(scheduler, request) == 2, "the others run")

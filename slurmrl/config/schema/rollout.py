@@ -67,6 +67,9 @@ class Tasks(Section):
 
     max: PositiveInt | None = None
     """Tasks that run at a time. Default: the `d` of `backend`, which is their number otherwise."""
+    min: PositiveInt = 1
+    """Tasks that must have joined before each start of the trainers asks for completions, so that
+    the first one does not get all prompts. `slurmrl scale` sets no smaller number but 0."""
     max_staleness: NonNegativeInt = 1
     """Steps from the oldest weights that drew a token to the weights that are trained with it.
     Completions that exceed this are dropped. 0: each step waits for completions of its own

@@ -63,6 +63,9 @@ def tasks(draft: Draft) -> Iterator[Problem]:
             "tasks; leave out one of them"
         )
         yield draft.problem((ROLLOUTS, "tasks", "max"), message)
+    if settings.min > (most := settings.max or copies):
+        message = f"{settings.min} is not allowed: at most {most} tasks run (rollout.tasks.max)"
+        yield draft.problem((ROLLOUTS, "tasks", "min"), message)
     if BACKENDS[allocation.backend].serves:
         message = (
             f"'{rollout.backend}' is not allowed with rollout.tasks: tasks of {allocation.backend} "

@@ -18,6 +18,8 @@ from slurmrl.errors import EnvironmentFailure, SlurmrlError, TrialEndedError, Wa
 from slurmrl.fsio import atomic, objects
 from slurmrl.monitor.reports import Cause, Failure, Warned
 from slurmrl.monitor.snapshot import newest_submission
+from slurmrl.scheduler import orphaned
+from slurmrl.scheduler.orphaned import Orphaned
 from slurmrl.workers import address
 from slurmrl.workers.agent.children import News
 from slurmrl.workers.agent.host import Host
@@ -70,6 +72,8 @@ class RolloutTask:
     def run(self) -> None:
         """Return when the workers have retired and exited. Raises TrialEndedError, RunGoneError,
         and other SlurmrlErrors for failures on this host (see `fail`)."""
+        if self._is_orphaned():
+            return
         self._start()
         while not (self._retired and self.host.children.all_ended()):
             self._follow()
@@ -78,6 +82,22 @@ class RolloutTask:
             self._keep_deadline()
             self.turn(TURN_S)
         logger.info("its workers have retired")
+
+    def _is_orphaned(self) -> bool:
+        """Return whether an earlier task has waited for the same trainers as long as it should."""
+        host = self.host
+        seen = self._retry("look for trainers", self._seen_before)
+        if seen is None or self._trainers.beat_since(seen):
+            return False
+        logger.info("nothing to do: the trainers were gone when an earlier task ended")
+        host.events.write("retire", reason="the trainers have been gone for longer", within_s=0.0)
+        return True
+
+    def _seen_before(self) -> Orphaned | None:
+        host = self.host
+        seen = orphaned.read(host.paths, host.group.name)
+        newest = host.state().incarnation
+        return seen if seen is not None and seen.incarnation == newest else None
 
     def _start(self) -> None:
         """Start the workers, and have them connect to each other: all of them are on this host."""
@@ -126,6 +146,15 @@ class RolloutTask:
         gone_s = self._trainers.gone_s()
         if gone_s >= self._orphan_s and self._deadline == math.inf:
             self._retire(f"the trainers have been gone for {gone_s:.0f} s", ORPHAN_RETIRE_S)
+            self._record_orphan()
+
+    def _record_orphan(self) -> None:
+        """No other task need wait for these trainers."""
+        host = self.host
+        try:
+            orphaned.write(host.paths, host.group.name, self._trainers.seen(host.serving))
+        except EnvironmentFailure as error:
+            logger.warning("later tasks will wait for the trainers as well: %s", error)
 
     def _heed_warning(self) -> None:
         if (warned := self.host.warnings.take()) is not None:

@@ -11,6 +11,7 @@ from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.lease import GAPS_PER_TTL, LeaseObserver, LeaseView
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
+from slurmrl.scheduler.orphaned import Orphaned
 from slurmrl.workers.agent.leader import find_first_agent
 from slurmrl.worlds import TRAINERS
 
@@ -40,6 +41,17 @@ class TrainersLease:
     def follow(self, job: str) -> None:
         """From now on observe the first agent of this round, which began the newest incarnation."""
         self._sought = job
+
+    def seen(self, incarnation: int) -> Orphaned:
+        """Return what is known of them: the last heartbeat of ``incarnation``, the newest one."""
+        counter = self._view.counter
+        return Orphaned(incarnation=incarnation, attempt=self._attempt, counter=counter)
+
+    def beat_since(self, seen: Orphaned) -> bool:
+        """Return whether there was a heartbeat since another task has seen the last one, or may
+        have been: the directory does not answer."""
+        lease = self._paths.lease(TRAINERS, 0, seen.attempt)
+        return LeaseObserver(lease, self._ttl_s, self._clock).observe().counter != seen.counter
 
     def gone_s(self) -> float:
         """Look when due. Return for how long the lease was not renewed; 0 while it is valid. Time

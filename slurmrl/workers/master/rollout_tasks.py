@@ -36,6 +36,7 @@ from slurmrl.workers.master.task_attempts import (
     is_name,
     parse_name,
 )
+from slurmrl.workers.master.task_numbers import TaskNumbers
 from slurmrl.workers.poll_intervals import SHORTEST_RESULTS_S
 from slurmrl.workers.rollout_messages import (
     Abort,
@@ -53,6 +54,8 @@ from slurmrl.workers.rollout_messages import (
 
 logger = log.get(__name__)
 
+LEAVE_S = 300.0
+"""How long a task that is too many may take to finish what it has begun."""
 POLL_GROWTH = 1.1
 """News of an attempt without items is late by at most a tenth of the time waited for it."""
 
@@ -79,13 +82,14 @@ class RolloutTasks:
         record: RolloutsRecord | None = None,
         *,
         look_s: float,
-        wanted: int = 1,
+        numbers: TaskNumbers | None = None,
         poll_s: float = SHORTEST_RESULTS_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``ledger`` and ``record`` are of the same commit. New attempts are looked for every
         ``look_s``. The log of an attempt that has items is read every ``poll_s``, others are read
-        after up to ``look_s``. ``wanted``: tasks that may run at a time."""
+        after up to ``look_s``. ``numbers``: how many must join before anything is leased, and how
+        many may stay; None: one, and all."""
         self.agents: dict[str, Identity] = {}
         """Of the newest attempt that has joined at each task, while it lives, by its label."""
         self._paths = paths
@@ -94,7 +98,7 @@ class RolloutTasks:
         self._admission = admission
         self._incarnation = incarnation
         self._events = events
-        self._wanted_tasks = wanted
+        self._numbers = numbers or TaskNumbers(paths, clock=clock)
         self._clock = clock
         self._looks = Interval(look_s, clock)
         self._pauses_s = min(poll_s, look_s), look_s
@@ -145,6 +149,7 @@ class RolloutTasks:
         self._step = step
         if self._looks.due():
             self._find()
+            self._numbers.look()
         self._read()
         self._end_those(dead)
         for sample, reason in self._checks.look():
@@ -152,6 +157,8 @@ class RolloutTasks:
         if self._rows is not None:
             self._take_back()
             self._confirm()
+            for attempt in self._numbers.surplus(self._joined()):
+                self.leave(attempt.name, LEAVE_S)
             self._grant()
         for attempt in self._living.values():
             attempt.send()
@@ -198,9 +205,11 @@ class RolloutTasks:
 
     def waits_for(self) -> str:
         """Why there are no groups for the next step."""
-        agents = [one for one in self._living.values() if one.record.agent is not None]
+        agents = self._joined()
         if not agents:
             return "for a rollout task"
+        if not self._numbers.are_enough(len(agents)):
+            return f"for rollout tasks: {len(agents)} of at least {self._numbers.least}"
         if not self._ledger.leased and not self._able():
             return "for a rollout task that holds usable weights"
         sound = sum(one in self._checks.sound for one in self._ledger.finished)
@@ -228,7 +237,7 @@ class RolloutTasks:
         now = self._clock()
         finished = Counter(self._step - oldest_step(one) for one in self._ledger.finished)
         return RolloutsView(
-            wanted=self._wanted_tasks,
+            wanted=self._numbers.allowed,
             waits_for=self.waits_for() if self._wanted else "",
             finished=_by_age(finished),
             trained=_by_age(self._ages),
@@ -254,6 +263,9 @@ class RolloutTasks:
         )
 
     # -- attempts ----------------------------------------------------------------------------
+
+    def _joined(self) -> list[RolloutAttempt]:
+        return [one for one in self._living.values() if one.record.agent is not None]
 
     def _add(self, record: AttemptRecord) -> RolloutAttempt:
         now, polls = self._clock(), Backoff(*self._pauses_s, growth=POLL_GROWTH)
@@ -440,6 +452,8 @@ class RolloutTasks:
         """Lease items to those who have the least to do, as far as their weights allow, and to none
         more than its share of what may be with tasks now."""
         able = self._able()
+        if not self._numbers.are_enough(len(self._joined())):
+            return
         rooms = {
             name: self._ledger.room(self._admission, version=version.step, step=self._step)
             for name, version in self._of_use({*able.values()}).items()

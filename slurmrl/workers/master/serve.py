@@ -43,6 +43,7 @@ from slurmrl.workers.master.results import Results
 from slurmrl.workers.master.rollout_tasks import RolloutTasks
 from slurmrl.workers.master.scores import EvaluationScores
 from slurmrl.workers.master.task_attempts import rollouts_of
+from slurmrl.workers.master.task_numbers import TaskNumbers
 from slurmrl.workers.master.versions import remove_leftovers
 from slurmrl.workers.poll_intervals import PollIntervals
 from slurmrl.workers.process import kill_parent
@@ -177,7 +178,12 @@ def _rollouts(
         rollouts_of(known, STATE) if known is not None else None,
         look_s=intervals.status_s,
         poll_s=intervals.results_s,
-        wanted=plan.group(ROLLOUTS).hosts,
+        numbers=TaskNumbers(
+            paths,
+            planned=plan.group(ROLLOUTS).hosts,
+            least=tasks.min,
+            patience_s=config.cluster.lease_ttl_s,
+        ),
     )
 
 

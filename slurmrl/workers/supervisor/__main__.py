@@ -26,7 +26,9 @@ from slurmrl.monitor.events import EventWriter
 from slurmrl.name_resolve import make as make_names
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
+from slurmrl.scheduler import orphaned
 from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.elastic import ElasticGroup
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.succession import (
     TIMEOUT_S,
@@ -143,7 +145,7 @@ def run_link(link: Link, rounds: Rounds) -> int:
     groups = Plan.read(link.run.plan).groups
     elastic = {group.name: group.hosts for group in groups if group.elastic}
     if link.group in elastic:
-        return rounds.run()  # the trainers look after it
+        return run_task(link, rounds)  # the trainers look after it
     if not takes_over(link, rounds.events):
         return 0
     upkeep = Upkeep(link, elastic, lambda job: rounds.events.write("topped_up", job=job))
@@ -157,6 +159,20 @@ def run_link(link: Link, rounds: Rounds) -> int:
         logger.info("after this: %s", after)
     else:
         give_back(link, *rounds.failed_start())
+    return code
+
+
+def run_task(link: Link, rounds: Rounds) -> int:
+    """Run a task of an elastic group. If the trainers are gone, none of those that are queued
+    starts until they are back."""
+    code = rounds.run()
+    try:
+        if orphaned.holds(link.run, link.group):
+            client = SlurmClient(TIMEOUT_S)
+            group = ElasticGroup(link.run, link.submission, link.group, client, by=link.element)
+            group.keep(0)
+    except SlurmrlError as error:
+        logger.info("the queued tasks are not held: %s", error)
     return code
 
 

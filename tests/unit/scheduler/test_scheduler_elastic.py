@@ -1,17 +1,25 @@
-"""How many tasks of an elastic group are added or ended."""
+"""How many tasks of an elastic group are added or kept from starting."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from slurmrl.errors import CorruptFileError
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler import orphaned, scale
 from slurmrl.scheduler.base import JobState, TaskState
-from slurmrl.scheduler.elastic import Change, balance
+from slurmrl.scheduler.elastic import HELD, Change, balance
+from slurmrl.scheduler.orphaned import Orphaned
+from tests.fake_runs import FakeRun
 
 
-def tasks(running: int, queued: int) -> list[TaskState]:
-    states = [JobState.RUNNING] * running + [JobState.PENDING] * queued
+def tasks(running: int, queued: int, held: int = 0) -> list[TaskState]:
+    states = [JobState.RUNNING] * running + [JobState.PENDING] * (queued + held)
+    reasons = [""] * (1 + running + queued) + [HELD] * held
     return [
-        TaskState(f"41_{index}", "rollout", index, state, state.value, "", ())
+        TaskState(f"41_{index}", "rollout", index, state, state.value, reasons[index], ())
         for index, state in enumerate([JobState.FAILED, *states])
     ]
 
@@ -32,13 +40,42 @@ def test_balance(desired: int, running: int, queued: int, throttle: int, change:
     assert balance(desired, tasks(running, queued), throttle) == change
 
 
-def test_what_is_too_much_ends_the_youngest_first() -> None:
-    change = balance(1, tasks(3, 2), 3)
-    assert [task.element for task in change.cancel] == [2, 3]
-    assert (change.submit, change.throttle) == (0, 1)
+def test_what_is_too_much_runs_on() -> None:
+    """Those who work with the tasks ask some to leave; no other one starts."""
+    assert balance(1, tasks(3, 2), 3) == Change(throttle=1)
 
 
-def test_nothing_wanted_ends_everything() -> None:
-    change = balance(0, tasks(2, 2), 3)
-    assert sorted(task.element for task in change.cancel) == [1, 2, 3, 4]
-    assert (change.submit, change.throttle) == (0, None)
+def test_while_none_is_wanted_the_queued_ones_are_held() -> None:
+    assert balance(0, tasks(2, 2), 3) == Change(hold=True)
+    assert balance(0, tasks(2, 1, held=2), 3) == Change(hold=True)
+    assert balance(0, tasks(2, 0, held=2), 3) == balance(0, tasks(2, 0), 3) == Change()
+    assert balance(2, tasks(1, 0, held=2), 2) == Change(release=True)
+
+
+def test_an_unknown_throttle_is_set() -> None:
+    assert balance(3, tasks(3, 2), None) == Change(throttle=3)
+
+
+def test_a_users_number_holds_until_the_plan_changes(run: RunPaths) -> None:
+    assert scale.wanted(run, "rollout", 4) == 4
+    scale.write(run, "rollout", 0, 4)
+    assert (scale.wanted(run, "rollout", 4), scale.wanted(run, "trainer", 4)) == (0, 4)
+    assert scale.wanted(run, "rollout", 6) == 6
+    run.scale("rollout").write_text("{}")
+    with pytest.raises(CorruptFileError, match=r"scale\.rollout\.json"):
+        scale.wanted(run, "rollout", 4)
+
+
+def test_tasks_rest_until_the_trainers_are_back(tmp_path: Path) -> None:
+    fake = FakeRun(tmp_path)
+    number = fake.begin()
+    assert not orphaned.holds(fake.paths, "rollout")
+    seen = Orphaned(incarnation=number, attempt=3, counter=7)
+    orphaned.write(fake.paths, "rollout", seen)
+    assert orphaned.read(fake.paths, "rollout") == seen
+    assert orphaned.holds(fake.paths, "rollout")
+    fake.begin()
+    assert not orphaned.holds(fake.paths, "rollout")
+    orphaned.remove(fake.paths, "rollout")
+    orphaned.remove(fake.paths, "rollout")
+    assert orphaned.read(fake.paths, "rollout") is None

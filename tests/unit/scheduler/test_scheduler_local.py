@@ -14,6 +14,7 @@ from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.writer import end
 from slurmrl.paths import RunPaths
+from slurmrl.scheduler import scale
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.local import LocalScheduler
 from slurmrl.scheduler.local_state import ChainState, chain_process
@@ -130,6 +131,24 @@ def test_two_groups_have_a_chain_each(scheduler: LocalScheduler, ask: Ask) -> No
         assert set(jobs) == {"trainer", "rollout"}
         wait_until(lambda: not active(scheduler, jobs), "both end")
         assert [task.group for task in scheduler.query(jobs)] == ["trainer", "rollout"]
+
+
+def test_the_number_of_tasks_follows_its_user(scheduler: LocalScheduler, ask: Ask) -> None:
+    """None, then two, while the trainers live; the chain of tasks ends with theirs."""
+    request = ask(STAY, links=1)
+    tasks = dataclasses.replace(request.groups[0], name="rollout", links=4, hosts=3, elastic=True)
+    request = dataclasses.replace(request, groups=(*request.groups, tasks))
+    request.run.code.joinpath("slurmrl").symlink_to(Path(scale.__file__).parents[1])
+    scale.write(request.run, "rollout", 0, 3)
+    with submitted(scheduler, request) as jobs:
+        wait_until(lambda: pids(request), "the trainers run")
+        scale.write(request.run, "rollout", 2, 3)
+        wait_until(lambda: len(pids(request)) == 3, "two tasks run")
+        scale.write(request.run, "rollout", 0, 3)
+        for pid in pids(request):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not active(scheduler, jobs), "none follows, and the chains end")
+        assert len(pids(request)) == 3
 
 
 def test_a_chain_that_left_no_trace_is_unknown(scheduler: LocalScheduler) -> None:

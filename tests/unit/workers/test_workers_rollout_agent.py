@@ -18,12 +18,14 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import objects
 from slurmrl.history.record import Kind
 from slurmrl.history.writer import begin, end
-from slurmrl.lease import Lease
+from slurmrl.lease import Lease, LeaseObserver
 from slurmrl.monitor import events
 from slurmrl.monitor.reports import Identity, Warned
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
+from slurmrl.scheduler import orphaned
+from slurmrl.scheduler.orphaned import Orphaned
 from slurmrl.workers import process
 from slurmrl.workers.agent import agent as agent_module
 from slurmrl.workers.agent.agent import FAILED, OK, Agent
@@ -252,6 +254,25 @@ def test_trainers_that_do_not_come_back_are_left(bed: Bed) -> None:
     assert bed.run(story()) == OK
     (retire,) = bed.heard("retire")
     assert retire["reason"].startswith("the trainers have been gone for")
+    assert orphaned.holds(bed.paths, "rollout")
+
+
+def test_a_task_does_not_wait_for_trainers_that_an_earlier_one_has_waited_for(bed: Bed) -> None:
+    """It ends before its worker starts, unless there was a heartbeat since or an incarnation."""
+    bed.begin("41.0.0", 0)
+    lease = Lease(bed.paths.lease("trainer", 0, 0))
+    lease.beat()
+    counter = LeaseObserver(bed.paths.lease("trainer", 0, 0)).observe().counter
+    seen = Orphaned(incarnation=1, attempt=0, counter=counter)
+    orphaned.write(bed.paths, "rollout", seen)
+    assert bed.run(iter(())) == OK
+    assert (bed.heard("start"), len(bed.told("retire"))) == ([], 1)
+    task = RolloutTask(bed.host, orphan_s=ORPHAN_S)
+    assert task._is_orphaned()
+    lease.beat()
+    assert not task._is_orphaned()
+    bed.begin("42.0.0", 1)
+    assert not task._is_orphaned()
 
 
 def test_the_end_of_its_worker_is_a_failure_of_the_task_only(bed: Bed) -> None:

@@ -21,14 +21,16 @@ from slurmrl.data.ledger import LedgerRecord
 from slurmrl.errors import CorruptFileError, SampleFileError
 from slurmrl.fsio import objects
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.fsio.shapes import wrong
+from slurmrl.fsio.shapes import MOST_COUNT, wrong
 from slurmrl.history.lineage import Lineage
 from slurmrl.monitor.events import EventWriter, read_all
 from slurmrl.paths import RunPaths
 from slurmrl.rollouts.sample_files import StoredGroup, read_group
+from slurmrl.scheduler import scale
 from slurmrl.workers.master.progress import STATE
-from slurmrl.workers.master.rollout_tasks import RolloutTasks
+from slurmrl.workers.master.rollout_tasks import LEAVE_S, RolloutTasks
 from slurmrl.workers.master.task_attempts import RolloutAttempt, parse_name, rollouts_of
+from slurmrl.workers.master.task_numbers import TaskNumbers
 from slurmrl.workers.rollout_messages import (
     Abort,
     Confirm,
@@ -67,8 +69,9 @@ def rows(items: Any) -> list[tuple[int, int]]:
 class Bed:
     """A master's side with a clock of its own; its incarnations follow each other."""
 
-    def __init__(self, paths: RunPaths, **bounds: int) -> None:
+    def __init__(self, paths: RunPaths, *, least: int = 1, **bounds: int) -> None:
         make_private_directory(paths.rollouts)
+        self.least = least
         self.paths, self.now, self.step = paths, 0.0, 0
         self.admission = Admission(
             **{"max_staleness": 1, "batch_size": 2, "max_leased": 100, **bounds}
@@ -98,6 +101,7 @@ class Bed:
             EventWriter(self.paths, f"master.{self.incarnation}"),
             rollouts_of(state.get("rollouts", {}), "a commit"),
             look_s=LOOK_S,
+            numbers=TaskNumbers(self.paths, least=self.least, clock=lambda: self.now),
             clock=lambda: self.now,
         )
         self.tasks.start(rows)
@@ -639,3 +643,36 @@ def test_files_that_no_commit_needs_are_removed(beds: Callable[..., Bed], paths:
     assert not paths.rollout_task(*task.place).exists()
     bed.look()
     assert bed.tasks.record().attempts == ()
+
+
+def test_tasks_that_are_too_many_are_asked_to_leave(beds: Callable[..., Bed]) -> None:
+    """Not before lost ones would be known, and the newest first; a smaller number holds for the
+    next incarnation too."""
+    bed = beds()
+    first, second, third = (bed.begin(task, "0.1") for task in range(3))
+    scale.write(bed.paths, "rollout", 1, MOST_COUNT)
+    began = bed.now
+    bed.look()
+    while not (view := bed.tasks.view()).tasks[1].leaving:
+        assert bed.now - began < 70
+        bed.look()
+    assert bed.now - began > 50
+    assert (view.wanted, [one.leaving for one in view.tasks]) == (1, [False, True, True])
+    leaves = [[one for one in heard.hear(1) if isinstance(one, Leave)] for heard in (second, third)]
+    assert [[one.within_s for one in each] for each in leaves] == [[LEAVE_S], [LEAVE_S]]
+    assert not any(isinstance(one, Leave) for one in first.hear(1))
+    scale.write(bed.paths, "rollout", 0, MOST_COUNT)
+    bed.look()
+    assert bed.tasks.view().wanted == 0
+
+
+def test_the_first_task_does_not_get_all_prompts(beds: Callable[..., Bed]) -> None:
+    """With `min`, nothing is leased before so many have joined."""
+    bed = beds(least=2)
+    bed.begin(0, "0.1")
+    assert bed.tasks.view().tasks[0].leased == 0
+    assert bed.tasks.take(1, 2) is None
+    assert bed.tasks.waits_for() == "for rollout tasks: 1 of at least 2"
+    bed.begin(1, "0.1")
+    leased = [one.leased for one in bed.tasks.view().tasks]
+    assert leased[0] == leased[1] > 0

@@ -1,0 +1,70 @@
+"""The number of rollout tasks of a trial, as its user changes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slurmrl.cli.main import main
+from slurmrl.errors import UsageError
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.writer import end
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler import directives, scale
+from slurmrl.scheduler.base import JobState
+from slurmrl.submission.proposal import propose, propose_resume
+from slurmrl.submission.scale import IDLE, WITHIN_SECONDS, set_tasks
+from slurmrl.submission.submit import submit
+from tests.fake_runs import FakeScheduler, task, write_config
+
+GRPO = (
+    "algorithm={name: grpo, batch_size: 8, n_minibatches: 1}",
+    "dataset.type=prompt",
+    "reward.name=exact_match",
+    "rollout.tasks={max: 3, min: 2}",
+)
+
+
+def submitted(folder: Path, *overrides: str) -> RunPaths:
+    root = str(folder / "runs")
+    return submit(propose(write_config(folder), overrides, root=root, scheduler="local")).paths
+
+
+def test_the_number_holds_until_it_is_changed(
+    tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in later submissions, unless these have another rollout.tasks.max."""
+    paths = submitted(tmp_path, *GRPO)
+    scheduler.tasks = [task(0, JobState.RUNNING)]
+    assert main(["scale", "add/1", "5", "--json", "--root", str(tmp_path / "runs")]) == 0
+    expected = {"trial": "add/1", "tasks": 5, "before": 3, "note": WITHIN_SECONDS}
+    assert json.loads(capsys.readouterr().out) == expected
+    scheduler.tasks = []
+    found = set_tasks(paths, 0)
+    assert (found.before, found.note) == (5, IDLE)
+    for change, at_once in (((), 0), (("rollout.tasks.max=4",), 4)):
+        request = propose_resume(paths, change).request(2, "0123456789abcdef", 1)
+        rollout = request.groups[1]
+        held = directives.table(request, rollout).get("hold", False)
+        assert (rollout.at_once, held) == (at_once, at_once == 0)
+
+
+def test_what_is_refused(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    paths = submitted(tmp_path, *GRPO)
+    with pytest.raises(UsageError, match=r"1 tasks are not allowed: rollout\.tasks\.min is 2; 0"):
+        set_tasks(paths, 1)
+    with pytest.raises(UsageError, match=r"25 tasks are not allowed: the array of add/1 has 24"):
+        set_tasks(paths, 25)
+    end(History(paths.history), Kind.CANCELLED, {})
+    with pytest.raises(UsageError, match=r"add/1 has ended \(cancelled\): slurmrl resume add/1"):
+        set_tasks(paths, 2)
+    assert scale.wanted(paths, "rollout", 3) == 3
+
+
+def test_trainers_that_generate_have_no_tasks(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    paths = submitted(tmp_path)
+    with pytest.raises(UsageError, match="add/1 has no rollout tasks"):
+        set_tasks(paths, 2)
