@@ -7,9 +7,7 @@ import os
 import secrets
 import shutil
 import threading
-from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,12 +23,9 @@ from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.fsdp.weights import constant_specs, whole_shapes
 from slurmrl.engines.initial_weights import model_config
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.engines.rollout.dialect import Dialect
-from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.host_folder import HostFolder
-from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.server import Running, Serving
+from slurmrl.engines.rollout.server_kind import VISIBLE, ServerKind
 from slurmrl.engines.rollout.servers import PlacedServer, RunningServers, Servers
 from slurmrl.engines.rollout.whole_weights import WholeWeights
 from slurmrl.layout.layout import Layout
@@ -44,14 +39,6 @@ from slurmrl.parallel.groups import ParallelContext
 T = TypeVar("T")
 REPORT_S = 5.0
 """Between two reports of a server that starts."""
-DROPPED = (
-    *("PYTHONPATH", "PYTHONHOME", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"),
-    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
-)
-"""Variables of a worker that mean something else to a server, or that its engine needs alone: a
-server cannot free memory of expandable segments."""
-SOCKET = "server.sock"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class ServerEngine(GenerateEngine):
@@ -63,8 +50,7 @@ class ServerEngine(GenerateEngine):
     them free the tensors. Then the leader sends the requests, and the others get its results.
     """
 
-    name: str
-    """Of the kind of server."""
+    kind: type[ServerKind]
 
     def __init__(
         self,
@@ -84,13 +70,15 @@ class ServerEngine(GenerateEngine):
         config = model_config(role, model, source)
         assert isinstance(config, ModelConfig), "checked at submission"
         self.role, self.head, self.context = role, head, context
-        self.config = self.decoder_config = config
-        self.serving, self.dtype = serving, model.dtype
-        self.model = ServedModel.of(config, model.dtype, text=serving.text)
+        self.config = config
         self.tensor_ranks = context.axis_size("tp")
+        self._serving = serving
+        self._kind = self.kind(
+            config, model.dtype, serving, tensor_ranks=self.tensor_ranks, device=context.device
+        )
         self._placing = self._placed(model.dtype)
         self._weights = WholeWeights(
-            config, head, model.dtype, tuple(self._placing.shapes), self.layout(), context
+            config, model.dtype, tuple(self._placing.shapes), self.layout(), context
         )
         self._devices = self._visible_devices()
         self._tensors: dict[str, Tensor] = {}
@@ -99,23 +87,23 @@ class ServerEngine(GenerateEngine):
         self._token = secrets.token_hex(4)
         """Distinguishes requests and weight versions from those of other incarnations and runs."""
         self._installed: Path | None = None
-        self._checksums: dict[str, dict[str, object]] = {}
-        """Those that servers have reported, by address and weight version."""
         self._servers: Servers | None = None
         self._loop = asyncio.new_event_loop()
         if context.is_leader:
-            threading.Thread(target=self._loop.run_forever, daemon=True, name=self.name).start()
+            threading.Thread(
+                target=self._loop.run_forever, daemon=True, name=self.kind.name
+            ).start()
 
     def _placed(self, dtype: str) -> Placing:
         with torch.device("meta"):
-            decoder = build(self.decoder_config, self.head)
+            decoder = build(self._kind.config, self.head)
         tensor_ranks = self.tensor_ranks
         return Placing(
             whole_shapes(decoder),
             dtype,
             self.context.topology,
             self.context.rank,
-            TensorSplit(self.decoder_config, tensor_ranks) if tensor_ranks > 1 else None,
+            TensorSplit(self._kind.config, tensor_ranks) if tensor_ranks > 1 else None,
             constant_specs(decoder, trained=False),
             sharded=False,
         )
@@ -132,23 +120,6 @@ class ServerEngine(GenerateEngine):
         )
         return ",".join(content.decode() for content in contents)
 
-    @abstractmethod
-    def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
-        """The command that starts a server without weights, over ``tensor_ranks`` GPUs."""
-
-    @abstractmethod
-    def memory_flags(self, share: int, free: int, total: int) -> Sequence[str]:
-        """Arguments with which a server uses ``share`` bytes of each GPU, of which ``free`` of
-        ``total`` are free when it starts."""
-
-    @abstractmethod
-    def environment(self) -> Mapping[str, str]:
-        """Variables of the server, over those of this process."""
-
-    @abstractmethod
-    def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
-        """How to speak to it. Log-probabilities are under the distribution over all tokens."""
-
     def wait_until_up(self, report: Callable[[], None]) -> None:
         """Start the server, and wait as in the contract. Raises RunFailedError if it does not
         start, UsageError if it cannot be used."""
@@ -157,7 +128,7 @@ class ServerEngine(GenerateEngine):
             self._wait(self._servers, report)
 
     def _wait(self, servers: Servers, report: Callable[[], None]) -> None:
-        self.context.activity.phase(f"waiting for the {self.name} server")
+        self.context.activity.phase(f"waiting for the {self.kind.name} server")
         up = asyncio.run_coroutine_threadsafe(self._up(servers), self._loop)
         while True:
             try:
@@ -171,35 +142,12 @@ class ServerEngine(GenerateEngine):
             await servers.sleep()
 
     async def _start(self) -> Servers:
-        if isinstance(self.serving, Running):
-            return RunningServers(self.serving, self.dialect)
+        if isinstance(self._serving, Running):
+            return RunningServers(self._serving, self._kind.dialect)
         folder = HostFolder()
-        program = self._program(self.serving, folder.path)
-        socket = folder.path / SOCKET
-        return PlacedServer(folder, program, socket, self.dialect, self.serving.patience)
-
-    def _program(self, serving: Serving, folder: Path) -> ServerProgram:
-        model, temporary = folder / "model", folder / "tmp"
-        for each in (model, temporary):
-            each.mkdir(mode=0o700)
-        self._weights.write_config(model)
-        inherited = {name: value for name, value in os.environ.items() if name not in DROPPED}
-        own = {"TMPDIR": str(temporary), VISIBLE: self._devices}
-        return ServerProgram(
-            name=f"{self.name} server of {self.role} {self.context.dp_rank}",
-            command=self.command(serving, model, folder / SOCKET),
-            environment={**inherited, **own, **self.environment()},
-            log=serving.log,
-            more=partial(self._share_of_memory, serving),
-        )
-
-    def _share_of_memory(self, serving: Serving) -> Sequence[str]:
-        if serving.memory_bytes is None:
-            return ()
-        torch.cuda.empty_cache()
-        return self.memory_flags(
-            serving.memory_bytes, *torch.cuda.mem_get_info(self.context.device)
-        )
+        name = f"{self.kind.name} server of {self.role} {self.context.dp_rank}"
+        kept = self._kind.keep(self._serving, folder.path, name=name, visible=self._devices)
+        return PlacedServer(folder, kept)
 
     def layout(self) -> Layout:
         return self._placing.layout()
@@ -224,7 +172,7 @@ class ServerEngine(GenerateEngine):
         soon as the server has them.) Collective over the ranks of the copy."""
         self._away, self._moved, self._tensors = True, False, {}
         if self._servers is not None:
-            self.context.activity.phase(f"waiting for the {self.name} server to sleep")
+            self.context.activity.phase(f"waiting for the {self.kind.name} server to sleep")
             self._run(self._servers.sleep())
             self._remove_installed()
         self._meet()  # the GPUs of all of them are free now
@@ -277,7 +225,7 @@ class ServerEngine(GenerateEngine):
 
     def _install(self, step: int) -> None:
         """Hand the tensors to the servers. Collective over the ranks of the copy."""
-        self.context.activity.phase(f"handing the weights to the {self.name} server")
+        self.context.activity.phase(f"handing the weights to the {self.kind.name} server")
         tensors, self._tensors, self._moved = self._tensors, {}, False
         self._away = False
         if self._servers is None:

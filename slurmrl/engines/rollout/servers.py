@@ -18,9 +18,8 @@ from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.instance import InstanceLimits
 from slurmrl.engines.rollout.instances import Instances
 from slurmrl.engines.rollout.kept import KeptEngine
-from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.served import ServedEngine
-from slurmrl.engines.rollout.server import Patience, Running
+from slurmrl.engines.rollout.server import Running
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.failures import explain
@@ -62,17 +61,9 @@ class Servers(ABC):
 class PlacedServer(Servers):
     """A server that this process keeps. It reads weights from this host's memory."""
 
-    def __init__(
-        self,
-        folder: HostFolder,
-        program: ServerProgram,
-        socket: Path,
-        speak: Speak,
-        patience: Patience,
-    ) -> None:
+    def __init__(self, folder: HostFolder, kept: KeptEngine) -> None:
         self._host_folder, self.folder = folder, folder.path
-        self._kept = KeptEngine(program, Address(f"unix:{socket}"), speak, patience=patience)
-        self.engine = self._kept
+        self.engine = self._kept = kept
 
     async def up(self) -> None:
         await self._kept.up()

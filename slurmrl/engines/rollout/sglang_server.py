@@ -1,4 +1,4 @@
-"""SGLang servers: how they are started, and how the trainers' job uses them."""
+"""SGLang servers: how they are started."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from slurmrl.engines.rollout.dialect import Dialect
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.server import Serving
 from slurmrl.engines.rollout.server_engine import ServerEngine
+from slurmrl.engines.rollout.server_kind import ServerKind
 from slurmrl.engines.rollout.sglang import SglangDialect
 from slurmrl.plan.estimates.servers import computing
 
@@ -69,19 +70,19 @@ def memory_flags(share: int, free: int, total: int) -> tuple[str, ...]:
     return ("--mem-fraction-static", f"{min(max(fraction, LEAST_SHARE), MOST_SHARE):.4f}")
 
 
-class SglangEngine(ServerEngine):
+class SglangServer(ServerKind):
     """SGLang servers."""
 
     name = "sglang"
 
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
-        on_cpu = self.context.device.type == "cpu"
+        on_cpu = self.device.type == "cpu"
         flags = CPU_FLAGS if on_cpu else ("--enable-memory-saver",) if serving.sleeps else ()
         return command(
             serving.python,
             model,
             socket,
-            vocabulary=self.decoder_config.vocab_size,
+            vocabulary=self.model.vocabulary,
             tokenizer=serving.tokenizer,
             tensor_ranks=self.tensor_ranks,
             options=(*flags, "--dtype", self.dtype, *serving.arguments),
@@ -103,3 +104,9 @@ class SglangEngine(ServerEngine):
             checksums=checksums,
             health_s=self.serving.patience.silence_s,
         )
+
+
+class SglangEngine(ServerEngine):
+    """Generation by SGLang servers."""
+
+    kind = SglangServer

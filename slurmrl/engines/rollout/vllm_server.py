@@ -1,4 +1,4 @@
-"""vLLM servers: how they are started, and how the trainers' job uses them."""
+"""vLLM servers: how they are started."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from slurmrl.engines.rollout.fitness import VLLM_FLAGS
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.server import Serving
 from slurmrl.engines.rollout.server_engine import ServerEngine
+from slurmrl.engines.rollout.server_kind import ServerKind
 from slurmrl.engines.rollout.vllm import VllmDialect
 
 MOST_SHARE = 0.98
@@ -66,13 +67,13 @@ def memory_flags(share: int, total: int) -> tuple[str, ...]:
     return ("--gpu-memory-utilization", f"{min(share / total, MOST_SHARE):.4f}")
 
 
-class VllmEngine(ServerEngine):
+class VllmServer(ServerKind):
     """vLLM servers."""
 
     name = "vllm"
 
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
-        on_cpu = self.context.device.type == "cpu"
+        on_cpu = self.device.type == "cpu"
         flags = CPU_FLAGS if on_cpu else ("--enable-sleep-mode",) if serving.sleeps else ()
         return command(
             serving.python,
@@ -87,9 +88,15 @@ class VllmEngine(ServerEngine):
         return memory_flags(share, total)
 
     def environment(self) -> Mapping[str, str]:
-        further = CPU_ENVIRONMENT if self.context.device.type == "cpu" else {}
+        further = CPU_ENVIRONMENT if self.device.type == "cpu" else {}
         return {**ENVIRONMENT, **further}
 
     def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
         health_s = self.serving.patience.silence_s
         return VllmDialect(client, control, model=self.model, health_s=health_s)
+
+
+class VllmEngine(ServerEngine):
+    """Generation by vLLM servers."""
+
+    kind = VllmServer

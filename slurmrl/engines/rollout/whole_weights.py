@@ -13,12 +13,13 @@ from torch import Tensor
 from slurmrl.checkpoint.export import in_written_order, write_folder, write_json, write_weights
 from slurmrl.checkpoint.stored import assembled, file_tensors
 from slurmrl.checkpoint.tensors import TensorEntry
+from slurmrl.engines.rollout.server_kind import weights_config
 from slurmrl.fsio.calls import REAL
 from slurmrl.layout.box import Box
 from slurmrl.layout.copy import Array
 from slurmrl.layout.holders import HeldBox, sources
 from slurmrl.layout.layout import Layout
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf import CONFIG_FILE, as_array
 from slurmrl.models.storage import storage_of
 from slurmrl.parallel.groups import ParallelContext
@@ -31,24 +32,18 @@ class WholeWeights:
     def __init__(
         self,
         config: ModelConfig,
-        head: Head,
         dtype: str,
         parameters: Sequence[str],
         layout: Layout,
         context: ParallelContext,
     ) -> None:
-        self._config, self._head, self._dtype = config, head, dtype
+        self._config, self._dtype = config, dtype
         self._layout, self._context = layout, context
         self._files = file_tensors(
             ((name, layout.tensors[name]) for name in parameters), storage_of(config)
         )
         alone = context.axis_size("tp") == 1
         self._copy = [context.rank] if alone else context.topology.peers(context.rank, "tp")
-
-    def write_config(self, folder: Path) -> None:
-        """Without the model's stop tokens: a request has its own."""
-        values = self._config.to_hf(head=self._head, dtype=self._dtype)
-        write_json(folder / CONFIG_FILE, {**values, "eos_token_id": None}, REAL)
 
     def write(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
         """On the leader: write ``folder``, complete or not at all, while the others `offer`."""
@@ -62,7 +57,7 @@ class WholeWeights:
                 for name, file in self._files.items()
             ]
             write_weights(target, entries)
-            self.write_config(target)
+            write_json(target / CONFIG_FILE, weights_config(self._config, self._dtype), REAL)
 
         write_folder(folder, fill)
 
