@@ -13,7 +13,7 @@ from slurmrl.graph.call import DATASET_KEYS, Call, Method, RoleUse
 from slurmrl.graph.graph import Graph
 from slurmrl.plan import placement, resources
 from slurmrl.plan.algorithms import uses_of
-from slurmrl.plan.estimates.host import worker_bytes
+from slurmrl.plan.estimates.host import task_bytes, worker_bytes
 from slurmrl.plan.estimates.memory import uses_sequence_parallel
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Offloading, Plan, Reallocation
 from slurmrl.plan.placement import ROLLOUTS, Placement, layout_of, model_of
@@ -112,9 +112,10 @@ def _groups(config: Config, placed: Mapping[str, Placement], scheduler: str) -> 
     yield _group(config, gpus, TRAINERS, *_hosts(config, placed, workers, scheduler))
     rollout = placed.get(ROLLOUTS)
     if rollout is not None and rollout.group == ROLLOUTS:
-        allocation = rollout.allocation
-        shape = (allocation.sizes["dp"], allocation.instance_size)
-        group = _group(config, gpus, ROLLOUTS, *shape, elastic=True)
+        tasks, size = rollout.allocation.sizes["dp"], rollout.allocation.instance_size
+        workers = (max(rollout.ranks) + 1) // tasks
+        gpus *= size // workers
+        group = _group(config, gpus, ROLLOUTS, tasks, workers, elastic=True)
         yield group.model_copy(update={"worker": ROLLOUT_WORKER})
 
 
@@ -161,16 +162,19 @@ def _with_resources(
     """Add the default requests of a group with GPUs. (The local scheduler requests nothing.)"""
     if scheduler == "local" or group.gpus_per_worker == 0:
         return group
-    cluster, shape = settings.config.cluster, (group.workers_per_host, group.hosts_of_job)
+    cluster, needed = settings.config.cluster, group.hosts_of_job
     gpus = group.gpus_per_worker * group.workers_per_host
     slurm = placement.slurm_of(settings.config, group.name)
     given = slurm.gpu_directive == "none"
     fit = [host for host in hosts if given or host.gpus >= gpus]
-    estimate = None if group.elastic else worker_bytes(settings)
+    estimate = task_bytes(settings) if group.elastic else worker_bytes(settings)
+    of_gpu = resources.cpus(cluster, gpus, needed, fit)
+    own = cluster.cpus_per_worker is None
+    memory = resources.memory(cluster, estimate, group.workers_per_host, needed, fit)
     return group.model_copy(
         update={
-            "cpus_per_worker": resources.cpus(cluster, *shape, fit),
-            "mem_per_worker": resources.memory(cluster, estimate, *shape, fit),
+            "cpus_per_worker": of_gpu * group.gpus_per_worker if own else of_gpu,
+            "mem_per_worker": memory,
         }
     )
 

@@ -33,7 +33,8 @@ LARGEST_HOST: Final = 8
 
 @dataclass(frozen=True)
 class Placement:
-    """``ranks[i]`` is the worker of its group that holds the layout's i-th rank."""
+    """``ranks[i]`` is the worker of its group that holds the layout's i-th rank: all ranks of a
+    server in a rollout task are of one worker."""
 
     allocation: Allocation
     ranks: tuple[int, ...]
@@ -46,6 +47,8 @@ def place(backend: str, gpus: str, *, group: str = TRAINERS) -> Placement:
     allocation = parse(backend)
     size, serves = allocation.world_size, BACKENDS[allocation.backend].serves
     order = _by_copies(allocation) if serves else tuple(range(size))
+    if serves and group == ROLLOUTS:
+        return Placement(allocation, _by_servers(allocation), group)
     if not gpus.strip():
         return Placement(allocation, order, group)
     numbers = parse_gpus(gpus)
@@ -66,6 +69,11 @@ def _by_copies(allocation: Allocation) -> tuple[int, ...]:
         for copy in range(copies)
         for rank in range(tp)
     )
+
+
+def _by_servers(allocation: Allocation) -> tuple[int, ...]:
+    """The servers of the ranks."""
+    return tuple(place // allocation.instance_size for place in _by_copies(allocation))
 
 
 def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:

@@ -11,7 +11,11 @@ import pytest
 
 from slurmrl.monitor import events
 from tests.support.rollout_trials import BATCH, STEPS, config_of, settled, site_in
+from tests.support.servers import check_served, servers
+from tests.support.stand_ins import python
 from tests.support.trials import Site, processes, wait_until
+
+LOCAL = ("--scheduler", "local", "--detach")
 
 
 @pytest.fixture
@@ -87,3 +91,33 @@ def test_with_staleness_each_item_is_trained_once(site: Site) -> None:
     assert max(line["rollout/staleness_max"] for line in lines) >= 1
     assert all(line["rollout/dropped_stale"] == 0 for line in lines)
     assert settled(site, trial) == STEPS * BATCH, "no item was trained twice, and none is missing"
+
+
+@pytest.mark.long
+def test_servers_of_tasks_draw_with_the_weights_of_each_step_whatever_is_killed(
+    site: Site,
+) -> None:
+    """A server is killed, then a worker with its server. The log-probabilities of all samples are
+    those of the weights that they train, and nothing is left of the servers."""
+    record = site.folder / "record"
+    config = config_of("served", {"max": 2, "max_staleness": 0})
+    config["rollout"] |= {"backend": "sglang:d2", "python": python(site.folder / "bin", record)}
+    config["dataset"]["max_prompt_tokens"] = 16
+    site.slurmrl("submit", str(site.write("served.yaml", config)), *LOCAL)
+    trial = "grpo/served"
+    run = site.paths(trial).run
+    site.wait_for_step(trial, 2)
+    first = wait_until("a server", lambda: servers(run))
+    os.kill(first[0].pid, signal.SIGKILL)
+    site.wait_for_step(trial, 6)
+    logs = [path.read_text() for path in (run / "logs" / "rollout").glob("?.?.log")]
+    assert sum("is started again" in text for text in logs) == 1
+    worker = of_group(site, trial, "worker", "rollout")[0]
+    second = wait_until("both servers", lambda: found if len(found := servers(run)) == 2 else None)
+    os.kill(worker, signal.SIGKILL)
+    assert site.wait_for_end(trial)["state"] == "COMPLETED"
+    assert settled(site, trial) == STEPS * BATCH
+    check_served(site.metrics(trial), STEPS)
+    wait_until("all processes to leave", lambda: not any(processes(run).values()))
+    assert servers(run) == []
+    assert not any(server.folder.exists() for server in (*first, *second))

@@ -7,7 +7,6 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +16,6 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from slurmrl.engines.rollout.base import GenerationRequest, RolloutEngine, WeightVersion
-from slurmrl.engines.rollout.process import WARDEN
 from slurmrl.engines.rollout.server import Patience
 from slurmrl.models.generate import GenerationOptions
 
@@ -119,37 +117,6 @@ def request(
         step=1,
         options=GenerationOptions(max_new_tokens=max_new_tokens, **options),
     )
-
-
-@dataclass(frozen=True)
-class ServerOfARun:
-    pid: int
-    folder: Path
-    """Its private folder in the host's memory."""
-
-
-def servers(run: Path) -> list[ServerOfARun]:
-    """The servers whose output goes to the logs of a run, the main process of each."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (entry / "cmdline").read_text().split("\0")
-            output = (entry / "fd" / "1").readlink()
-        except OSError:
-            continue
-        names = {Path(word).name: Path(word).parent for word in words}
-        if "server.sock" in names and WARDEN.name not in names and run in output.parents:
-            found.append(ServerOfARun(int(entry.name), names["server.sock"]))
-    return sorted(found, key=lambda server: server.pid)
-
-
-def check_served(lines: Sequence[dict[str, Any]], steps: int) -> None:
-    """Every step of a trial has changed the weights, and its completions were drawn by them: the
-    server's log-probabilities are those of the training engine."""
-    assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    assert min(line["actor_grad_norm"] for line in lines) > 0.0
-    assert max(abs(line["mismatch/kl"]) for line in lines) < 1e-5
-    assert max(line["mismatch/ratio_max"] for line in lines) < 1.001
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import check_served, servers
 from tests.support.beds import bed
 from tests.support.nodes import queued, slurm
+from tests.support.servers import check_served, servers
 from tests.support.trials import Site, processes, sft_config, wait_until
 
 PYTHON = os.environ.get("SGLANG_PYTHON", "")

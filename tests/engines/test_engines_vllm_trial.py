@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import check_served, servers
+from tests.support.servers import check_served, servers
 from tests.support.trials import (
     ARCHITECTURE,
     REPOSITORY,

@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from slurmrl.errors import OwnershipError
@@ -17,14 +18,14 @@ ROOT = Path("/dev/shm")
 class HostFolder:
     """A new folder with mode 0700 that is locked while this process lives.
 
-    A process that is killed leaves its folder behind. The next one of this user on the host that
-    makes a folder removes those that nobody locks.
+    A process that is killed leaves its folder behind. `remove_unused` removes it, and so does the
+    next process of this user on the host that makes a folder.
     """
 
     def __init__(self, root: Path = ROOT) -> None:
         """Raises EnvironmentFailure if it cannot be made, OwnershipError if another user could
         change it."""
-        parent = root / f"slurmrl-{os.getuid()}"
+        parent = _parent(root)
         try:
             parent.mkdir(mode=0o700, exist_ok=True)
             status = parent.lstat()
@@ -32,7 +33,7 @@ class HostFolder:
                 raise OwnershipError(f"{parent} must belong to you with mode 0700; remove it")
             with (parent / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                _remove_unused(parent)
+                _remove_unlocked(parent)
                 self.path = Path(tempfile.mkdtemp(dir=parent))
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -47,7 +48,22 @@ class HostFolder:
         os.close(self._descriptor)
 
 
-def _remove_unused(parent: Path) -> None:
+def remove_unused(root: Path = ROOT) -> None:
+    """Remove the folders of this user's processes that were killed. What cannot be removed now is
+    left to the next one that makes a folder."""
+    parent = _parent(root)
+    with suppress(OSError):
+        if parent.lstat().st_uid == os.getuid():
+            with (parent / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                _remove_unlocked(parent)
+
+
+def _parent(root: Path) -> Path:
+    return root / f"slurmrl-{os.getuid()}"
+
+
+def _remove_unlocked(parent: Path) -> None:
     """Under the lock of ``parent``."""
     for folder in parent.iterdir():
         if not folder.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class ServedEngine(RolloutEngine):
         self._context = context
         self._free = asyncio.Semaphore(concurrency)
         self._jobs: dict[str, _Served] = {}
+        self._numbers = itertools.count()
         self._version: str | None = None
         self._held: set[str] = set()
         """The versions that were installed here."""
@@ -85,9 +87,10 @@ class ServedEngine(RolloutEngine):
             future.set_exception(problem)
             return future
         job = self._jobs[request.request_id] = _Served(future)
+        number = next(self._numbers)  # the server may still draw for a request that was cancelled
         for index, key in enumerate(request.keys):
             draw = Draw(
-                name=f"{request.request_id}-{index}",
+                name=f"{request.request_id}-{number}-{index}",
                 prompt=request.prompt,
                 seed=start(request.seed, request.step, key) & (2**63 - 1),
                 options=request.options,

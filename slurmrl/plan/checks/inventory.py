@@ -8,7 +8,7 @@ from slurmrl.config.schema import Config, Slurm
 from slurmrl.errors import SchedulerError
 from slurmrl.plan import resources
 from slurmrl.plan.estimates.hardware import GIB
-from slurmrl.plan.estimates.host import worker_bytes
+from slurmrl.plan.estimates.host import task_bytes, worker_bytes
 from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, slurm_of
 from slurmrl.plan.resources import Hosts
@@ -72,9 +72,10 @@ def _lacking(group: GroupPlan, slurm: Slurm, hosts: Sequence[HostRow]) -> Iterat
 def scarce(plan: Plan, settings: Settings, hosts: Hosts | None) -> list[str]:
     """Default requests that were lowered to what the hosts have."""
     cluster, found = settings.config.cluster, []
-    estimate = worker_bytes(settings)
     for group in plan.groups if hosts else ():
-        cores, memory = group.cpus_per_worker, group.memory_bytes
+        cores = group.cpus_per_worker // max(group.gpus_per_worker, 1)
+        memory = group.memory_bytes
+        estimate = task_bytes(settings) if group.elastic else worker_bytes(settings)
         if group.gpus_per_worker and cores < resources.CPUS and cluster.cpus_per_worker is None:
             found.append(
                 f"the {group.name} group requests {cores} cores for each GPU, the hosts' share; "

@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Model, role_key
 from slurmrl.config.source import dotted
 from slurmrl.errors import Problem
-from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.estimates import hardware
+from slurmrl.plan.estimates import hardware, servers
 from slurmrl.plan.estimates.costs import Checked, memories
 from slurmrl.plan.estimates.gpus import Fullest, fullest_gpu, trainers_gpus
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.lengths import lengths_of
 from slurmrl.plan.estimates.shape import shape_of
-from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.plan.placement import ROLLOUTS, placements
 
 STRONGER: Final = {"off": ("selective", "full"), "selective": ("full",), "full": ()}
 """Modes of activation checkpointing that keep less than another one."""
@@ -45,21 +46,34 @@ def memory(draft: Draft) -> Iterator[Problem]:
             where if draft.writes(*where) else ("actor", "backend"),
             f"{message}: {advice(draft, limit)}",
         )
-    yield from _servers(draft, limit)
+    if reason := task_refusal(draft, limit):
+        yield draft.problem((ROLLOUTS, "backend"), reason)
 
 
-def _servers(draft: Draft, limit: int) -> Iterator[Problem]:
-    rollout = draft.placements().get(ROLLOUTS)
-    if rollout is None or rollout.group != ROLLOUTS:
-        return
-    estimate = memories(draft).get(ROLLOUTS)
-    weights = estimate.weights if estimate else 0
-    if weights >= limit:  # the rest is for keys and values; with less of it, requests wait
-        message = (
-            f"'{rollout.allocation}' is not allowed: each GPU would hold {_gib(weights)} of "
-            f"weights but has {_gib(limit)}; split them further with t"
+def task_refusal(checked: Checked, limit: int, *, certain: bool = False) -> str | None:
+    """Why the model of rollout tasks does not fit into GPUs of ``limit`` bytes; None if it may, or
+    without such tasks. ``certain``: assumed lengths of sequences do not count."""
+    uses = uses_of(checked.config, checked.algorithm)
+    rollout = placements(checked.config, [use.role for use in uses]).get(ROLLOUTS)
+    estimate = memories(checked, certain=certain).get(ROLLOUTS)
+    if rollout is None or rollout.group != ROLLOUTS or estimate is None:
+        return None
+    advice = "split them further with t"
+    if BACKENDS[rollout.allocation.backend].serves:
+        share = servers.share_in_task(checked.config.rollout.server_args, limit)
+        least = servers.least(estimate, limit)
+        if least > share:
+            return (
+                f"'{rollout.allocation}' is not allowed: a server needs {_gib(least)} of each GPU "
+                f"({_gib(estimate.weights)} of weights, {_gib(estimate.sequence)} for the longest "
+                f"sequence, and memory to compute with) and gets {_gib(share)}; {advice}"
+            )
+    elif estimate.weights >= limit:  # the rest is for keys and values; with less, requests wait
+        return (
+            f"'{rollout.allocation}' is not allowed: each GPU would hold {_gib(estimate.weights)} "
+            f"of weights but has {_gib(limit)}; {advice}"
         )
-        yield draft.problem((ROLLOUTS, "backend"), message)
+    return None
 
 
 def refusal(checked: Checked, name: str, total_bytes: int) -> str | None:
@@ -75,6 +89,14 @@ def refusal(checked: Checked, name: str, total_bytes: int) -> str | None:
         f"{advice(checked, total_bytes)}. If its sequences are shorter than the configuration "
         "allows, set cluster.gpu_memory to more than the estimate to skip this check"
     )
+
+
+def refusal_in_task(checked: Checked, name: str, total_bytes: int) -> str | None:
+    """As `refusal`, for a GPU of a rollout task."""
+    if checked.config.cluster.gpu_memory is not None:
+        return None
+    reason = task_refusal(checked, total_bytes, certain=True)
+    return f"{name}: {reason}" if reason else None
 
 
 def _needs(fullest: Fullest, spare: str = "") -> str:

@@ -61,13 +61,13 @@ def _refused(draft: Draft, fields: Iterable[str], message: str) -> Iterator[Prob
 
 
 def _own(draft: Draft, backend: str) -> Iterator[Problem]:
-    """Servers that the run starts need GPUs and a Python."""
+    """Servers that the run starts need a place and a Python."""
     rollout = draft.config.rollout
-    if not rollout.gpus.strip():
+    if not rollout.gpus.strip() and rollout.tasks is None:
         message = (
             f"is required with {backend}: the GPUs of the trainers' job (workers, if there are no "
-            "GPUs) that have a server; servers in jobs of their own do not run in this version. "
-            "Or set rollout.servers to the addresses of running ones"
+            "GPUs) that have a server. Or set rollout.tasks, and each task has one, or "
+            "rollout.servers to the addresses of running ones"
         )
         yield draft.problem((ROLLOUTS, "gpus"), message)
     if reason := _unusable(rollout.python, contained=bool(draft.config.cluster.slurm.container)):

@@ -11,6 +11,7 @@ from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.errors import Problem
 from slurmrl.graph.call import Method
 from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.placement import ROLLOUTS, slurm_of
 
 OF_TRAINERS: Final = ("gpus", "offload", "servers")
@@ -66,16 +67,11 @@ def tasks(draft: Draft) -> Iterator[Problem]:
     if settings.min > (most := settings.max or copies):
         message = f"{settings.min} is not allowed: at most {most} tasks run (rollout.tasks.max)"
         yield draft.problem((ROLLOUTS, "tasks", "min"), message)
-    if BACKENDS[allocation.backend].serves:
-        message = (
-            f"'{rollout.backend}' is not allowed with rollout.tasks: tasks of {allocation.backend} "
-            f"do not run in this version; write native:d{copies}"
-        )
-        yield draft.problem((ROLLOUTS, "backend"), message)
-    elif allocation.instance_size > 1:
+    if allocation.instance_size > 1 and not BACKENDS[allocation.backend].serves:
         message = (
             f"'{rollout.backend}' is not allowed with rollout.tasks: a task of "
-            f"{allocation.backend} has one GPU; write {allocation.backend}:d{copies}"
+            f"{allocation.backend} has one GPU; write {allocation.backend}:d{copies}, or keep "
+            f"servers over several GPUs: {' or '.join(_serving(allocation.instance_size))}"
         )
         yield draft.problem((ROLLOUTS, "backend"), message)
 
@@ -88,3 +84,8 @@ def _slurm(draft: Draft) -> Iterator[Problem]:
         for details in error.errors():
             message = details["msg"].removeprefix("Value error, ")
             yield draft.problem((ROLLOUTS, "slurm"), message)
+
+
+def _serving(size: int) -> Iterator[str]:
+    """Backends of tasks with one server over this many GPUs."""
+    return (f"{name}:t{size}" for name in ENGINES if BACKENDS[name].serves)

@@ -30,7 +30,7 @@ EXACT_FROM: Final = (2, 13)
 
 VERSIONS: Final = 2
 """Whole copies of the weights in the host memory of the rank that keeps a server, while that reads
-a new version; the one before is gone if the server has slept."""
+a new version; the one before is gone if the server has slept. As many in that of a rollout task."""
 
 
 def worker_bytes(checked: Checked) -> int | None:
@@ -63,6 +63,18 @@ def worker_bytes(checked: Checked) -> int | None:
     return WORKER + max(max(on_rank.values(), default=0), loading)
 
 
+def task_bytes(checked: Checked) -> int | None:
+    """Host memory of the worker of a rollout task with a GPU: its copy of the weights, twice while
+    a new version comes. None where the actor's architecture is unknown."""
+    shape = shape_of(checked.config.actor)
+    return None if shape is None else WORKER + round(VERSIONS * _whole_bytes(checked.config, shape))
+
+
+def _whole_bytes(config: Config, shape: ModelShape) -> float:
+    """All weights in the precision in which they generate."""
+    return parameters(shape, parse("fsdp:d1"), "lm").total * BYTES[config.actor.dtype]
+
+
 def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
     """The copies of a trained model for checkpoints and weight versions, and what ``cpu_offload``
     keeps in host memory: weights, and of a trained model gradients and moments."""
@@ -78,7 +90,7 @@ def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
     elif model.ema is not None and config.checkpoint.asynchronous:
         size += 4 * own
     if use.role == "actor":
-        size += _published_bytes(config, use, shape) / len(placed.ranks)
+        size += _published_bytes(config, shape) / len(placed.ranks)
     if model.cpu_offload and placed.allocation.backend in SHARDED:
         size += _rounding(config) * _weight_width(model, use) * own
         if use.trained:
@@ -88,14 +100,13 @@ def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
     return round(size)
 
 
-def _published_bytes(config: Config, use: RoleUse, shape: ModelShape) -> float:
+def _published_bytes(config: Config, shape: ModelShape) -> float:
     """The copies of the weights that all ranks keep together for weight versions: the newest one,
     and the one before for what has changed since."""
     publish = config.rollout.publish
     if publish is None:
         return 0.0
-    whole = parameters(shape, parse("fsdp:d1"), use.head).total * BYTES[config.actor.dtype]
-    return publish.copies * whole
+    return publish.copies * _whole_bytes(config, shape)
 
 
 def _weight_width(model: Model, use: RoleUse) -> int:

@@ -1,11 +1,11 @@
-"""The GPU memory that a server in the trainers' job needs."""
+"""The GPU memory that a server needs, and what it gets in a rollout task."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-from slurmrl.plan.estimates.hardware import GIB
+from slurmrl.plan.estimates.hardware import GIB, margin
 from slurmrl.plan.estimates.memory import Memory
 
 SLEEPING: Final = 2 * GIB
@@ -24,6 +24,13 @@ def computing(gpu_bytes: int) -> int:
 def least(memory: Memory, gpu_bytes: int) -> int:
     """Bytes of a GPU without which a server cannot serve the longest sequence."""
     return memory.weights + memory.sequence + computing(gpu_bytes)
+
+
+def share_in_task(arguments: Sequence[str], gpu_bytes: int) -> int:
+    """Bytes of each GPU that a server uses which has them to itself, and needs no room for weights
+    that arrive: all but a margin, or the share that the user's arguments set."""
+    own = own_share(arguments)
+    return gpu_bytes - margin(0) if own is None else round(own * gpu_bytes)
 
 
 def own_share(arguments: Sequence[str]) -> float | None:

@@ -111,13 +111,16 @@ def _lora(lora: Mapping[str, Any]) -> str:
 def _grid(report: Mapping[str, Any], group: Mapping[str, Any]) -> Grid:
     """The models' ranks on the hosts and GPUs of a group of workers."""
     row, per_host = "task" if group["elastic"] else "host", group["workers_per_host"]
+    held = {
+        name: model for name, model in report["models"].items() if model["group"] == group["name"]
+    }
+    numbers = [rank["gpu"] + 1 for model in held.values() for rank in model["ranks"]]
     cells: list[list[dict[str, str]]] = [
-        [{} for _ in range(per_host)] for _ in range(group["hosts"])
+        [{} for _ in range(max(per_host, *numbers, 0))] for _ in range(group["hosts"])
     ]
-    for name, model in report["models"].items():
-        if model["group"] == group["name"]:
-            for rank in model["ranks"]:
-                cells[rank["host"]][rank["gpu"]][name] = _coordinates(rank, model["sizes"])
+    for name, model in held.items():
+        for rank in model["ranks"]:
+            cells[rank["host"]][rank["gpu"]][name] = _coordinates(rank, model["sizes"])
     rows = [GridRow(str(host), on_host) for host, on_host in enumerate(cells)]
     title = f"{group['name']}: {_count(group['hosts'], row)} of {_count(per_host, 'worker')}"
     return Grid(title, row, "GPU", "model", rows)

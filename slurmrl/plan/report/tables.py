@@ -53,8 +53,10 @@ def rows(plan: Plan, model: ModelPlan) -> list[Row]:
     """The rows of a model's ranks, in their order."""
     group, grid, experts = plan.group(model.group), topology(model), expert_topology(model)
     table = []
+    held = len(model.ranks) // len(set(model.ranks))  # ranks of one worker, adjacent
     for rank, place in enumerate(model.ranks):
-        host, gpu = divmod(place, group.workers_per_host)
+        host, worker = divmod(place, group.workers_per_host)
+        gpu = worker * held + rank % held
         coordinates = grid.coordinates(rank)
         own = experts.coordinates(rank) if experts else {}
         table.append(Row(rank, place, host, gpu, coordinates, own))

@@ -9,12 +9,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from slurmrl.allocation import parse
+from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Model, role_key
 from slurmrl.config.source import dotted
 from slurmrl.graph.call import Call
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
-from slurmrl.plan.estimates import costs, hardware
+from slurmrl.plan.estimates import costs, hardware, servers
 from slurmrl.plan.estimates.gpus import fullest_gpu, trainers_gpus
 from slurmrl.plan.estimates.host import worker_bytes
 from slurmrl.plan.estimates.memory import Memory
@@ -25,6 +26,7 @@ from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, placements
 from slurmrl.plan.report import tables
 from slurmrl.plan.report.algorithm import in_force
 from slurmrl.plan.settings import Settings
+from slurmrl.worlds import TRAINERS
 
 
 def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
         "episode": _episode(settings),
         "process_groups": [asdict(group) for group in groups],
         "process_group_counts": dict(Counter(use for group in groups for use in group.uses)),
-        "memory": _fullest(settings),
+        "memory": _fullest(settings, placed.get(ROLLOUTS)),
         "warnings": [*_warnings(plan), *warnings],
         "notes": list(settings.notes),
         "missing": [str(problem) for problem in settings.missing],
@@ -176,8 +178,9 @@ def _episode(settings: Settings) -> dict[str, Any] | None:
     }
 
 
-def _fullest(settings: Settings) -> dict[str, Any]:
+def _fullest(settings: Settings, rollout: Placement | None) -> dict[str, Any]:
     gpus = trainers_gpus(settings)
+    server = gpus.server_bytes() if gpus.has_servers else _server_in_task(settings, rollout)
     fullest = gpus.fullest()
     full = _without_adapters(settings)
     return {
@@ -187,9 +190,19 @@ def _fullest(settings: Settings) -> dict[str, Any]:
         "without_adapters_bytes": fullest_gpu(full).size if full else None,
         "margin_bytes": fullest.margin if fullest.models else None,
         "gpu_bytes": hardware.memory_bytes(settings.config.cluster),
-        "server_bytes": gpus.server_bytes() if gpus.has_servers else None,
+        "server_bytes": server,
         "server_sleeps": gpus.has_servers and gpus.server_sleeps,
     }
+
+
+def _server_in_task(settings: Settings, rollout: Placement | None) -> int | None:
+    """Bytes of each GPU for the server of a rollout task; None without one, or on unknown GPUs."""
+    limit = hardware.memory_bytes(settings.config.cluster)
+    if rollout is None or rollout.group == TRAINERS or limit is None:
+        return None
+    if not BACKENDS[rollout.allocation.backend].serves:
+        return None
+    return servers.share_in_task(settings.config.rollout.server_args, limit)
 
 
 def _without_adapters(settings: Settings) -> Settings | None:

@@ -47,8 +47,8 @@ class Generation:
         rollout = self._settings.config.rollout
         return -(-rollout.episode.concurrency // rollout.n) + 1
 
-    async def group(self, lease: str, row: RequestedItem) -> SampleGroup:
-        """All completions of an item.
+    async def group(self, lease: str, row: RequestedItem, held: str) -> SampleGroup:
+        """All completions of an item. ``held``: the version that the task has as they begin.
 
         Raises RunFailedError if the engine is lost, EpisodeError if all episodes of several items
         in a row have failed, CorruptFileError and EnvironmentFailure for a row that cannot be read.
@@ -58,8 +58,6 @@ class Generation:
         outcomes = await self._episodes.run(
             self._engine, episode_items(sample, context), context, Waiting(), slots=self._slots
         )
-        held = self._engine.version
-        assert held is not None, "requests wait for weights"
         self.counts["tokens"] += sum(sum(one.completions.written) for one in outcomes)
         self.counts["items"] += 1
         self.counts["episodes_failed"] += sum(bool(outcome.failure) for outcome in outcomes)

@@ -10,25 +10,27 @@ from typing import TypeVar
 
 import torch
 
+from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.backoff import READ_S, retry
 from slurmrl.channel.pipe import Connection
 from slurmrl.config.schema.model import Model
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines.initial_weights import model_config
 from slurmrl.engines.rollout.host_folder import HostFolder
-from slurmrl.engines.rollout.native.rollout import NativeRollout
-from slurmrl.engines.rollout.native.schedule import Limits
+from slurmrl.engines.rollout.server_kind import weights_config
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.decoder import Decoder, build
 from slurmrl.parallel import device
 from slurmrl.parallel.activity import Activity
 from slurmrl.paths import RunPaths
+from slurmrl.plan.checks import memory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings
+from slurmrl.workers import gpus
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
 from slurmrl.workers.poll_intervals import PollIntervals
+from slurmrl.workers.rollout.engines import MakeEngine, native, served, undefined_decoder
 from slurmrl.workers.rollout.generation import Generation
 from slurmrl.workers.rollout.rows import TaskRows
 from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
@@ -46,19 +48,29 @@ def build_rollout(
     plan = _read("the plan", lambda: Plan.read(paths.plan))
     group = plan.group(start.agent.group)
     accelerator = device.choose(group.gpus_per_worker)
+    if group.gpus_per_worker:
+        refuse = partial(memory.refusal_in_task, settings)
+        gpus.take(group, refuse, activity, exclusive=start.exclusive)
     device.set_up(
         accelerator,
         threads=group.threads_per_worker,
         deterministic=bool(settings.config.deterministic),
     )
     activity.phase("making the model")
-    decoder = undefined_decoder(settings.config.actor, accelerator.device)
+    (model,) = plan.models_of(group.name).values()
+    config, dtype = actor_config(settings.config.actor), settings.config.actor.dtype
+    if BACKENDS[model.engine].serves:
+        agent = start.agent
+        log = paths.logs / group.name / f"{model.engine}.{agent.task}.{agent.attempt}.log"
+        make = served(settings, model, config, accelerator.device, log)
+    else:
+        make = native(settings, undefined_decoder(config, dtype, accelerator.device))
     tasks = settings.config.rollout.tasks
     assert tasks is not None, "the plan has rollout tasks"
     intervals = PollIntervals.of(plan.hosts, settings.config.cluster.heartbeat_s)
     poll_s = intervals.task_s, max(intervals.task_s, intervals.poll_s)
     options = TaskOptions(interruptible=tasks.interruptible, poll_s=poll_s)
-    return TaskWorker(paths, start, settings, decoder, options)
+    return TaskWorker(paths, start, settings, make, config, options)
 
 
 class TaskWorker:
@@ -69,12 +81,13 @@ class TaskWorker:
         paths: RunPaths,
         start: StartRollout,
         settings: Settings,
-        decoder: Decoder,
+        make_engine: MakeEngine,
+        config: ModelConfig,
         options: TaskOptions,
     ) -> None:
-        """``decoder``: with any weights, in ``actor.dtype``."""
+        """``config``: of the weights that the engine is given."""
         self._paths, self._agent, self._settings = paths, start.agent, settings
-        self._decoder, self._options = decoder, options
+        self._make_engine, self._config, self._options = make_engine, config, options
         folder = settings.config.actor.tokenizer
         assert folder is not None, "checked at submission"
         self._tokenizer = _read("the tokenizer", lambda: load_tokenizer(Path(folder)))
@@ -97,11 +110,10 @@ class TaskWorker:
 
     async def _serve(self, agent: Connection, host: Path) -> None:
         config = self._settings.config
-        engine = self._engine()
+        engine = self._make_engine(host)
         rows = TaskRows(self._paths.data, config.dataset, self._tokenizer)
         generation = Generation(self._settings, rows, self._tokenizer, self._stops, engine)
-        decoder, dtype = self._decoder, config.actor.dtype
-        model = {**decoder.config.to_hf(head="lm", dtype=dtype), "eos_token_id": None}
+        model = weights_config(self._config, config.actor.dtype)
         weights = TaskWeights(self._paths.versions, host, model)
         task = TaskAtWork(self._paths, self._agent, engine, weights, generation, self._options)
         listening = asyncio.create_task(_listen(agent, task))
@@ -114,13 +126,6 @@ class TaskWorker:
                 each.cancel()
             generation.close()
             await engine.close()
-
-    def _engine(self) -> NativeRollout:
-        config = self._settings.config
-        rows, memory = config.rollout.episode.concurrency, config.rollout.episode.cache_bytes
-        tokens = max(rows, config.actor.max_tokens_per_microbatch)
-        limits = Limits(rows=rows, step_tokens=tokens, cache_bytes=memory)
-        return NativeRollout(self._decoder, limits=limits)
 
 
 async def _listen(agent: Connection, task: TaskAtWork) -> None:
@@ -146,17 +151,13 @@ async def _listen(agent: Connection, task: TaskAtWork) -> None:
     raise RunFailedError("the agent is gone")
 
 
-def undefined_decoder(model: Model, target: torch.device) -> Decoder:
-    """The actor's architecture, with undefined weights."""
+def actor_config(model: Model) -> ModelConfig:
+    """The actor's architecture."""
     source = None if model.path is None else Path(model.path)
     config = _read("the model", lambda: model_config("actor", model, source))
     if not isinstance(config, ModelConfig):
         raise UsageError("rollout tasks need the built-in decoder, not 'implementation: hf'")
-    with torch.device("meta"):
-        decoder = build(config).to(getattr(torch, model.dtype))
-    decoder.to_empty(device=target)
-    decoder.requires_grad_(False)
-    return decoder
+    return config
 
 
 def _read(what: str, action: Callable[[], T]) -> T:

@@ -196,7 +196,9 @@ class TaskAtWork:
     async def _make(self, work: Work) -> None:
         if self._ending:  # the engine may know requests of the same row
             await asyncio.wait(set(self._ending))
-        group = await self._generation.group(work.lease, work.row)
+        held = self._session.held
+        assert held is not None, "items begin once there are weights"
+        group = await self._generation.group(work.lease, work.row, held.name)
         self._making.pop(work.key)
         self._session.finish(work.key, group)
         await self._tell()

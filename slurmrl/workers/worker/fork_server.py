@@ -16,6 +16,7 @@ from pathlib import Path
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
 from slurmrl.engines import ENGINES
+from slurmrl.engines.rollout.host_folder import remove_unused
 from slurmrl.engines.rollout.warden import end_children
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
@@ -68,6 +69,7 @@ def serve(agent: Connection, rank: int) -> Connection | None:
         if worker is not None and (code := _ended(worker)) is not None:
             # they may hold the GPU, and no other process knows them
             end_children(LEFTOVERS_S)
+            remove_unused()
             worker = None
             agent.send(FROM_FORK_SERVER.to_json(WorkerEnded(code)))
         for values in agent.receive_available():

@@ -3,9 +3,7 @@ datasets, tokenizer."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,26 +18,25 @@ from slurmrl.channel.pipe import Connection
 from slurmrl.checkpoint.manifest import until_certain, verify_share
 from slurmrl.checkpoint.pinned import is_pinned
 from slurmrl.config.schema import Optimizer
-from slurmrl.config.servers import Address, read_keys
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, TrainEngine
-from slurmrl.engines.rollout.server import Patience, Running, Serving
+from slurmrl.engines.rollout.server import Running, Serving
 from slurmrl.errors import DamagedCheckpointError, UsageError
 from slurmrl.fsio import inputs
-from slurmrl.parallel import device, gpu_memory, groups, numa
+from slurmrl.parallel import device, groups
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.paths import RunPaths
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks import memory
 from slurmrl.plan.estimates.gpus import share_of_server
-from slurmrl.plan.estimates.lengths import least_context
-from slurmrl.plan.model import GroupPlan, Plan
+from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.registry import resolve
+from slurmrl.workers import gpus
 from slurmrl.workers.messages import (
     Answer,
     Done,
@@ -50,6 +47,7 @@ from slurmrl.workers.messages import (
     Start,
     StartRollout,
 )
+from slurmrl.workers.serving import own_server, running_servers
 from slurmrl.workers.worker import reallocation, version_writing
 from slurmrl.workers.worker.datasets import Datasets
 from slurmrl.workers.worker.distributed import (
@@ -136,7 +134,9 @@ def build_trainer(
     cores = max(1, len(os.sched_getaffinity(0)) // group.workers_per_host)
     accelerator = device.choose(group.gpus_per_worker)
     if accelerator.device.type == "cuda":
-        _take_gpu(settings, group, accelerator.device, start, activity)
+        # with a checkpoint, the models have fitted before
+        refuse = partial(memory.refusal, settings) if start.base is None else _accept
+        gpus.take(group, refuse, activity, exclusive=start.exclusive)
     deterministic = settings.config.deterministic
     device.set_up(
         accelerator,
@@ -200,16 +200,8 @@ def build_trainer(
     )
 
 
-def _take_gpu(
-    settings: Settings, group: GroupPlan, device: torch.device, start: Start, activity: Activity
-) -> None:
-    """Wait for this rank's GPU, on cores near it. Raises UsageError for models that cannot fit."""
-    gpu = torch.cuda.get_device_properties(device)
-    numa.bind_to(gpu, group.cpus_per_worker)
-    if start.base is None:  # with a checkpoint, they have fitted before
-        require_memory(settings, gpu.name, gpu.total_memory)
-    activity.phase("waiting for free GPU memory")
-    gpu_memory.wait_until_free(device, exclusive=start.exclusive)
+def _accept(gpu: str, total_bytes: int) -> None:
+    """Refuse no GPU."""
 
 
 def load(
@@ -250,12 +242,6 @@ def verify_pinned(
 def _verify(checkpoint: Path, rank: int, ranks: int) -> None:
     share = partial(verify_share, checkpoint, rank, ranks)
     _read("the checkpoint", lambda: until_certain(share))
-
-
-def require_memory(settings: Settings, gpu: str, total_bytes: int) -> None:
-    """Raises UsageError for models that cannot fit into this rank's GPU."""
-    if reason := memory.refusal(settings, gpu, total_bytes):
-        raise UsageError(f"{socket.gethostname()}: {reason}")
 
 
 def require_inputs(settings: Settings) -> None:
@@ -304,22 +290,16 @@ def _serving(
     engine = plan.models[context.role].engine
     if not BACKENDS[engine].serves:
         return {}
-    rollout = settings.config.rollout
-    patience = Patience(start_s=rollout.server_start_s, silence_s=rollout.server_silence_s)
-    if rollout.servers:
-        return {"serving": _running(settings, patience, paths)}
-    python, tokenizer = rollout.python, settings.config.actor.tokenizer
-    assert python is not None and tokenizer is not None, "checked at submission"  # noqa: PT018
-    serving = Serving(
-        python=python,
-        arguments=tuple(rollout.server_args),
-        tokenizer=Path(tokenizer) if rollout.min_new_tokens else None,
-        patience=patience,
-        log=paths.logs / TRAINERS / f"{engine}.{context.dp_rank}.log",
-        memory_bytes=_share_of_gpu(settings, context.device),
-        sleeps=context.role in plan.offloaded,
-    )
-    return {"serving": serving}
+    if settings.config.rollout.servers:
+        return {"serving": running_servers(settings, paths)}
+    return {
+        "serving": own_server(
+            settings,
+            paths.logs / TRAINERS / f"{engine}.{context.dp_rank}.log",
+            memory_bytes=_share_of_gpu(settings, context.device),
+            sleeps=context.role in plan.offloaded,
+        )
+    }
 
 
 def _share_of_gpu(settings: Settings, device: torch.device) -> int | None:
@@ -328,25 +308,6 @@ def _share_of_gpu(settings: Settings, device: torch.device) -> int | None:
         return None
     total: int = torch.cuda.get_device_properties(device).total_memory
     return share_of_server(settings, total)
-
-
-def _running(settings: Settings, patience: Patience, paths: RunPaths) -> Running:
-    rollout, weights = settings.config.rollout, paths.weights
-    keys = Path(rollout.server_keys) if rollout.server_keys is not None else None
-    if rollout.server_weights is not None:  # other trials may use it, too
-        weights = Path(rollout.server_weights) / f"{paths.trial}-{_digest(paths.run)}"
-    return Running(
-        addresses=tuple(map(Address, rollout.servers)),
-        weights=weights,
-        keys=_read("the keys of rollout.servers", lambda: read_keys(keys)),
-        context=least_context(settings.config),
-        text=rollout.min_new_tokens > 0,
-        patience=patience,
-    )
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(str(path).encode()).hexdigest()[:16]
 
 
 def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:

@@ -107,9 +107,9 @@ def test_a_refused_version_leaves_the_one_before_in_service(tmp_path: Path) -> N
         calls = [call for call in dialect.calls if call != "health"]
         assert calls == ["pause", "load 2.1", "pause", "load 1.1", "resume"]
         answer = engine.submit(request())
-        while "r-0" not in dialect.draws:
+        while "r-0-0" not in dialect.draws:
             await asyncio.sleep(0.01)
-        dialect.draws["r-0"].set_result(completion())
+        dialect.draws["r-0-0"].set_result(completion())
         assert await answer == (completion(),)
 
     within(tmp_path, test)
@@ -135,9 +135,9 @@ def test_a_server_that_dies_of_a_request_is_not_started_for_ever(tmp_path: Path)
         draw = None
         for count in range(1, 4):
             pid = (await started(tmp_path, count))[-1]
-            while dialect.draws.get("r-0") in (None, draw):
+            while dialect.draws.get("r-0-0") in (None, draw):
                 await asyncio.sleep(0.01)
-            draw = dialect.draws["r-0"]
+            draw = dialect.draws["r-0-0"]
             warden = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             os.kill(pid, signal.SIGKILL)
             await ended(warden)
@@ -231,9 +231,9 @@ def test_a_server_that_does_not_wake_is_started_again(tmp_path: Path, dies: bool
         assert dialect.calls.count("wake") == 1
         assert engine.version == "2.1"
         answer = engine.submit(request())
-        while "r-0" not in dialect.draws:
+        while "r-0-0" not in dialect.draws:
             await asyncio.sleep(0.01)
-        dialect.draws["r-0"].set_result(replace(completion(), versions=("2.1",) * 3))
+        dialect.draws["r-0-0"].set_result(replace(completion(), versions=("2.1",) * 3))
         assert len(await answer) == 1
 
     within(tmp_path, test)

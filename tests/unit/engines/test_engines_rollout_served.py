@@ -126,7 +126,7 @@ def test_tokens_of_weights_that_were_not_installed_are_refused() -> None:
         future = engine.submit(request())
         await settle()
         made = replace(completion(), versions=("1.1", "default", "default"))
-        dialect.draws["r-0"].set_result(made)
+        dialect.draws["r-0-0"].set_result(made)
         with pytest.raises(RunFailedError, match=r"drawn with weights default.* not installed"):
             await future
         await engine.health()
@@ -156,7 +156,7 @@ def test_a_server_that_sleeps_wakes_before_it_gets_weights() -> None:
         calls = [call for call in dialect.calls if not call.startswith("draw")]
         assert calls == ["sleep", "health", "wake", *loads]
         await settle()
-        dialect.draws["r-0"].set_result(replace(completion(), versions=("3.1",) * 3))
+        dialect.draws["r-0-0"].set_result(replace(completion(), versions=("3.1",) * 3))
         await future
 
     run(main())
@@ -194,7 +194,7 @@ def test_requests_wait_for_the_first_version_and_are_bounded() -> None:
             await settle()
         assert dialect.most == 5
         for index, future in enumerate(futures):
-            expected = [tokens[f"r{index}-{key}"] for key in range(4)]
+            expected = [tokens[f"r{index}-{index}-{key}"] for key in range(4)]
             assert [len(result.tokens) for result in future.result()] == expected
         assert len(set(dialect.seeds.values())) == 4  # a key's stream is its own
         assert all(0 <= seed < 2**63 for seed in dialect.seeds.values())
@@ -231,14 +231,14 @@ def test_an_abort_returns_what_was_drawn_even_if_it_overtakes_its_request() -> N
         engine = await ready(dialect, concurrency=2)
         future = engine.submit(request(keys=4))
         await settle()
-        dialect.draws["r-0"].set_result(completion("stop"))
+        dialect.draws["r-0-0"].set_result(completion("stop"))
         engine.abort("r")
         engine.abort("r")
         engine.abort("unknown")
         results = await future
         assert [result.finish for result in results] == ["stop", "aborted", "aborted", "aborted"]
         assert [len(result.tokens) for result in results] == [3, 2, 0, 0]
-        assert "draw r-3" not in dialect.calls  # its turn never came
+        assert "draw r-0-3" not in dialect.calls  # its turn never came
 
     run(main())
 
@@ -251,7 +251,7 @@ def test_a_completion_that_the_server_aborted_by_itself_is_not_a_completion() ->
         engine = await ready(dialect)
         future = engine.submit(request())
         await settle()
-        dialect.draws["r-0"].set_result(completion("aborted"))
+        dialect.draws["r-0-0"].set_result(completion("aborted"))
         with pytest.raises(RunFailedError, match="aborted the request"):
             await future
 
@@ -284,7 +284,7 @@ def test_after_an_update_that_failed_no_request_is_sent() -> None:
         future = engine.submit(request())
         await settle()
         assert engine.version is None
-        assert "draw r-0" not in dialect.calls
+        assert "draw r-0-0" not in dialect.calls
         await engine.close()
         with pytest.raises(RunFailedError, match="closed"):
             await future

@@ -5,13 +5,34 @@ from __future__ import annotations
 import pytest
 
 from slurmrl.config.schema import Config
+from slurmrl.errors import ConfigError
 from slurmrl.graph.call import Method
 from slurmrl.plan.build import ROLLOUT_WORKER, STORED, make_plan
 from slurmrl.plan.checks import inventory
+from slurmrl.plan.checks.memory import refusal_in_task
+from slurmrl.plan.estimates.costs import memories
+from slurmrl.plan.estimates.hardware import GIB
+from slurmrl.plan.estimates.host import VERSIONS, WORKER
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import slurm_of
+from slurmrl.plan.report import tables
+from slurmrl.plan.report.document import document
+from slurmrl.plan.report.values import report
 from slurmrl.scheduler.parse import HostRow
 from tests.unit.plan.conftest import Load
+from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
+
+SERVERS = (
+    "rollout.tasks={max: 2}",
+    "rollout.backend=sglang:t2",
+    "rollout.python=/bin/sh",
+    "actor.backend=fsdp:d16",
+    "cluster.gpus_per_worker=1",
+    "cluster.gpu_memory=80G",
+    "dataset.max_prompt_tokens=1792",
+    "actor.gradient_checkpointing=full",
+    "critic.gradient_checkpointing=full",
+)
 
 
 @pytest.mark.parametrize(
@@ -59,3 +80,34 @@ def test_the_array_has_options_of_its_own(plan_ppo: Load) -> None:
     assert inventory.lacking(plan, settings.config, rows) == []
     (line,) = inventory.lacking(plan, settings.config, {**rows, "rollout": []})
     assert "the rollout group needs 1 hosts with 1 GPUs, partition preemptible has 0" in line
+
+
+def test_a_task_of_servers_has_one_worker_with_all_its_gpus(plan_ppo: Load) -> None:
+    """Its job requests the cores of all of them, and host memory for two versions of the weights.
+    The plan shows where each part of the model lies, and what of a GPU the server gets."""
+    settings = plan_ppo(*SERVERS, architecture=SEVEN_BILLION)
+    rows = [HostRow(f"n{number}", "idle", 8, 64, 2**20) for number in range(4)]
+    hosts = {"trainer": rows, "rollout": rows}
+    plan = make_plan(settings, scheduler="slurm", hosts=hosts)
+    group = plan.group("rollout")
+    assert (group.hosts, group.workers_per_host, group.gpus_per_worker) == (2, 1, 2)
+    assert group.cpus_per_worker == 2 * plan.trainers.cpus_per_worker
+    weights = memories(settings)["rollout"].weights
+    assert group.memory_bytes == pytest.approx(WORKER + VERSIONS * 2 * weights, rel=0.05)
+    model = plan.models["rollout"]
+    assert model.ranks == (0, 0, 1, 1)
+    places = [(row.host, row.gpu) for row in tables.rows(plan, model)]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    found = report(settings, plan)
+    assert found["memory"]["server_bytes"] == 77 * GIB
+    assert document(found)
+
+
+def test_a_server_that_does_not_fit_into_the_gpus_of_its_task_is_refused(plan_ppo: Load) -> None:
+    """At submission where the GPU's size is known, else by the task's worker."""
+    small = (*SERVERS, "rollout.backend=vllm:d2")
+    with pytest.raises(ConfigError, match=r"a server needs .* of weights.*gets 13\.0 GiB"):
+        plan_ppo(*small, "cluster.gpu_memory=16G", architecture=SEVEN_BILLION)
+    unknown = plan_ppo(*small, "cluster.gpu_memory=", architecture=SEVEN_BILLION)
+    assert refusal_in_task(unknown, "GPU of 80", 80 * GIB) is None
+    assert "a server needs" in (refusal_in_task(unknown, "GPU of 16", 16 * GIB) or "")

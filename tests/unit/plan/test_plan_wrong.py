@@ -170,12 +170,10 @@ KINDS = {
         "rollout.tasks={max: 3}", "rollout.backend=native:d2",
     ),
     "a task of two GPUs": wrong(
-        "rollout.backend", "a task of native has one GPU; write native:d2",
+        "rollout.backend",
+        "a task of native has one GPU; write native:d2, or keep servers over several GPUs: "
+        "sglang:t2 or vllm:t2",
         "rollout.tasks={max: 2}", "rollout.backend=native:t2",
-    ),
-    "tasks of servers": wrong(
-        "rollout.backend", "tasks of vllm do not run in this version; write native:d2",
-        "rollout.tasks={}", "rollout.backend=vllm:d2",
     ),
     "weights too rarely for tasks": wrong(
         "rollout.tasks.max_staleness", "0 is not allowed: weights are published every 3 steps",

@@ -35,9 +35,10 @@ from slurmrl.rollouts.sample_files import read_group
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.weights.version import VersionId
 from slurmrl.weights.writer import PartWriter, publish
+from slurmrl.workers.rollout.engines import undefined_decoder
 from slurmrl.workers.rollout.generation import Generation
 from slurmrl.workers.rollout.rows import TaskRows
-from slurmrl.workers.rollout.setup import undefined_decoder
+from slurmrl.workers.rollout.setup import actor_config
 from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
 from slurmrl.workers.rollout.weights import TaskWeights
 from slurmrl.workers.rollout_messages import (
@@ -182,7 +183,8 @@ def test_tasks_draw_what_the_trainers_would(trial: Trial, monkeypatch: pytest.Mo
 
     async def run() -> None:
         nonlocal engine, first
-        engine = NativeRollout(undefined_decoder(trial.config.actor, torch.device("cpu")))
+        config, dtype = actor_config(trial.config.actor), trial.config.actor.dtype
+        engine = NativeRollout(undefined_decoder(config, dtype, torch.device("cpu")))
         task = trial.task(engine)
         running = asyncio.create_task(task.run())
         log = LogWriter(trial.requests(3))

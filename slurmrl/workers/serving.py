@@ -1,0 +1,56 @@
+"""How workers keep servers, and use those that run already, by the configuration."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from slurmrl.backoff import READ_S, retry
+from slurmrl.config.schema import Rollout
+from slurmrl.config.servers import Address, read_keys
+from slurmrl.engines.rollout.server import Patience, Running, Serving
+from slurmrl.paths import RunPaths
+from slurmrl.plan.estimates.lengths import least_context
+from slurmrl.plan.settings import Settings
+
+
+def own_server(
+    settings: Settings, log: Path, *, memory_bytes: int | None, sleeps: bool = False
+) -> Serving:
+    """A server of the run's own; arguments as of `Serving`."""
+    rollout, tokenizer = settings.config.rollout, settings.config.actor.tokenizer
+    assert rollout.python is not None, "checked at submission"
+    assert tokenizer is not None, "checked at submission"
+    return Serving(
+        python=rollout.python,
+        arguments=tuple(rollout.server_args),
+        tokenizer=Path(tokenizer) if rollout.min_new_tokens else None,
+        patience=_patience(rollout),
+        log=log,
+        memory_bytes=memory_bytes,
+        sleeps=sleeps,
+    )
+
+
+def running_servers(settings: Settings, paths: RunPaths) -> Running:
+    """``rollout.servers``. Raises UsageError for keys that cannot be used, EnvironmentFailure."""
+    rollout, weights = settings.config.rollout, paths.weights
+    keys = Path(rollout.server_keys) if rollout.server_keys is not None else None
+    if rollout.server_weights is not None:  # other trials may use it, too
+        weights = Path(rollout.server_weights) / f"{paths.trial}-{_digest(paths.run)}"
+    return Running(
+        addresses=tuple(map(Address, rollout.servers)),
+        weights=weights,
+        keys=retry("read the keys of rollout.servers", lambda: read_keys(keys), timeout_s=READ_S),
+        context=least_context(settings.config),
+        text=rollout.min_new_tokens > 0,
+        patience=_patience(rollout),
+    )
+
+
+def _patience(rollout: Rollout) -> Patience:
+    return Patience(start_s=rollout.server_start_s, silence_s=rollout.server_silence_s)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(str(path).encode()).hexdigest()[:16]
