@@ -89,10 +89,11 @@ class Rollout(Section):
     backend: Line = ""
     """Engine and layout for generation: `native:d4`, `native:d2t2`, `sglang:d2`,
     `vllm:d2`. The actor's weights move there before each generation. `sglang` and `vllm` need
-    `gpus` and `python`, or `servers`. Default: the actor's engine, on its ranks."""
+    `python` and `gpus` or `tasks`, or else `servers`. Default: the actor's engine, on its ranks."""
     gpus: Line = ""
     """GPUs of the trainers' job for generation (workers, if there are no GPUs). Required with
-    `sglang` and `vllm`, unless `servers` are given. Default: from GPU 0 of the trainers."""
+    `sglang` and `vllm`, unless `servers` or `tasks` are given. Default: from GPU 0 of the
+    trainers."""
     python: Word | None = None
     """Python of the environment in which `sglang` or `vllm` is installed, which need not be the
     one of slurmrl: `/shared/sglang/bin/python`. It must have the same path on all hosts."""
