@@ -108,13 +108,23 @@ class Holds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unreadable:
+    """A published version that the task cannot read. It tries again when that is published anew."""
+
+    version: Annotated[str, VERSION]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutCounts:
     """Sums since the attempt began, such as ``tokens``."""
 
     counts: Mapping[str, Annotated[float, NUMBER]] = field(default_factory=dict)
 
 
-RolloutResult: TypeAlias = Joined | GroupsFinished | GaveBack | Leaving | Holds | RolloutCounts
+RolloutResult: TypeAlias = (
+    Joined | GroupsFinished | GaveBack | Leaving | Holds | Unreadable | RolloutCounts
+)
 
 REQUEST_LOG: Final = MessageSet[RolloutRequest](
     "the request log of a rollout task",
@@ -128,6 +138,7 @@ RESULT_LOG: Final = MessageSet[RolloutResult](
         "gave_back": GaveBack,
         "leaving": Leaving,
         "holds": Holds,
+        "unreadable": Unreadable,
         "counts": RolloutCounts,
     },
 )

@@ -54,6 +54,8 @@ T = TypeVar("T")
 
 LOOKS_PER_TTL = 4
 """Looks per lease TTL for agents that have not said hello."""
+PUBLISH_AGAIN_S = (2.0, 300.0)
+"""First and longest pause before a version is published again that tasks lack."""
 LAST_RETRY_S = (2.0, 60.0)
 """First and longest pause before the last commit is tried again."""
 
@@ -132,6 +134,9 @@ class Master:
         self.rows_left_out = 0
         """Rows of the training data that are too long."""
         self._told_unknown = False
+        self._publish_pauses = Backoff(*PUBLISH_AGAIN_S)
+        self._publish_at = 0.0
+        """When a version may be published again that tasks lack, by the monotonic clock."""
         self._stall_s: float | None = None
         """Stall of the checkpoints that ended since the last metrics line; None if none did."""
 
@@ -158,6 +163,7 @@ class Master:
             self.config.step_timeout_s,
             self.writer.incarnation,
             self.rollouts,
+            self._publish_again,
         )
 
     # -- the whole run -----------------------------------------------------------------------
@@ -193,6 +199,9 @@ class Master:
         self.agents.report_lost(dead)
         if rollouts is not None:
             rollouts.look(dead, self.progress.step)
+            if self.versions is not None and rollouts.unreadable:
+                self.versions.distrust(rollouts.unreadable)
+                rollouts.unreadable.clear()
         self.requests.look()
         self._tell(self.committer.poll())
         if self.versions is not None:
@@ -267,6 +276,7 @@ class Master:
         if executed is None:
             return
         metrics = executed.metrics
+        self._publish_pauses.reset()
         self.progress.advance(metrics)
         if self.versions is not None and self.versions.is_due(step):
             self._publish()
@@ -319,6 +329,22 @@ class Master:
         if self.versions is not None:
             self._tell_version(self.versions.wait())
             self._tell_version(self.versions.start(self.progress.step))
+
+    def _publish_again(self) -> None:
+        """Publish the weights of now if rollout tasks need them and have no version to read. The
+        ranks must be between two steps."""
+        versions, rollouts, now = self.versions, self.rollouts, time.monotonic()
+        if versions is None or rollouts is None or now < self._publish_at:
+            return
+        self._publish_at = now + PUBLISH_AGAIN_S[0]
+        try:
+            if not (rollouts.lack_weights and versions.is_lacking):
+                return
+        except EnvironmentFailure as error:
+            logger.warning("cannot look for the newest weight version, will retry: %s", error)
+            return
+        self._publish_at = now + self._publish_pauses.next_s()
+        self._tell_version(versions.start(self.progress.step, again=True))
 
     def _tell_version(self, outcome: Publication | None) -> None:
         """Report how a publication ended; the run continues after a failed one."""

@@ -7,7 +7,6 @@ samples" and "Samples of rollout tasks" in docs/protocols.md.
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -23,12 +22,13 @@ from slurmrl.fsio import atomic
 from slurmrl.history.lineage import Lineage
 from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.reports import Identity
-from slurmrl.monitor.rollouts import RolloutsView, RolloutTaskView
+from slurmrl.monitor.rollouts import RolloutsView
 from slurmrl.paths import RunPaths
 from slurmrl.plan.metrics import ROLLOUT_SUMS, STALENESS_MAX, STALENESS_MEAN
 from slurmrl.weights.version import VersionId
 from slurmrl.workers.master.sample_checks import SampleChecks
 from slurmrl.workers.master.sample_sweep import SampleSweep
+from slurmrl.workers.master.shares import dealt
 from slurmrl.workers.master.task_attempts import (
     AttemptRecord,
     RolloutAttempt,
@@ -50,6 +50,7 @@ from slurmrl.workers.rollout_messages import (
     Leaving,
     RequestedItem,
     RolloutResult,
+    Unreadable,
 )
 
 logger = log.get(__name__)
@@ -92,6 +93,8 @@ class RolloutTasks:
         many may stay; None: one, and all."""
         self.agents: dict[str, Identity] = {}
         """Of the newest attempt that has joined at each task, while it lives, by its label."""
+        self.unreadable: set[VersionId] = set()
+        """Versions of this incarnation that a task cannot read; for the caller to empty."""
         self._paths = paths
         self._ledger = ledger
         self._lineage = lineage
@@ -215,6 +218,13 @@ class RolloutTasks:
         sound = sum(one in self._checks.sound for one in self._ledger.finished)
         return f"for groups of rollout tasks: {sound} of {self._wanted}"
 
+    @property
+    def lack_weights(self) -> bool:
+        """Whether there are tasks, but none with weights that the next step could be trained
+        with."""
+        joined = any(one.record.agent is not None for one in self._living.values())
+        return joined and not self._able()
+
     def metrics(self) -> dict[str, float]:
         """Of the steps taken since the last call."""
         sums = self._sums()
@@ -248,17 +258,7 @@ class RolloutTasks:
             given_back=self._counts["given_back"],
             lost=self._counts["lost"],
             tasks=tuple(
-                RolloutTaskView(
-                    task=one.label,
-                    attempt=one.number,
-                    host=one.record.agent.host if one.record.agent is not None else "",
-                    version=one.record.version or "",
-                    leased=self._ledger.leased_by(one.name),
-                    silent_s=now - one.heard_at,
-                    counts=one.counts,
-                    leaving=one.leaving,
-                )
-                for one in self._living.values()
+                one.view(now, self._ledger.leased_by(one.name)) for one in self._living.values()
             ),
         )
 
@@ -328,8 +328,25 @@ class RolloutTasks:
                 self._counts["given_back"] += len(returned)
             case Holds():
                 self._note(attempt, result.version)
+            case Unreadable():
+                self._refuse(attempt, result)
             case Leaving():
                 self._end(attempt, LEFT, result.reason)
+
+    def _refuse(self, attempt: RolloutAttempt, result: Unreadable) -> None:
+        """Note a version of this incarnation that a task cannot read."""
+        version = VersionId.parse(result.version)
+        if version.incarnation != self._incarnation:
+            return
+        self.unreadable.add(version)
+        logger.warning("%s cannot read weight version %s", attempt.name, version)
+        self._events.write(
+            "weights_unreadable",
+            task=attempt.label,
+            attempt=attempt.number,
+            version=result.version,
+            reason=result.reason,
+        )
 
     def _note(self, attempt: RolloutAttempt, version: str) -> None:
         """Note how much later than others an attempt has taken the newest weights."""
@@ -463,17 +480,8 @@ class RolloutTasks:
             return
         sharers = len(able.keys() | self._expected())
         share = -(-(self._ledger.leased + room) // sharers)
-        queue = [(self._ledger.leased_by(name), name) for name in able]
-        heapq.heapify(queue)
-        granted: Counter[str] = Counter()
-        for number in range(room):
-            while queue and (queue[0][0] >= share or number >= rooms[able[queue[0][1]]]):
-                heapq.heappop(queue)
-            if not queue:
-                break
-            load, name = queue[0]
-            granted[name] += 1
-            heapq.heapreplace(queue, (load + 1, name))
+        loads = {name: self._ledger.leased_by(name) for name in able}
+        granted = dealt(loads, {name: rooms[version] for name, version in able.items()}, share)
         for name, count in sorted(granted.items()):
             lease = self._ledger.lease(count, name, able[name])
             self._living[name].post(self._request(lease))

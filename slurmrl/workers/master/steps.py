@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,9 +52,12 @@ class StepRunner:
         timeout_s: float,
         incarnation: int,
         rollouts: RolloutTasks | None = None,
+        while_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """With ``rollouts``, the items of a step are those that rollout tasks have finished."""
-        self._rollouts = rollouts
+        """With ``rollouts``, the items of a step are those that rollout tasks have finished.
+        ``while_idle`` is called often while the ranks wait for them, with the weights of the last
+        step."""
+        self._rollouts, self._while_idle = rollouts, while_idle
         self._waited_s = 0.0
         self._scores = scores
         self._incarnation = incarnation
@@ -92,8 +95,13 @@ class StepRunner:
         self, rollouts: RolloutTasks, step: int, count: int
     ) -> Sequence[ItemSample] | None:
         """Wait for the samples of the next items. None: the job will end before."""
+
+        def take() -> Sequence[ItemSample] | None:
+            self._while_idle()
+            return rollouts.take(step, count)
+
         began = time.monotonic()
-        samples = self._channel.wait_for(partial(rollouts.take, step, count), rollouts.waits_for)
+        samples = self._channel.wait_for(take, rollouts.waits_for)
         self._waited_s += time.monotonic() - began
         if samples is not None:
             self._progress.use(sample.item for sample in samples)

@@ -17,6 +17,7 @@ from slurmrl.fsio import objects
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import FILE_NAME, FieldType
 from slurmrl.monitor.reports import Identity
+from slurmrl.monitor.rollouts import RolloutTaskView
 from slurmrl.paths import RunPaths
 from slurmrl.weights.version import VERSION
 from slurmrl.workers.rollout_messages import (
@@ -123,6 +124,20 @@ class RolloutAttempt:
     @property
     def over(self) -> bool:
         return bool(self.record.over)
+
+    def view(self, now: float, leased: int) -> RolloutTaskView:
+        """What the status tells, at a time of the master's clock, with the number of its items."""
+        agent = self.record.agent
+        return RolloutTaskView(
+            task=self.label,
+            attempt=self.number,
+            host=agent.host if agent is not None else "",
+            version=self.record.version or "",
+            leased=leased,
+            silent_s=now - self.heard_at,
+            counts=self.counts,
+            leaving=self.leaving,
+        )
 
     def read(self) -> Iterator[RolloutResult]:
         """Yield the new results, which `take` and the ledger must all get before the next commit.

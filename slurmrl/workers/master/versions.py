@@ -7,7 +7,7 @@ does; if it fails, its directory is removed. A `Publication` reports either.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,8 @@ class _Writing:
     """Number of its `WriteVersion`."""
     began: float
     stall_s: float = 0.0
+    distrusted: bool = False
+    """Whether it builds on a version that cannot be read."""
 
 
 class VersionPublisher:
@@ -60,6 +62,7 @@ class VersionPublisher:
 
     ``permit`` raises if this incarnation is not the newest one. The first version of an incarnation
     is whole, and so is one after a failure: only the ranks' memory has what a difference needs.
+    So is one after a version that could not be read (`distrust`).
     """
 
     def __init__(
@@ -81,20 +84,41 @@ class VersionPublisher:
         self._permit = permit
         self._writing: _Writing | None = None
         self._last: VersionId | None = None
-        """The newest version, if the ranks still have its bits."""
+        """The newest version, if the ranks still have its bits and it could be read."""
+        self._newest: VersionId | None = None
+        """The newest version that was published; None after a failure, or if it cannot be read."""
         self._since_whole = 0
 
     def is_due(self, step: int) -> bool:
         return step % self._settings.every_steps == 0
 
-    def start(self, step: int) -> Publication | None:
-        """Tell the ranks to write the version of ``step``; the previous one must be over (`wait`).
-        Returns the outcome only if it cannot be started."""
+    def distrust(self, versions: Collection[VersionId]) -> None:
+        """Differences from these cannot be read; nor can those that build on them."""
+        self._last = None
+        if self._writing is not None and self._writing.base is not None:
+            self._writing.distrusted = True
+        if self._newest in versions:
+            self._newest = None
+
+    @property
+    def is_lacking(self) -> bool:
+        """Whether the newest version could not be published or read, or is gone, and no other is
+        being written. Raises EnvironmentFailure."""
+        if self._writing is not None:
+            return False
+        return self._newest is None or not _is_published(self._folder / self._newest.name)
+
+    def start(self, step: int, *, again: bool = False) -> Publication | None:
+        """Tell the ranks to write the version of ``step``, which they hold now; the previous one
+        must be over (`wait`). ``again``: a whole one, in the place of what there may be: whoever
+        reads that finds a missing version. Returns the outcome only if it cannot be started."""
         assert self._writing is None, "one version at a time"
         version = VersionId(step, self._incarnation)
-        delta = self._since_whole + 1 < self._settings.whole_every
+        delta = not again and self._since_whole + 1 < self._settings.whole_every
         writing = _Writing(version, self._last if delta else None, -1, time.monotonic())
         try:
+            if again:
+                remove(self._folder, version)
             make_private_directory(self._folder / version.name)
         except EnvironmentFailure as error:
             return self._give_up(writing, str(error))
@@ -139,7 +163,8 @@ class VersionPublisher:
             manifest = publish(folder, self._parts(folder), writing.version, writing.base)
         except (EnvironmentFailure, WeightVersionError) as error:
             return self._give_up(writing, str(error))
-        self._last = writing.version
+        self._last = None if writing.distrusted else writing.version
+        self._newest = writing.version
         self._since_whole = 0 if writing.base is None else self._since_whole + 1
         if writing.base is None:
             self._prune()
@@ -170,7 +195,7 @@ class VersionPublisher:
             remove(self._folder, writing.version)
         except EnvironmentFailure as error:  # the next incarnation removes it
             logger.warning("cannot remove weight version %s: %s", writing.version, error)
-        self._last = None
+        self._last = self._newest = None
         return self._outcome(writing, reason)
 
     def _outcome(

@@ -29,6 +29,7 @@ from slurmrl.workers.rollout_messages import (
     Leaving,
     RolloutCounts,
     RolloutResult,
+    Unreadable,
 )
 
 logger = log.get(__name__)
@@ -154,11 +155,21 @@ class TaskAtWork:
                 version = await in_thread(self._weights.newer)
             except EnvironmentFailure as error:
                 logger.warning("weight versions cannot be read now: %s", error)
+            await self._tell_unreadable()
             if version is None:
                 await asyncio.sleep(self._polls.next_s())
             else:
                 self._polls.reset()
                 await self._install(version)
+
+    async def _tell_unreadable(self) -> None:
+        refused = self._weights.unreadable
+        if refused:
+            self._messages += [
+                Unreadable(version=version.name, reason=why) for version, why in refused
+            ]
+            refused.clear()
+            await self._tell()
 
     async def _install(self, version: WeightVersion) -> None:
         """Serve a version: at once, or between items."""

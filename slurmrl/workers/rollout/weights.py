@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from slurmrl.checkpoint.export import write_json
 from slurmrl.engines.rollout.base import WeightVersion
@@ -17,6 +17,9 @@ from slurmrl.models.hf import CONFIG_FILE
 from slurmrl.weights.local_copy import FILE, CopiedVersion, LocalCopy
 from slurmrl.weights.records import MANIFEST, version_ids
 from slurmrl.weights.version import VersionId
+
+Stamp: TypeAlias = tuple[int, int]
+"""Inode and time of a manifest: others when a version is published anew."""
 
 
 class TaskWeights:
@@ -37,20 +40,23 @@ class TaskWeights:
         self._copy = LocalCopy(folder / "copy", versions, calls=calls)
         self._calls = calls
         self._held: VersionId | None = None
-        self._refused: set[VersionId] = set()
+        self._refused: dict[VersionId, Stamp] = {}
         """Versions that cannot be read."""
+        self.unreadable: list[tuple[VersionId, str]] = []
+        """What was refused, and why; for the caller to empty."""
 
     def newer(self) -> WeightVersion | None:
         """The newest version that can be read, if it is newer than the last one returned.
 
         Its folder stays until `drop_others`. Raises EnvironmentFailure.
         """
-        for version in self._published():
+        for version, stamp in self._published():
             try:
                 copied = self._copy.advance(version)
                 folder = self._model_folder(copied)
-            except WeightVersionError:  # the copy has logged why
-                self._refused.add(version)
+            except WeightVersionError as error:  # the copy has logged why
+                self._refused[version] = stamp
+                self.unreadable.append((version, str(error)))
                 continue
             self._held = copied.id
             return WeightVersion(name=copied.id.name, folder=folder)
@@ -66,20 +72,28 @@ class TaskWeights:
     def _models(self) -> Path:
         return self._folder / "models"
 
-    def _published(self) -> Iterator[VersionId]:
-        """Newer versions, from new to old."""
+    def _published(self) -> Iterator[tuple[VersionId, Stamp]]:
+        """Newer versions, from new to old; those that were refused only when they are published
+        anew."""
         for version in reversed(version_ids(self._versions, calls=self._calls)):
             if self._held is not None and not self._held < version:
                 return
-            if version not in self._refused and self._is_complete(version):
-                yield version
+            stamp = self._stamp(version)
+            if stamp is not None and stamp != self._refused.get(version):
+                yield version, stamp
 
-    def _is_complete(self, version: VersionId) -> bool:
+    def _stamp(self, version: VersionId) -> Stamp | None:
+        """None if it is not published, or not any more."""
+        folder = self._versions / version.name
         try:
-            names = atomic.list_names(self._versions / version.name, calls=self._calls)
+            if MANIFEST not in atomic.list_names(folder, calls=self._calls):
+                return None
+            found = self._calls.stat(folder / MANIFEST)
         except FileNotFoundError:
-            return False
-        return MANIFEST in names
+            return None
+        except OSError as error:
+            raise explain(error, "read", folder) from error
+        return found.st_ino, found.st_mtime_ns
 
     def _model_folder(self, copied: CopiedVersion) -> Path:
         """A folder that keeps the weights when the copy moves on, and has the configuration that

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -33,6 +34,8 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.sample_files import read_group
 from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.weights.records import part_file
+from slurmrl.weights.retention import remove
 from slurmrl.weights.version import VersionId
 from slurmrl.weights.writer import PartWriter, publish
 from slurmrl.workers.rollout.engines import undefined_decoder
@@ -100,7 +103,7 @@ class Trial:
 
     def publish(self, version: VersionId) -> None:
         model = self.folder / version.name
-        model.mkdir()
+        model.mkdir(exist_ok=True)
         with self.trainers[version]._shards.gathered() as decoder:
             to_hf(cast(Any, decoder), model)
         folder = self.paths.versions / version.name
@@ -216,6 +219,22 @@ def test_tasks_draw_what_the_trainers_would(trial: Trial, monkeypatch: pytest.Mo
     same(trial.generated(OLD, (0, 1, 2, 3)), [groups[item] for item in range(4)], OLD)
     same(trial.generated(NEW, (6, 7)), [groups[item] for item in (6, 7)], NEW)
     interrupted(trial, [groups[item] for item in (4, 5)])
+
+
+def test_a_version_that_was_refused_is_taken_when_it_is_published_anew(trial: Trial) -> None:
+    weights = TaskWeights(trial.paths.versions, trial.folder / "host", ARCHITECTURE)
+    trial.publish(OLD)
+    part = trial.paths.versions / OLD.name / part_file(0)
+    os.truncate(part, part.stat().st_size // 2)
+    assert weights.newer() is None
+    assert [version for version, _ in weights.unreadable] == [OLD]
+    assert weights.newer() is None
+    assert len(weights.unreadable) == 1, "it is not read again"
+    remove(trial.paths.versions, OLD)
+    trial.publish(OLD)
+    taken = weights.newer()
+    assert taken is not None
+    assert taken.name == OLD.name
 
 
 def interrupted(trial: Trial, groups: list[SampleGroup]) -> None:

@@ -27,6 +27,7 @@ from slurmrl.monitor.events import EventWriter, read_all
 from slurmrl.paths import RunPaths
 from slurmrl.rollouts.sample_files import StoredGroup, read_group
 from slurmrl.scheduler import scale
+from slurmrl.weights.version import VersionId
 from slurmrl.workers.master.progress import STATE
 from slurmrl.workers.master.rollout_tasks import LEAVE_S, RolloutTasks
 from slurmrl.workers.master.task_attempts import RolloutAttempt, parse_name, rollouts_of
@@ -38,6 +39,7 @@ from slurmrl.workers.rollout_messages import (
     Leave,
     RequestedItem,
     RolloutResult,
+    Unreadable,
 )
 from tests.support.scripted_task import ScriptedTask
 
@@ -386,6 +388,22 @@ def test_a_task_without_usable_weights_gets_nothing(beds: Callable[..., Bed]) ->
     task.finish(2)
     bed.look()
     assert bed.tasks.waits_for() == "for groups of rollout tasks: 1 of 2"
+
+
+def test_weights_are_lacking_if_tasks_cannot_read_them(beds: Callable[..., Bed]) -> None:
+    bed = beds()
+    bed.tasks.take(1, 2)
+    assert not bed.tasks.lack_weights, "there is no task"
+    task = bed.begin(0)
+    assert bed.tasks.lack_weights
+    task.say(Unreadable(version="0.1", reason="cut"), Unreadable(version="5.7", reason="cut"))
+    bed.look()
+    assert bed.tasks.unreadable == {VersionId(0, 1)}, "the other one is not of this incarnation"
+    (told,) = [one for one in read_all(bed.paths) if one["kind"] == "weights_unreadable"]
+    assert (told["task"], told["version"], told["reason"]) == ("rollout/0", "0.1", "cut")
+    task.hold("0.1")
+    bed.look()
+    assert not bed.tasks.lack_weights
 
 
 def test_items_of_a_lost_task_go_to_another_and_its_results_are_late(

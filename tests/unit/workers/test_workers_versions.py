@@ -24,7 +24,8 @@ from slurmrl.history.lineage import Lineage
 from slurmrl.layout.layout import TensorSpec
 from slurmrl.weights.inventory import COMPLETE, inventory
 from slurmrl.weights.reader import VersionFiles, resolved
-from slurmrl.weights.records import version_ids
+from slurmrl.weights.records import part_file, version_ids
+from slurmrl.weights.retention import remove
 from slurmrl.weights.version import VersionId
 from slurmrl.workers.master.versions import Publication, VersionPublisher, remove_leftovers
 from slurmrl.workers.master.worker_channel import WorkerChannel
@@ -126,9 +127,9 @@ def trial(tmp_path: Path) -> Trial:
     return Trial(tmp_path / "versions")
 
 
-def publish(publisher: VersionPublisher, step: int) -> Publication:
+def publish(publisher: VersionPublisher, step: int, *, again: bool = False) -> Publication:
     """One version from its start to its end."""
-    outcome = publisher.start(step) or publisher.wait()
+    outcome = publisher.start(step, again=again) or publisher.wait()
     assert outcome is not None
     return outcome
 
@@ -182,6 +183,48 @@ def test_a_rank_that_cannot_write_leaves_no_version_and_the_next_one_is_whole(tr
     assert publish(publisher, 3).base is None
     assert publish(publisher, 4).base == VersionId(3, 1)
     assert trial.check() == ["1.1", "3.1", "4.1"]
+
+
+def test_a_version_that_cannot_be_read_is_published_again(trial: Trial) -> None:
+    publisher = trial.publisher()
+    publish(publisher, 1)
+    assert not publisher.is_lacking
+    (trial.folder / "1.1" / part_file(0)).unlink()
+    publisher.distrust({VersionId(1, 1)})
+    assert publisher.is_lacking
+    assert publish(publisher, 1, again=True).base is None
+    assert not publisher.is_lacking
+    assert publish(publisher, 2).base == VersionId(1, 1)
+    assert trial.check() == ["1.1", "2.1"]
+
+
+def test_no_difference_builds_on_what_cannot_be_read(trial: Trial) -> None:
+    """Whether the one that does is published, is being written, or comes next."""
+    publisher = trial.publisher()
+    publish(publisher, 1)
+    assert publisher.start(2) is None
+    publisher.distrust({VersionId(1, 1)})
+    assert not publisher.is_lacking, "one is being written"
+    outcome = publisher.wait()
+    assert outcome is not None
+    assert outcome.base == VersionId(1, 1)
+    publisher.distrust({VersionId(2, 1)})
+    assert publisher.is_lacking
+    assert [publish(publisher, step).base for step in (3, 4)] == [None, VersionId(3, 1)]
+
+
+@pytest.mark.parametrize("what", ["failed", "removed"])
+def test_a_version_that_is_not_there_is_lacking(trial: Trial, what: str) -> None:
+    publisher = trial.publisher()
+    if what == "failed":
+        trial.channel.errors = {1: "cannot write x: quota"}
+    publish(publisher, 1)
+    remove(trial.folder, VersionId(1, 1))
+    assert publisher.is_lacking
+    trial.channel.errors = {}
+    publish(publisher, 1, again=True)
+    assert not publisher.is_lacking
+    assert trial.check() == ["1.1"]
 
 
 @pytest.mark.parametrize("what", ["2.1", "manifest.json"])
