@@ -98,9 +98,11 @@ def policy(name: str, *overrides: str, preset: str = "") -> Entry:
 
 
 def stale(steps: int, suffix: str = "", *overrides: str) -> Entry:
-    """GRPO with completions of two rollout tasks."""
+    """GRPO with completions of two rollout tasks: 100 steps at a lower learning rate, since samples
+    that are four steps old come from weights of 16 updates before."""
     tasks = f"rollout.tasks={{max: 2, max_staleness: {steps}}}"
-    return policy(f"grpo_stale_{steps}{suffix}", tasks, *overrides, preset="grpo")
+    chosen = (tasks, "total_steps=100", "actor.optimizer.lr=6e-4", *overrides)
+    return policy(f"grpo_stale_{steps}{suffix}", *chosen, preset="grpo")
 
 
 START = Entry("small", "sft", 0.6, (*SMALL, "stop_when=eval/reward >= 0.6"))
@@ -131,7 +133,7 @@ TABLE = (
     policy("cispo", "actor.optimizer.lr=3e-4"),
     stale(0),
     stale(1),
-    stale(4, "", "algorithm.correction=weight"),
+    stale(4, "", "algorithm.correction=truncate"),
     stale(4, "_uncorrected", "algorithm.recompute_logprobs=true"),
     Entry("dpo", "dpo", 0.7, FROM_START, sampled="pairs"),
     Entry("kto", "kto", 0.7, FROM_START, sampled="labels"),
