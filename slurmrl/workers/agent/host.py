@@ -55,7 +55,7 @@ class Host:
         self.submission = submission
         config = load_resolved(paths.config)
         self.cluster = config.cluster
-        slurm = slurm_of(config, group)
+        self.slurm = slurm_of(config, group)
         self.most_failures = config.max_restarts_without_commit
         self.orphan_s = (config.rollout.tasks or Tasks()).orphan_s
         self.plan = Plan.read(paths.plan)
@@ -84,8 +84,7 @@ class Host:
         defaults = environment.defaults(self.plan, capability)
         self.children = Children(paths, self.group, self.identity, self.cluster, defaults)
         self.local = _is_local(paths, submission)
-        self._deals_gpus = not self.local and slurm.gpu_directive != "none"
-        self.warnings = Warnings(local=self.local, lead_s=slurm.signal_lead_s)
+        self.warnings = Warnings(local=self.local, lead_s=self.slurm.signal_lead_s)
         self.oom = OomKills()
         self.outputs = self._outputs(config.logging.output_mib << 20)
         writer = f"agent.{group}.{self.identity.task}.{self.identity.attempt}"
@@ -112,7 +111,7 @@ class Host:
     @property
     def deals_gpus(self) -> bool:
         """Whether the scheduler gives each GPU to one job."""
-        return self._deals_gpus
+        return not self.local and self.slurm.gpu_directive != "none"
 
     def devices(self) -> list[str]:
         """Return CUDA_VISIBLE_DEVICES of each worker. Raises EnvironmentFailure."""

@@ -71,7 +71,7 @@ def test_servers_are_an_array_with_a_task_for_each_copy(plan_ppo: Load) -> None:
     found = plan(plan_ppo, "rollout.backend=vllm:d3t2p2")
     trainer, rollout = found.groups
     assert (trainer.elastic, rollout.elastic) == (False, True)
-    assert (rollout.hosts, rollout.workers_per_host) == (3, 4)
+    assert (rollout.hosts, rollout.workers_per_host, rollout.gpus_per_worker) == (3, 1, 4)
     assert found.trainers.world_size == 2
     for row in rows(found, found.models["rollout"]):
         assert row.host == row.coordinates["dp"]

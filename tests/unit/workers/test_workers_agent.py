@@ -313,8 +313,7 @@ def test_gpus_where_slurm_does_not_assign_them(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     for local, directive in ((True, "gres"), (False, "none")):
-        slurm = host.cluster.slurm.model_copy(update={"gpu_directive": directive})
-        host.cluster = host.cluster.model_copy(update={"slurm": slurm})
+        host.slurm = host.slurm.model_copy(update={"gpu_directive": directive})
         host.local = local
         assert host.devices() == [first, str(int(first) + 1)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -330,8 +329,8 @@ def test_workers_learn_whether_their_gpus_are_theirs_alone(
     host: Host, monkeypatch: pytest.MonkeyPatch, local: bool, directive: str, alone: bool
 ) -> None:
     """Where the scheduler gives each GPU to one job, memory in use by others is a fault."""
-    slurm = host.cluster.slurm.model_copy(update={"gpu_directive": directive})
-    host.cluster, host.local = host.cluster.model_copy(update={"slurm": slurm}), local
+    host.slurm = host.slurm.model_copy(update={"gpu_directive": directive})
+    host.local = local
     sent: list[Any] = []
     slot = SimpleNamespace(rank=1, send=lambda start, _: sent.append(start))
     monkeypatch.setattr(Script, "_meet", lambda *_: "h:1")
