@@ -128,6 +128,7 @@ def rollouts(**changes: Any) -> dict[str, Any]:
         "finished": {"0": 3},
         "dropped": {"stale": 2},
         "refused": {"late": 1, "rolled back": 1},
+        "damaged": 1,
         "aborted": 0,
         "given_back": 5,
         "lost": 2,

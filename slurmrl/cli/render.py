@@ -179,7 +179,8 @@ def _rollouts(status: Status) -> Iterator[tuple[str, str]]:
     ages = [(name, _counted(found[name])) for name in ("trained", "finished")]
     if shown := "; ".join(f"{name} {counts}" for name, counts in ages if counts):
         yield "groups by age", shown
-    again = {name: found[name] for name in ("aborted", "given_back", "lost") if found[name]}
+    queued = ("damaged", "aborted", "given_back", "lost")
+    again = {name: found[name] for name in queued if found[name]}
     kinds = {"dropped": found["dropped"], "refused": found["refused"], "queued again": again}
     if shown := "; ".join(f"{name} {_counted(one)}" for name, one in kinds.items() if one):
         yield "not trained", shown

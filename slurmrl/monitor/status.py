@@ -51,7 +51,7 @@ This object is a contract: fields may be added, none is ever changed or removed.
         "finished": {"0": 3},                 groups that wait for a step, by staleness
         "dropped": {"stale": 2},              groups that are never trained, by reason
         "refused": {"late": 1},               results that did not count, by reason
-        "aborted": 0, "given_back": 4, "lost": 2   groups that were queued again
+        "damaged": 0, "aborted": 0, "given_back": 4, "lost": 2   groups that were queued again
       },
       "links_left": 6,                        queued successors, over all groups and arrays
       "link": {"job_id": "41_1", "time_left_s": 1200.0, "runs_s": 40.0} | null,

@@ -61,15 +61,15 @@ class SampleChecks:
         now = self._clock()
         until = now + LOOK_S
         while self._due and self._rests_until <= now < until and self._due[0].due <= now:
-            reason = self._check(heapq.heappop(self._due), now)
-            if reason is not None:
-                damaged.append(reason)
+            found = self._check(heapq.heappop(self._due), now)
+            if found is not None:
+                damaged.append(found)
             now = self._clock()
         return damaged
 
     def _check(self, check: _Check, now: float) -> tuple[ItemSample, str] | None:
-        """Read a sample. One that looks damaged may be hidden from this host for a while: it is
-        damaged if it still looks so after about a minute."""
+        """Read a sample; return it with the reason if it is damaged. It may only be hidden from
+        this host for a while, so it counts as damaged if it still looks so after about a minute."""
         folder = self._paths.samples_of(check.sample.task)
         try:
             read_once(folder, StoredGroup.of(check.sample), calls=self._calls)

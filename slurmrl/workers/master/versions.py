@@ -87,13 +87,18 @@ class VersionPublisher:
         """The newest version, if the ranks still have its bits and it could be read."""
         self._newest: VersionId | None = None
         """The newest version that was published; None after a failure, or if it cannot be read."""
+        self._chain: set[VersionId] = set()
+        """The newest whole version and those that build on it."""
         self._since_whole = 0
 
     def is_due(self, step: int) -> bool:
         return step % self._settings.every_steps == 0
 
     def distrust(self, versions: Collection[VersionId]) -> None:
-        """Differences from these cannot be read; nor can those that build on them."""
+        """Tasks cannot read these. What builds on them cannot be read either; what was published
+        before the newest whole version does not matter any more."""
+        if not self._chain & set(versions):
+            return
         self._last = None
         if self._writing is not None and self._writing.base is not None:
             self._writing.distrusted = True
@@ -165,6 +170,7 @@ class VersionPublisher:
             return self._give_up(writing, str(error))
         self._last = None if writing.distrusted else writing.version
         self._newest = writing.version
+        self._chain = {writing.version} | (self._chain if writing.base is not None else set())
         self._since_whole = 0 if writing.base is None else self._since_whole + 1
         if writing.base is None:
             self._prune()

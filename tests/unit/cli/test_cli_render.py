@@ -53,7 +53,7 @@ def test_rollout_tasks() -> None:
         "tasks: 3 of 8",
         "groups by age  trained 0: 80, 1: 16; finished 0: 3",
         "not trained    dropped stale: 2; refused late: 1, rolled back: 1; "
-        "queued again given back: 5, lost: 2",
+        "queued again damaged: 1, given back: 5, lost: 2",
     ]
     head = lines.index("ROLLOUTS   ATTEMPT  HOST  STATE     WEIGHTS  PROMPTS  TOKENS/S  LAST WORD")
     assert lines[head + 1 : head + 3] == [
@@ -65,7 +65,7 @@ def test_rollout_tasks() -> None:
     assert sum(line.startswith("rollout/0") for line in render.one(many).splitlines()) == 8
     assert "and 12 more" in render.one(many)
     counts: dict[str, Any] = {name: {} for name in ("trained", "finished", "dropped", "refused")}
-    nothing = rollouts(tasks=[], waits_for="", given_back=0, lost=0, **counts)
+    nothing = rollouts(tasks=[], waits_for="", damaged=0, given_back=0, lost=0, **counts)
     assert "rollouts     0 of 4 tasks\n" in (text := render.one(status(rollouts=nothing)))
     assert "by age" not in text
     assert "not trained" not in text

@@ -213,6 +213,14 @@ def test_no_difference_builds_on_what_cannot_be_read(trial: Trial) -> None:
     assert [publish(publisher, step).base for step in (3, 4)] == [None, VersionId(3, 1)]
 
 
+def test_late_words_about_old_versions_make_no_whole_one(trial: Trial) -> None:
+    publisher = trial.publisher(whole_every=2)
+    for step in range(1, 4):
+        publish(publisher, step)
+    publisher.distrust({VersionId(1, 1), VersionId(2, 1)})
+    assert publish(publisher, 4).base == VersionId(3, 1)
+
+
 @pytest.mark.parametrize("what", ["failed", "removed"])
 def test_a_version_that_is_not_there_is_lacking(trial: Trial, what: str) -> None:
     publisher = trial.publisher()
