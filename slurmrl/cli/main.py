@@ -30,6 +30,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "submit": Command("slurmrl.cli.submit:submit", "Check a configuration and start its trial."),
+    "eval": Command(
+        "slurmrl.cli.evaluate:evaluate", "Evaluate a checkpoint in a trial of its own."
+    ),
     "plan": Command("slurmrl.cli.plan:plan", "Show what would run where, without submitting."),
     "try-reward": Command(
         "slurmrl.cli.try_reward:try_reward", "Score some completions with a configuration's reward."

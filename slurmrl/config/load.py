@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -25,14 +25,19 @@ from slurmrl.fsio.failures import NO_FILE
 from slurmrl.hub import reference as hub
 
 M = TypeVar("M", bound=BaseModel)
+Derive: TypeAlias = Callable[[Source], None]
+"""Makes another configuration of a file's values, in place."""
 
 HEADER = "# The resolved configuration of this run: every setting, absolute paths.\n"
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Source:
-    """Read a file and apply the overrides. Raises ConfigError if the file cannot be read; ``parse``
-    reports all other problems, which are collected in ``problems``."""
+def load(path: Path, overrides: Sequence[str] = (), derive: Derive | None = None) -> Source:
+    """Read a file, perhaps ``derive`` another configuration of it, and apply the overrides. Raises
+    ConfigError if the file cannot be read; ``parse`` reports all other problems, which are
+    collected in ``problems``."""
     source = read(path)
+    if derive is not None:
+        derive(source)
     command_line.apply(source, overrides)
     return source
 

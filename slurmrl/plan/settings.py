@@ -9,7 +9,7 @@ from typing import cast
 
 from pydantic import BaseModel, ValidationError
 
-from slurmrl.config.load import load, parse, validate
+from slurmrl.config.load import Derive, load, parse, validate
 from slurmrl.config.problems import show
 from slurmrl.config.schema import Config
 from slurmrl.config.source import Source
@@ -67,17 +67,19 @@ def load_settings(
     folders: Sequence[Path] | None = None,
     resumed: bool = False,
     data: bool = False,
+    derive: Derive | None = None,
 ) -> Settings:
     """Read, resolve and check a configuration. ``root`` and ``scheduler`` override the
     configuration's own. When ``planning``, absent files and engines are listed in ``missing``
     instead of refused. ``folders`` are searched for the user's own code; by default, that of the
     file and the current directory. ``resumed``: the file is that of a trial, whose unused sections
-    are left alone. ``data``: fetch datasets of the hub also when ``planning``.
+    are left alone. ``data``: fetch datasets of the hub also when ``planning``. ``derive`` makes
+    another configuration of the file's values, before the overrides.
 
     Raises ConfigError with every problem: in the text, in the values, in the algorithm's settings,
     and between them and the files that they name.
     """
-    source = load(path, overrides)
+    source = load(path, overrides, derive)
     searched = [path.parent.absolute(), Path.cwd()] if folders is None else list(folders)
     with importable(searched):
         return _checked(

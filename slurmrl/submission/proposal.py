@@ -8,10 +8,11 @@ import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from slurmrl import log
-from slurmrl.config.load import load_resolved
+from slurmrl.config.load import Derive, load_resolved
 from slurmrl.config.schema import Config
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.history.log import History
@@ -112,23 +113,24 @@ def propose(
     root: str | None = None,
     scheduler: str | None = None,
     new: bool = False,
+    derive: Derive | None = None,
 ) -> Proposal:
-    """Check a configuration file and plan its trial. ``new`` gives it a free name.
+    """Check a configuration file and plan its trial. ``new`` gives it a free name; ``derive`` makes
+    another configuration of the file's.
 
     Raises ConfigError with all problems.
     """
     chosen = trials.chosen_root(root)
-    settings = load_settings(config, overrides, root=chosen, scheduler=scheduler)
+    read = partial(load_settings, config, root=chosen, scheduler=scheduler, derive=derive)
+    settings = read(overrides)
     added = [f"trial={json.dumps(_free_name(settings))}"] if new else kept(settings)
     if added:
-        changed = [*overrides, *added]
-        settings = load_settings(config, changed, root=chosen, scheduler=scheduler)
+        settings = read([*overrides, *added])
     other = _needs_other_code(run_paths(settings), settings.config)
     name = settings.algorithm.name
     if is_own(name) and is_prepared(run_paths(settings)) and not other:
         code = run_paths(settings).snapshot(snapshot.current(run_paths(settings)))
-        changed = [*overrides, *added, f"algorithm.name={name}"]
-        settings = load_settings(config, changed, root=chosen, scheduler=scheduler, folders=[code])
+        settings = read([*overrides, *added, f"algorithm.name={name}"], folders=[code])
     own = _own_code(settings, settings.folders)
     return _planned(settings, scheduler, own, update_code=other)
 

@@ -1,0 +1,60 @@
+"""``slurmrl eval``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from slurmrl.cli.options import common, submitting
+from slurmrl.cli.start import look_over, show, start
+
+
+@click.command(
+    "eval",
+    epilog="Example: slurmrl eval grpo.yaml --checkpoint addition-grpo/1@40 rollout.n=16",
+)
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option(
+    "--checkpoint",
+    required=True,
+    metavar="TRIAL[@STEP]|PATH",
+    help="The model: a checkpoint of a trial (default: its newest), the folder of a model, or "
+    "hf://org/name.",
+)
+@submitting
+@click.option("--new", is_flag=True, help="Start a new trial under the next free name.")
+@common
+def evaluate(
+    config: Path,
+    checkpoint: str,
+    overrides: tuple[str, ...],
+    scheduler: str | None,
+    wait: bool | None,
+    as_json: bool,
+    dry_run: bool,
+    no_check: bool,
+    check_timeout: float,
+    new: bool,
+    root: str | None,
+) -> int:
+    """Evaluate a checkpoint of CONFIG's model in a trial of its own, also while that trains.
+
+    CONFIG is the configuration that trains the model, whose `evaluation` section is used, on all
+    rows of its dataset, or one of algorithm evaluate. Overrides are those of algorithm evaluate:
+    rollout.n=16, dataset.path=FILE, trial=NAME.
+
+    The trial is EXPERIMENT-eval/CHECKPOINT. The same command again continues it if it was
+    interrupted.
+    """
+    from slurmrl.submission.evaluating import evaluation_of
+    from slurmrl.submission.proposal import propose
+    from slurmrl.submission.submit import rehearse
+    from slurmrl.submission.trials import chosen_root
+
+    derive = evaluation_of(checkpoint, chosen_root(root))
+    proposal = propose(config, overrides, root=root, scheduler=scheduler, new=new, derive=derive)
+    checked = look_over(proposal, None if no_check else check_timeout)
+    if dry_run:
+        return show(proposal, checked, rehearse(proposal), as_json=as_json)
+    return start(proposal, checked, wait=wait, as_json=as_json)

@@ -1,0 +1,175 @@
+"""The evaluation of a checkpoint as a trial of its own: what `slurmrl eval` submits."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from slurmrl.algorithms.offline.schema import MEASURED
+from slurmrl.config.load import Derive
+from slurmrl.config.schema.model import TRIAL_PREFIX
+from slurmrl.config.source import KeyPath, Source
+from slurmrl.errors import ConfigError, UsageError
+from slurmrl.history.log import History
+from slurmrl.history.state import fold
+from slurmrl.hub.reference import PREFIX as HUB_PREFIX
+from slurmrl.paths import RunPaths, user_name
+from slurmrl.plan.resolve.trial_references import LAST, parse
+from slurmrl.submission.trials import DEFAULT_ROOT
+
+EVALUATE: Final = "evaluate"
+KEPT: Final = (
+    "root",
+    "seed",
+    "deterministic",
+    "code",
+    "allocation_mode",
+    "cluster",
+    "transfer",
+    "reward",
+    "reward_model",
+    "step_timeout_s",
+    "logging",
+)
+"""Sections that an evaluation has in common with the trial whose model it measures."""
+OF_TRAINING: Final = ("path", "architecture", "optimizer", "lora", "ema", "cpu_offload")
+"""Settings of `actor` that only training has, and those that the checkpoint replaces."""
+OF_ROLLOUTS: Final = ("tasks", "publish", "slurm")
+OF_TRAINING_SAMPLES: Final = ("n", "temperature", "greedy", "top_p", "top_k")
+"""Settings of `rollout` that evaluations do not have in common with it."""
+SAMPLING: Final = ("n", "temperature", "greedy", "max_new_tokens")
+SCORING: Final = ("pass_score", "vote_pattern")
+"""Settings of `evaluation` that belong to the rollout and to the algorithm `evaluate`."""
+LONGEST_NAME: Final = 64
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A model to evaluate."""
+
+    path: str
+    """What `actor.path` is to be."""
+    name: str
+    """The name of the trial that evaluates it, so that the same command finds it again."""
+
+
+def find_checkpoint(text: str, root: Path) -> EvaluatedModel:
+    """The model that ``EXPERIMENT/TRIAL[@STEP]``, a folder or a repository of the hub names.
+    Without a step it is the newest checkpoint that the trial has now.
+
+    Raises UsageError for what is none of these.
+    """
+    if text.startswith(HUB_PREFIX):
+        return EvaluatedModel(text, _as_name(text.removeprefix(HUB_PREFIX)))
+    folder = Path(text).expanduser()
+    if not text.startswith(TRIAL_PREFIX) and (text.startswith(("/", ".", "~")) or folder.is_dir()):
+        if not folder.is_dir():
+            raise UsageError(f"--checkpoint {text}: no such folder")
+        path = os.path.abspath(folder)
+        return EvaluatedModel(path, _as_name("-".join(Path(path).parts[-2:])))
+    reference = parse(TRIAL_PREFIX + text.removeprefix(TRIAL_PREFIX))
+    step = reference.step
+    if not isinstance(step, int):
+        step = _newest(RunPaths.of(root, user_name(), reference.experiment, reference.trial))
+    name = _as_name(f"{reference.experiment}-{reference.trial}-step-{step}")
+    return EvaluatedModel(f"{TRIAL_PREFIX}{reference.name}@{step}", name)
+
+
+def _newest(paths: RunPaths) -> int | Literal["last"]:
+    """The step of the newest commit; where there is none, the reference to it, which is refused
+    with what is lacking."""
+    commit = fold(History(paths.history).read()).last_commit if paths.history.exists() else None
+    return LAST if commit is None else commit.step
+
+
+def _as_name(text: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]+|\.\.+", "-", text).strip(".-_")
+    return name[-LONGEST_NAME:].lstrip(".-_") or "model"
+
+
+def evaluation_of(checkpoint: str, root: Path | None) -> Derive:
+    """The change of a configuration into that of an evaluation of ``checkpoint``, see
+    `find_checkpoint`. ``root`` overrides the configuration's own.
+
+    One of algorithm `evaluate` gets the model alone. Any other gives its `evaluation` section: the
+    dataset and how completions are sampled and judged; everything that trains is left out.
+    """
+
+    def derive(source: Source) -> None:
+        if not isinstance(algorithm := source.values.get("algorithm"), dict):
+            return  # reported when the values are checked
+        folder = root or Path(str(source.values.get("root") or DEFAULT_ROOT)).expanduser()
+        model = find_checkpoint(checkpoint, folder.absolute())
+        if algorithm.get("name") != EVALUATE:
+            _from_training(source, algorithm)
+        source.values["experiment"] = f"{source.values.get('experiment')}-eval"
+        source.values["trial"] = model.name
+        actor = source.values.setdefault("actor", {})
+        if isinstance(actor, dict):
+            actor["path"] = model.path
+
+    return derive
+
+
+def _from_training(source: Source, algorithm: dict[str, Any]) -> None:
+    if not isinstance(evaluation := source.values.get("evaluation"), dict):
+        message = f"is required to evaluate a model of algorithm {algorithm.get('name')}"
+        raise ConfigError((source.problem(("evaluation",), message),))
+    measure = _measure(source, evaluation)
+    values: dict[str, Any] = {"algorithm": {"name": EVALUATE, "measure": measure}}
+    marks: dict[KeyPath, str] = {}
+
+    def take(old: KeyPath, new: KeyPath, without: Sequence[str] = ()) -> None:
+        if (value := _at(source.values, old)) is None:
+            return
+        if isinstance(value, dict):
+            value = {key: each for key, each in value.items() if key not in without}
+        _at(values, new[:-1])[str(new[-1])] = value
+        count = len(old)
+        marks.update(
+            {new + at[count:]: mark for at, mark in source.marks.items() if at[:count] == old}
+        )
+
+    for key in ("experiment", *KEPT):
+        take((key,), (key,))
+    take(("actor",), ("actor",), OF_TRAINING)
+    take(("evaluation", "dataset"), ("dataset",))
+    take(("algorithm", "batch_size"), ("algorithm", "batch_size"))
+    if measure == "completions":
+        values["rollout"] = {}
+        take(("rollout",), ("rollout",), (*OF_ROLLOUTS, *OF_TRAINING_SAMPLES))
+        for name in SAMPLING:
+            take(("evaluation", name), ("rollout", name))
+        for name in SCORING:
+            take(("evaluation", name), ("algorithm", name))
+    else:
+        values.pop("reward", None)
+        values.pop("reward_model", None)
+    source.values, source.marks = values, marks
+
+
+def _at(values: dict[str, Any], path: KeyPath) -> Any:
+    """The value at a key; None if there is none."""
+    found: Any = values
+    for part in path:
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
+
+
+def _measure(source: Source, evaluation: dict[str, Any]) -> str:
+    """What is measured on a dataset of the evaluation's type."""
+    dataset = evaluation.get("dataset")
+    kind = dataset.get("like") or dataset.get("type") if isinstance(dataset, dict) else None
+    for measure, kinds in MEASURED.items():
+        if kind in kinds:
+            return measure
+    allowed = ", ".join(kind for kinds in MEASURED.values() for kind in kinds)
+    message = (
+        f"{kind!r} cannot be evaluated by a trial of its own; allowed: {allowed}. With "
+        "total_steps=0 a trial evaluates as in training"
+    )
+    raise ConfigError((source.problem(("evaluation", "dataset", "type"), message),))

@@ -1,0 +1,165 @@
+"""The evaluation of a checkpoint that a configuration of training describes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.config.load import load
+from slurmrl.errors import ConfigError, UsageError
+from slurmrl.plan.build import make_plan
+from slurmrl.plan.settings import Settings, load_settings
+from slurmrl.submission.evaluating import evaluation_of, find_checkpoint
+from tests.support.committed import CommittedTrial
+from tests.support.trials import ARCHITECTURE
+
+PROMPTS = {"type": "prompt", "path": "rows.jsonl"}
+GRPO = {
+    "experiment": "add",
+    "trial": "7",
+    "total_steps": 60,
+    "stop_when": "reward > 0.9",
+    "algorithm": {"name": "grpo", "batch_size": 8, "n_minibatches": 4},
+    "actor": {
+        "path": "trial:sft/1",
+        "backend": "fsdp:d2",
+        "ema": 0.9,
+        "optimizer": {"lr": 1e-3},
+        "lora": {"rank": 2},
+    },
+    "ref": {"path": "trial:sft/1"},
+    "rollout": {"n": 8, "max_new_tokens": 6, "top_p": 0.9, "temperature": 0.7, "tasks": {}},
+    "reward": {"name": "exact_match"},
+    "dataset": {"type": "prompt", "path": "training.jsonl"},
+    "evaluation": {
+        "dataset": {**PROMPTS, "max_prompt_tokens": 9},
+        "samples": 1,
+        "n": 2,
+        "greedy": False,
+        "pass_score": 0.5,
+        "every_steps": 10,
+    },
+    "checkpoint": {"every_steps": 10},
+}
+
+
+class Trained:
+    """``sft/1`` with checkpoints of the steps 4 and 8."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._trial = CommittedTrial(root, architecture=ARCHITECTURE)
+        for step in (4, 8):
+            self._trial.commit(step, {})
+        self.file = root / "training.yaml"
+
+    def write(self, values: dict[str, Any]) -> None:
+        self.file.write_text(json.dumps(values))
+
+    def evaluation(self, checkpoint: str, *overrides: str) -> Settings:
+        derive = evaluation_of(checkpoint, self.root)
+        return load_settings(self.file, overrides, root=self.root, planning=True, derive=derive)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Trained:
+    return Trained(tmp_path)
+
+
+def test_it_has_what_the_evaluation_has_and_nothing_that_trains(trained: Trained) -> None:
+    trained.write(GRPO)
+    settings = trained.evaluation("sft/1", "rollout.n=4")
+    config = settings.config
+    assert (config.experiment, config.trial) == ("add-eval", "sft-1-step-8")
+    assert config.algorithm["name"] == "evaluate"
+    assert (config.algorithm["batch_size"], config.algorithm["pass_score"]) == (8, 0.5)
+    rollout = config.rollout
+    assert (rollout.n, rollout.max_new_tokens) == (4, 6)  # the override applies to the evaluation
+    assert (rollout.temperature, rollout.top_p, rollout.tasks) == (1.0, 1.0, None)
+    assert config.dataset.path == str(trained.root / "rows.jsonl")
+    assert config.dataset.max_prompt_tokens == 9
+    assert config.actor.backend == "fsdp:d2"
+    assert config.actor.lora is None
+    assert config.actor.ema is None
+    assert config.evaluation is None
+    assert config.total_steps is None
+    assert config.stop_when is None
+    assert set(make_plan(settings, scheduler="local").models) == {"actor"}
+
+
+def test_a_step_that_is_named_is_the_one_that_is_evaluated(trained: Trained) -> None:
+    trained.write(GRPO)
+    source = load(trained.file, (), evaluation_of("sft/1@4", trained.root))
+    assert source.values["actor"]["path"] == "trial:sft/1@4"
+    assert source.values["trial"] == "sft-1-step-4"
+
+
+def test_problems_have_their_lines_in_the_file(trained: Trained) -> None:
+    lines = json.dumps({**GRPO, "evaluation": {"dataset": {**PROMPTS, "typo": 1}}}, indent=1)
+    trained.file.write_text(lines)
+    with pytest.raises(ConfigError) as caught:
+        trained.evaluation("sft/1")
+    line = 1 + next(at for at, text in enumerate(lines.split("\n")) if "typo" in text)
+    assert [(one.where, one.key) for one in caught.value.problems] == [
+        (f"{trained.file}:{line}", "dataset.typo")
+    ]
+
+
+def test_a_configuration_of_evaluate_gets_the_model_alone(trained: Trained) -> None:
+    trained.write(
+        {
+            "experiment": "judged",
+            "algorithm": {"name": "evaluate", "batch_size": 4},
+            "rollout": {"n": 3, "top_p": 0.9},
+            "reward": {"name": "exact_match"},
+            "dataset": PROMPTS,
+        }
+    )
+    config = trained.evaluation("trial:sft/1@4").config
+    assert (config.experiment, config.trial) == ("judged-eval", "sft-1-step-4")
+    assert (config.rollout.n, config.rollout.top_p) == (3, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "measure"), [("prompt_answer", "likelihood"), ("preference", "preferences")]
+)
+def test_the_type_of_the_dataset_says_what_is_measured(
+    trained: Trained, dataset: str, measure: str
+) -> None:
+    evaluation = {"dataset": {"type": dataset, "path": "rows.jsonl"}}
+    trained.write({**GRPO, "algorithm": {"name": "sft", "batch_size": 8}, "evaluation": evaluation})
+    source = load(trained.file, (), evaluation_of("sft/1", trained.root))
+    assert source.values["algorithm"] == {"name": "evaluate", "measure": measure, "batch_size": 8}
+    assert "rollout" not in source.values
+    assert "reward" not in source.values
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        (None, "evaluation: is required to evaluate a model of algorithm grpo"),
+        ({"dataset": {"type": "kto", "path": "rows.jsonl"}}, "'kto' cannot be evaluated by"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(
+    trained: Trained, evaluation: dict[str, Any] | None, message: str
+) -> None:
+    trained.write({**GRPO, "evaluation": evaluation})
+    with pytest.raises(ConfigError, match=message):
+        trained.evaluation("sft/1")
+
+
+def test_a_model_that_is_no_checkpoint(tmp_path: Path) -> None:
+    """The trial that evaluates it has its name, so that the same command finds it again."""
+    folder = tmp_path / "qwen 3" / "model..final"
+    folder.mkdir(parents=True)
+    found = find_checkpoint(str(folder), tmp_path)
+    assert (found.path, found.name) == (str(folder), "qwen-3-model-final")
+    assert find_checkpoint("hf://org/name@main", tmp_path).name == "org-name-main"
+    with pytest.raises(UsageError, match="no such folder"):
+        find_checkpoint("./absent", tmp_path)
+    with pytest.raises(UsageError, match="expected trial:EXPERIMENT/TRIAL"):
+        find_checkpoint("sft", tmp_path)
