@@ -278,7 +278,6 @@ LAYOUT_CHECKS: Final = (
     hosts,
     rollout_instances,
     architectures,
-    memory,
     tasks,
 )
-SUBMISSION_CHECKS: Final = (runnable, generation, servers)
+SUBMISSION_CHECKS: Final = (memory, runnable, generation, servers)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
+from slurmrl.allocation import parse
 from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Model, role_key
 from slurmrl.config.source import dotted
@@ -116,7 +117,36 @@ def advice(checked: Checked, limit: int) -> str:
     if lengths is not None and lengths.assumed:
         key = "max_prompt_tokens" if checked.config.dataset.kind == "prompt" else "max_tokens"
         remedies.append(f"set dataset.{key} (without it, {lengths.longest} tokens are assumed)")
-    return f"{', '.join(remedies)}, or split the models over more GPUs (see slurmrl plan)"
+    return f"{', '.join(remedies)}, or split the models over more GPUs{_split(checked, limit)}"
+
+
+def _split(checked: Checked, limit: int) -> str:
+    """The smallest fsdp layout, in powers of two, of the actor and of all that have its layout,
+    with which the models fit; empty if there is none that a batch can be split over."""
+    actor = checked.config.actor
+    backend = parse(actor.backend)
+    if backend.backend != "fsdp":
+        return ""
+    sizes = dict(backend.sizes)
+    most = checked.algorithm.batch_size // checked.algorithm.minibatches
+    while (sizes := {**sizes, "dp": 2 * sizes["dp"]})["dp"] <= most:
+        wider = str(replace(backend, sizes=sizes))
+        models = {
+            role: model.model_copy(update={"backend": wider})
+            for role in checked.config.roles
+            if (model := checked.config.find_model(role)) is not None
+            and model.backend == actor.backend
+        }
+        variant = _Variant(_with_room(checked.config.with_models(models)), checked.algorithm)
+        fullest = fullest_gpu(variant, limit=limit)
+        if fullest.size + fullest.margin <= limit:
+            return f": actor.backend={wider} needs {_gib(fullest.size)} of each"
+    return ""
+
+
+def _with_room(config: Config) -> Config:
+    """The same with as many hosts as the layouts need."""
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"hosts": None})})
 
 
 def _beside_servers(checked: Checked) -> Iterator[str]:

@@ -156,8 +156,11 @@ def _fullest(report: Mapping[str, Any]) -> str:
         fullest += f" (with all weights trained {binary_size(memory['without_adapters_bytes'])})"
     if not report["gpus"]:
         return fullest
-    limit = f", of {binary_size(memory['gpu_bytes'])}" if memory["gpu_bytes"] else ""
-    fullest += f" and a margin of {binary_size(memory['margin_bytes'])}{limit}"
+    fullest += f" and a margin of {binary_size(memory['margin_bytes'])}"
+    if memory["gpu_bytes"]:
+        fullest += f", of {binary_size(memory['gpu_bytes'])}"
+        over = memory["bytes"] + memory["margin_bytes"] - memory["gpu_bytes"]
+        fullest += f": {binary_size(over)} TOO MUCH" if over > 0 else ""
     if memory["server_bytes"] is None:
         return fullest
     size = f"{binary_size(memory['server_bytes'])} of each of its GPUs"

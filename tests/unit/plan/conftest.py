@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import pytest
 
+from slurmrl.errors import Problem
 from slurmrl.plan.settings import Settings, load_settings
 
 ARCHITECTURE = {
@@ -96,3 +97,8 @@ def plan_ppo(folder: Path) -> Load:
         return load_settings(folder / "ppo.yaml", given, root=folder / "runs", planning=True)
 
     return load
+
+
+def memory_problems(settings: Settings) -> list[Problem]:
+    """What is too large for a GPU: it prevents a submission, and a plan shows it."""
+    return [problem for problem in settings.missing if "GiB" in problem.message]

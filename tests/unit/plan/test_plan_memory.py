@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
 
-from slurmrl.errors import ConfigError
+from slurmrl.display import text
+from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks.memory import refusal
 from slurmrl.plan.estimates.costs import memories
 from slurmrl.plan.estimates.gpus import fullest_gpu
 from slurmrl.plan.estimates.hardware import GIB, margin
 from slurmrl.plan.estimates.host import worker_bytes
+from slurmrl.plan.report.document import document
+from slurmrl.plan.report.values import report
 from slurmrl.plan.settings import Settings
+from tests.unit.plan.conftest import memory_problems
 from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
 
 Load = Callable[..., Settings]
@@ -24,11 +29,13 @@ LAYOUT = (
 )
 
 
+def messages(settings: Settings) -> list[str]:
+    return [problem.message for problem in memory_problems(settings)]
+
+
 def message_of(plan_ppo: Load, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        plan_ppo(*LAYOUT, *overrides, architecture=SEVEN_BILLION)
-    (problem,) = caught.value.problems
-    return problem.message
+    (message,) = messages(plan_ppo(*LAYOUT, *overrides, architecture=SEVEN_BILLION))
+    return message
 
 
 def test_the_margin_counts(plan_ppo: Load) -> None:
@@ -36,7 +43,8 @@ def test_the_margin_counts(plan_ppo: Load) -> None:
     needed = fullest_gpu(plan_ppo(*LAYOUT, architecture=SEVEN_BILLION)).size
     assert margin(needed) == 3 * GIB + needed // 10
     enough = -(-(needed + margin(needed)) // 2**20)
-    plan_ppo(*LAYOUT, f"cluster.gpu_memory={enough}M", architecture=SEVEN_BILLION)
+    room = plan_ppo(*LAYOUT, f"cluster.gpu_memory={enough}M", architecture=SEVEN_BILLION)
+    assert messages(room) == []
     assert "and a margin of" in message_of(plan_ppo, f"cluster.gpu_memory={enough - 1}M")
 
 
@@ -53,7 +61,7 @@ def test_the_weakest_checkpointing_that_fits_is_suggested(plan_ppo: Load, mode: 
     ), key
     assert "weights" in said
     assert "activations of" in said
-    plan_ppo(*LAYOUT, *modes, limit, architecture=SEVEN_BILLION)
+    assert messages(plan_ppo(*LAYOUT, *modes, limit, architecture=SEVEN_BILLION)) == []
 
 
 def test_no_checkpointing_is_suggested_where_none_fits(plan_ppo: Load) -> None:
@@ -65,13 +73,31 @@ def test_no_checkpointing_is_suggested_where_none_fits(plan_ppo: Load) -> None:
 def test_an_assumed_length_is_named_as_the_reason(plan_ppo: Load) -> None:
     """Without a limit on prompts the model's positions are the limit, and the message says so."""
     architecture = {**SEVEN_BILLION, "max_position_embeddings": 131072}
-    with pytest.raises(ConfigError, match=r"set dataset.max_prompt_tokens .*131072 tokens"):
-        plan_ppo(
-            "cluster.gpus_per_worker=1",
-            "cluster.gpu_memory=80G",
-            "dataset.max_prompt_tokens=",
-            architecture=architecture,
-        )
+    settings = plan_ppo(
+        "cluster.gpus_per_worker=1",
+        "cluster.gpu_memory=80G",
+        "dataset.max_prompt_tokens=",
+        architecture=architecture,
+    )
+    (said,) = messages(settings)
+    assert re.search(r"set dataset.max_prompt_tokens .*131072 tokens", said)
+
+
+def test_the_smallest_layout_that_fits_is_suggested(plan_ppo: Load) -> None:
+    """A layout with the suggestion is accepted, and the plan marks what is too much."""
+    batch = ("algorithm.batch_size=256", "cluster.gpu_memory=40G")
+    few = (*LAYOUT, *batch, "actor.gradient_checkpointing=full", "actor.backend=fsdp:d4")
+    settings = plan_ppo(*few, architecture=SEVEN_BILLION)
+    (said,) = messages(settings)
+    found = re.search(r"actor.backend=fsdp:d(\d+) needs", said)
+    assert found is not None, said
+    fits = int(found.group(1))
+    for size in (fits, fits // 2):
+        wider = plan_ppo(*few, f"actor.backend=fsdp:d{size}", architecture=SEVEN_BILLION)
+        assert bool(messages(wider)) == (size < fits)
+    shown = text.render(document(report(settings, make_plan(settings, scheduler="slurm"))))
+    assert "of 40 GiB: " in shown
+    assert " TOO MUCH" in shown
 
 
 def test_a_worker_refuses_what_cannot_fit_into_its_gpu(plan_ppo: Load) -> None:

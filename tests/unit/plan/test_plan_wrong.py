@@ -10,7 +10,7 @@ import pytest
 
 from slurmrl.errors import ConfigError, Problem
 from slurmrl.plan.settings import Settings
-from tests.unit.plan.conftest import EXPERTS, LARGE
+from tests.unit.plan.conftest import EXPERTS, LARGE, memory_problems
 
 Load = Callable[..., Settings]
 ARCHITECTURE = LARGE
@@ -481,9 +481,12 @@ KINDS = {
 
 
 def problems(load: Load, *overrides: str, **options: Any) -> list[Problem]:
-    with pytest.raises(ConfigError) as caught:
-        load(*overrides, **options)
-    return list(caught.value.problems)
+    """Those that prevent a plan, else those of memory, which prevent only a submission."""
+    try:
+        settings = load(*overrides, **options)
+    except ConfigError as error:
+        return list(error.problems)
+    return memory_problems(settings)
 
 
 @pytest.mark.parametrize("kind", KINDS)
