@@ -81,11 +81,11 @@ def _is_allocation(target: str) -> bool:
 
 
 def _explain(target: str, as_json: bool) -> None:
-    from slurmrl.allocation import parse_components
     from slurmrl.display import text
     from slurmrl.plan.report.document import allocations
+    from slurmrl.plan.resolve.allocation_mode import explain
 
-    explained = parse_components(target).explain()
+    explained = explain(target)
     click.echo(json.dumps(explained) if as_json else text.render(allocations(explained)))
 
 

@@ -42,7 +42,9 @@ def allocations(explained: Mapping[str, Any]) -> Document:
     """The document of an explained allocation string."""
     parts = explained.get("components", [explained])
     blocks: list[Block] = [_allocation(part) for part in parts]
-    if len(parts) > 1:
+    if "write_instead" in explained:
+        blocks.append(Lines("write instead:", explained["write_instead"]))
+    elif len(parts) > 1:
         blocks.append(Lines(f"together: {explained['world_size']} ranks"))
     return Document("", blocks)
 

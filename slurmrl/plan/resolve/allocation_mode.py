@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
+from dataclasses import replace
+from typing import Any, Final
 
 from slurmrl.allocation import Components, parse_components
 from slurmrl.allocation.allocation import BACKENDS
@@ -53,6 +54,18 @@ def read(text: str, shape: HostShape) -> dict[str, Placed]:
         except AllocationError as legacy:
             raise max(legacy, current, key=_position) from None
     return of_components(components)
+
+
+def explain(text: str) -> dict[str, Any]:
+    """The sizes of a layout as plain values. A string of an earlier system is explained in the
+    current spelling, with its own under ``legacy``; words such as ``pipe_model`` are for one host
+    of `USUAL_GPUS_PER_HOST`. Raises AllocationError as `read` does."""
+    try:
+        return parse_components(text).explain()
+    except AllocationError:
+        placed = read(text, HostShape(1, USUAL_GPUS_PER_HOST))
+    parts = [replace(place.allocation, name=role).explain() for role, place in placed.items()]
+    return {"string": text, "write_instead": list(spelled(placed)), "components": parts}
 
 
 def of_components(components: Components) -> dict[str, Placed]:

@@ -55,9 +55,21 @@ def test_components_are_explained_together(capsys: pytest.CaptureFixture[str]) -
     ]
 
 
-@pytest.mark.parametrize(
-    "text", ["megatron:d2e4", "fsdp:d2p2", "d2m2p2", "sglang.d2+d2", "fsdp:d0"]
-)
+def test_a_string_of_an_earlier_system_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the settings to write instead. Roles may share GPUs, so there is no sum."""
+    found = explained(capsys, "sglang.d2t2p1+d1t4p1")
+    assert [(one["name"], one["backend"], one["dp"], one["tp"]) for one in found["components"]] == [
+        ("rollout", "sglang", 2, 2),
+        ("actor", "fsdp", 1, 4),
+    ]
+    code, out, _ = run(capsys, "plan", "actor_gen:d4m2p1,*:d2m2p2")
+    assert code == 0
+    assert out.endswith(
+        "write instead:\n  actor.backend: megatron:d2t2p2\n  rollout.backend: native:d4t2\n"
+    )
+
+
+@pytest.mark.parametrize("text", ["megatron:d2e4", "fsdp:d2p2", "sglang.d2+dx", "fsdp:d0"])
 def test_a_string_that_is_not_allowed_is_2(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "plan", text, "--json")
     assert (code, out) == (2, "")
