@@ -190,6 +190,11 @@ class RunPaths:
         return self.run / "metrics.jsonl"
 
     @property
+    def report(self) -> Path:
+        """What ``slurmrl report`` writes."""
+        return self.run / "report.html"
+
+    @property
     def tensorboard(self) -> Path:
         return self.run / "tensorboard"
 

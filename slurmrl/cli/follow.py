@@ -130,3 +130,14 @@ def polled_query(kind: str, scheduler: Scheduler) -> Callable[[JobIds], list[Tas
     from slurmrl.scheduler.poll import SchedulerPoll
 
     return scheduler.query if kind == "local" else SchedulerPoll(kind, scheduler).query
+
+
+class PolledScheduler:
+    """A scheduler that is asked seldom, however often a command looks at the run directories."""
+
+    def __init__(self, kind: str) -> None:
+        from slurmrl.scheduler import make
+
+        scheduler = make(kind)
+        self.recover = scheduler.recover
+        self.query = polled_query(kind, scheduler)

@@ -44,6 +44,9 @@ COMMANDS = {
         "slurmrl.cli.graph:graph", "Show the calls of a step and the data between them."
     ),
     "status": Command("slurmrl.cli.status:status", "Show the state of trials."),
+    "report": Command(
+        "slurmrl.cli.report:report", "Write an HTML file about trials: curves, story, samples."
+    ),
     "events": Command("slurmrl.cli.events:events", "Print the events of a trial in order."),
     "checkpoints": Command(
         "slurmrl.cli.checkpoints:checkpoints", "List and verify a trial's checkpoints."

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmrl.cli import render
-from slurmrl.cli.follow import Seen, follow, polled_query
+from slurmrl.cli.follow import PolledScheduler, Seen, follow
 from slurmrl.cli.options import common, json_option
 from slurmrl.display import columns
 
@@ -67,17 +67,6 @@ def _collect(
     return collect(chosen, ask, unreadable=_report)
 
 
-class _PolledScheduler:
-    """A scheduler that is asked seldom, however often ``status`` looks at the run directories."""
-
-    def __init__(self, kind: str) -> None:
-        from slurmrl.scheduler import make
-
-        scheduler = make(kind)
-        self.recover = scheduler.recover
-        self.query = polled_query(kind, scheduler)
-
-
 def _single(name: str | None) -> bool:
     return name is not None and "/" in name
 
@@ -104,7 +93,7 @@ class _Watch:
         self._root = root
         self._name = name
         self._as_json = as_json
-        self._schedulers = functools.cache(_PolledScheduler)
+        self._schedulers = functools.cache(PolledScheduler)
         self._shown: object = None
 
     def run(self) -> None:

@@ -78,8 +78,9 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "__main__": ("cli",),
-        "cli": ("submission", "doctor"),
+        "cli": ("submission", "doctor", "report"),
         "doctor": ("submission",),
+        "report": ("submission",),
         "submission": (),
     },
 )

@@ -1,0 +1,67 @@
+"""``slurmrl report``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from slurmrl.cli.follow import PolledScheduler, Seen, follow
+from slurmrl.cli.options import common
+
+if TYPE_CHECKING:
+    from slurmrl.monitor.collect import SchedulerFactory
+    from slurmrl.paths import RunPaths
+
+FIRST_S, LONGEST_S = 5.0, 60.0
+"""Pauses of ``--watch``."""
+ENDS = ("COMPLETED", "FAILED", "CANCELLED")
+
+
+@click.command(epilog="Example: slurmrl report add/1 add/2 --output compare.html")
+@click.argument("names", nargs=-1, required=True, metavar="EXPERIMENT/TRIAL...")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The file. Default: report.html in the run directory of a single trial, report.html here "
+    "for several.",
+)
+@click.option("--watch", is_flag=True, help="Write it again until all trials have ended.")
+@common
+def report(names: tuple[str, ...], output: Path | None, watch: bool, root: str | None) -> int:
+    """Write one HTML file about trials: curves, story, time, checkpoints, samples, settings. It
+    needs no network and no server."""
+    from slurmrl.submission import trials
+
+    folder = trials.root_folder(root)
+    chosen = [trials.find(folder, name) for name in dict.fromkeys(names)]
+    file = output or (chosen[0].report if len(chosen) == 1 else Path("report.html"))
+    if watch:
+        schedulers = functools.cache(PolledScheduler)
+        follow(lambda: _look(chosen, file.absolute(), schedulers), FIRST_S, LONGEST_S)
+    else:
+        _write(chosen, file.absolute())
+    click.echo(file)
+    return 0
+
+
+def _look(chosen: Sequence[RunPaths], file: Path, schedulers: SchedulerFactory) -> Seen:
+    statuses = _write(chosen, file, schedulers)
+    return Seen.END if all(one["state"] in ENDS for one in statuses) else Seen.NOTHING_NEW
+
+
+def _write(
+    chosen: Sequence[RunPaths], file: Path, schedulers: SchedulerFactory | None = None
+) -> list[dict[str, Any]]:
+    from slurmrl.monitor.collect import collect as collect_statuses
+    from slurmrl.report import page
+    from slurmrl.report.collect import collect
+    from slurmrl.scheduler import make
+
+    statuses = collect_statuses(chosen, schedulers or make, detailed=True)
+    pairs = zip(chosen, statuses, strict=True)
+    page.write(file, [collect(paths, status) for paths, status in pairs])
+    return statuses

@@ -1,0 +1,127 @@
+"""Reading a run directory into a report. What is damaged or missing is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slurmrl.checkpoint.manifest import read_manifest
+from slurmrl.config import source
+from slurmrl.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptFileError,
+    EnvironmentFailure,
+    UnreadableInputError,
+)
+from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.shapes import TEXT, Fields, list_of, table
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.state import place
+from slurmrl.monitor import events as event_files
+from slurmrl.monitor import metrics
+from slurmrl.monitor.events import Event
+from slurmrl.paths import RunPaths
+from slurmrl.report.contents import CommitRow, TrialReport
+from slurmrl.report.curves import curves
+from slurmrl.report.samples import read_samples
+from slurmrl.report.settings import flat
+from slurmrl.report.story import RECENT, call_times, mean, task_spans
+from slurmrl.submission import record, snapshot
+
+STEP_S = "time/step"
+PLAN: Fields = {"calls": list_of(table({"name": TEXT}, ("name",)))}
+MOST_DIFF = 1 << 20
+
+
+def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
+    """Read everything that a report shows; ``status`` is the trial's object of `monitor.collect`.
+    A trial that runs is read as it stands. Raises CorruptFileError for a damaged history,
+    EnvironmentFailure."""
+    lines = metrics.read(paths.metrics)
+    events = event_files.read_all(paths)
+    code = paths.snapshot(snapshot.current(paths))
+    return TrialReport(
+        name=f"{paths.experiment}/{paths.trial}",
+        status=status,
+        lines=len(lines),
+        curves=curves(lines),
+        calls=call_times(lines, _document(paths.plan, PLAN).get("calls", [])),
+        step_s=mean(lines[-RECENT:], STEP_S),
+        tasks=task_spans(events),
+        commits=_commits(paths, events),
+        samples=read_samples(paths.samples),
+        config=_text(paths.config),
+        settings=flat(_settings(paths.config)),
+        environment=_document(code / record.FILE),
+        diffs=dict(_diffs(code)),
+    )
+
+
+def _commits(paths: RunPaths, events: Sequence[Event]) -> list[CommitRow]:
+    """Return all commits, by time."""
+    written = {
+        (event["writer"], event.get("step")): event for event in events if event["kind"] == "commit"
+    }
+    records = History(paths.history).read()
+    deleted = {place(one)[1] for one in records if one.kind is Kind.DELETE}
+    exported = {place(one)[0] for one in records if one.kind is Kind.EXPORT}
+    rows = []
+    for one in records:
+        if one.kind is not Kind.COMMIT:
+            continue
+        step, directory = place(one)
+        told = written.get((f"master.{one.incarnation}", step), {})
+        gone = directory in deleted
+        rows.append(
+            CommitRow(
+                step=step,
+                directory=directory,
+                incarnation=one.incarnation,
+                time=one.time,
+                bytes=None if gone else _bytes(paths.checkpoints / directory),
+                seconds=told.get("seconds"),
+                stall_s=told.get("stall_s"),
+                deleted=gone,
+                exported=step in exported,
+            )
+        )
+    return rows
+
+
+def _bytes(checkpoint: Path) -> int | None:
+    try:
+        return sum(file.size for file in read_manifest(checkpoint).files)
+    except (CheckpointError, EnvironmentFailure):
+        return None
+
+
+def _settings(config: Path) -> Mapping[str, Any]:
+    try:
+        return source.read(config).values
+    except (ConfigError, UnreadableInputError):
+        return {}
+
+
+def _document(path: Path, fields: Fields | None = None) -> Mapping[str, Any]:
+    try:
+        return documents.read(path, fields)
+    except (FileNotFoundError, CorruptFileError):
+        return {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return atomic.read(path).decode(errors="replace")
+    except (FileNotFoundError, CorruptFileError):
+        return ""
+
+
+def _diffs(code: Path) -> Iterator[tuple[str, str]]:
+    """Yield the diffs of a snapshot by the name of the repository."""
+    for path in sorted(code.glob("*.diff")):
+        text = _text(path)
+        more = len(text) - MOST_DIFF
+        yield path.stem, f"{text[:MOST_DIFF]}\n… {more} more" if more > 0 else text

@@ -1,0 +1,58 @@
+"""When rollout tasks worked and what a step's time goes to, from events, metrics and the plan. Pure
+functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from slurmrl.monitor.events import Event
+from slurmrl.report.contents import CallTime, TaskSpan
+
+RECENT = 50
+"""Newest steps whose times are averaged."""
+PREFIX = "time/"
+
+
+def call_times(
+    lines: Sequence[Mapping[str, Any]], calls: Iterable[Mapping[str, Any]]
+) -> list[CallTime]:
+    """Return the mean time of each call, in the plan's order."""
+    newest = lines[-RECENT:]
+    return [
+        CallTime(name=call["name"], ranks=call.get("ranks") or (), seconds=seconds)
+        for call in calls
+        if (seconds := mean(newest, f"{PREFIX}{call['name']}")) is not None
+    ]
+
+
+def mean(lines: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    """Return the mean of a metric; None if no line has it."""
+    values = [value for line in lines if isinstance(value := line.get(name), int | float)]
+    return statistics.fmean(values) if values else None
+
+
+def task_spans(events: Iterable[Event]) -> list[TaskSpan]:
+    """Return the attempts of rollout tasks that have joined, by the time when they did."""
+    began: dict[tuple[str, int], Event] = {}
+    ended: dict[tuple[str, int], Event] = {}
+    for event in events:
+        key = str(event.get("task", "")), event.get("attempt", 0)
+        if event["kind"] == "rollout_task" and event.get("state") == "joined":
+            began.setdefault(key, event)
+        elif event["kind"] == "rollout_task":
+            ended[key] = event
+    return [_span(*key, event, ended.get(key)) for key, event in began.items()]
+
+
+def _span(task: str, attempt: int, joined: Event, end: Event | None) -> TaskSpan:
+    said = [] if end is None else [end.get("state"), end.get("reason")]
+    return TaskSpan(
+        task=task,
+        attempt=attempt,
+        host=str(joined.get("host", "")),
+        began=float(joined["time"]),
+        ended=None if end is None else float(end["time"]),
+        how=": ".join(str(word) for word in said if word),
+    )

@@ -1,0 +1,113 @@
+"""A headless Chromium for tests, by its own protocol: no driver needs to be installed."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import shutil
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",  # tests may run as root
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--remote-debugging-port=0",
+    "--window-size=1300,1000",
+)
+DEADLINE_S = 60.0
+
+
+class Page:
+    """One tab. ``complaints`` are the errors that the page caused: uncaught ones, and what the
+    browser wrote to its console."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self.complaints: list[str] = []
+        self._socket = socket
+        self._numbers = itertools.count()
+
+    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        await self._socket.send_json({"id": number, "method": method, "params": params})
+        while True:
+            message = await self._socket.receive_json(timeout=DEADLINE_S)
+            if message.get("id") == number:
+                assert "error" not in message, message
+                result: dict[str, Any] = message["result"]
+                return result
+            if message.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+                self.complaints.append(str(message["params"]))
+            if message.get("method") == "Runtime.consoleAPICalled":
+                self.complaints.append(str(message["params"]["args"]))
+
+    async def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression; of a promise, once it is settled."""
+        done = await self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in done, done
+        return done["result"].get("value")
+
+    async def until(self, expression: str) -> Any:
+        """The value of an expression once it is true."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not (value := await self.evaluate(expression)):
+                await asyncio.sleep(0.05)
+        return value
+
+    async def screenshot(self, path: Path) -> None:
+        shot = await self.call("Page.captureScreenshot")
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+
+@asynccontextmanager
+async def opened(file: Path, *, scheme: str = "light") -> AsyncIterator[Page]:
+    """Open a file in a new browser whose user prefers this colour scheme."""
+    assert CHROMIUM is not None
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        browser = subprocess.Popen(
+            [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            port = await _port(Path(profile) / "DevToolsActivePort", browser)
+            async with aiohttp.ClientSession() as session:
+                async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
+                    tabs = await answer.json(content_type=None)
+                address = next(tab for tab in tabs if tab["type"] == "page")["webSocketDebuggerUrl"]
+                async with session.ws_connect(address, max_msg_size=0) as socket:
+                    page = Page(socket)
+                    for domain in ("Runtime", "Log", "Page"):
+                        await page.call(f"{domain}.enable")
+                    feature = {"name": "prefers-color-scheme", "value": scheme}
+                    await page.call("Emulation.setEmulatedMedia", features=[feature])
+                    await page.call("Page.navigate", url=file.absolute().as_uri())
+                    await page.until(
+                        "location.protocol === 'file:' && document.readyState === 'complete'"
+                    )
+                    yield page
+        finally:
+            browser.kill()
+            browser.wait()
+
+
+async def _port(file: Path, browser: subprocess.Popen[bytes]) -> int:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            assert browser.poll() is None, "the browser did not start"
+            text = file.read_text() if file.exists() else ""
+            if "\n" in text:
+                return int(text.partition("\n")[0])
+            await asyncio.sleep(0.05)

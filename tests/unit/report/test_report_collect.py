@@ -1,0 +1,121 @@
+"""What a report finds in a run directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from slurmrl.fsio import atomic
+from slurmrl.history.record import Kind
+from slurmrl.monitor.collect import collect as collect_statuses
+from slurmrl.report.collect import collect
+from slurmrl.report.contents import CallTime, TrialReport
+from slurmrl.report.curves import thinned
+from slurmrl.report.samples import MOST_TEXT, read_samples
+from slurmrl.report.settings import differences, flat
+from slurmrl.report.story import task_spans
+from slurmrl.scheduler.base import JobState
+from tests.fake_runs import FakeRun, FakeScheduler, task
+
+
+def report_of(run: FakeRun) -> TrialReport:
+    scheduler = FakeScheduler([task(0, JobState.COMPLETED)])
+    (status,) = collect_statuses([run.paths], lambda kind: scheduler, detailed=True)
+    return collect(run.paths, status)
+
+
+def write_samples(run: FakeRun, step: int, *rows: dict[str, Any] | str) -> None:
+    lines = [row if isinstance(row, str) else json.dumps({"step": step, **row}) for row in rows]
+    (run.paths.samples / f"step-{step:08d}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_a_trial_is_read_from_its_files(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+    run.submission()
+    run.paths.config.write_text("algorithm: {name: grpo}\nactor: {optimizer: {lr: 0.001}}\n")
+    calls = [{"name": "actor_gen", "ranks": [0, 1]}, {"name": "never", "ranks": [0]}]
+    run.paths.plan.write_text(json.dumps({"groups": [], "calls": calls}))
+    run.begin(job="41.0.0")
+    run.metrics(
+        {"step": 1, "reward": 0.5, "time/actor_gen": 2.0, "time/step": 3.0, "note": "text"},
+        {"step": 2, "reward": float("nan"), "time/actor_gen": 4.0, "time/step": 5.0},
+    )
+    run.commit(1)
+    run.event("master.1", "commit", step=1, seconds=0.4, stall_s=0.1)
+    run.append(Kind.DELETE, step=1, directory="step-00000001.1")
+    run.commit(2)
+    write_samples(run, 2, {"id": "a", "prompt": "p", "completion": "c", "reward": 1.0}, "torn {")
+    run.end(Kind.FINISHED, step=2)
+    atomic.make_private_directory(run.paths.code)
+    (run.paths.code / "environment.json").write_text('{"host": "n0"}')
+    (run.paths.code / "slurmrl.diff").write_text("+ new\n")
+
+    found = report_of(run)
+
+    assert found.status["state"] == "COMPLETED"
+    assert found.curves["reward"].y == [0.5, None]
+    assert "note" not in found.curves
+    assert found.calls == [CallTime(name="actor_gen", ranks=[0, 1], seconds=3.0)]
+    assert found.step_s == 4.0
+    assert [(row.step, row.deleted, row.seconds) for row in found.commits] == [
+        (1, True, 0.4),
+        (2, False, None),
+    ]
+    assert [row["completion"] for row in found.samples.rows] == ["c"]
+    assert found.settings == {"algorithm.name": "grpo", "actor.optimizer.lr": 0.001}
+    assert found.environment == {"host": "n0"}
+    assert found.diffs == {"slurmrl": "+ new\n"}
+
+
+def test_a_trial_without_files_gives_an_empty_report(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+    run.paths.plan.write_text(json.dumps({"groups": []}))
+    found = report_of(run)
+    assert (found.curves, found.commits, found.samples.rows) == ({}, [], ())
+    assert (found.config, found.settings) == ("", {})
+
+
+def test_thinning_keeps_every_peak_and_the_order() -> None:
+    values: list[float | None] = [0.0] * 50_000
+    values[12_345], values[33_333], values[49_999] = 9.0, -9.0, None
+    curve = thinned(range(50_000), values, 1000)
+    assert len(curve.x) <= 1000
+    assert list(curve.x) == sorted(set(curve.x))
+    points = dict(zip(curve.x, curve.y, strict=True))
+    assert (points[12_345], points[33_333]) == (9.0, -9.0)
+
+
+def test_of_many_samples_first_and_newest_steps_stay_and_long_texts_are_cut(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+    for step in range(1, 101):
+        write_samples(run, step, *[{"prompt": "p", "completion": "x" * (MOST_TEXT + 5)}] * 2)
+    found = read_samples(run.paths.samples, most=20)
+    steps = [row["step"] for row in found.rows]
+    assert (found.steps, found.shown, len(found.rows)) == (100, 10, 20)
+    assert (steps[0], steps[-1]) == (1, 100)
+    assert found.rows[0]["completion"].endswith("x … 5 more characters")
+
+
+def test_settings_differ_by_dotted_key_and_names_do_not_count() -> None:
+    one = flat({"trial": "1", "a": {"b": 1, "c": []}, "only": {}})
+    two = flat({"trial": "2", "a": {"b": 2, "c": []}})
+    assert differences([one, two]) == {"a.b": [1, 2], "only": [{}, None]}
+
+
+def test_rollout_tasks_have_a_span_per_attempt() -> None:
+    def told(time: float, state: str, **more: Any) -> dict[str, Any]:
+        return {"time": time, "writer": "master.1", "kind": "rollout_task", "state": state, **more}
+
+    spans = task_spans(
+        [
+            told(1.0, "joined", task="rollout/0", attempt=0, host="n7"),
+            told(2.0, "joined", task="rollout/0", attempt=1),
+            told(3.0, "lost", task="rollout/0", attempt=0, reason="silent"),
+            told(4.0, "left", task="rollout/9", attempt=0),
+        ]
+    )
+    assert [(one.attempt, one.began, one.ended, one.how) for one in spans] == [
+        (0, 1.0, 3.0, "lost: silent"),
+        (1, 2.0, None, ""),
+    ]

@@ -1,0 +1,167 @@
+"""The file that ``slurmrl report`` writes, as text and in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from slurmrl.cli.main import main
+from slurmrl.history.record import Kind
+from slurmrl.report.page import embedded
+from tests.fake_runs import FakeRun
+from tests.support import browser
+
+HOSTILE = (
+    "</script><script>document.title = 'broken out'</script><!-- <img src=x onerror=alert(1)> "
+    "\u2028"
+)
+
+
+class _Scripts(HTMLParser):
+    """Collects the scripts of a page as a browser finds them, and its policy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str | None, str]] = []
+        self.policy = ""
+        self._kind: str | None = None
+        self._inside = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        assert not {"src", "href", "onerror"} & set(values), (tag, values)
+        if values.get("http-equiv") == "Content-Security-Policy":
+            self.policy = values["content"] or ""
+        if tag == "script":
+            self._inside, self._kind = True, values.get("type")
+            self.found.append((self._kind, ""))
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            kind, text = self.found[-1]
+            self.found[-1] = kind, text + data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = self._inside and tag != "script"
+
+
+def fake_trial(root: Path, trial: str, *, steps: int, rows: int) -> None:
+    run = FakeRun(root, trial=trial)
+    run.submission()
+    run.paths.config.write_text(f"algorithm: {{name: grpo}}\nseed: {trial}\n")
+    run.begin(job="41.0.0")
+    begun = time.time()
+    run.commit(steps // 2)
+    lines = (
+        {
+            "step": step,
+            "reward": step % 97 / 97,
+            "loss": 1 / step,
+            "kl": step / 1e6,
+            "time/step": 1.5,
+        }
+        for step in range(1, steps + 1)
+    )
+    run.paths.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step in range(1, rows // 8 + 1):
+        said = [
+            {
+                "step": step,
+                "id": f"{number // 4}@{step}",
+                "prompt": f"prompt {step}.{number // 4} {HOSTILE}",
+                "completion": "needle" if (step, number) == (7, 3) else f"said {number} {HOSTILE}",
+                "reward": float(number % 2),
+                "finished": number % 3 > 0,
+            }
+            for number in range(8)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in said)
+        (run.paths.samples / f"step-{step:08d}.jsonl").write_text(text)
+    run.event("master.1", "commit", step=steps // 2, seconds=begun % 1)
+    run.end(Kind.FAILED, reason=HOSTILE, traceback=HOSTILE)
+
+
+def test_no_text_of_a_trial_becomes_part_of_the_page(tmp_path: Path) -> None:
+    fake_trial(tmp_path, "1", steps=20, rows=16)
+    file = tmp_path / "report.html"
+    assert main(["report", "add/1", "--root", str(tmp_path), "--output", str(file)]) == 0
+    found = _Scripts()
+    found.feed(file.read_text())
+    kinds = [kind for kind, _ in found.found]
+    assert kinds == ["application/json", None, None]
+    data = json.loads(found.found[0][1])
+    assert HOSTILE in data["trials"][0]["samples"]["rows"][0]["prompt"]
+    assert "default-src 'none'" in found.policy
+    assert "unsafe" not in found.policy
+    allowed = re.findall(r"'sha256-([^']+)'", found.policy.partition("; style-src")[0])
+    digests = [hashlib.sha256(text.encode()).digest() for kind, text in found.found if not kind]
+    assert allowed == [base64.b64encode(digest).decode() for digest in digests]
+
+
+def test_embedded_data_has_no_character_that_ends_it() -> None:
+    text = embedded({"text": HOSTILE, "key</script>": [HOSTILE]})
+    assert not set("<>&\u2028\u2029") & set(text)
+    assert json.loads(text) == {"text": HOSTILE, "key</script>": [HOSTILE]}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_large_report_is_usable_in_a_browser(tmp_path: Path, scheme: str) -> None:
+    """50,000 steps and 10,000 samples."""
+    fake_trial(tmp_path, "1", steps=50_000, rows=10_000)
+    fake_trial(tmp_path, "2", steps=500, rows=8)
+    file = tmp_path / "report.html"
+    root = ["--root", str(tmp_path)]
+    assert main(["report", "add/1", "add/2", *root, "--output", str(file)]) == 0
+    asyncio.run(_look(file, scheme))
+
+
+async def _look(file: Path, scheme: str) -> None:
+    async with browser.opened(file, scheme=scheme) as page:
+        await page.until("document.querySelectorAll('#curves canvas').length >= 3")
+        assert await page.evaluate("document.documentElement.dataset.theme") == scheme
+        assert await page.evaluate("document.title") == "slurmrl: add/1, add/2"
+        # a canvas on which something is drawn is not of one colour
+        assert await page.evaluate(
+            "[...document.querySelectorAll('#curves canvas')].slice(0, 3).every((one) => new Set("
+            "one.getContext('2d').getImageData(0, 0, one.width, one.height).data).size > 8)"
+        )
+        await page.screenshot(file.with_suffix(f".{scheme}.png"))
+
+        async def enter(field: str, value: str) -> None:
+            await page.evaluate(
+                f"(() => {{ const field = document.getElementById({field!r});"
+                f" field.value = {value!r}; field.dispatchEvent(new Event('input')); }})()"
+            )
+
+        count = "document.getElementById('count').textContent"
+        assert (await page.evaluate(count)).startswith("2,502 prompts")
+        groups = "document.querySelectorAll('#groups .group').length"
+        assert await page.evaluate(groups) == 20  # a page of them, however many there are
+        points = "Math.max(...JSON.parse(document.getElementById('data').textContent).trials"
+        points += ".flatMap((trial) => Object.values(trial.curves).map((curve) => curve.x.length)))"
+        assert 2000 < await page.evaluate(points) <= 4000
+        await enter("find", "needle")
+        assert (await page.evaluate(count)).startswith("1 prompts")
+        assert "needle" in await page.evaluate("document.querySelector('#groups').textContent")
+        await enter("find", "")
+        await enter("trial", "add/2")
+        await enter("order", "oldest")
+        assert (await page.evaluate(count)).startswith("2 prompts")
+        await enter("smooth", "0.9")
+        await page.until("document.querySelectorAll('#curves canvas').length >= 3")
+        await enter("metrics", "kl")
+        shown = "[...document.querySelectorAll('.chart')].filter((one) => !one.hidden).length"
+        assert await page.evaluate(shown) == 1
+        assert "broken out" not in await page.evaluate("document.title")
+        assert await page.evaluate("document.images.length") == 0
+        assert page.complaints == []
