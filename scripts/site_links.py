@@ -1,0 +1,68 @@
+"""Files outside docs/ as pages of the documentation site (a hook of mkdocs).
+
+A page may link to a file of the repository, as ``../examples/grpo.yaml``. The site has such a file
+under ``files/``: Markdown as it is, anything else as a block of code. Links are rewritten to it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from posixpath import dirname, join, normpath, relpath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)")
+"""A relative link up to its anchor."""
+ALWAYS = ("CHANGELOG.md",)
+
+
+def repository_path(page: str) -> str:
+    """Of a page of the site: ``howto/data.md`` is ``docs/howto/data.md``."""
+    return page.removeprefix("files/") if page.startswith("files/") else join("docs", page)
+
+
+def page_of(path: str) -> str:
+    """The page of the site that shows this file of the repository."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return join("files", path if path.endswith(".md") else f"{path}.md")
+
+
+def targets(markdown: str, page: str) -> set[str]:
+    """The repository's files that a page links to."""
+    folder = dirname(repository_path(page))
+    return {normpath(join(folder, link)) for link in LINK.findall(markdown)}
+
+
+def shown(file: Path) -> str:
+    """The Markdown of a file's page."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".md":
+        return text
+    return f"# {file.name}\n\n````{file.suffix.removeprefix('.')}\n{text}````\n"
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    root = Path(config.config_file_path).parent
+    wanted = set(ALWAYS)
+    for file in files.documentation_pages():
+        wanted |= targets(file.content_string, file.src_uri)
+    for path in sorted(wanted):
+        if not path.startswith("docs/") and (root / path).is_file():
+            page = File.generated(config, page_of(path), content=shown(root / path))
+            files.append(page)
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    here = page.file.src_uri
+    folder = dirname(repository_path(here))
+
+    def rewritten(link: re.Match[str]) -> str:
+        target = page_of(normpath(join(folder, link[1])))
+        return f"]({relpath(target, dirname(here) or '.')}"
+
+    return LINK.sub(rewritten, markdown)

@@ -1,0 +1,158 @@
+"""The documentation keeps up with the code: pages, messages, the map of a run, and commands."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from ruamel.yaml import YAML
+
+import slurmrl
+from slurmrl.paths import RunPaths
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+TOKEN = re.compile(
+    r"^ *<!-- (?P<mark>run first|not run|file):(?P<text>.*?)-->$"
+    r"|^(?P<indent> *)```(?P<language>\w*)\n(?P<body>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
+)
+"""What decides about the commands of a page: a comment before a block, or the block."""
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    body: str
+    mark: str
+    """``not run``, ``file``, or empty: what the comment before it says."""
+    text: str
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """Of a page, in order; a comment ``run first`` is a block of its own."""
+    mark, text = "", ""
+    for token in TOKEN.finditer((DOCS / page).read_text(encoding="utf-8")):
+        if token["mark"] == "run first":
+            yield Block("bash", token["text"], "", "")
+        elif token["mark"]:
+            mark, text = token["mark"], token["text"].strip()
+        else:
+            yield Block(token["language"], dedent(token["body"]), mark, text)
+            mark, text = "", ""
+
+
+def leaves(tree: object) -> Iterator[str]:
+    """The pages of a part of the navigation."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict):
+        for part in tree.values():
+            yield from leaves(part)
+    elif isinstance(tree, list):
+        for part in tree:
+            yield from leaves(part)
+
+
+@cache
+def texts() -> tuple[str, ...]:
+    """All literal parts of texts in the package."""
+    trees = (ast.parse(path.read_text()) for path in Path(slurmrl.__file__).parent.rglob("*.py"))
+    return tuple(
+        node.value
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
+def test_the_navigation_has_each_page_once() -> None:
+    named = list(leaves(YAML(typ="safe").load(ROOT / "mkdocs.yml")["nav"]))
+    own = sorted(page for page in named if not page.startswith("files/"))
+    assert own == PAGES, "mkdocs.yml: nav"
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) >= 30
+    parts = [(part.strip(), message) for message in messages for part in message.split("…")]
+    assert not [pair for pair in parts if not any(pair[0] in text for text in texts())]
+
+
+def test_the_map_has_every_entry_of_a_run_directory() -> None:
+    page = (DOCS / "run-directory.md").read_text(encoding="utf-8")
+    paths = RunPaths(Path("run"))
+    for name, kind in vars(RunPaths).items():
+        if isinstance(kind, property) and isinstance(path := kind.fget and kind.fget(paths), Path):
+            entry = path.relative_to(paths.run)
+            assert re.search(rf"^\|.*`{re.escape(str(entry))}[`/]", page, re.MULTILINE), name
+
+
+def test_each_mark_belongs_to_a_block_and_has_a_reason() -> None:
+    for page in PAGES:
+        text = (DOCS / page).read_text(encoding="utf-8")
+        marked = [block for block in blocks(page) if block.mark]
+        assert all(block.text for block in marked), page
+        assert len(marked) == len(re.findall(r"^ *<!-- (?:not run|file)", text, re.M)), page
+
+
+def commands(page: str) -> list[str]:
+    """Shell lines that make the page's files and run its commands."""
+    lines = []
+    for block in blocks(page):
+        if block.mark == "file":
+            lines.append(f"cat >{block.text} <<'END OF FILE'\n{block.body}END OF FILE")
+        elif block.language == "bash" and block.mark != "not run":
+            lines.append(block.body)
+    return lines
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_the_commands_of_a_page_work(page: str, tmp_path: Path) -> None:
+    """All blocks of bash but those marked ``not run``, in one shell beside the examples. A block
+    marked ``file`` is the content of that file."""
+    prepare(tmp_path)
+    variables = {name: value for name, value in os.environ.items() if name != "SLURMRL_ROOT"}
+    variables |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-euxo", "pipefail", "-c", "\n".join(commands(page))],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
+
+
+def prepare(folder: Path) -> None:
+    """The examples with a stand-in for GSM8K, the scripts, and the commands of an installation."""
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("data"))
+    (folder / "scripts").symlink_to(ROOT / "scripts")
+    data = folder / "examples/data/gsm8k"
+    data.mkdir(parents=True)
+    for part in ("train", "test"):
+        rows = (
+            f'{{"question": "Ann has {n} nuts and gets {n}. How many has she?", '
+            f'"answer": "She has {n}+{n} = <<{n}+{n}={2 * n}>>{2 * n} nuts.\\n#### {2 * n}"}}\n'
+            for n in range(200)
+        )
+        (data / f"{part}.jsonl").write_text("".join(rows))
+    (folder / "bin").mkdir()
+    for name, module in (("slurmrl", " -m slurmrl"), ("python", "")):
+        command = folder / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec "{sys.executable}"{module} "$@"\n')
+        command.chmod(0o755)
