@@ -169,6 +169,11 @@ class RunPaths:
         return self.run / "summary.json"
 
     @property
+    def overview(self) -> Path:
+        """What a list of trials says about an ended one (see `monitor.overview`)."""
+        return self.run / "overview.json"
+
+    @property
     def parts(self) -> Path:
         """The lines of single steps."""
         return self.run / "parts"

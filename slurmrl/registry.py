@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -47,6 +46,8 @@ def import_own(what: str, reference: str) -> Any:
 
 def near(name: str, known: list[str]) -> str:
     """Return a hint for a misspelt name: the closest match, if any, and the whole list."""
+    import difflib  # only for errors: it takes a while
+
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
     return f"{hint}allowed: {', '.join(known)}"

@@ -1,17 +1,22 @@
 """Start of the command line beside that of bare Python: ``python scripts/bench/cli.py``.
 
 Prints one JSON object: for each command its wall and CPU time in seconds, and the ratio and the
-difference of its wall time to that of ``python -c pass`` in the same round (machines differ, ratios
+difference of its CPU time to that of ``python -c pass`` in the same round (machines differ, ratios
 hold), each as [median, least, most]. Commands take turns, so that a busy moment hits all of them;
 where the CPU time is much below the wall time, the machine was busy and only the former means
 anything.
+
+The trials that ``status`` shows have finished after 200 steps and 40 commits. ``--trials`` of them
+have an overview (see slurmrl/monitor/overview.py); those of ``status (no overview)`` have none.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,20 +25,60 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from spread import Spread
+
+from slurmrl.fsio import atomic
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.writer import begin, end
+from slurmrl.monitor import overview
+from slurmrl.monitor.events import EventWriter
+from slurmrl.monitor.metrics import encode
+from slurmrl.paths import RunPaths, user_name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BARE = "python -c pass"
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+"""Who uses slurmrl has its byte code."""
+STEPS, EVERY, METRICS = 200, 5, 40
 
 
-def commands(root: str) -> dict[str, list[str]]:
+def commands(root: Path, trials: int) -> dict[str, list[str]]:
     slurmrl = [sys.executable, "-m", "slurmrl"]
+    status = [*slurmrl, "status", "--root"]
     return {
         BARE: [sys.executable, "-c", "pass"],
         "slurmrl --help": [*slurmrl, "--help"],
         "slurmrl submit --help": [*slurmrl, "submit", "--help"],
-        "slurmrl status": [*slurmrl, "status", "--root", root],
+        "slurmrl status (no trials)": [*status, str(root / "none")],
+        "slurmrl status TRIAL": [*status, str(root / "kept"), "bench/1"],
+        f"slurmrl status ({trials} trials)": [*status, str(root / "kept")],
+        f"slurmrl status ({trials} trials, no overview)": [*status, str(root / "bare")],
     }
+
+
+def make_trials(root: Path, trials: int, *, kept: bool) -> None:
+    """Write ``trials`` finished trials below a root folder."""
+    first = RunPaths.of(root, user_name(), "bench", "1")
+    for directory in first.directories():
+        atomic.make_private_directory(directory)
+    first.identity.write_text("{}")
+    first.plan.write_text(json.dumps({"groups": []}))
+    writer = begin(History(first.history), {"hosts": ["n0"], "link": 0, "submission": 1})
+    events = EventWriter(first, "master.1")
+    for step in range(EVERY, STEPS + 1, EVERY):
+        writer.append(Kind.COMMIT, {"step": step, "directory": f"step-{step:08d}.1"})
+        events.write("commit", step=step, seconds=0.5, stall_s=0.1)
+    values = {f"metric{number}": number / 7 for number in range(METRICS)}
+    lines = ({"step": 1 + n, "time/total": 1.5, "reward": 0.5, **values} for n in range(STEPS))
+    first.metrics.write_bytes(b"".join(map(encode, lines)))
+    end(History(first.history), Kind.FINISHED, {"step": STEPS, "reason": "total_steps"})
+    if kept:
+        overview.keep(first)
+    for number in range(2, trials + 1):
+        shutil.copytree(first.run, first.run.with_name(str(number)))
 
 
 class Times(NamedTuple):
@@ -44,16 +89,19 @@ class Times(NamedTuple):
 def run(command: Sequence[str]) -> Times:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
-    subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, stdout=subprocess.DEVNULL, check=True)
     wall_s = time.perf_counter() - began
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Times(wall_s, cpu_s)
 
 
-def measure(rounds: int) -> dict[str, dict[str, Spread]]:
-    with tempfile.TemporaryDirectory() as root:
-        timed = commands(root)
+def measure(rounds: int, trials: int) -> dict[str, dict[str, Spread]]:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        make_trials(root / "kept", trials, kept=True)
+        make_trials(root / "bare", trials, kept=False)
+        timed = commands(root, trials)
         for command in timed.values():
             run(command)  # writes byte code and warms the page cache
         times: dict[str, list[Times]] = {name: [] for name in timed}
@@ -68,8 +116,8 @@ def _summary(taken: Sequence[Times], bare: Sequence[Times]) -> dict[str, Spread]
     return {
         "wall_s": Spread.of((one.wall_s for one in taken), 4),
         "cpu_s": Spread.of((one.cpu_s for one in taken), 4),
-        "ratio": Spread.of((one.wall_s / other.wall_s for one, other in pairs), 4),
-        "more_s": Spread.of((one.wall_s - other.wall_s for one, other in pairs), 4),
+        "ratio": Spread.of((one.cpu_s / other.cpu_s for one, other in pairs), 4),
+        "more_s": Spread.of((one.cpu_s - other.cpu_s for one, other in pairs), 4),
     }
 
 
@@ -78,7 +126,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=20, help="(default: %(default)s)")
-    print(json.dumps(measure(parser.parse_args().rounds), indent=2))
+    parser.add_argument("--trials", type=int, default=1000, help="(default: %(default)s)")
+    options = parser.parse_args()
+    print(json.dumps(measure(options.rounds, options.trials), indent=2))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +13,7 @@ import click
 
 from slurmrl import __version__
 from slurmrl.errors import ConfigError, SlurmrlError
-from slurmrl.fsio import ownership
+from slurmrl.fsio.umask import make_private
 from slurmrl.registry import near, resolve
 
 INTERRUPTED = 130
@@ -114,7 +113,7 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's) and return its exit code."""
-    ownership.make_umask_private()  # Slurm makes the batch log with the umask of sbatch's caller
+    make_private()  # Slurm makes the batch log with the umask of sbatch's caller
     if isinstance(
         sys.stdout, io.TextIOWrapper
     ):  # a file's text may not fit the terminal's encoding
@@ -151,6 +150,8 @@ def _invoke(invocation: Invocation) -> int:
 
 def _report(error: Exception, code: int, invocation: Invocation) -> int:
     if invocation.debug:
+        import traceback
+
         traceback.print_exception(error)
     else:
         click.echo(f"Error: {_message(error)}", err=True)

@@ -41,7 +41,7 @@ def status(name: str | None, as_json: bool, watch: bool, root: str | None) -> in
     if watch:
         _Watch(folder, name, as_json=as_json).run()
     else:
-        click.echo(_text(folder, name, _collect(folder, name), as_json))
+        click.echo(_text(folder, name, _collect(folder, name, whole=as_json), as_json))
     return 0
 
 
@@ -56,15 +56,17 @@ def _chosen(root: Path, name: str | None) -> list[RunPaths]:
 
 
 def _collect(
-    root: Path, name: str | None, schedulers: SchedulerFactory | None = None
+    root: Path, name: str | None, schedulers: SchedulerFactory | None = None, *, whole: bool
 ) -> list[dict[str, Any]]:
-    from slurmrl.monitor.collect import collect
+    """Return the objects of the chosen trials; in a list those that are not ``whole`` have only
+    what it shows."""
+    from slurmrl.monitor.collect import collect, glance
     from slurmrl.scheduler import make
 
     chosen, ask = _chosen(root, name), schedulers or make
     if _single(name):
         return collect(chosen, ask, detailed=True)
-    return collect(chosen, ask, unreadable=_report)
+    return (collect if whole else glance)(chosen, ask, unreadable=_report)
 
 
 def _single(name: str | None) -> bool:
@@ -103,7 +105,7 @@ class _Watch:
             follow(self._look, FIRST_S, LONGEST_S)
 
     def _look(self) -> Seen:
-        statuses = _collect(self._root, self._name, self._schedulers)
+        statuses = _collect(self._root, self._name, self._schedulers, whole=self._as_json)
         gist = [_gist(status) for status in statuses]
         news, self._shown = gist != self._shown, gist
         ended = all(status["state"] in ENDS for status in statuses)
@@ -122,14 +124,15 @@ def _footer() -> str:
 def _gist(status: dict[str, Any]) -> tuple[object, ...]:
     """Return what must change for a status to be news; ages alone are not."""
     checkpoint = status["checkpoint"] or {}
+    ended = status["state"] in ENDS
     return (
         status["trial"],
         status["state"],
         status["step"],
         checkpoint.get("step"),
-        render.note(status),
+        status["reason"] if ended else render.note(status),
         [finding["code"] for finding in status["findings"]],
-        [(row["number"], row["how"]) for row in status["incarnations"]],
+        [] if ended else [(row["number"], row["how"]) for row in status["incarnations"]],
     )
 
 

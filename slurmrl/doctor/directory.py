@@ -13,7 +13,7 @@ from typing import Any
 
 from slurmrl.doctor.check import Check, failed, ok, warning
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.fsio import atomic, ownership
+from slurmrl.fsio import atomic, ownership, umask
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import opened, read_all, write_new
@@ -105,7 +105,7 @@ def _read(path: Path) -> None:
 
 
 def _umask() -> int:
-    mask = os.umask(ownership.PRIVATE_UMASK)
+    mask = os.umask(umask.PRIVATE_UMASK)
     os.umask(mask)
     return mask
 

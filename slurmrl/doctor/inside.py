@@ -10,7 +10,7 @@ from typing import Any
 
 from slurmrl.doctor import directory, software
 from slurmrl.doctor.check import Check, failed, guarded, ok
-from slurmrl.fsio import atomic, documents, ownership
+from slurmrl.fsio import atomic, documents, umask
 
 CUDA_LIBRARY = "libcuda.so.1"
 """The driver's, which comes from the host."""
@@ -23,7 +23,7 @@ def result_name(task: int) -> str:
 def main(arguments: Sequence[str]) -> None:
     """``arguments``: the job's folder and the number of the host."""
     folder, task = Path(arguments[0]), int(arguments[1])
-    ownership.make_umask_private()
+    umask.make_private()
     checks = look(folder, documents.read(folder / directory.ASK))
     text = json.dumps({"checks": [one.to_json() for one in checks]})
     atomic.replace(folder / result_name(task), text.encode())

@@ -29,7 +29,7 @@ from slurmrl.doctor import (
     software,
 )
 from slurmrl.doctor.check import Check, failed, guarded, ok
-from slurmrl.fsio import atomic, documents, ownership
+from slurmrl.fsio import atomic, documents, umask
 
 DIRECTORY_ADVICE = "the compute nodes must mount the directory of --root, writable for you"
 
@@ -87,7 +87,7 @@ def _temporary() -> Check:
 
 def main(arguments: list[str]) -> int:
     folder = Path(arguments[0])
-    ownership.make_umask_private()
+    umask.make_private()
     task = env.NODE_ID.get()
     request = documents.read(folder / directory.ASK)
     checks = look(folder, task, request)

@@ -6,7 +6,6 @@ layers that record, fail, delay or show a stale view.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import stat
@@ -36,6 +35,8 @@ _STRUCT_BYTES = 512
 
 def is_local(directory: Path) -> bool:
     """Return whether a directory is on a local file system; False if that is unknown."""
+    import ctypes  # a command of the command line seldom needs it
+
     buffer = (ctypes.c_long * (_STRUCT_BYTES // ctypes.sizeof(ctypes.c_long)))()
     library = ctypes.CDLL(None, use_errno=True)
     if library.statfs(os.fsencode(directory), ctypes.byref(buffer)) != 0:

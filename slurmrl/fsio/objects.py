@@ -77,8 +77,10 @@ def from_json(
 
 
 def shape(kind: type[Dataclass]) -> FieldType:
-    """Return the type of a field that holds such an object."""
-    return _form(kind).accepted
+    """Return the type of a field that holds such an object. The annotations are read at the first
+    check: it takes a while, and many documents lack the field."""
+    names = ", ".join(field.name for field in fields(kind))
+    return FieldType(f"an object with {names}", lambda value: _form(kind).accepted.accepts(value))
 
 
 @cache

@@ -13,7 +13,6 @@ from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
 
 ROOT_UID = 0
-PRIVATE_UMASK = 0o077
 
 
 def check(run: Path, *, calls: SystemCalls = REAL) -> list[str]:
@@ -36,11 +35,6 @@ def check(run: Path, *, calls: SystemCalls = REAL) -> list[str]:
     except OSError as error:
         raise explain(error, "check the owner of", run) from error
     return warnings
-
-
-def make_umask_private() -> None:
-    """Set a private umask for this process and its children: libraries create files, too."""
-    os.umask(PRIVATE_UMASK)
 
 
 def _check_own(run: Path, found: os.stat_result) -> None:

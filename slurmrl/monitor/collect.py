@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from slurmrl.errors import EnvironmentFailure, SlurmrlError
 from slurmrl.lease import read_counter
+from slurmrl.monitor import overview
 from slurmrl.monitor.snapshot import GLANCE, STORY, TrialSnapshot, read
 from slurmrl.monitor.status import assemble
 from slurmrl.paths import RunPaths
@@ -75,6 +76,22 @@ def collect(
         )
         for snapshot in snapshots
     ]
+
+
+def glance(
+    trials: Sequence[RunPaths],
+    schedulers: SchedulerFactory,
+    *,
+    unreadable: Callable[[RunPaths, SlurmrlError], None],
+) -> list[dict[str, Any]]:
+    """Return what a list shows of each trial: `overview` of the ended ones that have a current one,
+    the whole object of the others."""
+    found = {paths: row for paths in trials if (row := overview.read(paths)) is not None}
+    others = [paths for paths in trials if paths not in found]
+    rows = {row["trial"]: row for row in collect(others, schedulers, unreadable=unreadable)}
+    rows |= {row["trial"]: row for row in found.values()}
+    names = (f"{paths.experiment}/{paths.trial}" for paths in trials)
+    return [rows[name] for name in names if name in rows]
 
 
 def _read_all(

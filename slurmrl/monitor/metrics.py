@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -19,6 +20,8 @@ LATEST_BYTES = 64 << 20
 """Most bytes that `read_latest` reads from the end."""
 MIXED_BYTES = 1 << 20
 """How far before the last line to keep `cut` searches for lines to drop."""
+_EVALUATION = b'"eval/'
+"""What the lines of steps with an evaluation contain."""
 NO_STEP = 2**60
 """Greater than any step."""
 
@@ -106,6 +109,37 @@ def read_latest(path: Path, n: int) -> list[dict[str, Any]]:
             return list(islice(_parsed(newest, path), n))[::-1]
     except FileNotFoundError:
         return []
+
+
+def evaluates(line: Mapping[str, Any]) -> bool:
+    """Return whether a line holds an evaluation."""
+    return any(name.startswith("eval/") for name in line)
+
+
+def read_evaluation(path: Path, n: int) -> dict[str, Any]:
+    """Return the newest of the last ``n`` lines that holds an evaluation; empty if none does. Other
+    lines are not parsed."""
+    try:
+        with lines.opened(path) as file:
+            newest = (raw for _, raw in file.backward(max(0, file.size - LATEST_BYTES)))
+            evaluated = (raw for raw in islice(newest, n) if _EVALUATION in raw)
+            return next(_parsed(evaluated, path), {})
+    except FileNotFoundError:
+        return {}
+
+
+def read_values(path: Path, name: str) -> Iterator[float]:
+    """Yield the numbers that the lines hold under a name. Lines are not parsed, because a long run
+    has very many."""
+    value = re.compile(rb'[{ ]"%b": (-?[0-9.e+-]+)[,}]' % re.escape(name.encode()))
+    try:
+        with lines.opened(path) as file:
+            for raw in file.forward():
+                for number in value.findall(raw):
+                    with suppress(ValueError):
+                        yield float(number)
+    except FileNotFoundError:
+        return
 
 
 def newest(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -37,8 +37,10 @@ GLANCE = 3
 """Newest incarnations to read for a diagnosis."""
 STORY = 20
 """Newest incarnations to read for the detailed status."""
-LINES = 200
-"""Newest lines of metrics to read; they should include the newest evaluation."""
+LINES = 20
+"""Newest lines of metrics to read for a diagnosis."""
+MORE_LINES = 200
+"""Newest lines to read for the detailed status, and to search for the newest evaluation."""
 FIRST_STARTS = 5
 """First incarnations to search for the first one that became ready to train."""
 MOST_METRICS_BYTES = 32 * 1024 * 1024
@@ -126,6 +128,8 @@ class TrialSnapshot:
     """The newest ones, oldest first."""
     lines: Sequence[Mapping[str, Any]]
     """The newest lines of metrics."""
+    evaluated: Mapping[str, Any]
+    """The line of the newest evaluation, if it is not among these; else empty."""
     avoided: Sequence[BadHost]
     """The hosts that jobs avoid."""
     failed_starts: Sequence[BadHost]
@@ -139,8 +143,8 @@ class TrialSnapshot:
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """The newest line, with the newest evaluation among the lines."""
-        return metrics.newest(self.lines)
+        """The newest line, completed by the newest evaluation."""
+        return metrics.newest([self.evaluated, *self.lines] if self.evaluated else self.lines)
 
     @property
     def total_steps(self) -> int | None:
@@ -180,6 +184,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
         attempts = _attempts(names, groups)
         leaders = _leaders(names, attempts, incarnations)
         traces = [_traces(paths, names, begun, leaders) for begun in state.begun]
+    lines = metrics.read_latest(paths.metrics, LINES if incarnations <= GLANCE else MORE_LINES)
     return TrialSnapshot(
         paths,
         time.time(),
@@ -189,7 +194,8 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
         said,
         attempts,
         traces,
-        metrics.read_latest(paths.metrics, LINES),
+        lines,
+        {} if any(map(metrics.evaluates, lines)) else _evaluated(paths),
         hosts.avoided(paths),
         hosts.newest_failed_starts(paths),
         *(_times(paths, state.incarnation) if incarnations > GLANCE else (None, None)),
@@ -211,7 +217,11 @@ def _times(paths: RunPaths, incarnations: int) -> tuple[float | None, float | No
         return None, first
     if size > MOST_METRICS_BYTES:
         return None, first
-    return throughput.trained_s(metrics.read(paths.metrics)), first
+    return sum(metrics.read_values(paths.metrics, throughput.STEP_S)), first
+
+
+def _evaluated(paths: RunPaths) -> dict[str, Any]:
+    return metrics.read_evaluation(paths.metrics, MORE_LINES)
 
 
 def _exported(paths: RunPaths) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ def step_s(lines: Sequence[Mapping[str, Any]], events: Iterable[Event]) -> float
     timed = [line for line in lines if _number(line.get(STEP_S)) is not None]
     warm = [line for line in timed if line["step"] not in firsts]
     recent = (warm or timed)[-RECENT:]
-    return statistics.fmean(line[STEP_S] for line in recent) if recent else None
+    return sum(line[STEP_S] for line in recent) / len(recent) if recent else None
 
 
 def left_s(pace_s: float | None, step: int, total: int | None) -> float | None:
@@ -58,11 +57,6 @@ def effective_ratio(
     if trained_s is None or first_step_at is None or until is None or until <= first_step_at:
         return None
     return min(trained_s / (until - first_step_at), 1.0)
-
-
-def trained_s(lines: Iterable[Mapping[str, Any]]) -> float:
-    """Return the time of all steps in ``metrics.jsonl``, which holds each step once."""
-    return sum(_number(line.get(STEP_S)) or 0.0 for line in lines)
 
 
 def _number(value: Any) -> float | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.fsio import ownership
+from slurmrl.fsio import umask
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.paths import RunPaths
@@ -215,7 +215,7 @@ def main(arguments: list[str]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.chdir(run)
-    ownership.make_umask_private()
+    umask.make_private()
     log.configure(f"{group} chain")
     LocalChain(RunPaths(Path(run)), int(number), group, int(links), int(width)).run()
 

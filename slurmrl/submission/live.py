@@ -11,6 +11,7 @@ from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
 from slurmrl.history.writer import end
+from slurmrl.monitor import overview
 from slurmrl.monitor.snapshot import newest_submission
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.scheduler import make
@@ -77,4 +78,5 @@ def cancel(paths: RunPaths) -> Kind:
     jobs = newest_jobs(paths)
     if jobs is not None:
         jobs.scheduler.cancel(jobs.ids)
+    overview.keep(paths)
     return kind

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from slurmrl import env, log
-from slurmrl.fsio import ownership
+from slurmrl.fsio import umask
 from slurmrl.workers.agent.agent import serve
 
 
@@ -17,7 +17,7 @@ def main() -> int:
     parser.add_argument("--submission", type=int, required=True)
     parser.add_argument("--group", required=True)
     options = parser.parse_args()
-    ownership.make_umask_private()
+    umask.make_private()
     log.configure(f"agent {options.group}/{env.NODE_ID.get()}")
     return serve(options.run, options.submission, options.group)
 

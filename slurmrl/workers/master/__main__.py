@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurmrl import env, log
 from slurmrl.channel.pipe import Connection
-from slurmrl.fsio import ownership
+from slurmrl.fsio import umask
 from slurmrl.workers import output, pulse, stacks
 from slurmrl.workers.master.serve import serve
 from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, allow_tracing
@@ -26,7 +26,7 @@ def main() -> int:
     options = parser.parse_args()
     stacks.answer(options.stacks_fd)
     allow_tracing()
-    ownership.make_umask_private()
+    umask.make_private()
     output.forgive()
     log.configure("master")
     errand = pulse.Errand(stacks.wakeup(), lambda: stacks.finish(options.stacks_fd, ""))

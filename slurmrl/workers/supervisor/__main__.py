@@ -20,8 +20,9 @@ from slurmrl.errors import (
     SlurmrlError,
     UsageError,
 )
-from slurmrl.fsio import ownership, variables
+from slurmrl.fsio import umask, variables
 from slurmrl.fsio.atomic import is_absent
+from slurmrl.monitor import overview
 from slurmrl.monitor.events import EventWriter
 from slurmrl.name_resolve import make as make_names
 from slurmrl.paths import RunPaths
@@ -43,6 +44,7 @@ from slurmrl.workers.supervisor.baton import Baton
 from slurmrl.workers.supervisor.job_hosts import JobHosts
 from slurmrl.workers.supervisor.rounds import Rounds, job_tag
 from slurmrl.workers.supervisor.surplus import wait_for_turn
+from slurmrl.worlds import TRAINERS
 
 logger = log.get(__name__)
 
@@ -62,9 +64,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    ownership.make_umask_private()
+    umask.make_private()
     log.configure(f"supervisor {options.group}")
     paths = RunPaths(options.run)
+    try:
+        return run(options, paths)
+    finally:
+        if options.group == TRAINERS:
+            overview.keep(paths)
+
+
+def run(options: argparse.Namespace, paths: RunPaths) -> int:
+    """Return the exit code of this job."""
     link = Link.here(paths, options.submission, options.group)
     in_chain = options.launcher == "srun"
     reason = reason_to_leave(paths, options.submission)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
-from slurmrl.fsio import ownership
+from slurmrl.fsio import umask
 from slurmrl.monitor.hang import PendingCollective, RankProgress
 from slurmrl.parallel.activity import Activity
 from slurmrl.workers import output, pulse, stacks
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument(stacks.OPTION, type=int, required=True)
     options = parser.parse_args()
     stacks.answer(options.stacks_fd)
-    ownership.make_umask_private()
+    umask.make_private()
     output.forgive()
     who = RankId(options.world, options.rank)
     log.configure(str(who))

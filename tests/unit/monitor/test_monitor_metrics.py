@@ -96,6 +96,19 @@ def test_latest_keeps_the_newest_evaluation(path: Path) -> None:
     }
 
 
+def test_an_older_evaluation_and_one_column_are_found_without_parsing_lines(path: Path) -> None:
+    writer = metrics.MetricsWriter(path)
+    writer.write({"step": 0, "eval/reward": 0.1, "time/total": 1.5})
+    writer.write({"step": 1, "eval/reward": 0.2, "time/total": 1e-3, "a/time/total": 7.0})
+    writer.write({"step": 2, "time/total": None})
+    with path.open("ab") as file:
+        file.write(b'{"step": 3, "time/tot\n')
+    writer.write({"time/total": 2, "step": 3})
+    assert metrics.read_evaluation(path, 4)["eval/reward"] == 0.2
+    assert metrics.read_evaluation(path, 2) == {}
+    assert list(metrics.read_values(path, "time/total")) == [1.5, 1e-3, 2.0]
+
+
 @pytest.mark.parametrize(("last", "kept"), [(-1, []), (0, [0]), (2, [0, 1, 2]), (9, [0, 1, 2, 3])])
 def test_cut_drops_later_steps_and_the_torn_end(path: Path, last: int, kept: list[int]) -> None:
     write(path, 0, 1, 2, 3)

@@ -20,6 +20,7 @@ from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import begin, end
+from slurmrl.monitor import overview
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.model import Plan
 from slurmrl.scheduler.base import JobState
@@ -156,6 +157,7 @@ def test_an_ended_trial_is_lifted_from_its_end(again: Submit, scheduler: FakeSch
     train(paths, 4)
     assert cancel(paths) is Kind.CANCELLED
     assert history(paths).end is not None
+    assert overview.read(paths) is not None
     submitted = again()
     assert submitted.resumed_step == 4
     assert history(paths).end is None

@@ -21,6 +21,7 @@ from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.writer import begin, end, resume
+from slurmrl.monitor import overview
 from slurmrl.monitor.events import read_all
 from slurmrl.monitor.reports import Failure
 from slurmrl.name_resolve import make
@@ -430,7 +431,7 @@ def test_a_link_that_cannot_begin_says_why(
     paths.plan.write_text(plans().to_json())
     monkeypatch.setattr(supervisor, "parse", lambda: options(paths, "direct"))
     monkeypatch.setattr(supervisor, "prepare", prepare)
-    monkeypatch.setattr(supervisor.ownership, "make_umask_private", lambda: None)
+    monkeypatch.setattr(supervisor.umask, "make_private", lambda: None)
     monkeypatch.setattr(supervisor.log, "configure", lambda name: None)
     assert supervisor.main() == 1
     (event,) = read_all(paths)
@@ -453,7 +454,7 @@ def tokens(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     submission(run, 2)
     monkeypatch.setattr(supervisor, "PREPARE_S", 0.0)
     monkeypatch.setattr(supervisor, "parse", lambda: options(run, "srun"))
-    monkeypatch.setattr(supervisor.ownership, "make_umask_private", lambda: None)
+    monkeypatch.setattr(supervisor.umask, "make_private", lambda: None)
     monkeypatch.setattr(supervisor.log, "configure", lambda name: None)
     monkeypatch.setattr(supervisor, "takes_over", lambda *_: True)
     monkeypatch.setattr(supervisor, "end_chain", lambda link: None)
@@ -478,6 +479,9 @@ def test_a_user_error_before_the_first_round_ends_the_trial(
     last = History(run.history).read()[-1]
     assert last.kind is Kind.FAILED
     assert said in last.data["reason"]
+    kept = overview.read(run)
+    assert kept is not None
+    assert (kept["state"], kept["reason"]) == ("FAILED", last.data["reason"])
     assert str(tokens) in last.data["reason"]
 
 
