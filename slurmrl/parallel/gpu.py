@@ -58,20 +58,21 @@ def parse_visible(visible: str) -> list[Device]:
     return devices
 
 
-def assign(visible: str, workers: int, per_worker: int) -> list[str]:
+def assign(visible: str, workers: int, per_worker: int, first: int = 0) -> list[str]:
     """The value of CUDA_VISIBLE_DEVICES for each worker of a host; empty for no device.
 
-    Devices are assigned in the order given. Raises EnvironmentFailure if there are too few, or for
-    several workers on MIG slices, which cannot communicate over NCCL.
+    Devices are assigned in the order given, from the one at ``first`` on. Raises EnvironmentFailure
+    if there are too few, or for several workers on MIG slices, which cannot communicate over NCCL.
     """
     if per_worker == 0:
         return [""] * workers
-    devices = parse_visible(visible)
+    devices = parse_visible(visible)[first:]
     needed = workers * per_worker
     if len(devices) < needed:
         raise EnvironmentFailure(
             f"{workers} workers with {per_worker} GPU each need {needed} GPUs on this host, but "
             f"CUDA_VISIBLE_DEVICES={visible!r} gives {len(devices)}"
+            + (f" behind the first {first}" if first else "")
         )
     if needed > 1 and any(device.kind is DeviceKind.MIG for device in devices[:needed]):
         raise EnvironmentFailure(

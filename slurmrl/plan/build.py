@@ -13,7 +13,7 @@ from slurmrl.graph.call import DATASET_KEYS, Call, Method, RoleUse
 from slurmrl.graph.graph import Graph
 from slurmrl.plan import placement, resources
 from slurmrl.plan.algorithms import uses_of
-from slurmrl.plan.estimates.host import task_bytes, worker_bytes
+from slurmrl.plan.estimates.host import slot_bytes
 from slurmrl.plan.estimates.memory import uses_sequence_parallel
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Offloading, Plan, Reallocation
 from slurmrl.plan.placement import ROLLOUTS, Placement, layout_of, model_of
@@ -106,10 +106,12 @@ def expert_sizes(allocation: Allocation) -> dict[str, int]:
 
 
 def _groups(config: Config, placed: Mapping[str, Placement], scheduler: str) -> Iterable[GroupPlan]:
-    """The trainers' job, and the array of rollout tasks, one for each copy of the model."""
-    workers = placement.trainers(placed.values())
+    """The trainers' job, and the rollout tasks, one for each copy of the model."""
     gpus = gpus_per_worker(config.cluster, scheduler)
-    yield _group(config, gpus, TRAINERS, *_hosts(config, placed, workers, scheduler))
+    hosts, own, inside = _hosts(config, placed, scheduler)
+    _, slots = placement.tasks_inside(config, placed)
+    trainers = _group(config, gpus, TRAINERS, hosts, own)
+    yield trainers.model_copy(update={"tasks_per_host": inside, "slots_per_task": slots})
     rollout = placed.get(ROLLOUTS)
     if rollout is not None and rollout.group == ROLLOUTS:
         tasks, size = rollout.allocation.sizes["dp"], rollout.allocation.instance_size
@@ -119,15 +121,12 @@ def _groups(config: Config, placed: Mapping[str, Placement], scheduler: str) -> 
         yield group.model_copy(update={"worker": ROLLOUT_WORKER})
 
 
-def _hosts(
-    config: Config, placed: Mapping[str, Placement], workers: int, scheduler: str
-) -> tuple[int, int]:
-    """Hosts, and the equal number of workers on each."""
-    if scheduler == "local":
-        return 1, workers
-    tp = [place.allocation.sizes["tp"] for place in placed.values() if place.group == TRAINERS]
-    per_host = config.cluster.workers_per_host or placement.workers_per_host(workers, tp)
-    return -(-workers // per_host), per_host
+def _hosts(config: Config, placed: Mapping[str, Placement], scheduler: str) -> tuple[int, int, int]:
+    """Hosts of the trainers' job, and the equal numbers of workers and of tasks on each."""
+    if scheduler != "local":
+        return placement.hosts_of_trainers(config, placed)
+    tasks, _ = placement.tasks_inside(config, placed)
+    return 1, placement.trainers(placed.values()), tasks
 
 
 def _group(
@@ -163,14 +162,14 @@ def _with_resources(
     if scheduler == "local" or group.gpus_per_worker == 0:
         return group
     cluster, needed = settings.config.cluster, group.hosts_of_job
-    gpus = group.gpus_per_worker * group.workers_per_host
+    gpus = group.gpus_per_worker * group.slots_per_host
     slurm = placement.slurm_of(settings.config, group.name)
     given = slurm.gpu_directive == "none"
     fit = [host for host in hosts if given or host.gpus >= gpus]
-    estimate = task_bytes(settings) if group.elastic else worker_bytes(settings)
+    estimate = slot_bytes(settings, group)
     of_gpu = resources.cpus(cluster, gpus, needed, fit)
     own = cluster.cpus_per_worker is None
-    memory = resources.memory(cluster, estimate, group.workers_per_host, needed, fit)
+    memory = resources.memory(cluster, estimate, group.slots_per_host, needed, fit)
     return group.model_copy(
         update={
             "cpus_per_worker": of_gpu * group.gpus_per_worker if own else of_gpu,

@@ -38,6 +38,11 @@ class GroupPlan(_PlanPart):
     links: int = Field(ge=0, le=MOST_COUNT)
     """Elements of its job array."""
     elastic: bool = False
+    tasks_per_host: int = Field(default=0, ge=0, le=MOST_COUNT)
+    """Rollout tasks that run in the trainers' job: on the GPUs of each host behind those of the
+    trainers."""
+    slots_per_task: int = Field(default=1, ge=1, le=MOST_COUNT)
+    """GPUs of such a task, in those of a worker."""
     worker: str = "slurmrl.workers.worker.setup:build_trainer"
     """``module:function`` that makes the worker of a rank (see `workers.worker.serve`)."""
 
@@ -49,6 +54,11 @@ class GroupPlan(_PlanPart):
     def world_size(self) -> int:
         """Ranks of one of its worlds (see `slurmrl.worlds`)."""
         return self.hosts_of_job * self.workers_per_host
+
+    @property
+    def slots_per_host(self) -> int:
+        """Workers for which its job has GPUs, cores and memory on each host."""
+        return self.workers_per_host + self.tasks_per_host * self.slots_per_task
 
     @property
     def memory_bytes(self) -> int | None:
@@ -167,8 +177,14 @@ class Plan(_PlanPart):
         return self.group(TRAINERS)
 
     @property
+    def jobs(self) -> tuple[GroupPlan, ...]:
+        """The groups with jobs of their own. Rollout tasks may run in the trainers' job."""
+        inside = self.trainers.tasks_per_host > 0
+        return (self.trainers,) if inside else self.groups
+
+    @property
     def hosts(self) -> int:
-        """Hosts of all groups."""
+        """Hosts of all groups. Tasks in the trainers' job count too: each polls for itself."""
         return sum(group.hosts for group in self.groups)
 
     def models_of(self, group: str) -> dict[str, ModelPlan]:

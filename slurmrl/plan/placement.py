@@ -87,9 +87,10 @@ def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
         sections[ROLLOUTS] = config.rollout
     for role, section in sections.items():
         try:
-            apart = role == ROLLOUTS and in_tasks(config.rollout)
-            group = ROLLOUTS if apart else TRAINERS
-            placed[role] = place(section.backend, section.gpus, group=group)
+            if role == ROLLOUTS and in_tasks(config.rollout):
+                placed[role] = place(section.backend, "", group=ROLLOUTS)
+            else:
+                placed[role] = place(section.backend, section.gpus)
         except AllocationError:
             continue
     return placed
@@ -149,12 +150,52 @@ def trainers(placed: Iterable[Placement]) -> int:
     return max((max(place.ranks) + 1 for place in placed if place.group == TRAINERS), default=0)
 
 
-def workers_per_host(workers: int, tp_sizes: Iterable[int], largest: int = LARGEST_HOST) -> int:
-    """Workers on each of equally filled hosts, at most ``largest``: as many as keep each
-    tensor-parallel group within a host, otherwise the most that divide the groups."""
-    choices = [size for size in range(min(workers, largest), 0, -1) if workers % size == 0]
+def tasks_inside(config: Config, placed: Mapping[str, Placement]) -> tuple[int, int]:
+    """Rollout tasks that run in the trainers' job, and the GPUs of each."""
+    rollout = config.rollout
+    if rollout.tasks is None or not rollout.gpus.strip() or ROLLOUTS not in placed:
+        return 0, 1
+    allocation = placed[ROLLOUTS].allocation
+    return allocation.sizes["dp"], allocation.instance_size
+
+
+def hosts_of_trainers(config: Config, placed: Mapping[str, Placement]) -> tuple[int, int, int]:
+    """Hosts of the trainers' job, and how many of their workers and of rollout tasks each has.
+    Raises AllocationError if not all can have equally many."""
+    workers, (tasks, size) = trainers(placed.values()), tasks_inside(config, placed)
+    given, total = config.cluster.workers_per_host, workers + tasks * size
+    if given is None:
+        tp = [one.allocation.sizes["tp"] for one in placed.values() if one.group == TRAINERS]
+        hosts, rest = divmod(workers, workers_per_host(workers, tp, tasks, size))
+    else:
+        hosts, rest = divmod(total, given)
+    if not rest and hosts and workers % hosts == 0 and tasks % hosts == 0:
+        return hosts, workers // hosts, tasks // hosts
+    of_actor = f"the number of workers of actor.backend '{placed['actor'].allocation}'"
+    if not tasks:
+        raise AllocationError(f"{given} is not allowed: must divide {workers}, {of_actor}")
+    value = f"'{config.rollout.gpus}'" if given is None else given
+    raise AllocationError(
+        f"{value} is not allowed: no number of hosts with {given or LARGEST_HOST} GPUs has equal "
+        f"shares of {workers}, {of_actor}, and of {tasks} rollout tasks with {size} GPU each"
+    )
+
+
+def workers_per_host(
+    workers: int, tp_sizes: Iterable[int], tasks: int = 0, gpus_per_task: int = 1
+) -> int:
+    """Workers on each of equally filled hosts with at most `LARGEST_HOST` GPUs: as many as keep
+    each tensor-parallel group within a host, otherwise the most that divide the groups. Each host
+    also has its share of ``tasks``. 1 if nothing fits."""
+
+    def fits(size: int) -> bool:
+        beside, rest = divmod(tasks, workers // size)
+        return not rest and size + beside * gpus_per_task <= LARGEST_HOST
+
+    largest = min(workers, LARGEST_HOST)
+    choices = [size for size in range(largest, 0, -1) if workers % size == 0 and fits(size)]
     sizes = list(tp_sizes)
     for size in choices:
-        if all(size % tp == 0 or (tp > largest and tp % size == 0) for tp in sizes):
+        if all(size % tp == 0 or (tp > LARGEST_HOST and tp % size == 0) for tp in sizes):
             return size
     return choices[0] if choices else 1

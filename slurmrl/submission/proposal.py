@@ -71,7 +71,7 @@ class Proposal:
                 GroupRequest(
                     name=group.name,
                     hosts=group.hosts,
-                    workers_per_host=group.workers_per_host,
+                    workers_per_host=group.slots_per_host,
                     gpus_per_worker=group.gpus_per_worker,
                     cpus_per_worker=group.cpus_per_worker,
                     mem_per_worker=group.mem_per_worker,
@@ -81,7 +81,7 @@ class Proposal:
                     spares=self.settings.config.cluster.slurm.spares,
                     slurm=slurm_of(self.settings.config, group.name).model_dump(mode="json"),
                 )
-                for group in self.plan.groups
+                for group in self.plan.jobs
             ),
             options=self.settings.config.cluster.model_dump(mode="json"),
         )

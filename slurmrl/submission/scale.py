@@ -47,7 +47,13 @@ def set_tasks(paths: RunPaths, tasks: int) -> Scaled:
     end = fold(History(paths.history).read()).end
     if end is not None:
         raise UsageError(f"{name} has ended ({end.kind}): slurmrl resume {name} continues it")
-    group = Plan.read(paths.plan).group(ROLLOUTS)
+    plan = Plan.read(paths.plan)
+    group = plan.group(ROLLOUTS)
+    if group not in plan.jobs:
+        raise UsageError(
+            f"the rollout tasks of {name} have GPUs of its trainers' job (rollout.gpus): their "
+            "number is fixed"
+        )
     if tasks > group.links:
         raise UsageError(
             f"{tasks} tasks are not allowed: the array of {name} has {group.links}; raise "

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slurmrl.monitor import events
+from slurmrl.scheduler.submission import read_jobs
 from tests.support.rollout_trials import BATCH, STEPS, config_of, settled, site_in
 from tests.support.servers import check_served, servers
 from tests.support.stand_ins import python
@@ -72,6 +73,41 @@ def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
     assert outcome(site, trial) == outcome(site, "grpo/alone")
     told = events.read_all(site.paths(trial))
     assert any(one["kind"] == "rollout_task" and one["state"] == "lost" for one in told)
+    wait_until("all processes to leave", lambda: not any(processes(site.paths(trial).run).values()))
+
+
+@pytest.mark.long
+def test_tasks_in_the_job_of_the_trainers_are_started_again_and_outlive_incarnations(
+    site: Site,
+) -> None:
+    """Both tasks are killed, then a rank of the trainers. There is no array."""
+    trial = "grpo/inside"
+    config = config_of("inside", {"max_staleness": 1})
+    config["rollout"]["gpus"] = "2-3"
+    path = site.write("inside.yaml", config)
+    site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
+    site.wait_for_step(trial, 2)
+    for agent in of_group(site, trial, "agent", "rollout"):
+        os.kill(agent, signal.SIGKILL)
+    site.wait_for_step(trial, 6)
+    kept = of_group(site, trial, "worker", "rollout")
+    os.kill(of_group(site, trial, "worker", "trainer")[0], signal.SIGKILL)
+    site.wait_for_step(trial, 10)
+    assert len(kept) == 2
+    assert set(kept) <= set(of_group(site, trial, "worker", "rollout"))
+    status = site.wait_for_end(trial)
+    assert (status["state"], status["incarnation"]) == ("COMPLETED", 2)
+    assert settled(site, trial) == STEPS * BATCH
+    jobs = read_jobs(site.paths(trial), 1)
+    assert jobs is not None
+    assert set(jobs) == {"trainer"}
+    told = [one for one in events.read_all(site.paths(trial)) if one["kind"] == "task_started"]
+    assert sorted((one["task"], one["failures"]) for one in told) == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
     wait_until("all processes to leave", lambda: not any(processes(site.paths(trial).run).values()))
 
 

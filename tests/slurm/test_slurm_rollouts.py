@@ -1,7 +1,9 @@
-"""A trial on a real Slurm whose completions are made by an array of tasks."""
+"""A trial on a real Slurm whose completions are made by tasks."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from slurmrl.monitor import events
 from slurmrl.scheduler.submission import read_jobs
 from tests.support.rollout_trials import BATCH, STEPS, config_of, settled, site_in
-from tests.support.trials import wait_until
+from tests.support.trials import processes, wait_until
 
 
 @pytest.mark.long
@@ -36,9 +38,51 @@ def test_tasks_that_are_cancelled_are_replaced_and_nothing_is_lost(
     joined = {one["task"] for one in told if one["state"] == "joined"}
     assert joined & {"rollout/0", "rollout/1"}
     assert joined & {"rollout/2", "rollout/3"}
-
-    def queue() -> str:
-        command = ["squeue", "-h", "-t", "PD,R,CG"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
     wait_until("an empty queue", lambda: not queue())
+
+
+@pytest.mark.long
+def test_tasks_in_the_job_of_the_trainers_are_steps_of_it(tmp_path: Path, slurm_bed: Any) -> None:
+    """Each of two hosts has a rank and a task. An agent of a task is killed, then the job: the next
+    link has tasks of its own."""
+    site = site_in(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
+    slurm = {"partition": "main", "time": "30", "links": 2}
+    config = config_of("inside", {"max_staleness": 1})
+    config["rollout"]["gpus"] = "2-3"
+    config["cluster"] = {
+        "gpus_per_worker": 0, "workers_per_host": 2, "interface": "lo", "slurm": slurm,
+    }  # fmt: skip
+    site.slurmrl("submit", str(site.write("grpo.yaml", config)), "--scheduler", "slurm")
+    trial = "grpo/inside"
+    paths = site.paths(trial)
+    site.wait_for_step(trial, 2)
+    os.kill(
+        next(pid for pid in processes(paths.run)["agent"] if "rollout" in words(pid)),
+        signal.SIGKILL,
+    )
+
+    def starts() -> list[dict[str, Any]]:
+        return [one for one in events.read_all(paths) if one["kind"] == "task_started"]
+
+    wait_until("the task to be started again", lambda: len(starts()) == 3)
+    site.wait_for_step(trial, 6)
+    jobs = read_jobs(paths, 1)
+    assert jobs is not None
+    assert set(jobs) == {"trainer"}
+    subprocess.run(["scancel", f"{jobs['trainer'][0]}_0"], check=True)
+    status = site.wait_for_end(trial)
+    assert (status["state"], status["step"], status["incarnation"]) == ("COMPLETED", STEPS, 2)
+    assert settled(site, trial) == STEPS * BATCH
+    assert sorted(one["task"] for one in starts()[:2]) == [0, 1]
+    assert starts()[0]["host"] != starts()[1]["host"]
+    assert [one["failures"] for one in starts()] == [0, 0, 1, 0, 0]
+    wait_until("an empty queue", lambda: not queue())
+
+
+def words(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+
+
+def queue() -> str:
+    command = ["squeue", "-h", "-t", "PD,R,CG"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

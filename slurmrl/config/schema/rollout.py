@@ -62,11 +62,12 @@ class Publish(Section):
 
 
 class Tasks(Section):
-    """Generation in Slurm tasks of their own, each on one host, that come and go while the
-    trainers train."""
+    """Generation in tasks of their own, each on one host, that come and go while the trainers
+    train: in Slurm jobs of their own, or with `rollout.gpus` in the trainers' job."""
 
     max: PositiveInt | None = None
-    """Tasks that run at a time. Default: the `d` of `backend`, which is their number otherwise."""
+    """Tasks that run at a time. Default: the `d` of `backend`, which is their number otherwise, or
+    as many as fill `rollout.gpus`."""
     min: PositiveInt = 1
     """Tasks that must have joined before each start of the trainers asks for completions, so that
     the first one does not get all prompts. `slurmrl scale` sets no smaller number but 0."""
@@ -93,7 +94,8 @@ class Rollout(Section):
     gpus: Line = ""
     """GPUs of the trainers' job for generation (workers, if there are no GPUs). Required with
     `sglang` and `vllm`, unless `servers` or `tasks` are given. Default: from GPU 0 of the
-    trainers."""
+    trainers. With `tasks`: the GPUs behind those of the trainers' models. Then tasks run inside
+    the trainers' job, equally many on each host; by default they have jobs of their own."""
     python: Word | None = None
     """Python of the environment in which `sglang` or `vllm` is installed, which need not be the
     one of slurmrl: `/shared/sglang/bin/python`. It must have the same path on all hosts."""

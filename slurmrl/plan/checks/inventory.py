@@ -8,7 +8,7 @@ from slurmrl.config.schema import Config, Slurm
 from slurmrl.errors import SchedulerError
 from slurmrl.plan import resources
 from slurmrl.plan.estimates.hardware import GIB
-from slurmrl.plan.estimates.host import task_bytes, worker_bytes
+from slurmrl.plan.estimates.host import slot_bytes
 from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, slurm_of
 from slurmrl.plan.resources import Hosts
@@ -33,7 +33,7 @@ def ask(config: Config) -> Hosts | None:
 
 def lacking(plan: Plan, config: Config, hosts: Hosts | None) -> list[str]:
     """What the cluster could not provide even if all its hosts were idle."""
-    known = (group for group in plan.groups if hosts is not None and group.name in hosts)
+    known = (group for group in plan.jobs if hosts is not None and group.name in hosts)
     return [
         line
         for group in known
@@ -43,7 +43,7 @@ def lacking(plan: Plan, config: Config, hosts: Hosts | None) -> list[str]:
 
 def _lacking(group: GroupPlan, slurm: Slurm, hosts: Sequence[HostRow]) -> Iterator[str]:
     where = f"partition {slurm.partition}" if slurm.partition else "the cluster"
-    needed, workers = group.hosts_of_job, group.workers_per_host
+    needed, workers = group.hosts_of_job, group.slots_per_host
     gpus = group.gpus_per_worker * workers if slurm.gpu_directive != "none" else 0
     fit = [host for host in hosts if host.gpus >= gpus]
     if len(fit) < needed:
@@ -72,10 +72,10 @@ def _lacking(group: GroupPlan, slurm: Slurm, hosts: Sequence[HostRow]) -> Iterat
 def scarce(plan: Plan, settings: Settings, hosts: Hosts | None) -> list[str]:
     """Default requests that were lowered to what the hosts have."""
     cluster, found = settings.config.cluster, []
-    for group in plan.groups if hosts else ():
+    for group in plan.jobs if hosts else ():
         cores = group.cpus_per_worker // max(group.gpus_per_worker, 1)
         memory = group.memory_bytes
-        estimate = task_bytes(settings) if group.elastic else worker_bytes(settings)
+        estimate = slot_bytes(settings, group)
         if group.gpus_per_worker and cores < resources.CPUS and cluster.cpus_per_worker is None:
             found.append(
                 f"the {group.name} group requests {cores} cores for each GPU, the hosts' share; "

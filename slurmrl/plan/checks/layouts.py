@@ -157,23 +157,20 @@ def hosts(draft: Draft) -> Iterator[Problem]:
     these settings: it has one host.)"""
     cluster = draft.config.cluster
     placed = draft.placements()
-    workers = placement.trainers(placed.values())
-    if not workers or "actor" not in placed:
+    if "actor" not in placed:
         return
-    actor = f"actor.backend '{placed['actor'].allocation}'"
-    per_host = cluster.workers_per_host
-    if per_host is not None and workers % per_host:
-        message = (
-            f"{per_host} is not allowed: must divide {workers}, the number of workers of {actor}"
-        )
-        yield draft.problem(("cluster", "workers_per_host"), message)
+    try:
+        needed, per_host, _ = placement.hosts_of_trainers(draft.config, placed)
+    except AllocationError as error:
+        given = cluster.workers_per_host is not None
+        key = ("cluster", "workers_per_host") if given else (ROLLOUTS, "gpus")
+        yield draft.problem(key, str(error))
         return
-    per_host = per_host or placement.workers_per_host(workers, tensor_sizes(placed))
-    needed = -(-workers // per_host)
     if cluster.hosts is not None and needed > cluster.hosts:
         message = (
-            f"{cluster.hosts} is not allowed: the {workers} workers of {actor} and the other "
-            f"models need {needed} hosts with {per_host} each"
+            f"{cluster.hosts} is not allowed: the {needed * per_host} workers of actor.backend "
+            f"'{placed['actor'].allocation}' and the other models need {needed} hosts with "
+            f"{per_host} each"
         )
         yield draft.problem(("cluster", "hosts"), message)
 

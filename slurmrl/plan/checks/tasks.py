@@ -8,14 +8,15 @@ from typing import Final
 from pydantic import ValidationError
 
 from slurmrl.allocation.allocation import BACKENDS
-from slurmrl.errors import Problem
+from slurmrl.allocation.gpus import format_gpus, parse_gpus
+from slurmrl.errors import AllocationError, Problem
 from slurmrl.graph.call import Method
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engines import ENGINES
-from slurmrl.plan.placement import ROLLOUTS, slurm_of
+from slurmrl.plan.placement import ROLLOUTS, slurm_of, tasks_inside, trainers
 
-OF_TRAINERS: Final = ("gpus", "offload", "servers")
-"""Settings of generation on the trainers' GPUs, or by running servers."""
+OF_TRAINERS: Final = ("offload", "servers")
+"""Settings of generation by the trainers, or by running servers."""
 
 
 def tasks(draft: Draft) -> Iterator[Problem]:
@@ -54,6 +55,7 @@ def tasks(draft: Draft) -> Iterator[Problem]:
     if draft.config.actor.implementation != "builtin":
         message = "is not allowed: tasks generate with the built-in decoder (actor.implementation)"
         yield draft.problem((ROLLOUTS, "tasks"), message)
+    yield from _inside(draft)
     allocation = draft.allocations().get(ROLLOUTS)
     if allocation is None:
         return
@@ -74,6 +76,28 @@ def tasks(draft: Draft) -> Iterator[Problem]:
             f"servers over several GPUs: {' or '.join(_serving(allocation.instance_size))}"
         )
         yield draft.problem((ROLLOUTS, "backend"), message)
+
+
+def _inside(draft: Draft) -> Iterator[Problem]:
+    """Tasks in the trainers' job have the GPUs behind those of its models."""
+    rollout, placed = draft.config.rollout, draft.placements()
+    workers, (tasks, size) = trainers(placed.values()), tasks_inside(draft.config, placed)
+    if not workers or not tasks:
+        return
+    try:
+        listed = parse_gpus(rollout.gpus)
+    except AllocationError:
+        return  # already reported
+    behind = tuple(range(workers, workers + tasks * size))
+    if len(listed) == len(behind) and listed != behind:
+        message = (
+            f"'{rollout.gpus}' is not allowed with rollout.tasks: the models of the trainers have "
+            f"GPUs {format_gpus(range(workers))}, tasks those behind; write {format_gpus(behind)}"
+        )
+        yield draft.problem((ROLLOUTS, "gpus"), message)
+    if rollout.slurm != type(rollout.slurm)():
+        message = "is not allowed with rollout.gpus: the tasks are in the trainers' job"
+        yield draft.problem((ROLLOUTS, "slurm"), message)
 
 
 def _slurm(draft: Draft) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.memory import BYTES, SHARDED
 from slurmrl.plan.estimates.parameters import parameters, shard_parameters, trained_shard
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
+from slurmrl.plan.model import GroupPlan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, offloaded, placements
 from slurmrl.worlds import TRAINERS
 
@@ -31,6 +32,18 @@ EXACT_FROM: Final = (2, 13)
 VERSIONS: Final = 2
 """Whole copies of the weights in the host memory of the rank that keeps a server, while that reads
 a new version; the one before is gone if the server has slept. As many in that of a rollout task."""
+
+
+def slot_bytes(checked: Checked, group: GroupPlan) -> int | None:
+    """Host memory that jobs of a group need for each worker with a GPU, or for each GPU if rollout
+    tasks run beside the trainers. None where an architecture is unknown."""
+    task = task_bytes(checked) if group.elastic or group.tasks_per_host else 0
+    if group.elastic:
+        return task
+    worker = worker_bytes(checked)
+    if worker is None or task is None:
+        return None
+    return max(worker, -(-task // group.slots_per_task))
 
 
 def worker_bytes(checked: Checked) -> int | None:

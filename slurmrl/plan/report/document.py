@@ -76,7 +76,8 @@ def _groups(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
         gpus, cpus = str(group["gpus_per_host"]), str(group["cpus_per_host"])
         memory = group["mem_per_host_bytes"]
         shown = "-" if memory is None else binary_size(memory)
-        yield group["name"], hosts, workers, gpus, cpus, shown, f"--array={group['array']}"
+        array = f"--array={group['array']}" if group["array"] else "in the trainers' job"
+        yield group["name"], hosts, workers, gpus, cpus, shown, array
 
 
 def _host_memory(report: Mapping[str, Any]) -> str:

@@ -44,7 +44,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
         "total_steps": settings.config.total_steps,
         "world_size": plan.trainers.world_size,
         "gpus": sum(group.workers * group.gpus_per_worker for group in plan.groups),
-        "groups": [_group(group) for group in plan.groups],
+        "groups": [_group(plan, group) for group in plan.groups],
         "worker_host_bytes": worker_bytes(settings) if _uses_gpus(plan) else None,
         "models": {
             name: _model(settings, plan, model, memories.get(name))
@@ -61,10 +61,11 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
     }
 
 
-def _group(group: GroupPlan) -> dict[str, Any]:
+def _group(plan: Plan, group: GroupPlan) -> dict[str, Any]:
     """A fixed group is one job on all its hosts; its array's elements are successive links. In an
-    elastic group they are tasks of one host each, of which ``hosts`` run at a time."""
-    memory = group.memory_bytes
+    elastic group they are tasks of one host each, of which ``hosts`` run at a time; tasks in the
+    trainers' job have no array, and the job requests what they need."""
+    memory, slots = group.memory_bytes, group.slots_per_host
     array = f"0-{group.links - 1}%{group.hosts if group.elastic else 1}"
     return {
         "name": group.name,
@@ -72,10 +73,10 @@ def _group(group: GroupPlan) -> dict[str, Any]:
         "hosts": group.hosts,
         "workers_per_host": group.workers_per_host,
         "gpus_per_worker": group.gpus_per_worker,
-        "gpus_per_host": group.gpus_per_worker * group.workers_per_host,
-        "cpus_per_host": group.cpus_per_worker * group.workers_per_host,
-        "mem_per_host_bytes": None if memory is None else memory * group.workers_per_host,
-        "array": array,
+        "gpus_per_host": group.gpus_per_worker * slots,
+        "cpus_per_host": group.cpus_per_worker * slots,
+        "mem_per_host_bytes": None if memory is None else memory * slots,
+        "array": array if group in plan.jobs else None,
     }
 
 

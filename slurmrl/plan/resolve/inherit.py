@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from slurmrl.allocation import parse
+from slurmrl.allocation.gpus import parse_gpus
 from slurmrl.config.schema import Config, Model, Publish, Rollout, role_key
 from slurmrl.config.source import Source
 from slurmrl.errors import AllocationError, Problem
@@ -136,7 +137,7 @@ def _rollout(config: Config) -> tuple[Any, list[sizes.Disagreement]]:
     if rollout.servers and sizes.is_engine_only(backend):
         backend = f"{backend.strip()}:d1"  # of the weights alone: the servers have their layouts
     if rollout.tasks is not None:
-        backend = _for_each(backend, rollout.tasks.max)
+        backend = _for_each(backend, rollout.tasks.max, _listed(rollout.gpus))
     conflicts = [sizes.Disagreement(sizes.ROLLOUT_FIELDS[axis], message) for axis, message in found]
     return rollout.model_copy(update={"backend": backend}), conflicts
 
@@ -149,12 +150,21 @@ def _of_tasks(rollout: Rollout) -> Rollout:
     return rollout.model_copy(update={"backend": backend, "publish": publish})
 
 
-def _for_each(backend: str, tasks: int | None) -> str:
-    """The layout of this many tasks, from that of one or of all."""
+def _listed(gpus: str) -> int:
+    """How many GPUs of the trainers' job tasks have; 0 if they have jobs of their own."""
+    try:
+        return len(parse_gpus(gpus)) if gpus.strip() else 0
+    except AllocationError:
+        return 0  # reported elsewhere
+
+
+def _for_each(backend: str, tasks: int | None, gpus: int) -> str:
+    """The layout of this many tasks, or of those that fill ``gpus``, from that of one or of all."""
     try:
         one = parse(f"{backend.strip()}:d1" if sizes.is_engine_only(backend) else backend)
     except AllocationError:
         return backend  # reported elsewhere
-    if tasks is None or one.sizes["dp"] > 1:
+    count = tasks or gpus // one.instance_size
+    if not count or one.sizes["dp"] > 1:
         return str(one)
-    return str(replace(one, sizes={**one.sizes, "dp": tasks}))
+    return str(replace(one, sizes={**one.sizes, "dp": count}))

@@ -1,4 +1,4 @@
-"""``python -m slurmrl.workers.agent --run RUN --submission N --group G``"""
+"""``python -m slurmrl.workers.agent --run RUN --submission N --group G [--task T]``"""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ def main() -> int:
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--submission", type=int, required=True)
     parser.add_argument("--group", required=True)
+    parser.add_argument("--task", type=int, help="number of a rollout task in the trainers' job")
     options = parser.parse_args()
     umask.make_private()
     log.configure(f"agent {options.group}/{env.NODE_ID.get()}")
-    return serve(options.run, options.submission, options.group)
+    return serve(options.run, options.submission, options.group, options.task)
 
 
 if __name__ == "__main__":

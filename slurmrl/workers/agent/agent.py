@@ -84,7 +84,8 @@ class Agent:
             logger.info("incarnation %d has ended; waiting for the next one", self._served)
 
     def _roll_out(self) -> int:
-        """Supervise a rollout task to its end. Another task replaces one that fails."""
+        """Supervise a rollout task to its end. Another task replaces one that fails, or in the
+        trainers' job another attempt."""
         task = RolloutTask(self.host, orphan_s=self.host.orphan_s)
         try:
             task.run()
@@ -94,7 +95,7 @@ class Agent:
             logger.error("%s", error)
             return FAILED
         except SlurmrlError as error:
-            if task.fail(error).cause == Cause.GPU_FAULT:
+            if task.fail(error).cause == Cause.GPU_FAULT and not self.host.inside:
                 self._give_up_host(self.host.serving)
             return FAILED
         return OK
@@ -191,15 +192,15 @@ class Agent:
             os.dup2(output.fileno(), 2)
 
 
-def serve(run: Path, submission: int, group: str) -> int:
-    """Run an agent; return its exit code. A user error that the trainers meet ends the trial.
-    Raises SlurmrlError if the agent cannot start for another reason."""
+def serve(run: Path, submission: int, group: str, task: int | None = None) -> int:
+    """Run an agent; return its exit code. ``task``: see `Host`. A user error that the trainers meet
+    ends the trial. Raises SlurmrlError if the agent cannot start for another reason."""
 
     def start() -> Host:
         for warning in ownership.check(run):
             logger.warning("%s", warning)
         make_channels(paths)
-        return Host(paths, submission, group)
+        return Host(paths, submission, group, task)
 
     paths = RunPaths(run)
     pause = Presence(paths).sleep

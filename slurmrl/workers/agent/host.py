@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -50,19 +51,24 @@ logger = log.get(__name__)
 class Host:
     """Claims the task and holds its lease. Raises SlurmrlError if this host cannot start."""
 
-    def __init__(self, paths: RunPaths, submission: int, group: str) -> None:
+    def __init__(
+        self, paths: RunPaths, submission: int, group: str, task: int | None = None
+    ) -> None:
+        """``task``: number of a rollout task in the trainers' job."""
         self.paths = paths
+        self.inside = task is not None
+        """Whether trainers go on beside it in the same job."""
         self.submission = submission
         config = load_resolved(paths.config)
         self.cluster = config.cluster
         self.slurm = slurm_of(config, group)
         self.most_failures = config.max_restarts_without_commit
-        self.orphan_s = (config.rollout.tasks or Tasks()).orphan_s
+        self.orphan_s = math.inf if self.inside else (config.rollout.tasks or Tasks()).orphan_s
         self.plan = Plan.read(paths.plan)
         self.group = self.plan.group(group)
         self.history = History(paths.history)
         self.identity = claim(
-            make("file", directory=paths.names), group, elastic=self.group.elastic
+            make("file", directory=paths.names), group, elastic=self.group.elastic, task=task
         )
         self.intervals = PollIntervals.of(self.plan.hosts, self.cluster.heartbeat_s)
         lease = paths.lease(group, self.identity.task, self.identity.attempt)
@@ -116,10 +122,15 @@ class Host:
     def devices(self) -> list[str]:
         """Return CUDA_VISIBLE_DEVICES of each worker. Raises EnvironmentFailure."""
         workers, per_worker = self.group.workers_per_host, self.group.gpus_per_worker
+        first = 0
+        if self.inside:  # behind the trainers and the tasks before it
+            trainers = self.plan.trainers
+            before = self.identity.task % trainers.tasks_per_host * workers * per_worker
+            first = trainers.workers_per_host * trainers.gpus_per_worker + before
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if given is None and not self.deals_gpus:
-            given = ",".join(map(str, range(workers * per_worker)))  # no scheduler assigns them
-        return gpu.assign(given or "", workers, per_worker)
+        if given is None and not self.deals_gpus:  # no scheduler assigns them
+            given = ",".join(map(str, range(first + workers * per_worker)))
+        return gpu.assign(given or "", workers, per_worker, first)
 
     def open_log(self, group: str) -> IO[bytes]:
         """Open the log of this task, or that of the ``master``. Raises EnvironmentFailure."""

@@ -21,10 +21,16 @@ def job_name(environ: Mapping[str, str]) -> str:
 
 
 def claim(
-    store: NameStore, group: str, *, elastic: bool, environ: Mapping[str, str] = os.environ
+    store: NameStore,
+    group: str,
+    *,
+    elastic: bool,
+    task: int | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> Identity:
-    """Claim the next free attempt at this process's task."""
-    task = env.LINK.get(environ) if elastic else env.NODE_ID.get(environ)
+    """Claim the next free attempt at a task; None: that of this array element or host."""
+    if task is None:
+        task = env.LINK.get(environ) if elastic else env.NODE_ID.get(environ)
     start = f"{env.RESTART_COUNT.get(environ)}.{env.ROUND.get(environ)}"
     job = f"{env.JOB_ID.get(environ) or os.getpid()}.{start}"
     host = env.NODE_NAME.get(environ) or socket.gethostname()

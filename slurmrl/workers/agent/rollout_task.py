@@ -50,7 +50,8 @@ class RolloutTask:
     def __init__(
         self, host: Host, *, orphan_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``orphan_s``: how long it waits for trainers that are gone."""
+        """``orphan_s``: how long it waits for trainers that are gone; infinite in their own job,
+        with which it ends."""
         self.host = host
         self._orphan_s = orphan_s
         self._clock = clock
@@ -85,6 +86,8 @@ class RolloutTask:
 
     def _is_orphaned(self) -> bool:
         """Return whether an earlier task has waited for the same trainers as long as it should."""
+        if math.isinf(self._orphan_s):
+            return False
         host = self.host
         seen = self._retry("look for trainers", self._seen_before)
         if seen is None or self._trainers.beat_since(seen):

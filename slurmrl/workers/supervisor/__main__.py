@@ -107,7 +107,8 @@ def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:
     os.environ.update(cluster.env)  # agents and workers inherit them
     if file := cluster.variables_file:
         os.environ.update(read_variables(Path(file)))
-    return Rounds(options, paths, JobHosts.of_this_job(options, paths))
+    group = Plan.read(paths.plan).group(options.group)
+    return Rounds(options, paths, JobHosts.of_this_job(options, paths), group.tasks_per_host)
 
 
 def read_variables(file: Path) -> dict[str, str]:
@@ -153,8 +154,8 @@ def was_removed(paths: RunPaths) -> bool:
 def run_link(link: Link, rounds: Rounds) -> int:
     """Run the rounds of a Slurm job and the upkeep of the trial's other jobs, then prepare the next
     link. Returns the exit code of the rounds."""
-    groups = Plan.read(link.run.plan).groups
-    elastic = {group.name: group.hosts for group in groups if group.elastic}
+    jobs = Plan.read(link.run.plan).jobs
+    elastic = {group.name: group.hosts for group in jobs if group.elastic}
     if link.group in elastic:
         return run_task(link, rounds)  # the trainers look after it
     if not takes_over(link, rounds.events):

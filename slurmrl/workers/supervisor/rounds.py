@@ -25,11 +25,17 @@ from slurmrl.workers.presence import Presence
 from slurmrl.workers.process import die_with
 from slurmrl.workers.supervisor.blame import avoid_failed, blame_hosts
 from slurmrl.workers.supervisor.job_hosts import JobHosts
+from slurmrl.workers.supervisor.tasks_inside import (
+    AGENT,
+    KEEP_S,
+    SIGNALS,
+    TasksInside,
+    signals_held_back,
+    unblock,
+)
 
 logger = log.get(__name__)
 
-AGENT = "slurmrl.workers.agent"
-SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 FRUITLESS_ROUNDS = 2
 """Consecutive rounds without an incarnation, after which the job is given up."""
 LOOK_S = 15.0
@@ -63,11 +69,17 @@ def agent_command(
 class Rounds:
     """Runs the agents' process, forwards signals to it, and decides what follows its end."""
 
-    def __init__(self, options: Namespace, paths: RunPaths, allocation: JobHosts) -> None:
+    def __init__(
+        self, options: Namespace, paths: RunPaths, allocation: JobHosts, tasks_per_host: int = 0
+    ) -> None:
+        """``tasks_per_host``: rollout tasks that this job runs beside the agents."""
         self.options = options
         self.paths = paths
         self.allocation = allocation
         self.events = EventWriter(paths, f"supervisor.{options.group}.{job_tag()}")
+        self.tasks = TasksInside(
+            options, self.events, allocation.needed, tasks_per_host, allocation.end
+        )
         self.child: subprocess.Popen[bytes] | None = None
         self.warned = False
         self.began = False
@@ -104,6 +116,7 @@ class Rounds:
                 break
         if reason_to_leave(self.paths, self.options.submission) is not None:
             code = 0
+        self.tasks.end()
         logger.info("leaving after round %d: %s", number, why)
         self.events.write("end", code=code, why=why)
         return code
@@ -122,6 +135,8 @@ class Rounds:
             return "the agents have ended normally"
         if self.warned:
             return "this job is to end"
+        if self.tasks.spent:
+            return "its rollout tasks have failed too often"
         if fruitless >= FRUITLESS_ROUNDS:
             return f"nothing began in {fruitless} rounds"
         return reason_to_leave(self.paths, self.options.submission)
@@ -138,9 +153,13 @@ class Rounds:
         child = self._start(number, hosts)
         if child is None:
             return 1
+        self.tasks.start(hosts)
         end_at = None
         while (code := self._wait(child)) is None:
-            if end_at is None and set(hosts) & self.allocation.lost():
+            if not self.warned:
+                self.tasks.keep(hosts)
+            lost = len(hosts) > 1 and set(hosts) & self.allocation.lost()
+            if end_at is None and (lost or self.tasks.spent):
                 end_at = time.monotonic() + LOST_GRACE_S
             if end_at is not None:
                 self._end(child, time.monotonic() - end_at)
@@ -165,23 +184,22 @@ class Rounds:
         end = self.allocation.end
         environ = {env.ROUND.name: str(number), env.JOB_END.name: "" if end is None else str(end)}
         parent = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
+        with signals_held_back():
             if self.warned or set(signal.sigpending()) & set(SIGNALS):
                 return None
             self.child = subprocess.Popen(
                 agent_command(self.options, hosts, overlap=number > 0),
                 env={**os.environ, **environ},
-                preexec_fn=(lambda: die_with(parent)) if direct else _unblock,
+                preexec_fn=(lambda: die_with(parent)) if direct else unblock,
             )
             return self.child
-        finally:
-            _unblock()
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int | None:
-        """Return its exit code, or None after a while; only a job of several hosts can lose one."""
+        """Return its exit code, or None after a while; only a job of several hosts can lose one,
+        and only one with tasks has to start them again."""
+        look_s = LOOK_S if len(self.allocation.hosts) > 1 else None
         try:
-            return child.wait(LOOK_S if len(self.allocation.hosts) > 1 else None)
+            return child.wait(KEEP_S if self.tasks else look_s)
         except subprocess.TimeoutExpired:
             return None
 
@@ -189,15 +207,12 @@ class Rounds:
         """Forward a signal. Slurm itself sends TERM to every task of a step, so under srun only the
         warning is forwarded."""
         self.warned = True
-        if self.child is not None and (
-            number == signal.SIGUSR2 or self.options.launcher == "direct"
-        ):
+        if number != signal.SIGUSR2 and self.options.launcher != "direct":
+            return
+        self.tasks.forward(number)
+        if self.child is not None:
             self.child.send_signal(number)
 
 
 def job_tag() -> str:
     return f"{env.JOB_ID.get() or os.getpid()}.{env.RESTART_COUNT.get()}"
-
-
-def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -13,7 +13,7 @@ from slurmrl.plan.checks import inventory
 from slurmrl.plan.checks.memory import refusal_in_task
 from slurmrl.plan.estimates.costs import memories
 from slurmrl.plan.estimates.hardware import GIB
-from slurmrl.plan.estimates.host import VERSIONS, WORKER
+from slurmrl.plan.estimates.host import VERSIONS, WORKER, task_bytes, worker_bytes
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import slurm_of
 from slurmrl.plan.report import tables
@@ -60,6 +60,44 @@ def test_tasks_generate_and_the_trainers_read(
     assert settings.config.rollout.publish is not None
     assert trainers.world_size == found.models["actor"].ranks[-1] + 1
     assert Plan.from_json(found.to_json()) == found
+
+
+def test_tasks_on_gpus_of_the_trainers_job_fill_its_hosts(plan_ppo: Load) -> None:
+    """The job requests GPUs for both, and there is no other job."""
+    settings = plan_ppo(
+        "cluster.gpus_per_worker=1", "actor.backend=fsdp:d12", "rollout.tasks={}",
+        "rollout.gpus=12-15", "algorithm.batch_size=48",
+    )  # fmt: skip
+    found = make_plan(settings, scheduler="slurm")
+    trainers, rollout = found.groups
+    assert (trainers.hosts, trainers.workers_per_host, trainers.tasks_per_host) == (2, 6, 2)
+    assert (trainers.world_size, trainers.slots_per_host, rollout.hosts) == (12, 8, 4)
+    assert found.jobs == (trainers,)
+    shown = report(settings, found)["groups"]
+    assert [(group["gpus_per_host"], group["array"]) for group in shown] == [
+        (8, "0-7%1"),
+        (1, None),
+    ]
+    alone = make_plan(settings, scheduler="local").trainers
+    assert (alone.hosts, alone.workers_per_host, alone.tasks_per_host) == (1, 12, 4)
+
+
+def test_a_server_in_the_trainers_job_has_several_gpus(plan_ppo: Load) -> None:
+    """The job requests host memory for workers or tasks, whichever need more."""
+    settings = plan_ppo(
+        *SERVERS, "rollout.tasks={}", "actor.backend=fsdp:d32", "rollout.gpus=32-63",
+        "algorithm.batch_size=128", architecture=SEVEN_BILLION,
+    )  # fmt: skip
+    rows = [HostRow(f"n{number}", "idle", 8, 64, 2**20) for number in range(8)]
+    plan = make_plan(settings, scheduler="slurm", hosts={"trainer": rows, "rollout": rows})
+    trainers, rollout = plan.groups
+    assert (trainers.hosts, trainers.workers_per_host, trainers.tasks_per_host) == (8, 4, 2)
+    assert (trainers.slots_per_host, rollout.hosts, rollout.gpus_per_worker) == (8, 16, 2)
+    worker, task = worker_bytes(settings), task_bytes(settings)
+    assert worker is not None
+    assert task is not None
+    assert trainers.memory_bytes == -(-max(worker, task // 2) // GIB) * GIB
+    assert worker < task // 2
 
 
 def test_the_array_has_options_of_its_own(plan_ppo: Load) -> None:

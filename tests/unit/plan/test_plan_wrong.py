@@ -179,9 +179,23 @@ KINDS = {
         "rollout.tasks.max_staleness", "0 is not allowed: weights are published every 3 steps",
         "rollout.tasks={max_staleness: 0}", "rollout.publish={every_steps: 3}",
     ),
-    "GPUs of the trainers beside tasks": wrong(
-        "rollout.gpus", "is not allowed with rollout.tasks",
-        "rollout.tasks={max: 2}", "rollout.gpus=0-1",
+    "tasks on GPUs of the trainers": wrong(
+        "rollout.gpus", "the trainers have GPUs 0-1, tasks those behind; write 2-3",
+        "actor.backend=fsdp:d2", "rollout.tasks={max: 2}", "rollout.gpus=0-1",
+    ),
+    "tasks that do not fill the hosts": wrong(
+        "rollout.gpus", "no number of hosts with 8 GPUs has equal shares of 8,",
+        "actor.backend=fsdp:d8", "rollout.tasks={}", "rollout.gpus=8-10",
+    ),
+    "hosts with different tasks": wrong(
+        "cluster.workers_per_host", "and of 2 rollout tasks with 1 GPU each",
+        "actor.backend=fsdp:d4", "rollout.tasks={}", "rollout.gpus=4-5",
+        "cluster={workers_per_host: 2}",
+    ),
+    "array options of tasks inside": wrong(
+        "rollout.slurm", "is not allowed with rollout.gpus",
+        "actor.backend=fsdp:d2", "rollout.tasks={}", "rollout.gpus=2-3",
+        "rollout.slurm.time=30",
     ),
     "repeated dimension": wrong(BACKEND, "'d' is repeated", "actor.backend=fsdp:d2d4"),
     "dimension of another": wrong(BACKEND, "fsdp has no dimension 'p'", "actor.backend=fsdp:d2p2"),

@@ -64,6 +64,22 @@ def test_what_is_refused(tmp_path: Path, scheduler: FakeScheduler) -> None:
     assert scale.wanted(paths, "rollout", 3) == 3
 
 
+def test_tasks_in_the_trainers_job_are_as_many_as_its_gpus(
+    tmp_path: Path, scheduler: FakeScheduler
+) -> None:
+    """They have no job of their own."""
+    proposal = propose(
+        write_config(tmp_path),
+        (*GRPO[:3], "actor.backend=fsdp:d2", "rollout.tasks={}", "rollout.gpus=2-3"),
+        root=str(tmp_path / "runs"),
+        scheduler="local",
+    )
+    request = proposal.request(1, "0123456789abcdef", 1)
+    assert [(group.name, group.workers_per_host) for group in request.groups] == [("trainer", 4)]
+    with pytest.raises(UsageError, match="have GPUs of its trainers' job"):
+        set_tasks(submit(proposal).paths, 2)
+
+
 def test_trainers_that_generate_have_no_tasks(tmp_path: Path, scheduler: FakeScheduler) -> None:
     paths = submitted(tmp_path)
     with pytest.raises(UsageError, match="add/1 has no rollout tasks"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -19,8 +20,8 @@ from slurmrl.fsio import objects
 from slurmrl.history.record import Kind
 from slurmrl.history.writer import begin, end
 from slurmrl.lease import Lease, LeaseObserver
-from slurmrl.monitor import events
-from slurmrl.monitor.reports import Identity, Warned
+from slurmrl.monitor import events, published
+from slurmrl.monitor.reports import Cause, Failure, Identity, Warned
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
@@ -32,6 +33,7 @@ from slurmrl.workers.agent.agent import FAILED, OK, Agent
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.rollout_task import RolloutTask, time_to_retire_s
 from slurmrl.workers.agent.warning import SIGNALS
+from slurmrl.workers.failure import failed
 
 REPOSITORY = Path(__file__).parents[3]
 STUB = """
@@ -269,10 +271,25 @@ def test_a_task_does_not_wait_for_trainers_that_an_earlier_one_has_waited_for(be
     assert (bed.heard("start"), len(bed.told("retire"))) == ([], 1)
     task = RolloutTask(bed.host, orphan_s=ORPHAN_S)
     assert task._is_orphaned()
+    assert not RolloutTask(bed.host, orphan_s=math.inf)._is_orphaned(), "it ends with its job"
     lease.beat()
     assert not task._is_orphaned()
     bed.begin("42.0.0", 1)
     assert not task._is_orphaned()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_gpu_that_fails_costs_its_host_unless_trainers_go_on_there(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, inside: bool
+) -> None:
+    def run(task: RolloutTask) -> None:
+        raise failed(Failure(cause=Cause.GPU_FAULT, reason="ECC"))
+
+    monkeypatch.setattr(RolloutTask, "run", run)
+    bed.host.inside = inside
+    with make("file", directory=bed.paths.names) as names:
+        assert bed.run(iter(())) == FAILED
+        assert (published.lost(names, bed.host.identity.host) is None) == inside
 
 
 def test_the_end_of_its_worker_is_a_failure_of_the_task_only(bed: Bed) -> None:

@@ -1,0 +1,187 @@
+"""Rollout tasks in the trainers' job, on the GPUs of its hosts behind those of the trainers.
+
+Each task is one process of the supervisor: an agent, or the srun of a step that shares the job with
+the trainers' step. Tasks outlive rounds and incarnations. One that fails is started again, and the
+trainers do not notice.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from slurmrl import env, log
+from slurmrl.monitor.events import EventWriter
+from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.scheduler.client import SRUN
+from slurmrl.workers.process import die_with
+
+logger = log.get(__name__)
+
+AGENT = "slurmrl.workers.agent"
+SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+KEEP_S = 5.0
+"""Interval between looks for tasks that have failed."""
+MOST_FAILURES = 8
+"""Failures of one task in a row, after which it is not started again in this job."""
+SOUND_S = 600.0
+"""A task that has run for so long has not failed in a row."""
+RETIRE_S = 30.0
+"""How long tasks may take to retire once they are told and the trainers have left the job."""
+END_S = 10.0
+"""How long they may take after TERM."""
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Block the signals that are forwarded until it is known to which process."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        unblock()
+
+
+def unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+@dataclass
+class _Task:
+    """One task; ``slot`` numbers those of a host."""
+
+    number: int
+    slot: int
+    host: str = ""
+    """Empty without Slurm."""
+    child: subprocess.Popen[bytes] | None = None
+    started_s: float = 0.0
+    failures: int = 0
+    """In a row, before this start."""
+
+    @property
+    def runs(self) -> bool:
+        return self.child is not None and self.child.poll() is None
+
+    @property
+    def failed(self) -> bool:
+        return self.child is not None and bool(self.child.poll())
+
+
+class TasksInside:
+    """The tasks of one job. Only the supervisor's main thread uses it, and its signal handler."""
+
+    def __init__(
+        self,
+        options: Namespace,
+        events: EventWriter,
+        hosts: int,
+        per_host: int,
+        job_end: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``per_host``: tasks on each of the job's ``hosts``; ``job_end``: when it reaches its time
+        limit, by this host's clock."""
+        self._options, self._events, self._clock = options, events, clock
+        self._direct = options.launcher == "direct"
+        self._environ = {env.JOB_END.name: "" if job_end is None else str(job_end)}
+        self._tasks = [_Task(number, number % per_host) for number in range(hosts * per_host)]
+        self._spent: set[int] = set()
+        """Tasks that have failed too often."""
+        self._told_s: float | None = None
+        """When they were first told to retire."""
+
+    def __bool__(self) -> bool:
+        return bool(self._tasks)
+
+    @property
+    def spent(self) -> bool:
+        """Whether every task has failed too often."""
+        return bool(self._tasks) and len(self._spent) == len(self._tasks)
+
+    def start(self, hosts: Sequence[str]) -> None:
+        """Start the tasks that do not run, on the hosts of a new round (none without Slurm)."""
+        self.keep(hosts)
+        for task in self._tasks:
+            if not task.runs and not task.failed:
+                self._start(task, hosts)
+
+    def keep(self, hosts: Sequence[str]) -> None:
+        """Start again what has failed."""
+        for task in self._tasks:
+            if task.failed and task.number not in self._spent:
+                self._take_failure(task)
+                if task.number not in self._spent:
+                    self._start(task, hosts)
+
+    def forward(self, number: int) -> None:
+        """Send a signal to the tasks that run."""
+        if self._told_s is None:
+            self._told_s = self._clock()
+        for task in self._tasks:
+            if task.child is not None and task.runs:
+                task.child.send_signal(number)
+
+    def end(self) -> None:
+        """Let the tasks retire, unless they have had the time, then end them."""
+        self.forward(signal.SIGUSR2)
+        self._wait_until((self._told_s or 0.0) + RETIRE_S)
+        self.forward(signal.SIGTERM)
+        self._wait_until(self._clock() + END_S)
+        self.forward(signal.SIGKILL)
+        for task in self._tasks:
+            if task.child is not None:
+                task.child.wait()
+
+    def _wait_until(self, deadline_s: float) -> None:
+        while any(task.runs for task in self._tasks) and self._clock() < deadline_s:
+            time.sleep(0.1)
+
+    def _take_failure(self, task: _Task) -> None:
+        assert task.child is not None
+        code, sound = task.child.returncode, self._clock() - task.started_s >= SOUND_S
+        task.failures = 1 if sound else task.failures + 1
+        again = "starting it again"
+        if task.failures >= MOST_FAILURES:
+            self._spent.add(task.number)
+            again = "it has failed too often to be started again in this job"
+        logger.warning("%s/%d ended with %s: %s", ROLLOUTS, task.number, code, again)
+
+    def _start(self, task: _Task, hosts: Sequence[str]) -> None:
+        task.host = self._host(task, hosts)
+        parent, direct = os.getpid(), self._direct
+        with signals_held_back():
+            if set(signal.sigpending()) & set(SIGNALS):
+                return
+            task.child = subprocess.Popen(
+                self._command(task),
+                env={**os.environ, **self._environ},
+                preexec_fn=(lambda: die_with(parent)) if direct else unblock,
+            )
+        task.started_s = self._clock()
+        self._events.write("task_started", task=task.number, host=task.host, failures=task.failures)
+
+    def _host(self, task: _Task, hosts: Sequence[str]) -> str:
+        """Return where a task is to run: where it was if that host is still used, else where no
+        other task has its slot."""
+        if not hosts or task.host in hosts:
+            return task.host
+        taken = {one.host for one in self._tasks if one.slot == task.slot and one is not task}
+        return next(host for host in hosts if host not in taken)
+
+    def _command(self, task: _Task) -> list[str]:
+        options = self._options
+        agent = [sys.executable, "-P", "-m", AGENT, "--run", str(options.run)]
+        agent += ["--submission", str(options.submission)]
+        agent += ["--group", ROLLOUTS, "--task", str(task.number)]
+        if self._direct:
+            return agent
+        place = [f"--nodelist={task.host}", "--nodes=1", "--ntasks=1", "--overlap"]
+        return [*SRUN, *place, *agent]

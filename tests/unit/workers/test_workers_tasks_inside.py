@@ -1,0 +1,117 @@
+"""Rollout tasks in the trainers' job: on which GPUs and hosts they run, and how often."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+
+import pytest
+
+from slurmrl.monitor.events import EventWriter, read_all
+from slurmrl.paths import RunPaths
+from slurmrl.plan.model import Plan
+from slurmrl.workers.agent.host import Host
+from slurmrl.workers.supervisor import tasks_inside
+from slurmrl.workers.supervisor.tasks_inside import MOST_FAILURES, SOUND_S, TasksInside
+from tests.support.trials import wait_until
+
+
+def tasks_of(
+    paths: RunPaths,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    *,
+    hosts: int,
+    each: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> TasksInside:
+    monkeypatch.setattr(TasksInside, "_command", lambda *_: command)
+    options = Namespace(launcher="direct", run=paths.run, submission=1, group="trainer")
+    return TasksInside(options, EventWriter(paths, "supervisor"), hosts, each, clock=clock)
+
+
+def started(paths: RunPaths) -> list[tuple[int, str]]:
+    return [(one["task"], one["host"]) for one in read_all(paths) if one["kind"] == "task_started"]
+
+
+def test_a_task_that_fails_is_started_again_so_many_times(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure after a long time is the first of a new row."""
+    now = 0.0
+    tasks = tasks_of(paths, monkeypatch, ["false"], hosts=1, each=1, clock=lambda: now)
+    tasks.start(())
+    wait_until("the last start", lambda: tasks.keep(()) or len(started(paths)) == MOST_FAILURES)
+    now = SOUND_S
+    wait_until("the task to be given up", lambda: tasks.keep(()) or tasks.spent)
+    tasks.keep(())
+    tasks.start(())
+    assert len(started(paths)) == 2 * MOST_FAILURES - 1
+
+
+def test_a_task_that_has_retired_is_left_alone_until_the_next_round(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = tasks_of(paths, monkeypatch, ["true"], hosts=1, each=1)
+    tasks.start(())
+    tasks.end()
+    tasks.keep(())
+    assert len(started(paths)) == 1
+    tasks.start(())
+    assert len(started(paths)) == 2
+    tasks.end()
+
+
+def test_no_two_tasks_have_the_same_gpus_when_hosts_are_replaced(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tasks of a lost host go where no other task has their places; the others stay."""
+    tasks = tasks_of(paths, monkeypatch, ["sleep", "600"], hosts=2, each=2)
+    tasks.start(("n0", "n1"))
+    first = started(paths)
+    assert {task % 2: 0 for task, _ in first} == {0: 0, 1: 0}
+    assert sorted((host, task % 2) for task, host in first) == [
+        ("n0", 0), ("n0", 1), ("n1", 0), ("n1", 1),
+    ]  # fmt: skip
+    gone = [number for number, host in first if host == "n0"]
+    tasks.start(("n1", "n2"))
+    assert started(paths) == first, "what runs is left where it is"
+    for task in tasks._tasks:
+        if task.number in gone and task.child is not None:
+            task.child.kill()
+            task.child.wait()
+    tasks.keep(("n1", "n2"))
+    assert sorted(started(paths)[4:]) == [(number, "n2") for number in gone]
+    monkeypatch.setattr(tasks_inside, "RETIRE_S", 0.0)
+    tasks.end()
+
+
+def test_an_end_waits_for_tasks_that_retire(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import signal; signal.sigwait([signal.SIGUSR2])"  # blocked since before its start
+    tasks = tasks_of(paths, monkeypatch, [sys.executable, "-c", code], hosts=1, each=1)
+    tasks.start(())
+    tasks.end()
+    assert tasks._tasks[0].child is not None
+    assert tasks._tasks[0].child.returncode == 0
+
+
+@pytest.mark.parametrize(("task", "gpu"), [(None, ["0"]), (0, ["1,2"]), (3, ["3,4"])])
+def test_gpus_of_a_task_are_behind_those_of_the_trainers(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, task: int | None, gpu: list[str]
+) -> None:
+    plan = Plan.read(run.plan)
+    (trainers,) = plan.groups
+    one = trainers.model_copy(update={"workers_per_host": 1, "gpus_per_worker": 1})
+    tasks = {"name": "rollout", "elastic": True, "hosts": 4, "gpus_per_worker": 2}
+    beside = {"hosts": 2, "tasks_per_host": 2, "slots_per_task": 2}
+    groups = (one.model_copy(update=beside), one.model_copy(update=tasks))
+    run.plan.write_text(plan.model_copy(update={"groups": groups}).to_json())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
+    host = Host(run, 1, "trainer" if task is None else "rollout", task)
+    assert host.identity.task == (task or 0)
+    assert host.devices() == gpu
+    host.close()
