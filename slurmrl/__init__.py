@@ -1,3 +1,49 @@
-"""slurmrl: RL post-training of language models as plain Slurm batch jobs."""
+"""slurmrl: RL post-training of language models as plain Slurm batch jobs.
+
+From Python::
+
+    trial = slurmrl.submit("grpo.yaml", "trial=2", "actor.optimizer.lr=3e-5")
+    trial.wait()["state"]               # "COMPLETED"
+    slurmrl.trial("addition-grpo/2").metrics()[-1]["reward"]
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slurmrl.submission.handle import Trial
 
 __version__ = "0.1.0"
+
+
+def submit(
+    config: str | PathLike[str],
+    *overrides: str,
+    root: str | None = None,
+    scheduler: str | None = None,
+    new: bool = False,
+    check: bool = True,
+) -> Trial:
+    """Submit a configuration as ``slurmrl submit --detach`` does, and return its trial.
+
+    ``overrides`` are ``dotted.key=value``. ``root`` is the folder of all runs, ``scheduler`` is
+    ``auto``, ``local`` or ``slurm``; by default both are the configuration's. ``new`` takes the
+    next free name. ``check=False`` leaves out the checks of data, weights, tokenizer and reward.
+
+    Raises ConfigError with every problem, UsageError for a trial that lives, EnvironmentFailure.
+    """
+    from slurmrl.submission import handle
+
+    return handle.submit(
+        Path(config), overrides, root=root, scheduler=scheduler, new=new, check=check
+    )
+
+
+def trial(name: str, *, root: str | None = None) -> Trial:
+    """The trial ``EXPERIMENT/TRIAL`` that exists. Raises UsageError, UnknownNameError."""
+    from slurmrl.submission import handle
+
+    return handle.find(name, root)

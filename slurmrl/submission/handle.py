@@ -1,0 +1,108 @@
+"""Trials from Python: what `slurmrl.submit` and `slurmrl.trial` return."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from slurmrl.errors import WaitTimeoutError
+from slurmrl.monitor.collect import collect
+from slurmrl.monitor.metrics import read
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler import make
+from slurmrl.submission import live, trials
+from slurmrl.submission.checks.run import refuse
+from slurmrl.submission.proposal import Proposal, propose, propose_resume
+from slurmrl.submission.submit import submit as start
+
+LIVES: Final = ("PENDING", "RUNNING")
+"""States of a trial that goes on by itself."""
+CHECK_S: Final = 120.0
+"""Time limit of the checks before a submission."""
+POLL_S: Final = 10.0
+
+
+class Trial:
+    """A trial in a run directory. It runs by itself: this object may be dropped and found again,
+    from any process on any host that sees the directory."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+
+    @property
+    def name(self) -> str:
+        """``EXPERIMENT/TRIAL``"""
+        return f"{self._paths.experiment}/{self._paths.trial}"
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return self._paths.run
+
+    def status(self) -> dict[str, Any]:
+        """The object that ``slurmrl status EXPERIMENT/TRIAL --json`` prints."""
+        return collect([self._paths], make, detailed=True)[0]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The metrics of each step so far."""
+        return read(self._paths.metrics)
+
+    def wait(
+        self,
+        timeout_s: float | None = None,
+        *,
+        poll_s: float = POLL_S,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> dict[str, Any]:
+        """Wait until the trial has ended or has no job left, and return its status.
+
+        Raises WaitTimeoutError after ``timeout_s`` seconds; the trial goes on.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (status := self.status())["state"] in LIVES:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise WaitTimeoutError(
+                    f"waited {timeout_s:g} s for {self.name}: {status['diagnosis']}"
+                )
+            sleep(poll_s)
+        return status
+
+    def cancel(self) -> None:
+        """Cancel the trial and its jobs. Its checkpoints stay."""
+        live.cancel(self._paths)
+
+    def resume(self, *overrides: str, check: bool = True) -> None:
+        """Continue from the last commit, as ``slurmrl resume`` with these overrides does. Raises
+        ConfigError, UsageError."""
+        _start(propose_resume(self._paths, overrides), check=check)
+
+    def __repr__(self) -> str:
+        return f"Trial({self.name!r}, {str(self.folder)!r})"
+
+
+def submit(
+    config: Path,
+    overrides: Sequence[str],
+    *,
+    root: str | None,
+    scheduler: str | None,
+    new: bool,
+    check: bool,
+) -> Trial:
+    """See `slurmrl.submit`."""
+    proposal = propose(config, overrides, root=root, scheduler=scheduler, new=new)
+    _start(proposal, check=check)
+    return Trial(proposal.paths)
+
+
+def find(name: str, root: str | None) -> Trial:
+    """See `slurmrl.trial`."""
+    return Trial(trials.find(trials.root_folder(root), name))
+
+
+def _start(proposal: Proposal, *, check: bool) -> None:
+    if check:
+        refuse(proposal.check(CHECK_S))
+    start(proposal)

@@ -1,0 +1,57 @@
+"""Trials from Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import slurmrl
+from slurmrl.errors import ConfigError, UnknownNameError, WaitTimeoutError
+from slurmrl.history.record import Kind
+from slurmrl.scheduler.base import JobState
+from slurmrl.submission import handle, live, proposal, submit
+from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
+    fake = FakeScheduler()
+    for module in (handle, live, proposal, submit):
+        monkeypatch.setattr(module, "make", lambda kind: fake)
+    return fake
+
+
+def test_a_trial_is_submitted_watched_and_resumed(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    """Another process finds it by its name."""
+    root = str(tmp_path / "runs")
+    trial = slurmrl.submit(write_config(tmp_path), "trial=7", root=root, scheduler="local")
+    assert trial.name == "add/7"
+    run = FakeRun(tmp_path / "runs", trial="7")
+    run.begin()
+    scheduler.tasks = [task(0, JobState.RUNNING)]
+    run.paths.metrics.write_text('{"step": 1, "reward": 0.5}\n')
+    with pytest.raises(WaitTimeoutError, match="for add/7: "):
+        trial.wait(0.0)
+    ends = iter([lambda: None, lambda: run.end(Kind.FINISHED, step=1, reason="total_steps")])
+    found = slurmrl.trial("add/7", root=root)
+    assert found.wait(sleep=lambda seconds: next(ends)())["state"] == "COMPLETED"
+    assert found.metrics() == [{"step": 1, "reward": 0.5}]
+    assert found.folder == trial.folder == run.paths.run
+    scheduler.tasks = []
+    trial.resume("total_steps=9")
+    assert trial.status()["submission"] == 2
+    trial.cancel()
+    assert trial.wait()["state"] == "CANCELLED"
+
+
+def test_what_is_wrong_is_raised_before_anything_is_written(
+    tmp_path: Path, scheduler: FakeScheduler
+) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "data.jsonl").write_text('{"prompt": 1}\n')
+    with pytest.raises(ConfigError):
+        slurmrl.submit(config, root=str(tmp_path / "runs"), scheduler="local")
+    with pytest.raises(UnknownNameError):
+        slurmrl.trial("add/1", root=str(tmp_path / "runs"))
+    assert not (tmp_path / "runs").exists()
