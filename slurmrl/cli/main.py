@@ -43,6 +43,10 @@ COMMANDS = {
         "slurmrl.cli.graph:graph", "Show the calls of a step and the data between them."
     ),
     "status": Command("slurmrl.cli.status:status", "Show the state of trials."),
+    "plot": Command("slurmrl.cli.plot:plot", "Draw metrics of trials in the terminal."),
+    "compare": Command(
+        "slurmrl.cli.compare:compare", "Show where the settings and metrics of two trials differ."
+    ),
     "report": Command(
         "slurmrl.cli.report:report", "Write an HTML file about trials: curves, story, samples."
     ),

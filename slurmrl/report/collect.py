@@ -25,7 +25,7 @@ from slurmrl.monitor import metrics
 from slurmrl.monitor.events import Event
 from slurmrl.paths import RunPaths
 from slurmrl.report.contents import CommitRow, TrialReport
-from slurmrl.report.curves import curves
+from slurmrl.report.curves import curves, thinned
 from slurmrl.report.samples import read_samples
 from slurmrl.report.settings import flat
 from slurmrl.report.story import RECENT, call_times, mean, task_spans
@@ -47,17 +47,25 @@ def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
         name=f"{paths.experiment}/{paths.trial}",
         status=status,
         lines=len(lines),
-        curves=curves(lines),
+        curves={name: thinned(curve) for name, curve in curves(lines).items()},
         calls=call_times(lines, _document(paths.plan, PLAN).get("calls", [])),
         step_s=mean(lines[-RECENT:], STEP_S),
         tasks=task_spans(events),
         commits=_commits(paths, events),
         samples=read_samples(paths.samples),
         config=_text(paths.config),
-        settings=flat(_settings(paths.config)),
+        settings=settings(paths),
         environment=_document(code / record.FILE),
         diffs=dict(_diffs(code)),
     )
+
+
+def settings(paths: RunPaths) -> dict[str, Any]:
+    """Return the resolved configuration by dotted key; nothing where it cannot be read."""
+    try:
+        return flat(source.read(paths.config).values)
+    except (ConfigError, UnreadableInputError):
+        return {}
 
 
 def _commits(paths: RunPaths, events: Sequence[Event]) -> list[CommitRow]:
@@ -96,13 +104,6 @@ def _bytes(checkpoint: Path) -> int | None:
         return sum(file.size for file in read_manifest(checkpoint).files)
     except (CheckpointError, EnvironmentFailure):
         return None
-
-
-def _settings(config: Path) -> Mapping[str, Any]:
-    try:
-        return source.read(config).values
-    except (ConfigError, UnreadableInputError):
-        return {}
 
 
 def _document(path: Path, fields: Fields | None = None) -> Mapping[str, Any]:

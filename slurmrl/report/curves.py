@@ -1,8 +1,8 @@
-"""Metrics as curves of bounded length. Pure functions."""
+"""Metrics as curves. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slurmrl.report.contents import Curve
@@ -22,17 +22,31 @@ def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
                 steps.append(line["step"])
                 values.append(None if value is None else float(f"{value:.{DIGITS}g}"))
     return {
-        name: thinned(steps, values)
+        name: Curve(x=steps, y=values)
         for name, (steps, values) in found.items()
         if any(value is not None for value in values)
     }
 
 
-def thinned(x: Sequence[int], y: Sequence[float | None], most: int = MOST_POINTS) -> Curve:
+def smoothed(values: Iterable[float | None], factor: float) -> list[float | None]:
+    """Return the exponential moving averages; ``factor``, below 1, is the weight of what came
+    before. The first values have no bias towards zero."""
+    total = weight = 0.0
+    found: list[float | None] = []
+    for value in values:
+        if value is not None:
+            total = factor * total + (1 - factor) * value
+            weight = factor * weight + (1 - factor)
+        found.append(None if value is None else total / weight)
+    return found
+
+
+def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
     """Return a curve of at most ``most`` points. A longer one is cut into ranges of equal length,
     and each keeps its least and its greatest value: no peak is lost."""
+    x, y = curve.x, curve.y
     if len(x) <= most:
-        return Curve(x=x, y=y)
+        return curve
     ranges = most // 2
     kept: list[int] = []
     for number in range(ranges):

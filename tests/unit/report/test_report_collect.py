@@ -10,7 +10,7 @@ from slurmrl.fsio import atomic
 from slurmrl.history.record import Kind
 from slurmrl.monitor.collect import collect as collect_statuses
 from slurmrl.report.collect import collect
-from slurmrl.report.contents import CallTime, TrialReport
+from slurmrl.report.contents import CallTime, Curve, TrialReport
 from slurmrl.report.curves import thinned
 from slurmrl.report.samples import MOST_TEXT, read_samples
 from slurmrl.report.settings import differences, flat
@@ -79,7 +79,7 @@ def test_a_trial_without_files_gives_an_empty_report(tmp_path: Path) -> None:
 def test_thinning_keeps_every_peak_and_the_order() -> None:
     values: list[float | None] = [0.0] * 50_000
     values[12_345], values[33_333], values[49_999] = 9.0, -9.0, None
-    curve = thinned(range(50_000), values, 1000)
+    curve = thinned(Curve(x=range(50_000), y=values), 1000)
     assert len(curve.x) <= 1000
     assert list(curve.x) == sorted(set(curve.x))
     points = dict(zip(curve.x, curve.y, strict=True))

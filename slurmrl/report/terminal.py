@@ -1,0 +1,36 @@
+"""Charts for a terminal, by plotext."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import plotext
+
+from slurmrl.monitor.words import plain
+from slurmrl.report.contents import Curve
+
+COLOURS = ("blue", "orange", "green", "magenta", "cyan", "red", "yellow", "gray")
+MARKERS = ("braille", "x", "o", "*", "+", "#", "@", "%")
+"""Of trials, where colours do not tell them apart."""
+
+
+def chart(
+    title: str, curves: Mapping[str, Curve], *, width: int, height: int, coloured: bool
+) -> str:
+    """Return the curves, by the name of their trial, in one chart of so many characters."""
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.limit_size(False, False)  # to the terminal, as plotext sees it
+    plotext.plotsize(width, height)
+    plotext.title(plain(title))
+    for number, (name, curve) in enumerate(curves.items()):
+        points = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y is not None]
+        plotext.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            label=name if len(curves) > 1 else None,
+            marker="braille" if coloured else MARKERS[number % len(MARKERS)],
+            color=COLOURS[number % len(COLOURS)] if coloured else None,
+        )
+    text: str = plotext.build() if coloured else plotext.uncolorize(plotext.build())
+    return text.rstrip("\n")

@@ -1,0 +1,78 @@
+"""``slurmrl plot`` and ``slurmrl compare``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slurmrl.cli.main import main
+from slurmrl.report.contents import Curve
+from slurmrl.report.curves import smoothed
+from slurmrl.report.terminal import chart
+from tests.fake_runs import FakeRun
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for trial, slope in (("1", 1.0), ("2", -1.0)):
+        run = FakeRun(tmp_path, trial=trial)
+        run.paths.config.write_text(f"seed: {trial}\nalgorithm: {{name: grpo}}\n")
+        run.metrics(
+            *({"step": step, "reward": slope * step, "eval/kl": 0.5} for step in range(1, 11)),
+            {"step": 11, "reward": float("nan"), f"own{trial}": 1},
+        )
+    return tmp_path
+
+
+def test_trials_are_drawn_in_one_chart_per_metric(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plot", "add/1", "add/2", "reward", "e*/kl", "--root", str(root)]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    rewards, kls = text.split("\n\n")
+    assert ("reward" in rewards, "eval/kl" in kls) == (True, True)
+    lines = [line for line in rewards.splitlines() if "│" in line or "┤" in line]
+    # they rise and fall from a common start: the first trial ends at the top, the second below
+    assert lines[0].rstrip("│")[-1] != " "
+    assert lines[-1].rstrip("│").endswith("x")
+    assert {"add/1", "add/2"} <= set(text.split())
+
+
+def test_a_wrong_metric_is_refused_with_the_near_one(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plot", "add/1", "rewrd", "--root", str(root)]) == 2
+    error = capsys.readouterr().err
+    assert "no metric 'rewrd'; did you mean 'reward'?" in error
+    assert "eval/kl" in error
+
+
+def test_a_chart_has_the_size_that_it_is_given() -> None:
+    curve = Curve(x=range(300), y=[float(x) for x in range(300)])
+    text = chart("a\x1b[31mb", {"t": curve}, width=200, height=9, coloured=False)
+    lines = text.splitlines()
+    assert (len(lines), max(map(len, lines))) == (9, 200)
+    assert "\x1b" not in text
+
+
+def test_smoothing_starts_at_the_first_value_and_keeps_gaps() -> None:
+    assert smoothed([4.0, None, 4.0], 0.9) == [pytest.approx(4.0), None, pytest.approx(4.0)]
+    assert smoothed([0.0, 3.0], 0.5) == [0.0, pytest.approx(2.0)]
+
+
+def test_two_trials_are_compared(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", "add/1", "add/2", "--root", str(root)]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"] == {"seed": [1, 2]}
+    assert list(found["metrics"]) == ["reward", "eval/kl"]  # what both have
+    second = found["metrics"]["reward"][1]
+    assert second["last"] == second["least"] == {"step": 10, "value": -10.0}
+    assert second["greatest"] == {"step": 1, "value": -1.0}
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "seed     1      2" in text
+    assert "add/2  -10   -10 at 10  -1 at 1" in text
