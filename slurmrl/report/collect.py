@@ -16,7 +16,7 @@ from slurmrl.errors import (
     UnreadableInputError,
 )
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.shapes import TEXT, Fields, list_of, table
+from slurmrl.fsio.shapes import COUNT, TEXT, Fields, list_of, table
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import place
@@ -32,7 +32,8 @@ from slurmrl.report.story import RECENT, call_times, mean, task_spans
 from slurmrl.submission import record, snapshot
 
 STEP_S = "time/step"
-PLAN: Fields = {"calls": list_of(table({"name": TEXT}, ("name",)))}
+PLAN: Fields = {"calls": list_of(table({"name": TEXT, "ranks": list_of(COUNT)}, ("name",)))}
+RECORD: Fields = {"command": list_of(TEXT), "environment": table({}), "git": table({})}
 MOST_DIFF = 1 << 20
 
 
@@ -55,7 +56,7 @@ def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
         samples=read_samples(paths.samples),
         config=_text(paths.config),
         settings=settings(paths),
-        environment=_document(code / record.FILE),
+        environment=_document(code / record.FILE, RECORD),
         diffs=dict(_diffs(code)),
     )
 
@@ -106,7 +107,7 @@ def _bytes(checkpoint: Path) -> int | None:
         return None
 
 
-def _document(path: Path, fields: Fields | None = None) -> Mapping[str, Any]:
+def _document(path: Path, fields: Fields) -> Mapping[str, Any]:
     try:
         return documents.read(path, fields)
     except (FileNotFoundError, CorruptFileError):

@@ -9,7 +9,7 @@ from typing import Any
 
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents, lines
-from slurmrl.fsio.shapes import INTEGER, NUMBER, TEXT, Fields
+from slurmrl.fsio.shapes import INTEGER, NUMBER, TEXT, Fields, list_of, table
 from slurmrl.report.contents import Samples
 
 MOST_ROWS = 10_000
@@ -22,6 +22,7 @@ FIELDS: Fields = {
     "prompt": TEXT,
     "completion": TEXT,
     "reward": NUMBER,
+    "turns": list_of(table({"wrote": TEXT, "read": TEXT})),
 }
 _FILE = re.compile(r"step-[0-9]{8,}\.jsonl")
 

@@ -68,11 +68,14 @@ def test_a_trial_is_read_from_its_files(tmp_path: Path) -> None:
     assert found.diffs == {"slurmrl": "+ new\n"}
 
 
-def test_a_trial_without_files_gives_an_empty_report(tmp_path: Path) -> None:
+def test_what_is_missing_or_damaged_is_left_out(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
+    (run.paths.code / "environment.json").write_text('{"command": 3}')
+    write_samples(run, 1, {"prompt": "p", "completion": "c", "turns": "none"})
     run.paths.plan.write_text(json.dumps({"groups": []}))
     found = report_of(run)
-    assert (found.curves, found.commits, found.samples.rows) == ({}, [], ())
+    assert (found.curves, found.commits, found.samples.rows) == ({}, [], [])
+    assert found.environment == {}
     assert (found.config, found.settings) == ("", {})
 
 
