@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _invoke(invocation)
     except click.ClickException as error:
         error.show()
-        return error.exit_code
+        return _told(error.format_message(), error.exit_code, invocation)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:
@@ -159,6 +159,15 @@ def _report(error: Exception, code: int, invocation: Invocation) -> int:
         traceback.print_exception(error)
     else:
         click.echo(f"Error: {_message(error)}", err=True)
+    return _told(_message(error), code, invocation)
+
+
+def _told(message: str, code: int, invocation: Invocation) -> int:
+    """Return the exit code, after a program has been told the error on standard output."""
+    if "--json" in invocation.arguments:
+        import json
+
+        click.echo(json.dumps({"error": message, "exit_code": code}))
     return code
 
 

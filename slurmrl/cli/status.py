@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from slurmrl.cli import render
 from slurmrl.cli.follow import PolledScheduler, Seen, follow
 from slurmrl.cli.options import common, json_option
 from slurmrl.display import columns
+from slurmrl.monitor.words import plain
 
 if TYPE_CHECKING:
     from slurmrl.errors import SlurmrlError
@@ -29,48 +31,59 @@ ENDS = ("COMPLETED", "FAILED", "CANCELLED")
 
 
 @click.command()
-@click.argument("name", required=False, metavar="[EXPERIMENT[/TRIAL]]")
+@click.argument("names", nargs=-1, metavar="[EXPERIMENT[/TRIAL]]...")
 @json_option
-@click.option("--watch", is_flag=True, help="Refresh until all trials have ended.")
+@click.option(
+    "--watch",
+    is_flag=True,
+    help="Refresh until all trials have ended; into a pipe, print a line for each change.",
+)
+@click.option("--exit-status", is_flag=True, help="Exit with 1 if one of the trials has failed.")
 @common
-def status(name: str | None, as_json: bool, watch: bool, root: str | None) -> int:
-    """Show the state of all trials, of those of an experiment, or of one trial in detail."""
+def status(
+    names: tuple[str, ...], as_json: bool, watch: bool, exit_status: bool, root: str | None
+) -> int:
+    """Show the state of all trials, of some of them or those of some experiments, or of one trial
+    in detail."""
     from slurmrl.submission import trials
 
     folder = trials.root_folder(root)
     if watch:
-        _Watch(folder, name, as_json=as_json).run()
+        statuses = _Watch(folder, names, as_json=as_json).run()
     else:
-        click.echo(_text(folder, name, _collect(folder, name, whole=as_json), as_json))
-    return 0
+        statuses = _collect(folder, names, whole=as_json)
+        click.echo(_text(folder, names, statuses, as_json))
+    return int(exit_status and any(status["state"] == "FAILED" for status in statuses))
 
 
-def _chosen(root: Path, name: str | None) -> list[RunPaths]:
+def _chosen(root: Path, names: Sequence[str]) -> list[RunPaths]:
     from slurmrl.submission import trials
 
-    if name is None:
+    if not names:
         return trials.all_trials(root)
-    if "/" in name:
-        return [trials.find(root, name)]
-    return trials.find_experiment(root, name)
+    found = [
+        [trials.find(root, name)] if "/" in name else trials.find_experiment(root, name)
+        for name in names
+    ]
+    return list(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
 def _collect(
-    root: Path, name: str | None, schedulers: SchedulerFactory | None = None, *, whole: bool
+    root: Path, names: Sequence[str], schedulers: SchedulerFactory | None = None, *, whole: bool
 ) -> list[dict[str, Any]]:
     """Return the objects of the chosen trials; in a list those that are not ``whole`` have only
     what it shows."""
     from slurmrl.monitor.collect import collect, glance
     from slurmrl.scheduler import make
 
-    chosen, ask = _chosen(root, name), schedulers or make
-    if _single(name):
+    chosen, ask = _chosen(root, names), schedulers or make
+    if _single(names):
         return collect(chosen, ask, detailed=True)
     return (collect if whole else glance)(chosen, ask, unreadable=_report)
 
 
-def _single(name: str | None) -> bool:
-    return name is not None and "/" in name
+def _single(names: Sequence[str]) -> bool:
+    return len(names) == 1 and "/" in names[0]
 
 
 def _report(paths: RunPaths, error: SlurmrlError) -> None:
@@ -78,8 +91,10 @@ def _report(paths: RunPaths, error: SlurmrlError) -> None:
     click.echo(f"{paths.experiment}/{paths.trial} left out: {error}", err=True)
 
 
-def _text(root: Path, name: str | None, statuses: list[dict[str, Any]], as_json: bool) -> str:
-    single = _single(name)
+def _text(
+    root: Path, names: Sequence[str], statuses: Sequence[dict[str, Any]], as_json: bool
+) -> str:
+    single = _single(names)
     if as_json:
         return json.dumps(statuses[0] if single else statuses)
     if not statuses:
@@ -89,30 +104,43 @@ def _text(root: Path, name: str | None, statuses: list[dict[str, Any]], as_json:
 
 
 class _Watch:
-    """Redraws in a terminal; elsewhere, and as JSON, prints what has changed."""
+    """Redraws in a terminal. Elsewhere it prints a line for each trial that has changed; as JSON,
+    the whole object."""
 
-    def __init__(self, root: Path, name: str | None, *, as_json: bool) -> None:
+    def __init__(self, root: Path, names: Sequence[str], *, as_json: bool) -> None:
         self._root = root
-        self._name = name
+        self._names = names
         self._as_json = as_json
         self._schedulers = functools.cache(PolledScheduler)
-        self._shown: object = None
+        self._gists: dict[str, tuple[object, ...]] = {}
+        self._statuses: list[dict[str, Any]] = []
 
-    def run(self) -> None:
+    def run(self) -> list[dict[str, Any]]:
+        """Return the last statuses."""
         with ExitStack() as stack:
             self._redraws = sys.stdout.isatty() and not self._as_json
             self._show = _redrawing(stack) if self._redraws else click.echo
             follow(self._look, FIRST_S, LONGEST_S)
+        return self._statuses
 
     def _look(self) -> Seen:
-        statuses = _collect(self._root, self._name, self._schedulers, whole=self._as_json)
-        gist = [_gist(status) for status in statuses]
-        news, self._shown = gist != self._shown, gist
+        statuses = _collect(self._root, self._names, self._schedulers, whole=self._as_json)
+        gists = {status["trial"]: _gist(status) for status in statuses}
+        news = [one for one in statuses if gists[one["trial"]] != self._gists.get(one["trial"])]
+        self._statuses, self._gists = statuses, gists
         ended = all(status["state"] in ENDS for status in statuses)
-        if self._redraws or news:
-            text = _text(self._root, self._name, statuses, self._as_json)
+        if self._redraws or (self._as_json and news):
+            text = _text(self._root, self._names, statuses, self._as_json)
             self._show(f"{text}\n{_footer()}" if self._redraws and not ended else text)
+        elif news:
+            self._show("\n".join(map(_line, news)))
         return Seen.END if ended else Seen.NEWS if news else Seen.NOTHING_NEW
+
+
+def _line(status: dict[str, Any]) -> str:
+    """Return ``16:02:29  add/1  RUNNING  step 12/60  2.9 s a step, about 107 s left``."""
+    parts = (time.strftime("%H:%M:%S"), status["trial"], status["state"])
+    return "  ".join([*parts, f"step {render.progress(status)}", plain(status["diagnosis"])])
 
 
 def _footer() -> str:

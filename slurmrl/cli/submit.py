@@ -43,18 +43,20 @@ def submit(
 
 
 @click.command()
-@click.argument("trial", metavar="EXPERIMENT/TRIAL")
+@click.argument("names", nargs=-1, required=True, metavar="EXPERIMENT/TRIAL...")
 @common
-def cancel(trial: str, root: str | None) -> int:
-    """Cancel a trial and its jobs. Its checkpoints stay."""
+def cancel(names: tuple[str, ...], root: str | None) -> int:
+    """Cancel trials and their jobs. Their checkpoints stay."""
     from slurmrl.history.record import Kind
     from slurmrl.submission import trials
     from slurmrl.submission.live import cancel as cancel_trial
 
     folder = trials.root_folder(root)
-    kind = cancel_trial(trials.find(folder, trial))
-    if kind is Kind.CANCELLED:
-        click.echo(f"{trial} is cancelled; to continue it: slurmrl resume {trial}{again(folder)}")
-    else:
-        click.echo(f"{trial} has already ended: {kind}")
+    chosen = {name: trials.find(folder, name) for name in names}  # all before the first is ended
+    for name, paths in chosen.items():
+        kind = cancel_trial(paths)
+        if kind is Kind.CANCELLED:
+            click.echo(f"{name} is cancelled; to continue it: slurmrl resume {name}{again(folder)}")
+        else:
+            click.echo(f"{name} has already ended: {kind}")
     return 0

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from types import UnionType
+from typing import Annotated, Any, Final, Union, get_args, get_origin
 
+from ruamel.yaml.nodes import ScalarNode
+
+from slurmrl.config.problems import section_at
+from slurmrl.config.schema import Config
 from slurmrl.config.source import COMMAND_LINE, Builder, KeyPath, Source, compose, dotted
 from slurmrl.errors import ConfigError, Problem
 
+NULL: Final = "tag:yaml.org,2002:null"
 _KEY: Final = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 
 
 def apply(source: Source, overrides: Sequence[str]) -> None:
     """Apply each override; the last one of a key wins. A value is parsed as YAML, so ``a.b=[1, 2]``
-    is a list and ``a.b=`` is null; a whole section replaces the file's. Errors are added to the
-    source's problems."""
+    is a list and ``a.b=`` is null; a whole section replaces the file's. A setting that is a text
+    takes a single value as it stands: ``trial=007``. Errors are added to the source's problems."""
     for text in overrides:
         key, equals, value = text.partition("=")
         key = key.strip()
@@ -39,7 +45,26 @@ def _set(source: Source, path: KeyPath, text: str) -> None:
     _forget(source, path)
     source.marks[path] = COMMAND_LINE
     value = None if node is None else Builder(source, file=None).value(node, path)
-    section[str(path[-1])] = value
+    plain = isinstance(node, ScalarNode) and node.style is None and node.tag != NULL
+    section[str(path[-1])] = node.value if node and plain and _is_text(path) else value
+
+
+def _is_text(path: KeyPath) -> bool:
+    """Return whether a setting is a text, in which 007 and no stand for themselves."""
+    owner = section_at(Config, path[:-1])
+    field = owner.model_fields.get(str(path[-1])) if owner else None
+    return field is not None and set(_types(field.annotation)) - {type(None)} == {str}
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """Yield the types that an annotation allows."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (Union, UnionType):
+        for option in get_args(annotation):
+            yield from _types(option)
+    else:
+        yield annotation
 
 
 def _section(source: Source, path: KeyPath) -> dict[str, Any] | None:

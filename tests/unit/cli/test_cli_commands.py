@@ -110,6 +110,46 @@ def test_without_a_terminal_only_changes_are_printed(
     assert [json.loads(line)["state"] for line in lines] == ["PENDING", "CANCELLED"]
 
 
+def test_into_a_pipe_goes_a_line_for_each_change_and_the_exit_code_says_who_failed(
+    waiting: FakeRun,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = FakeRun(root, trial="2")
+    other.end(Kind.CANCELLED, reason="cancelled by me")
+    happenings = [lambda: None, lambda: waiting.end(Kind.FAILED, reason="NaN")]
+    more = ["add/2", "add", "--exit-status"]
+    assert watch(monkeypatch, *happenings, arguments=more) == 1
+    first, second, third = capsys.readouterr().out.splitlines()
+    clock = r"\d\d:\d\d:\d\d"
+    assert re.match(rf"{clock}  add/1  PENDING  step 0/60  pending", first)
+    assert re.match(rf"{clock}  add/2  CANCELLED  step 0/\?  cancelled by me; ", second)
+    assert re.fullmatch(rf"{clock}  add/1  FAILED  step 0/60  gave up: NaN", third)
+    assert main(["status", "add/2", "--exit-status"]) == 0
+
+
+def test_several_trials_are_shown_once_each(
+    waiting: FakeRun, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for trial in ("2", "3"):
+        FakeRun(root, trial=trial)
+    assert main(["status", "add/3", "add/1", "add/3", "--json"]) == 0
+    assert [one["trial"] for one in printed(capsys)] == ["add/3", "add/1"]
+
+
+def test_errors_of_json_commands_are_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FakeRun(root)
+    for words, code in [(["add/9"], 2), (["--wach"], 2)]:
+        assert main(["status", *words, "--json"]) == code
+        output = capsys.readouterr()
+        told = json.loads(output.out)
+        assert told["exit_code"] == code
+        assert told["error"] in output.err
+    assert main(["status", "add/9"]) == 2
+    assert capsys.readouterr().out == ""
+
+
 def test_pauses_grow_while_nothing_changes(
     waiting: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,8 +417,14 @@ def test_cancel_and_resume(
     run = FakeRun(root)
     run.begin()
     run.end(Kind.FINISHED, step=7, reason="total_steps")
-    assert main(["cancel", "add/1"]) == 0
-    assert capsys.readouterr().out == "add/1 has already ended: finished\n"
+    other = FakeRun(root, trial="2")
+    assert main(["cancel", "add/2", "add/9"]) == 2
+    assert other.history.read() == [], "nothing is cancelled if one of the names is wrong"
+    capsys.readouterr()
+    assert main(["cancel", "add/1", "add/2"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "add/1 has already ended: finished"
+    assert second.startswith("add/2 is cancelled")
 
 
 def contents(root: Path) -> dict[Path, tuple[int, bytes]]:

@@ -37,6 +37,23 @@ def test_values_are_read_as_yaml(tmp_path: Path) -> None:
     }
 
 
+def test_texts_are_not_read_as_yaml_unless_they_are_quoted_or_null(tmp_path: Path) -> None:
+    source = laid_over(
+        tmp_path,
+        "trial=007",
+        "experiment=no",
+        "cluster.slurm.account=1e3",
+        "cluster.slurm.partition=null",
+        "cluster.slurm.qos='1'",
+        "total_steps=010",
+    )
+    assert source.values["trial"] == "007"
+    assert source.values["experiment"] == "no"
+    slurm = {"account": "1e3", "partition": None, "qos": "1"}
+    assert source.values["cluster"]["slurm"] == slurm
+    assert source.values["total_steps"] == 10
+
+
 def test_errors_name_the_command_line_for_overrides_and_the_file_for_other_settings(
     tmp_path: Path,
 ) -> None:
