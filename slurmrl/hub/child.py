@@ -128,7 +128,7 @@ class RepositoryFetcher:
         try:
             import datasets
         except ImportError as error:
-            message = f"{self._url}: needs the package datasets: pip install 'slurmrl[data]'"
+            message = f"{self._url}: needs the package datasets: pip install datasets pyarrow"
             raise MissingDependencyError(message) from error
         subset = self._reference.subset
         try:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Logging, Wandb
 from slurmrl.errors import MissingDependencyError
 from slurmrl.fsio import documents
@@ -30,7 +31,7 @@ def check(logging: Logging) -> None:
     for package, wanted in (("tensorboard", logging.tensorboard), ("wandb", logging.wandb)):
         if wanted and importlib.util.find_spec(package) is None:
             raise MissingDependencyError(
-                f"logging.{package} needs the package {package}: pip install 'slurmrl[{package}]'"
+                f"logging.{package} needs the package {package}: pip install {package}"
             )
 
 
@@ -94,6 +95,7 @@ class WeightsAndBiases:
             project=settings.project,
             name=f"{paths.experiment}/{paths.trial}",
             id=documents.read(paths.identity, {"uuid": TEXT}, ("uuid",))["uuid"],
+            config=_settings(paths),
             resume="allow",
             mode=settings.mode,
             dir=str(paths.run),
@@ -104,6 +106,13 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _settings(paths: RunPaths) -> dict[str, Any]:
+    """The resolved configuration without variables of the environment, which may be secrets."""
+    settings: dict[str, Any] = load_resolved(paths.config).model_dump(mode="json")
+    del settings["cluster"]["env"]
+    return settings
 
 
 class MetricsRecorder:

@@ -35,7 +35,7 @@ def _package() -> Any:
         import redis
     except ImportError as error:
         raise MissingDependencyError(
-            "the redis name store needs the package redis: pip install 'slurmrl[redis]'"
+            "the redis name store needs the package redis: pip install redis"
         ) from error
     return redis
 

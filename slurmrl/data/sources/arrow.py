@@ -72,7 +72,7 @@ def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        message = f"{path}: needs the package pyarrow: pip install 'slurmrl[data]'"
+        message = f"{path}: needs the package pyarrow: pip install pyarrow"
         raise MissingDependencyError(message) from error
     return pyarrow
 

@@ -8,7 +8,7 @@ from typing import Any
 from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
 
-INSTALL_HINT = "pip install 'slurmrl[megatron]'"
+INSTALL_HINT = "pip install megatron-core==0.16.1"
 
 
 class MegatronModel:

@@ -23,7 +23,7 @@ def test_a_missing_package_is_reported_with_the_command_that_installs_it(
         return None if name == "megatron.core" else found(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    with pytest.raises(UsageError, match=r"needs megatron-core: pip install 'slurmrl\[megatron\]'"):
+    with pytest.raises(UsageError, match=r"needs megatron-core: pip install megatron-core=="):
         ENGINES.load("megatron")("actor")
 
 
