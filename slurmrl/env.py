@@ -141,6 +141,13 @@ JOB_END: Variable[float | None] = Variable(
     SLURMRL,
     "Time limit of this job by the clock of its first host, in seconds since the epoch.",
 )
+COMPLETE: Variable[str] = Variable(
+    "_SLURMRL_COMPLETE",
+    str,
+    "",
+    SLURMRL,
+    "What a shell asks while a command line is typed; the script of `slurmrl completion` sets it.",
+)
 
 VARIABLES: tuple[Variable[Any], ...] = tuple(
     value for value in tuple(vars().values()) if isinstance(value, Variable)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmrl.cli.options import common, json_option
+from slurmrl.cli.options import common, json_option, trial_argument
 from slurmrl.display.columns import table
 from slurmrl.monitor.words import age
 
@@ -19,7 +19,7 @@ HEADINGS = ("STEP", "INCARNATION", "AGE", "SIZE", "FILES", "KEPT BY", "STATE")
 
 
 @click.command()
-@click.argument("trial", metavar="EXPERIMENT/TRIAL")
+@trial_argument
 @click.option(
     "--verify/--no-verify",
     default=True,

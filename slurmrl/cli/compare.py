@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from slurmrl.cli import completion
 from slurmrl.cli.options import common, json_option
 from slurmrl.cli.render import number
 from slurmrl.display import columns
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 
 @click.command(epilog="Example: slurmrl compare add/1 add/2")
-@click.argument("one", metavar="EXPERIMENT/TRIAL")
-@click.argument("two", metavar="EXPERIMENT/TRIAL")
+@click.argument("one", metavar="EXPERIMENT/TRIAL", shell_complete=completion.trials)
+@click.argument("two", metavar="EXPERIMENT/TRIAL", shell_complete=completion.trials)
 @json_option
 @common
 def compare(one: str, two: str, as_json: bool, root: str | None) -> int:

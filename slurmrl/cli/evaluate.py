@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from slurmrl.cli import completion
 from slurmrl.cli.options import common, submitting
 from slurmrl.cli.start import look_over, show, start
 
@@ -19,6 +20,7 @@ from slurmrl.cli.start import look_over, show, start
     "--checkpoint",
     required=True,
     metavar="TRIAL[@STEP]|PATH",
+    shell_complete=completion.trials_or_files,
     help="The model: a checkpoint of a trial (default: its newest), the folder of a model, or "
     "hf://org/name.",
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmrl.cli.follow import Seen, follow, has_ended
-from slurmrl.cli.options import common, json_option
+from slurmrl.cli.options import common, json_option, trial_argument
 from slurmrl.display.columns import GAP, hanging, width
 from slurmrl.monitor.words import plain
 
@@ -33,7 +33,7 @@ def _seconds(context: click.Context, parameter: click.Parameter, text: str | Non
 
 
 @click.command()
-@click.argument("trial", metavar="EXPERIMENT/TRIAL")
+@trial_argument
 @click.option(
     "-f", "--follow", "following", is_flag=True, help="Print new events until the trial ends."
 )

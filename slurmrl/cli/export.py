@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmrl.cli.options import common
+from slurmrl.cli.options import common, trial_argument
 
 if TYPE_CHECKING:
     from slurmrl.config.schema.frequency import ExportDtype, ExportForm
 
 
 @click.command()
-@click.argument("trial", metavar="EXPERIMENT/TRIAL")
+@trial_argument
 @click.option(
     "--step", type=click.IntRange(min=0), help="The checkpoint to export. Default: the newest."
 )

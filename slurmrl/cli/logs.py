@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmrl.cli.follow import Seen, follow, has_ended
-from slurmrl.cli.options import common
+from slurmrl.cli.options import common, trial_argument
 
 if TYPE_CHECKING:
     from slurmrl.monitor.log_files import LogFile
@@ -19,7 +19,7 @@ LONGEST_S = 1.0
 
 
 @click.command()
-@click.argument("trial", metavar="EXPERIMENT/TRIAL")
+@trial_argument
 @click.option(
     "-f", "--follow", "following", is_flag=True, help="Print new output until the trial ends."
 )

@@ -7,14 +7,17 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from slurmrl import __version__
+from slurmrl import __version__, env
 from slurmrl.errors import ConfigError, SlurmrlError
 from slurmrl.fsio.umask import make_private
 from slurmrl.registry import near, resolve
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 INTERRUPTED = 130
 ENVIRONMENT = 3
@@ -69,6 +72,9 @@ COMMANDS = {
     "resume": Command("slurmrl.cli.resume:resume", "Continue a trial from its last commit."),
     "scale": Command("slurmrl.cli.scale:scale", "Change how many rollout tasks of a trial run."),
     "doctor": Command("slurmrl.cli.doctor:doctor", "Check whether trials can run here."),
+    "completion": Command(
+        "slurmrl.cli.completion:completion", "Print the script that completes in your shell."
+    ),
 }
 
 
@@ -95,9 +101,20 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name not in COMMANDS and not name.startswith("-"):
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
             raise click.UsageError(f"no command '{name}'; {near(name, list(COMMANDS))}", ctx)
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Click's own looks at each command, which imports all of them."""
+        from click.shell_completion import CompletionItem
+
+        found = [
+            CompletionItem(name, help=entry.help)
+            for name, entry in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -142,6 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _invoke(invocation: Invocation) -> int:
     """Call the command without ``cli.main``, which maps some errors to its own exit codes."""
+    asked = env.COMPLETE.get()
+    if asked:
+        return _complete(asked)
     args = list(invocation.arguments)
     try:
         with cli.make_context("slurmrl", args, obj=invocation) as context:
@@ -150,6 +170,13 @@ def _invoke(invocation: Invocation) -> int:
         code = done.exit_code
     sys.stdout.flush()
     return code if isinstance(code, int) else 0
+
+
+def _complete(asked: str) -> int:
+    """Answer a shell that asks how a command line could go on."""
+    from click.shell_completion import shell_complete
+
+    return shell_complete(cli, {"obj": Invocation()}, "slurmrl", env.COMPLETE.name, asked)
 
 
 def _report(error: Exception, code: int, invocation: Invocation) -> int:

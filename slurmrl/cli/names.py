@@ -7,13 +7,13 @@ from typing import Any
 
 import click
 
-from slurmrl.cli.options import common, json_option
+from slurmrl.cli.options import common, json_option, trial_argument
 
 VALUE_CHARACTERS = 60
 
 
 @click.command()
-@click.argument("trial", metavar="EXPERIMENT/TRIAL")
+@trial_argument
 @click.argument("prefix", default="", metavar="[PREFIX]")
 @json_option
 @common

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from slurmrl.cli import completion
 from slurmrl.submission.trials import root_folder
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -18,11 +19,18 @@ def _remember_debug(ctx: click.Context, parameter: click.Parameter, value: bool)
     ctx.obj.debug = value
 
 
+def trial_argument(command: F) -> F:
+    """Add the argument ``trial``."""
+    argument = click.argument("trial", metavar="EXPERIMENT/TRIAL", shell_complete=completion.trials)
+    return argument(command)
+
+
 def common(command: F) -> F:
     """Add ``--root`` and ``--debug``."""
     root = click.option(
         "--root",
         metavar="DIR",
+        shell_complete=completion.folders,
         help="Root folder of all runs. Default: SLURMRL_ROOT, then root of the configuration, then "
         "./runs.",
     )

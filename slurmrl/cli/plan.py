@@ -8,13 +8,14 @@ from typing import Any
 
 import click
 
+from slurmrl.cli import completion
 from slurmrl.cli.options import common
 
 
 @click.command(
     epilog='Examples: slurmrl plan ppo.yaml --svg plan.svg; slurmrl plan "megatron:d2p2t4" --json'
 )
-@click.argument("target", metavar="CONFIG|ALLOCATION")
+@click.argument("target", metavar="CONFIG|ALLOCATION", shell_complete=completion.files)
 @click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
 @click.option(
     "--scheduler",

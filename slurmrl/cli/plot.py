@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from slurmrl.cli import completion
 from slurmrl.cli.options import common
 from slurmrl.cli.render import SHOWN
 from slurmrl.display import columns
@@ -24,7 +25,13 @@ HEIGHT = 16
 
 
 @click.command(epilog="Example: slurmrl plot add/1 add/2 reward 'eval/*' --smooth 0.9")
-@click.argument("words", nargs=-1, required=True, metavar="EXPERIMENT/TRIAL... [METRIC...]")
+@click.argument(
+    "words",
+    nargs=-1,
+    required=True,
+    metavar="EXPERIMENT/TRIAL... [METRIC...]",
+    shell_complete=completion.trials,
+)
 @click.option(
     "--smooth",
     type=click.FloatRange(0.0, 1.0, max_open=True),

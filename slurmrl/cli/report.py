@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from slurmrl.cli import completion
 from slurmrl.cli.follow import PolledScheduler, Seen, follow
 from slurmrl.cli.options import common
 
@@ -22,7 +23,13 @@ ENDS = ("COMPLETED", "FAILED", "CANCELLED")
 
 
 @click.command(epilog="Example: slurmrl report add/1 add/2 --output compare.html")
-@click.argument("names", nargs=-1, required=True, metavar="EXPERIMENT/TRIAL...")
+@click.argument(
+    "names",
+    nargs=-1,
+    required=True,
+    metavar="EXPERIMENT/TRIAL...",
+    shell_complete=completion.trials,
+)
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),

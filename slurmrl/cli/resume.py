@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmrl.cli.options import common, submitting
+from slurmrl.cli.options import common, submitting, trial_argument
 from slurmrl.cli.start import describe, look_over, show, start
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("trial", metavar="EXPERIMENT/TRIAL")
+@trial_argument
 @submitting
 @click.option(
     "--update-code",

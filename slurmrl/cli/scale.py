@@ -7,11 +7,11 @@ from dataclasses import asdict
 
 import click
 
-from slurmrl.cli.options import common, json_option
+from slurmrl.cli.options import common, json_option, trial_argument
 
 
 @click.command(epilog="Example: slurmrl scale grpo/1 8")
-@click.argument("trial", metavar="EXPERIMENT/TRIAL")
+@trial_argument
 @click.argument("tasks", metavar="N", type=click.IntRange(min=0))
 @json_option
 @common

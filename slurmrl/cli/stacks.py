@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from slurmrl.cli.options import again, common
+from slurmrl.cli.options import again, common, trial_argument
 
 WAIT_S = 60.0
 
 
 @click.command()
-@click.argument("trial", metavar="EXPERIMENT/TRIAL")
+@trial_argument
 @click.argument("rank", type=click.IntRange(min=0), required=False)
 @click.option(
     "--timeout",

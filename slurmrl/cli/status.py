@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slurmrl.cli import render
+from slurmrl.cli import completion, render
 from slurmrl.cli.follow import PolledScheduler, Seen, follow
 from slurmrl.cli.options import common, json_option
 from slurmrl.display import columns
@@ -31,7 +31,9 @@ ENDS = ("COMPLETED", "FAILED", "CANCELLED")
 
 
 @click.command()
-@click.argument("names", nargs=-1, metavar="[EXPERIMENT[/TRIAL]]...")
+@click.argument(
+    "names", nargs=-1, metavar="[EXPERIMENT[/TRIAL]]...", shell_complete=completion.trials
+)
 @json_option
 @click.option(
     "--watch",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from slurmrl.cli import completion
 from slurmrl.cli.options import again, common, submitting
 from slurmrl.cli.start import look_over, show, start
 
@@ -43,7 +44,13 @@ def submit(
 
 
 @click.command()
-@click.argument("names", nargs=-1, required=True, metavar="EXPERIMENT/TRIAL...")
+@click.argument(
+    "names",
+    nargs=-1,
+    required=True,
+    metavar="EXPERIMENT/TRIAL...",
+    shell_complete=completion.trials,
+)
 @common
 def cancel(names: tuple[str, ...], root: str | None) -> int:
     """Cancel trials and their jobs. Their checkpoints stay."""

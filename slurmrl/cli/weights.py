@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmrl.cli.checkpoints import size
-from slurmrl.cli.options import common, json_option
+from slurmrl.cli.options import common, json_option, trial_argument
 from slurmrl.display.columns import table
 from slurmrl.monitor.words import age
 
@@ -20,7 +20,7 @@ HEADINGS = ("VERSION", "AGE", "CONTENT", "SIZE", "READS", "STATE")
 
 
 @click.command()
-@click.argument("trial", metavar="EXPERIMENT/TRIAL")
+@trial_argument
 @click.option("--verify", is_flag=True, help="Compare the checksums of all stored tensors.")
 @json_option
 @common

@@ -41,6 +41,21 @@ def all_trials(root: Path) -> list[RunPaths]:
     return [paths for name in experiments(root) for paths in trials(root, name)]
 
 
+def names(root: Path, prefix: str) -> list[str]:
+    """The names EXPERIMENT/TRIAL that begin with ``prefix``, in numeric order.
+
+    Only folders of matching experiments are listed, and nothing in a trial is looked at.
+    """
+    experiment, slash, _ = prefix.partition("/")
+    labels = [
+        f"{name}/{trial}"
+        for name in experiments(root)
+        if (name == experiment if slash else name.startswith(experiment))
+        for trial in sorted(_folders(root / user_name() / name), key=_counting)
+    ]
+    return [label for label in labels if label.startswith(prefix)]
+
+
 def find(root: Path, name: str) -> RunPaths:
     """The trial EXPERIMENT/TRIAL. Raises UsageError, UnknownNameError with the near misses."""
     experiment, slash, trial = name.partition("/")

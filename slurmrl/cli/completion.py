@@ -1,0 +1,66 @@
+"""``slurmrl completion``, and what the shells ask while a command line is typed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from slurmrl import env
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+LINES = {
+    "bash": 'eval "$(slurmrl completion bash)"    # in ~/.bashrc',
+    "zsh": 'eval "$(slurmrl completion zsh)"    # in ~/.zshrc, after compinit',
+    "fish": "slurmrl completion fish | source    # in ~/.config/fish/config.fish",
+}
+"""What turns completion on, by shell."""
+
+
+@click.command(epilog="\b\n" + "\n".join(LINES.values()))
+@click.argument("shell", type=click.Choice(list(LINES)))
+def completion(shell: str) -> int:
+    """Print the script that completes commands, options, files and trials in a shell."""
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    root = click.get_current_context().find_root()
+    click.echo(kind(root.command, {}, "slurmrl", env.COMPLETE.name).source())
+    return 0
+
+
+def trials(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+    """The trials EXPERIMENT/TRIAL that begin with ``typed``."""
+    from click.shell_completion import CompletionItem
+
+    from slurmrl.submission.trials import names, root_folder
+
+    try:
+        found = names(root_folder(ctx.params.get("root")), typed)
+    except OSError:
+        return []  # a message here would land in the middle of a command line
+    return [CompletionItem(name) for name in found]
+
+
+def files(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Leave it to the shell, which knows files best."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(typed, type="file")]
+
+
+def folders(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+    """As `files`, for folders."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(typed, type="dir")]
+
+
+def trials_or_files(
+    ctx: click.Context, parameter: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Trials, or files where no trial begins like this."""
+    return trials(ctx, parameter, typed) or files(ctx, parameter, typed)
