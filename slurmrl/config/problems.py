@@ -35,6 +35,14 @@ RULES = {
 
 PRECISIONS = ("fp16", "bf16")
 """Flags of other trainers that correspond to ``dtype``."""
+OTHER_NAMES = {
+    **dict.fromkeys(("num_nodes", "n_nodes", "nnodes", "nodes"), "hosts"),
+    **dict.fromkeys(("gpus_per_node", "n_gpus_per_node", "gpus_per_host"), "workers_per_host"),
+    "learning_rate": "lr",
+    "train_batch_size": "batch_size",
+    "model_path": "path",
+}
+"""What other systems call a setting, and its name here."""
 
 
 def problems_from(
@@ -101,6 +109,8 @@ def _unknown(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str
     name = str(location[-1])
     if name in PRECISIONS and "dtype" in known:
         return "unknown key; write dtype: bfloat16 (fp16 is not supported) or float32"
+    if (ours := OTHER_NAMES.get(name)) in known:
+        return f"unknown key; write {ours}"
     if not difflib.get_close_matches(name, known, n=1):
         elsewhere = [dotted((*prefix, *path)) for path in paths(schema) if path[-1] == name]
         if elsewhere:

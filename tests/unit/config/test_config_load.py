@@ -104,6 +104,8 @@ def test_whole_numbers_are_accepted_as_text(tmp_path: Path) -> None:
         (f"trial={'a' * 65}", "1 to 64"),
         ("stop_when=eval/reward > 0.4", "METRIC >= NUMBER"),
         ("stop_when=eval/reward >= high", "METRIC >= NUMBER"),
+        ("cluster.num_nodes=2", "unknown key; write hosts"),
+        ("cluster.gpus_per_node=8", "unknown key; write workers_per_host"),
         ("total_step=3", "unknown key; did you mean 'total_steps'?"),
         ("actor.optimzer.lr=3", "unknown key; did you mean 'optimizer'?"),
         ("rollout.optimizer.lr=3", "unknown key; did you mean actor.optimizer or"),
