@@ -115,7 +115,7 @@ class Trial:
                 writer.add(name, spec.dtype, spec.shape, file.flat(name).view(np.uint8))
             publish(folder, [writer.finish()], version, None, clock=lambda: 1e9)
 
-    def task(self, engine: NativeRollout) -> TaskAtWork:
+    def task(self, engine: NativeRollout, *, interruptible: bool = True) -> TaskAtWork:
         rows = TaskRows(self.paths.data, self.config.dataset, self.tokenizer)
         return TaskAtWork(
             self.paths,
@@ -123,7 +123,7 @@ class Trial:
             engine,
             TaskWeights(self.paths.versions, self.folder / "host", ARCHITECTURE),
             Generation(self.settings, rows, self.tokenizer, (STOP,), engine),
-            TaskOptions(poll_s=(0.01, 0.01), gather_s=0.01),
+            TaskOptions(interruptible=interruptible, poll_s=(0.01, 0.01), gather_s=0.01),
         )
 
     async def until(self, kind: type[RolloutResult], count: int) -> None:
@@ -219,6 +219,51 @@ def test_tasks_draw_what_the_trainers_would(trial: Trial, monkeypatch: pytest.Mo
     same(trial.generated(OLD, (0, 1, 2, 3)), [groups[item] for item in range(4)], OLD)
     same(trial.generated(NEW, (6, 7)), [groups[item] for item in (6, 7)], NEW)
     interrupted(trial, [groups[item] for item in (4, 5)])
+
+
+def test_completions_that_are_not_interrupted_end_with_the_weights_that_began_them(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New weights that are there in the middle of completions wait for these, and items that have
+    not begun wait for the weights."""
+    step, calls = ContinuousBatch.step, []
+
+    def counted(self: ContinuousBatch) -> Any:
+        calls.append(self.version)
+        engine._paused = len(calls) == 5
+        return step(self)
+
+    monkeypatch.setattr(ContinuousBatch, "step", counted)
+    engine: NativeRollout
+
+    async def run() -> None:
+        nonlocal engine
+        config, dtype = actor_config(trial.config.actor), trial.config.actor.dtype
+        engine = NativeRollout(undefined_decoder(config, dtype, torch.device("cpu")))
+        task = trial.task(engine, interruptible=False)
+        running = asyncio.create_task(task.run())
+        log = LogWriter(trial.requests(3))
+        log.append(REQUEST_LOG.to_json(Confirm()), asked("3.0", 4, 5))
+        trial.publish(OLD)
+        await task.serve(3)
+        async with asyncio.timeout(60):
+            while len(calls) < 5:
+                await asyncio.sleep(0.01)
+            trial.publish(NEW)
+            while not (trial.folder / "host" / "models" / NEW.name / "config.json").exists():
+                await asyncio.sleep(0.01)
+        log.append(asked("3.1", 6, 7))
+        await engine.resume()
+        await trial.until(GroupsFinished, 4)
+        log.append(REQUEST_LOG.to_json(Leave(within_s=60.0)))
+        await asyncio.wait_for(running, 60)
+        await trial.until(Leaving, 1)
+        await engine.close()
+
+    with torch.no_grad():
+        asyncio.run(run())
+    versions = {item: group.versions for item, group in trial.groups().items()}
+    assert versions == {4: (OLD.name,), 5: (OLD.name,), 6: (NEW.name,), 7: (NEW.name,)}
 
 
 def test_a_version_that_was_refused_is_taken_when_it_is_published_anew(trial: Trial) -> None:
