@@ -43,6 +43,7 @@ def test_a_check_names_every_wrong_line_and_counts_the_rest(
     out, err = capsys.readouterr()
     assert f"{path}:3: not JSON: " in err
     assert f"{path}:2: prompt: must be a string, but is a number (5)" in err
-    (counts,) = map(json.loads, out.splitlines())
+    counts, error = map(json.loads, out.splitlines())
+    assert error["exit_code"] == 2
     assert counts["source"] == "evaluation.dataset"
     assert (counts["rows"], counts["left_out"], counts["longest"]) == (512, 0, 6)
