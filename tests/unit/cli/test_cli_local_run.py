@@ -169,7 +169,7 @@ def test_ctrl_c_twice_kills(desk: Desk) -> None:
 
 
 def test_a_detached_run_is_seen_refused_and_cancelled(desk: Desk) -> None:
-    code, out, err = desk.submit("--detach", steps=100_000)
+    code, _, err = desk.submit("--detach", steps=100_000)
     assert (code, err) == (0, "")
     wait(lambda: len(read(desk.paths.metrics)) >= 1)
     status = desk.status()
@@ -186,7 +186,7 @@ def test_a_detached_run_is_seen_refused_and_cancelled(desk: Desk) -> None:
     follower.communicate(timeout=TIMEOUT_S)
     assert follower.returncode == 0
     assert desk.status()["state"] == "CANCELLED"
-    code, out, _ = desk.run("resume", "add/1", steps=2)
+    code, _, _ = desk.run("resume", "add/1", steps=2)
     assert code == 0
     assert desk.kinds() == [
         Kind.BEGIN,
