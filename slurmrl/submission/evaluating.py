@@ -106,7 +106,8 @@ def evaluation_of(checkpoint: str, root: Path | None) -> Derive:
         model = find_checkpoint(checkpoint, folder.absolute())
         if algorithm.get("name") != EVALUATE:
             _from_training(source, algorithm)
-        source.values["experiment"] = f"{source.values.get('experiment')}-eval"
+        if "experiment" in source.values:  # else it is reported as required
+            source.values["experiment"] = f"{source.values['experiment']}-eval"
         source.values["trial"] = model.name
         actor = source.values.setdefault("actor", {})
         if isinstance(actor, dict):
@@ -124,11 +125,12 @@ def _from_training(source: Source, algorithm: dict[str, Any]) -> None:
     marks: dict[KeyPath, str] = {}
 
     def take(old: KeyPath, new: KeyPath, without: Sequence[str] = ()) -> None:
-        if (value := _at(source.values, old)) is None:
-            return
+        value, section = _at(source.values, old), _at(values, new[:-1])
+        if value is None or not isinstance(section, dict):
+            return  # what is no section is reported when the values are checked
         if isinstance(value, dict):
             value = {key: each for key, each in value.items() if key not in without}
-        _at(values, new[:-1])[str(new[-1])] = value
+        section[str(new[-1])] = value
         count = len(old)
         marks.update(
             {new + at[count:]: mark for at, mark in source.marks.items() if at[:count] == old}

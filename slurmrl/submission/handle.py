@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from slurmrl.errors import WaitTimeoutError
+from slurmrl.errors import UsageError, WaitTimeoutError
 from slurmrl.monitor.collect import collect
 from slurmrl.monitor.metrics import read
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import make
-from slurmrl.submission import live, trials
+from slurmrl.submission import live, snapshot, trials
 from slurmrl.submission.checks.run import refuse
 from slurmrl.submission.proposal import Proposal, propose, propose_resume
 from slurmrl.submission.submit import submit as start
@@ -75,7 +75,12 @@ class Trial:
 
     def resume(self, *overrides: str, check: bool = True) -> None:
         """Continue from the last commit, as ``slurmrl resume`` with these overrides does. Raises
-        ConfigError, UsageError."""
+        ConfigError, and UsageError for a trial that lives or runs another slurmrl."""
+        if not snapshot.is_this_code(self._paths.snapshot(snapshot.current(self._paths))):
+            raise UsageError(
+                f"{self.name} runs another slurmrl than this one, which must write what it reads: "
+                f"slurmrl resume {self.name} does"
+            )
         _start(propose_resume(self._paths, overrides), check=check)
 
     def __repr__(self) -> str:

@@ -108,6 +108,13 @@ def test_problems_have_their_lines_in_the_file(trained: Trained) -> None:
     ]
 
 
+def test_what_is_no_section_is_reported_and_what_is_missing(trained: Trained) -> None:
+    trained.write({**{k: v for k, v in GRPO.items() if k != "experiment"}, "rollout": 5})
+    with pytest.raises(ConfigError) as caught:
+        trained.evaluation("sft/1")
+    assert {problem.key for problem in caught.value.problems} >= {"experiment", "rollout"}
+
+
 def test_a_configuration_of_evaluate_gets_the_model_alone(trained: Trained) -> None:
     trained.write(
         {

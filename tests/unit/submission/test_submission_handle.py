@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import slurmrl
-from slurmrl.errors import ConfigError, UnknownNameError, WaitTimeoutError
+from slurmrl.errors import ConfigError, UnknownNameError, UsageError, WaitTimeoutError
 from slurmrl.history.record import Kind
 from slurmrl.scheduler.base import JobState
-from slurmrl.submission import handle, live, proposal, submit
+from slurmrl.submission import handle, live, proposal, snapshot, submit
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 
 
@@ -39,6 +39,10 @@ def test_a_trial_is_submitted_watched_and_resumed(tmp_path: Path, scheduler: Fak
     assert found.metrics() == [{"step": 1, "reward": 0.5}]
     assert found.folder == trial.folder == run.paths.run
     scheduler.tasks = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "is_this_code", lambda folder: False)
+        with pytest.raises(UsageError, match="slurmrl resume add/7 does"):
+            trial.resume()
     trial.resume("total_steps=9")
     assert trial.status()["submission"] == 2
     trial.cancel()
