@@ -8,7 +8,7 @@ import click
 
 from slurmrl.cli import completion
 from slurmrl.cli.options import common, submitting
-from slurmrl.cli.start import look_over, show, start
+from slurmrl.cli.start import carry_out
 
 
 @click.command(
@@ -51,12 +51,9 @@ def evaluate(
     """
     from slurmrl.submission.evaluating import evaluation_of
     from slurmrl.submission.proposal import propose
-    from slurmrl.submission.submit import rehearse
     from slurmrl.submission.trials import chosen_root
 
     derive = evaluation_of(checkpoint, chosen_root(root))
     proposal = propose(config, overrides, root=root, scheduler=scheduler, new=new, derive=derive)
-    checked = look_over(proposal, None if no_check else check_timeout)
-    if dry_run:
-        return show(proposal, checked, rehearse(proposal), as_json=as_json)
-    return start(proposal, checked, wait=wait, as_json=as_json)
+    check_s = None if no_check else check_timeout
+    return carry_out(proposal, check_s=check_s, dry_run=dry_run, wait=wait, as_json=as_json)

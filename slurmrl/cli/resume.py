@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmrl.cli.options import common, submitting, trial_argument
-from slurmrl.cli.start import describe, look_over, show, start
+from slurmrl.cli.start import carry_out, describe
 
 if TYPE_CHECKING:
     from slurmrl.paths import RunPaths
@@ -59,7 +59,6 @@ def resume(
     from slurmrl.submission import trials
     from slurmrl.submission.links import add_links, include
     from slurmrl.submission.proposal import propose_resume
-    from slurmrl.submission.submit import rehearse
 
     paths = trials.find(trials.root_folder(root), trial)
     if not update_code:
@@ -77,10 +76,8 @@ def resume(
         click.echo(json.dumps(describe(longer)) if as_json else said)
         return 0
     proposal = propose_resume(paths, overrides, scheduler=scheduler, update_code=update_code)
-    checked = look_over(proposal, None if no_check else check_timeout)
-    if dry_run:
-        return show(proposal, checked, rehearse(proposal), as_json=as_json)
-    return start(proposal, checked, wait=wait, as_json=as_json)
+    check_s = None if no_check else check_timeout
+    return carry_out(proposal, check_s=check_s, dry_run=dry_run, wait=wait, as_json=as_json)
 
 
 def _exec_own_slurmrl(paths: RunPaths) -> None:

@@ -34,6 +34,23 @@ def look_over(proposal: Proposal, timeout_s: float | None) -> Sequence[Finding]:
     return checked
 
 
+def carry_out(
+    proposal: Proposal,
+    *,
+    check_s: float | None,
+    dry_run: bool,
+    wait: bool | None,
+    as_json: bool,
+) -> int:
+    """Check (None: do not) and start a trial, or show what a ``dry_run`` would start."""
+    from slurmrl.submission.submit import rehearse
+
+    checked = look_over(proposal, check_s)
+    if dry_run:
+        return show(proposal, checked, rehearse(proposal), as_json=as_json)
+    return start(proposal, checked, wait=wait, as_json=as_json)
+
+
 def start(
     proposal: Proposal, checked: Sequence[Finding], *, wait: bool | None, as_json: bool
 ) -> int:

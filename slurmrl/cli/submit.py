@@ -8,7 +8,7 @@ import click
 
 from slurmrl.cli import completion
 from slurmrl.cli.options import again, common, submitting
-from slurmrl.cli.start import look_over, show, start
+from slurmrl.cli.start import carry_out
 
 
 @click.command(epilog="Example: slurmrl submit ppo.yaml trial=2 actor.optimizer.lr=3e-5")
@@ -34,13 +34,10 @@ def submit(
     its configuration is the same.
     """
     from slurmrl.submission.proposal import propose
-    from slurmrl.submission.submit import rehearse
 
     proposal = propose(config, overrides, root=root, scheduler=scheduler, new=new)
-    checked = look_over(proposal, None if no_check else check_timeout)
-    if dry_run:
-        return show(proposal, checked, rehearse(proposal), as_json=as_json)
-    return start(proposal, checked, wait=wait, as_json=as_json)
+    check_s = None if no_check else check_timeout
+    return carry_out(proposal, check_s=check_s, dry_run=dry_run, wait=wait, as_json=as_json)
 
 
 @click.command()
