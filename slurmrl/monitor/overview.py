@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from slurmrl import log
-from slurmrl.errors import CorruptFileError, SlurmrlError
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlurmrlError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.shapes import INTEGER, SIZE, TEXT, Fields, one_of, table
 from slurmrl.history.log import History
@@ -57,8 +57,8 @@ def keep(paths: RunPaths) -> None:
 
 def read(paths: RunPaths) -> dict[str, Any] | None:
     """Return the trial's name, the kept fields and the findings of an ended trial as its status
-    object has them; None if the file is missing, stale or damaged. Raises EnvironmentFailure."""
-    with suppress(FileNotFoundError, CorruptFileError):
+    object has them; None if the file is missing, stale, damaged or unreadable."""
+    with suppress(FileNotFoundError, CorruptFileError, EnvironmentFailure):
         kept = documents.read(paths.overview, FIELDS, REQUIRED)
         if all(kept[name] == value for name, value in _made_from(paths).items()):
             return _status(paths, kept)
@@ -70,6 +70,8 @@ def _made_from(paths: RunPaths) -> dict[str, int]:
         metrics_bytes = paths.metrics.stat().st_size
     except FileNotFoundError:
         metrics_bytes = 0
+    except OSError as error:
+        raise EnvironmentFailure(f"{paths.metrics}: {error.strerror}") from error
     return {"records": History(paths.history).count(), "metrics_bytes": metrics_bytes}
 
 

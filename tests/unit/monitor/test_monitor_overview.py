@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -103,3 +104,24 @@ def test_a_trial_that_cannot_be_read_ends_without_an_overview(run: FakeRun) -> N
     run.paths.plan.write_text("[")
     overview.keep(run.paths)
     assert not run.paths.overview.exists()
+
+
+def test_an_overview_that_the_file_system_does_not_give_hides_nothing(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a list nor the end of a job fails by it."""
+    ENDS["cancelled"](run)
+    overview.keep(run.paths)
+    truth = shown(run.paths, collect)
+    stat = Path.stat
+
+    def stale(path: Path, **options: Any) -> Any:
+        if path == run.paths.metrics:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return stat(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", stale)
+        assert overview.read(run.paths) is None
+        overview.keep(run.paths)
+    assert shown(run.paths, glance) == truth
