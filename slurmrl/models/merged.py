@@ -21,6 +21,7 @@ from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weights, matrix_name
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.folder_tensors import open_folder
 from slurmrl.models.headers import mismatches, read_headers, stored_name
+from slurmrl.models.merging import merge
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.models.storage import storage_of
 
@@ -72,7 +73,9 @@ class MergedCheckpoint:
         rank = self._trained_specs[matrix_name(name, LORA_A)].shape[0]
         a = self._trained.read(matrix_name(name, LORA_A), Box((0, columns[0]), (rank, columns[1])))
         b = self._trained.read(matrix_name(name, LORA_B), Box((rows[0], 0), (rows[1], rank)))
-        return np.asarray(values + self._scale * (b @ a), dtype="<f4")
+        merged = np.empty(box.size, "<f4")
+        merge(merged, values, b, a, self._scale)
+        return merged
 
     def _base(self, name: str, box: Box) -> Array:
         """A box of a parameter of the folder, in float32."""

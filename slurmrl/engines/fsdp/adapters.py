@@ -20,10 +20,14 @@ from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weight, matrix_name,
 from slurmrl.models.base import PackedModel
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.lora import Adapters, attach
+from slurmrl.models.merging import BLOCK, merge
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.ops.collectives import gathered
 from slurmrl.ops.splitmix import hash64, mix, start
 from slurmrl.parallel.groups import ParallelContext
+
+DEVICE_BLOCK = 2**24
+"""Elements of a weight that a GPU merges at a time: few launches, and 128 MiB in float32."""
 
 
 def attached(role: str, decoder: PackedModel, lora: Lora) -> Adapters:
@@ -61,8 +65,8 @@ def dropout_keys(sample: SequenceSample, role: str, seed: int, steps: int) -> Te
 
 class MergedWeights(Mapping[str, Tensor]):
     """This rank's chunks of a decoder's weights, each with its adapter: W + scale * B A, rounded to
-    the type of W. They are computed when they are read, always from the frozen W; only the last one
-    is kept. To be made by all ranks of the model together."""
+    the type of W (see `models.merging`). They are computed when they are read, always from the
+    frozen W; only the last one is kept. To be made by all ranks of the model together."""
 
     def __init__(
         self, local: Mapping[str, Tensor], adapters: Adapters, context: ParallelContext
@@ -93,8 +97,10 @@ class MergedWeights(Mapping[str, Tensor]):
     @torch.no_grad()
     def _merged(self, weight: Tensor, rows: Tensor, inner: Tensor) -> Tensor:
         device = inner.device
-        delta = (rows.to(device) @ inner).mul_(self._scale)
-        return delta.add_(weight.to(device)).to(weight.device, weight.dtype)
+        block = BLOCK if device.type == "cpu" else DEVICE_BLOCK
+        merged = torch.empty_like(weight, device=device)
+        merge(merged, weight.to(device), rows.to(device), inner, self._scale, block=block)
+        return merged.to(weight.device)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
