@@ -26,6 +26,7 @@ from slurmrl.history.writer import IncarnationWriter
 from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.reports import Failure
 from slurmrl.monitor.sinks import MetricsRecorder
+from slurmrl.monitor.story import REPEATS
 from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import DAMAGED_PREFIX, RunPaths
@@ -132,6 +133,8 @@ def _prepare(
     progress = Progress(settings, committed, ledger)
     base = state.last_commit.step if state.last_commit is not None else -1
     recorder = MetricsRecorder(paths, settings.config.logging, last_step=base)
+    if lost := recorder.repeated:
+        events.write(REPEATS, first=lost[0], last=lost[-1])
     results = Results(paths, settings, plan, progress, writer.incarnation)
     scores = EvaluationScores(paths, settings, writer.check)
     retry("remove scores after the last commit", partial(scores.restart, base), timeout_s=READ_S)

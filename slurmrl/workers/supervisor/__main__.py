@@ -40,8 +40,10 @@ from slurmrl.scheduler.succession import (
 )
 from slurmrl.scheduler.upkeep import Upkeep
 from slurmrl.workers.link import end_as_failed, reason_to_leave
+from slurmrl.workers.supervisor import last_report
 from slurmrl.workers.supervisor.baton import Baton
 from slurmrl.workers.supervisor.job_hosts import JobHosts
+from slurmrl.workers.supervisor.notice import announce
 from slurmrl.workers.supervisor.rounds import Rounds, job_tag
 from slurmrl.workers.supervisor.surplus import wait_for_turn
 from slurmrl.worlds import TRAINERS
@@ -72,6 +74,8 @@ def main() -> int:
     finally:
         if options.group == TRAINERS:
             overview.keep(paths)
+            announce(paths)
+            last_report.write(paths)
 
 
 def run(options: argparse.Namespace, paths: RunPaths) -> int:

@@ -1,0 +1,117 @@
+"""The notice that a trial has finished or failed: one JSON object, posted to the user's webhook.
+
+A batch process that finds the trial ended claims the notice of this end by a file, and posts it. So
+it is posted at most once, whichever processes see the end; one that dies in between costs it.
+Nothing here changes the outcome of a job or keeps it for long.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from slurmrl import log
+from slurmrl.config.load import load_resolved
+from slurmrl.config.schema import Cluster
+from slurmrl.errors import SlurmrlError
+from slurmrl.fsio import atomic, variables
+from slurmrl.history.recent import recent
+from slurmrl.history.record import Kind, Record
+from slurmrl.monitor import snapshot
+from slurmrl.monitor.status import assemble
+from slurmrl.monitor.words import first_line
+from slurmrl.paths import RunPaths
+
+logger = log.get(__name__)
+
+LONGEST_S = 30.0
+"""Longest time that a job waits for the notice."""
+TRY_S = 8.0
+"""Timeout of each network operation of a try."""
+PAUSES_S = (2.0, 4.0)
+"""Pauses between the tries."""
+TEMPORARY = (408, 425, 429)
+"""HTTP status codes below 500 after which another try may succeed."""
+
+
+def announce(paths: RunPaths) -> None:
+    """Post the notice of a trial's end if it has ended and nobody has done so. Raises nothing."""
+    thread = threading.Thread(target=_announce, args=(paths,), daemon=True)
+    thread.start()
+    thread.join(LONGEST_S)
+    if thread.is_alive():
+        logger.warning("no notice: the webhook did not answer within %.0f s", LONGEST_S)
+
+
+def _announce(paths: RunPaths) -> None:
+    try:
+        end = recent(paths.history, exports=False).end
+        config = load_resolved(paths.config)
+        name = config.notify.webhook
+        if end is None or end.kind is Kind.CANCELLED or name is None:
+            return
+        url = _environment(config.cluster).get(name, "")
+        if urlsplit(url).scheme not in ("http", "https"):
+            logger.warning("no notice: the variable %s holds no http or https URL", name)
+        elif _claim(paths, end):
+            post(url, message(assemble(snapshot.read(paths), [])))
+    except (SlurmrlError, OSError, ValueError) as error:
+        logger.warning("no notice: %s", type(error).__name__)  # its text may hold the URL
+
+
+def _environment(cluster: Cluster) -> dict[str, str]:
+    """Return the variables of the run's processes, also where this one did not start any."""
+    found = {**os.environ, **cluster.env}
+    with suppress(SlurmrlError):  # has ended the trial, and is in its reason
+        if file := cluster.variables_file:
+            found |= variables.read(Path(file))
+    return found
+
+
+def _claim(paths: RunPaths, end: Record) -> bool:
+    """Return whether this process is to post the notice of an end."""
+    claim = {"time": time.time(), "nonce": uuid.uuid4().hex}
+    return atomic.exclusive_create(paths.notice(end.slot), json.dumps(claim).encode() + b"\n")
+
+
+def message(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the notice. Chat programs show its ``text``."""
+    total = "" if status["total_steps"] is None else f"/{status['total_steps']}"
+    why = f": {first_line(status['reason'])}" if status["state"] == "FAILED" else ""
+    kept = ("trial", "state", "reason", "step", "total_steps", "run")
+    return {
+        "text": f"{status['trial']} {status['state']} at step {status['step']}{total}{why}",
+        **{name: status[name] for name in kept},
+    }
+
+
+def post(url: str, notice: Mapping[str, Any]) -> None:
+    """Post an object as JSON, with a few tries. Log a failure without the URL, a secret."""
+    body = json.dumps(notice).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    for pause_s in (*PAUSES_S, None):
+        try:
+            with urllib.request.urlopen(request, timeout=TRY_S):
+                return
+        except urllib.error.HTTPError as error:
+            why = f"the webhook answers {error.code}"
+            if error.code < 500 and error.code not in TEMPORARY:
+                break
+        except urllib.error.URLError as error:
+            why = f"the webhook cannot be reached: {error.reason}"
+        except (OSError, http.client.HTTPException) as error:
+            why = f"the webhook cannot be reached: {type(error).__name__}"
+        if pause_s is not None:
+            time.sleep(pause_s)
+    logger.warning("no notice: %s", why)

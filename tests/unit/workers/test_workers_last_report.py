@@ -1,0 +1,69 @@
+"""The report that a trial leaves in its directory when it ends."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmrl.history.record import Kind
+from slurmrl.monitor.collect import collect
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler.base import JobState
+from slurmrl.workers.supervisor import last_report
+from tests.fake_runs import FakeRun, FakeScheduler, task
+
+
+def ended_trial(root: Path, kind: Kind | None, config: str = "seed: 1\n") -> FakeRun:
+    run = FakeRun(root)
+    run.paths.config.write_text(config)
+    run.submission()
+    run.begin(job="41.0.0")
+    run.metrics({"step": 1, "reward": 0.5})
+    if kind is not None:
+        run.end(kind, step=1, reason="steps")
+    return run
+
+
+def shown_report(paths: RunPaths) -> str | None:
+    scheduler = FakeScheduler([task(0, JobState.RUNNING)])
+    (status,) = collect([paths], lambda kind: scheduler, sleep=lambda _: None)
+    path: str | None = status["report"]
+    return path
+
+
+@pytest.mark.parametrize("kind", [Kind.FINISHED, Kind.FAILED])
+def test_an_ended_trial_has_a_report_and_its_status_names_it(tmp_path: Path, kind: Kind) -> None:
+    run = ended_trial(tmp_path, kind)
+    assert shown_report(run.paths) is None
+    last_report.write(run.paths)
+    assert '"reward"' in run.paths.report.read_text()
+    assert shown_report(run.paths) == str(run.paths.report)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [(None, ""), (Kind.CANCELLED, ""), (Kind.FINISHED, "logging: {report: false}\n")],
+)
+def test_no_report_before_the_end_of_a_cancelled_trial_or_without_the_setting(
+    tmp_path: Path, kind: Kind | None, config: str
+) -> None:
+    run = ended_trial(tmp_path, kind, config)
+    last_report.write(run.paths)
+    assert not run.paths.report.exists()
+
+
+@pytest.mark.parametrize("script", ["exec sleep 1000", "exit 3", ""])
+def test_a_report_that_fails_or_hangs_delays_nothing(
+    tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty script: the program is not there."""
+    program = tmp_path / "python"
+    if script:
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    run = ended_trial(tmp_path, Kind.FINISHED)
+    last_report.write(run.paths, within_s=0.3)
+    assert not run.paths.report.exists()

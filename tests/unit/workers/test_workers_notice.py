@@ -1,0 +1,145 @@
+"""The notice of a trial's end, received by a real HTTP server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.config.load import dump, load_resolved
+from slurmrl.config.schema import Notify
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.writer import end, resume
+from slurmrl.paths import RunPaths
+from slurmrl.workers.supervisor import __main__ as supervisor
+from slurmrl.workers.supervisor import notice
+
+NAME = "TRIAL_WEBHOOK"
+
+
+class Hook(HTTPServer):
+    """Keeps what is posted; answers with ``codes``, then with 200."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.codes: list[int] = []
+        self.tries = 0
+        self.received: list[dict[str, Any]] = []
+        self.url = f"http://127.0.0.1:{self.server_port}/secret"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hook
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.tries += 1
+        code = self.server.codes.pop(0) if self.server.codes else 200
+        if code == 200:
+            self.server.received.append(json.loads(body))
+        self.send_response(code)
+        self.end_headers()
+
+    def log_message(self, *values: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def hook(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
+    """The webhook that the trial's variables file names."""
+    hook = Hook()
+    file = tmp_path / "tokens"
+    file.touch(mode=0o600)
+    file.write_text(f"{NAME}={hook.url}\n")
+    config = load_resolved(run.config)
+    cluster = config.cluster.model_copy(update={"variables_file": str(file)})
+    update = {"cluster": cluster, "notify": Notify(webhook=NAME)}
+    run.config.write_text(dump(config.model_copy(update=update)))
+    monkeypatch.setattr(notice, "PAUSES_S", (0.0, 0.0))
+    thread = threading.Thread(target=hook.serve_forever, args=(0.01,))
+    thread.start()
+    yield hook
+    hook.shutdown()
+    thread.join()
+    hook.server_close()
+
+
+def test_each_end_is_announced_once(
+    run: RunPaths, hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever links see it; not while the trial runs, nor if its user cancels it."""
+    arguments = ["--run", str(run.run), "--submission", "1", "--group", "trainer"]
+    options = supervisor.parse(arguments)
+    monkeypatch.setattr(supervisor, "parse", lambda: options)
+    monkeypatch.setattr(supervisor.umask, "make_private", lambda: None)
+    monkeypatch.setattr(supervisor.log, "configure", lambda name: None)
+    notice.announce(run)
+    assert hook.received == []
+    end(History(run.history), Kind.FAILED, {"reason": "ValueError: x\nmore"})
+    assert [supervisor.main(), supervisor.main()] == [0, 0]
+    text = "add/1 FAILED at step 0: ValueError: x"
+    assert hook.received == [
+        {
+            "text": text,
+            "trial": "add/1",
+            "state": "FAILED",
+            "reason": "ValueError: x\nmore",
+            "step": 0,
+            "total_steps": None,
+            "run": str(run.run),
+        }
+    ]
+    resume(History(run.history), {})
+    end(History(run.history), Kind.CANCELLED, {"reason": "by me"})
+    notice.announce(run)
+    resume(History(run.history), {})
+    end(History(run.history), Kind.FINISHED, {"step": 6})
+    notice.announce(run)
+    assert [one["text"] for one in hook.received] == [text, "add/1 COMPLETED at step 6"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "tries", "said"),
+    [([503, 429], 3, ""), ([503] * 3, 3, "answers 503"), ([404], 1, "answers 404")],
+)
+def test_a_webhook_that_fails_is_tried_again_and_changes_nothing(
+    run: RunPaths,
+    hook: Hook,
+    caplog: pytest.LogCaptureFixture,
+    codes: list[int],
+    tries: int,
+    said: str,
+) -> None:
+    end(History(run.history), Kind.FINISHED, {"step": 6})
+    hook.codes = codes
+    notice.announce(run)
+    assert hook.tries == tries
+    assert (said in caplog.text) if said else (caplog.text == "")
+    assert "secret" not in caplog.text
+
+
+def test_a_notice_that_cannot_be_posted_is_a_warning(
+    run: RunPaths, hook: Hook, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No server, no URL, or one that does not answer in time."""
+    history, released = History(run.history), threading.Event()
+    end(history, Kind.FINISHED, {"step": 6})
+    notice.post("http://127.0.0.1:9/secret", {})
+    assert "cannot be reached" in caplog.text
+    (run.config.parent / "tokens").unlink(missing_ok=True)
+    monkeypatch.setattr(notice, "_environment", lambda cluster: {NAME: "no URL"})
+    notice.announce(run)
+    assert f"the variable {NAME} holds no http or https URL" in caplog.text
+    monkeypatch.setattr(notice, "_environment", lambda cluster: {NAME: hook.url})
+    monkeypatch.setattr(notice, "LONGEST_S", 0.05)
+    monkeypatch.setattr(notice, "post", lambda url, body: released.wait(60))
+    notice.announce(run)
+    released.set()
+    assert "did not answer within 0 s" in caplog.text
+    assert "secret" not in caplog.text
