@@ -60,6 +60,9 @@ class CallResult:
     stats: Stats = field(default_factory=dict)
     texts: list[dict[str, Any]] = field(default_factory=list)
     """Readable completions for the samples table; at most ``logging.samples`` per rank."""
+    notes: list[dict[str, Any]] = field(default_factory=list)
+    """More about the rows of ``texts``, of whichever call, with their ``id`` and ``index`` (0 for
+    an item's only completion)."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Of a filter: the reason, by id, of each item that it does not accept."""
     records: Mapping[str, Record] = field(default_factory=dict)

@@ -49,7 +49,8 @@ def graph(
             raise UsageError(f"{config} has no evaluation section")
         calls, dataset = plan.evaluation_calls, settings.config.evaluation.dataset
     warnings = unread(calls, dataset.kind, evaluation=evaluation)
-    shown = values(calls, DATASET_KEYS[dataset.kind], warnings)
+    models = {name: model.backend for name, model in plan.models.items()}
+    shown = values(calls, DATASET_KEYS[dataset.kind], models, warnings)
     title = f"{plan.experiment}/{plan.trial}{' evaluation' if evaluation else ''}"
     if svg is not None:
         svg.write_text(picture.render(document(title, shown)), encoding="utf-8")

@@ -52,25 +52,30 @@ def plan(
     if as_json and as_table:
         raise click.UsageError("--json and --table exclude each other")
     if _is_allocation(target):
-        if overrides or svg or scheduler or with_moves:
+        if overrides or scheduler or with_moves:
             raise click.UsageError(
-                "overrides, --scheduler, --moves and --svg are not allowed with an allocation"
+                "overrides, --scheduler and --moves are not allowed with an allocation"
             )
-        _explain(target, as_json)
-        return 0
-    report = _report(Path(target), overrides, scheduler, root, with_moves=with_moves)
+        from slurmrl.plan.report import allocations
+        from slurmrl.plan.resolve.allocation_mode import explain
+
+        made = explain(target)
+        shown = allocations.document(made)
+    else:
+        from slurmrl.plan.report import document
+
+        made = _report(Path(target), overrides, scheduler, root, with_moves=with_moves)
+        shown = document.document(made)
     if svg is not None:
         from slurmrl.display import svg as picture
-        from slurmrl.plan.report.document import document
 
-        svg.write_text(picture.render(document(report)), encoding="utf-8")
+        svg.write_text(picture.render(shown), encoding="utf-8")
     if as_json:
-        click.echo(json.dumps(report))
-    elif as_table or with_moves or svg is None:  # a picture has no moves
+        click.echo(json.dumps(made))
+    elif as_table or with_moves or svg is None:
         from slurmrl.display import text
-        from slurmrl.plan.report.document import document
 
-        click.echo(text.render(document(report)))
+        click.echo(text.render(shown))
     return 0
 
 
@@ -79,15 +84,6 @@ def _is_allocation(target: str) -> bool:
     reported as missing."""
     names_file = target.endswith((".yaml", ".yml")) or "/" in target
     return not names_file and not Path(target).exists()
-
-
-def _explain(target: str, as_json: bool) -> None:
-    from slurmrl.display import text
-    from slurmrl.plan.report.document import allocations
-    from slurmrl.plan.resolve.allocation_mode import explain
-
-    explained = explain(target)
-    click.echo(json.dumps(explained) if as_json else text.render(allocations(explained)))
 
 
 def _report(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import cycle
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle, pairwise
+from statistics import fmean
 from typing import Final, NamedTuple
 from xml.sax.saxutils import escape
 
-from slurmrl.display.document import Document, Flow, Grid, Legend, Node, elide
+from slurmrl.display.columns import table
+from slurmrl.display.document import Document, Flow, Grid, Legend, Lines, Node, Table, elide
 
 COLOURS: Final = ("#4477aa", "#ee6677", "#228833", "#aa8800", "#66ccee", "#aa3377")
 """For series, in order of appearance (Tol's bright palette)."""
@@ -24,8 +26,10 @@ GAP: Final = 8
 """Between the cells of a grid."""
 NODE_GAPS: Final = (80, 26)
 """Between the nodes of a graph: beside and below each other."""
+LANE: Final = 10
+"""Height of the lane in which arrows pass a column of nodes."""
 _STYLE: Final = """\
-text { font: 12px ui-monospace, monospace; fill: #1b1f24; }
+text { font: 12px ui-monospace, monospace; fill: #1b1f24; white-space: pre; }
 .head { font-weight: bold; }
 .soft { fill: #57606a; }
 .line { stroke: #8c959f; fill: none; }
@@ -43,6 +47,14 @@ class Rectangle(NamedTuple):
     y: float
     width: float
     height: float
+
+    @property
+    def right(self) -> float:
+        return self.x + self.width
+
+    @property
+    def middle(self) -> float:
+        return self.y + self.height / 2
 
     @property
     def attributes(self) -> str:
@@ -75,12 +87,16 @@ class Drawing:
         self.elements.append(f'<rect {box.attributes} rx="6" class="line"/>')
         self._reach(box.x + box.width, box.y + box.height)
 
-    def arrow(self, start: Rectangle, end: Rectangle) -> None:
-        """A curve that leaves ``start`` to the right and arrives at ``end`` from the left."""
-        x1, y1 = start.x + start.width, start.y + start.height / 2
-        x2, y2 = end.x, end.y + end.height / 2
-        bend = max(20.0, (x2 - x1) / 2)
-        path = f"M{x1:g} {y1:g} C{x1 + bend:g} {y1:g} {x2 - bend:g} {y2:g} {x2:g} {y2:g}"
+    def arrow(self, boxes: Sequence[Rectangle]) -> None:
+        """A curve from the right of the first box through those between to the left of the last."""
+        start, *others = boxes
+        path = f"M{start.right:g} {start.middle:g}"
+        for before, box in pairwise(boxes):
+            bend = (box.x - before.right) / 2
+            path += f" C{before.right + bend:g} {before.middle:g}"
+            path += f" {box.x - bend:g} {box.middle:g} {box.x:g} {box.middle:g}"
+            if box is not others[-1]:
+                path += f" H{box.right:g}"
         self.elements.append(f'<path class="line" d="{path}" marker-end="url(#arrow)"/>')
 
     def _reach(self, x: float, y: float) -> None:
@@ -89,11 +105,16 @@ class Drawing:
 
 
 def render(document: Document) -> str:
-    """The picture of a document. Tables and lines appear in text only."""
+    """The picture of a document."""
     drawing = Drawing(dict(zip(_series(document), cycle(COLOURS), strict=False)))
     drawing.text(MARGIN, 28, document.title, "head")
     for block in document.blocks:
         match block:
+            case Table():
+                rows = table([block.headings, *block.rows])
+                _lines(drawing, block.title, [*rows, *block.note.splitlines()])
+            case Lines():
+                _lines(drawing, block.title, block.lines)
             case Legend():
                 _legend(drawing, block)
             case Grid():
@@ -128,6 +149,15 @@ def _series(document: Document) -> Iterable[str]:
             case Flow():
                 series |= dict.fromkeys(node.series for node in block.nodes if node.series)
     return series
+
+
+def _lines(drawing: Drawing, title: str, lines: Iterable[str]) -> None:
+    """Lines below an optional title; spaces between words stay."""
+    drawing.height += GAP
+    if title:
+        drawing.text(MARGIN, drawing.height + GAP + 12, title, "head")
+    for line in lines:
+        drawing.text(MARGIN, drawing.height + LINE, line)
 
 
 def _legend(drawing: Drawing, legend: Legend) -> None:
@@ -166,28 +196,50 @@ def _cell(drawing: Drawing, box: Rectangle, column: int, cell: Mapping[str, str]
 
 def _flow(drawing: Drawing, flow: Flow) -> None:
     """Draw the arrows, then the nodes over them, in a column for each level."""
-    places = dict(_places(flow, drawing.height + 2 * GAP))
+    levels = {node.name: node.level for node in flow.nodes}
+    columns = _columns(flow, levels, drawing.height + 2 * GAP)
     for start, end in flow.arrows:
-        drawing.arrow(places[start], places[end])
+        passed = (columns[level][start] for level in range(levels[start], levels[end]))
+        drawing.arrow([*passed, columns[levels[end]][end]])
     for node in flow.nodes:
-        box = places[node.name]
+        box = columns[node.level][node.name]
         drawing.box(box, node.series)
         for index, words in enumerate(_words(node)):
             style = "head" if index == 0 else "soft"
             drawing.text(box.x + 8, box.y + 16 + index * LINE, words, style)
 
 
-def _places(flow: Flow, top: float) -> Iterator[tuple[str, Rectangle]]:
+def _columns(flow: Flow, levels: Mapping[str, int], top: float) -> list[dict[str, Rectangle]]:
+    """The boxes of each level: of its nodes, and under the name of an earlier node the lane in
+    which that node's arrows pass. All lie as near as there is room to where their arrows come
+    from."""
+    parents: dict[str, list[str]] = {name: [] for name in levels}
+    last = dict(levels)
+    for start, end in flow.arrows:
+        parents[end].append(start)
+        last[start] = max(last[start], levels[end])
+    columns: list[dict[str, Rectangle]] = []
     x = float(MARGIN)
-    for level in sorted({node.level for node in flow.nodes}):
-        column = {node.name: _words(node) for node in flow.nodes if node.level == level}
-        width = LETTER * max(len(words) for lines in column.values() for words in lines) + 16
-        y = top
-        for name, lines in column.items():
-            height = LINE * len(lines) + 6.0
-            yield name, Rectangle(x, y, width, height)
-            y += height + NODE_GAPS[1]
+    for level in range(max(levels.values()) + 1):
+        before = columns[-1] if columns else {}
+        nodes = {node.name: _words(node) for node in flow.nodes if node.level == level}
+        heights = {name: LINE * len(lines) + 6.0 for name, lines in nodes.items()}
+        heights |= {name: float(LANE) for name in levels if levels[name] < level < last[name]}
+        wished = {
+            name: fmean([before[one].middle for one in parents[name]] or [top])
+            if name in nodes
+            else before[name].middle
+            for name in heights
+        }
+        longest = max((len(words) for lines in nodes.values() for words in lines), default=0)
+        width, y, column = LETTER * longest + 16, top, {}
+        for name in sorted(heights, key=wished.__getitem__):
+            y = max(y, wished[name] - heights[name] / 2)
+            column[name] = Rectangle(x, y, width, heights[name])
+            y += heights[name] + NODE_GAPS[1]
+        columns.append(column)
         x += width + NODE_GAPS[0]
+    return columns
 
 
 def _words(node: Node) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from slurmrl.display.document import Document, Flow, Node, NodeLine
+from slurmrl.display.document import Document, Flow, Legend, Node, NodeLine
 
 DATASET: Final = "dataset"
 
@@ -35,10 +35,15 @@ class PlannedCall(Protocol):
 
 
 def values(
-    calls: Sequence[PlannedCall], dataset_keys: Sequence[str], warnings: Sequence[str] = ()
+    calls: Sequence[PlannedCall],
+    dataset_keys: Sequence[str],
+    models: Mapping[str, str],
+    warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The graph as ``slurmrl graph --json`` prints it."""
+    """The graph as ``slurmrl graph --json`` prints it. ``models`` maps the names of the plan's
+    models to their layouts."""
     return {
+        "models": dict(models),
         "dataset": list(dataset_keys),
         "calls": [_call(call) for call in calls],
         "edges": _edges(calls, dataset_keys),
@@ -78,7 +83,8 @@ def _makers(
 
 
 def document(title: str, graph: Mapping[str, Any]) -> Document:
-    """The document of a graph's values."""
+    """The document of a graph's values. Its legend has all models, so that each has the colour that
+    it has in the plan."""
     calls = graph["calls"]
     makers = _makers(graph["dataset"], [(call["name"], call["outputs"]) for call in calls])
     levels = _levels(graph)
@@ -89,7 +95,7 @@ def document(title: str, graph: Mapping[str, Any]) -> Document:
         lines = list(_lines(call, makers))
         nodes.append(Node(call["name"], levels[call["name"]], lines, description, model))
     arrows = [(edge["from"], edge["to"]) for edge in graph["edges"]]
-    return Document(title, [Flow(nodes, arrows)])
+    return Document(title, [Legend(graph["models"]), Flow(nodes, arrows)])
 
 
 def _lines(call: Mapping[str, Any], makers: Mapping[str, str]) -> Iterator[NodeLine]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,26 @@ from slurmrl.errors import (
     UnreadableInputError,
 )
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.shapes import COUNT, TEXT, Fields, list_of, table
+from slurmrl.fsio.shapes import (
+    COUNT,
+    INTEGER,
+    NUMBER,
+    SECONDS,
+    SIZE,
+    TEXT,
+    Fields,
+    each,
+    items,
+    list_of,
+    table,
+)
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import place
 from slurmrl.monitor import events as event_files
-from slurmrl.monitor import metrics
+from slurmrl.monitor import metrics, published
 from slurmrl.monitor.events import Event
+from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.report.contents import CommitRow, TrialReport
 from slurmrl.report.curves import curves, thinned
@@ -32,8 +46,31 @@ from slurmrl.report.story import RECENT, call_times, mean, task_spans
 from slurmrl.submission import record, snapshot
 
 STEP_S = "time/step"
+TOKENS_PER_S = "tokens_per_s"
 PLAN: Fields = {"calls": list_of(table({"name": TEXT, "ranks": list_of(COUNT)}, ("name",)))}
 RECORD: Fields = {"command": list_of(TEXT), "environment": table({}), "git": table({})}
+PLANNED: Fields = {
+    "gpus": COUNT,
+    "memory": table({"bytes": SIZE, "margin_bytes": SIZE, "gpu_bytes": SIZE, "fullest_gpu": COUNT}),
+    "calls": each(table({"flops": NUMBER, "seconds": SECONDS})),
+}
+TIMELINE: Fields = {
+    "steps": list_of(
+        table(
+            {
+                "step": INTEGER,
+                "calls": list_of(
+                    table(
+                        {"name": TEXT, "ranks": list_of(items(COUNT, SECONDS, SECONDS))},
+                        ("name", "ranks"),
+                    )
+                ),
+            },
+            ("step", "calls"),
+        )
+    ),
+    "peaks": list_of(items(COUNT, SIZE)),
+}
 MOST_DIFF = 1 << 20
 
 
@@ -43,15 +80,24 @@ def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
     EnvironmentFailure."""
     lines = metrics.read(paths.metrics)
     events = event_files.read_all(paths)
+    planned = _document(paths.estimates, PLANNED)
+    timeline = _document(paths.timeline, TIMELINE)
     code = paths.snapshot(snapshot.current(paths))
     return TrialReport(
         name=f"{paths.experiment}/{paths.trial}",
         status=status,
         lines=len(lines),
         curves={name: thinned(curve) for name, curve in curves(lines).items()},
-        calls=call_times(lines, _document(paths.plan, PLAN).get("calls", [])),
+        calls=call_times(
+            lines, _document(paths.plan, PLAN).get("calls", []), planned.get("calls", {})
+        ),
         step_s=mean(lines[-RECENT:], STEP_S),
+        tokens_per_s=mean(lines[-RECENT:], TOKENS_PER_S),
+        timeline=timeline.get("steps", []),
+        peaks=timeline.get("peaks", []),
+        planned=planned,
         tasks=task_spans(events),
+        rollouts=_rollouts(paths),
         commits=_commits(paths, events),
         samples=read_samples(paths.samples),
         config=_text(paths.config),
@@ -98,6 +144,15 @@ def _commits(paths: RunPaths, events: Sequence[Event]) -> list[CommitRow]:
             )
         )
     return rows
+
+
+def _rollouts(paths: RunPaths) -> dict[str, Any] | None:
+    with make("file", directory=paths.names) as names:
+        try:
+            said = published.rollouts(published.status(names))
+        except CorruptFileError:
+            return None
+    return None if said is None else asdict(said)
 
 
 def _bytes(checkpoint: Path) -> int | None:

@@ -25,6 +25,10 @@ class CallTime:
     """That run it; empty if the plan does not say."""
     seconds: float
     """Mean of the newest steps."""
+    planned_s: float | None = None
+    """The plan's estimate; None for an unknown GPU."""
+    flops: float | None = None
+    """Of all ranks together, by the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +66,9 @@ class CommitRow:
 @dataclass(frozen=True, kw_only=True)
 class Samples:
     rows: Sequence[Mapping[str, Any]]
-    """Lines of ``samples/``, by step."""
+    """Lines of ``samples/`` by step; then those of evaluations, with ``evaluation: true``."""
     steps: int
-    """Steps with kept samples."""
+    """Steps and evaluations with kept samples."""
     shown: int
     """Those of them that ``rows`` covers."""
 
@@ -80,7 +84,17 @@ class TrialReport:
     calls: Sequence[CallTime]
     step_s: float | None
     """Mean time of these steps."""
+    tokens_per_s: float | None
+    timeline: Sequence[Mapping[str, Any]]
+    """The newest steps: ``step`` and ``calls``, each with its ``name`` and ``ranks``, which are
+    (rank, begin in seconds since the epoch, seconds)."""
+    peaks: Sequence[Sequence[int]]
+    """(rank, most bytes that it has had)"""
+    planned: Mapping[str, Any]
+    """The plan's figures (`plan.report.values.figures`); empty if there are none."""
     tasks: Sequence[TaskSpan]
+    rollouts: Mapping[str, Any] | None
+    """What the newest master said last about rollout tasks (`monitor.rollouts`)."""
     commits: Sequence[CommitRow]
     samples: Samples
     config: str

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from slurmrl.monitor.metrics import TIME
 from slurmrl.report.contents import Curve
 
 MOST_POINTS = 4000
 """Of a curve. A screen has fewer columns."""
 DIGITS = 7
+PLACES = ("step", TIME)
+"""What says where a line stands; all others are metrics."""
 
 
 def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
@@ -17,7 +20,7 @@ def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
     found: dict[str, tuple[list[int], list[float | None]]] = {}
     for line in lines:
         for name, value in line.items():
-            if name != "step" and (value is None or _is_number(value)):
+            if name not in PLACES and (value is None or _is_number(value)):
                 steps, values = found.setdefault(name, ([], []))
                 steps.append(line["step"])
                 values.append(None if value is None else float(f"{value:.{DIGITS}g}"))

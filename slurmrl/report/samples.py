@@ -9,13 +9,36 @@ from typing import Any
 
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents, lines
-from slurmrl.fsio.shapes import INTEGER, NUMBER, TEXT, Fields, list_of, table
+from slurmrl.fsio.shapes import (
+    INTEGER,
+    NUMBER,
+    SIZE,
+    TEXT,
+    Fields,
+    FieldType,
+    each,
+    list_of,
+    table,
+)
 from slurmrl.report.contents import Samples
 
 MOST_ROWS = 10_000
 MOST_TEXT = 6_000
 """Characters of a text."""
+MOST_TOKENS = 300_000
+"""Tokens with values, those of the newest samples."""
+VALUES = FieldType(
+    "a list of numbers and nulls",
+    lambda value: (
+        isinstance(value, list) and all(one is None or NUMBER.accepts(one) for one in value)
+    ),
+)
 FIELDS: Fields = {
+    "parts": each(NUMBER),
+    "tokens": list_of(TEXT),
+    "left_out": SIZE,
+    "values": table({"masked": VALUES, "advantages": VALUES, "logprobs": VALUES}),
+    "versions": table({"names": list_of(TEXT), "drawn_by": VALUES}, ("names", "drawn_by")),
     "step": INTEGER,
     "id": TEXT,
     "index": INTEGER,
@@ -24,22 +47,48 @@ FIELDS: Fields = {
     "reward": NUMBER,
     "turns": list_of(table({"wrote": TEXT, "read": TEXT})),
 }
-_FILE = re.compile(r"step-[0-9]{8,}\.jsonl")
+OF_TOKENS = ("tokens", "left_out", "values", "versions")
+_FILE = re.compile(r"(eval-)?step-[0-9]{8,}\.jsonl")
 
 
 def read_samples(folder: Path, most: int = MOST_ROWS) -> Samples:
-    """Return at most ``most`` rows. With more, the steps between are left out evenly: the first
-    and the newest step are kept. Raises EnvironmentFailure."""
+    """Return at most ``most`` rows, those of evaluations after those of training and marked
+    ``evaluation``; if there are both, at most half of each. With more, the steps between are left
+    out evenly: the first and the newest step are kept. Raises EnvironmentFailure."""
     try:
-        names = sorted(name for name in atomic.list_names(folder) if _FILE.fullmatch(name))
+        found = [match for name in atomic.list_names(folder) if (match := _FILE.fullmatch(name))]
     except FileNotFoundError:
-        names = []
+        found = []
+    training = sorted(match[0] for match in found if not match[1])
+    evaluations = sorted(match[0] for match in found if match[1])
+    if training and evaluations:
+        most //= 2
+    rows, steps = _some(folder, training, most)
+    more, evaluated = _some(folder, evaluations, most)
+    return Samples(
+        rows=_with_values([*rows, *({**row, "evaluation": True} for row in more)]),
+        steps=len(training) + len(evaluations),
+        shown=steps + evaluated,
+    )
+
+
+def _some(folder: Path, names: list[str], most: int) -> tuple[list[Mapping[str, Any]], int]:
+    """Return at most ``most`` rows of files, and the number of files that they cover."""
     if not names:
-        return Samples(rows=(), steps=0, shown=0)
-    each = max(len(list(_rows(folder / names[-1]))), 1)
-    chosen = _spread(names, max(most // each, 2))
-    rows = [row for name in chosen for row in _rows(folder / name)]
-    return Samples(rows=rows[-most:], steps=len(names), shown=len(chosen))
+        return [], 0
+    of_step = max(len(list(_rows(folder / names[-1]))), 1)
+    chosen = _spread(names, max(most // of_step, 2))
+    return [row for name in chosen for row in _rows(folder / name)][-most:], len(chosen)
+
+
+def _with_values(rows: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows, of which only the newest have values of tokens."""
+    left, found = MOST_TOKENS, []
+    for row in reversed(rows):
+        left -= len(row.get("tokens") or ())
+        plain = {key: value for key, value in row.items() if key not in OF_TOKENS}
+        found.append(row if left >= 0 else plain)
+    return found[::-1]
 
 
 def _spread(names: list[str], most: int) -> list[str]:

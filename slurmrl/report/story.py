@@ -16,12 +16,21 @@ PREFIX = "time/"
 
 
 def call_times(
-    lines: Sequence[Mapping[str, Any]], calls: Iterable[Mapping[str, Any]]
+    lines: Sequence[Mapping[str, Any]],
+    calls: Iterable[Mapping[str, Any]],
+    planned: Mapping[str, Mapping[str, Any]],
 ) -> list[CallTime]:
-    """Return the mean time of each call, in the plan's order."""
+    """Return the mean time of each call, in the plan's order; ``planned`` are its estimates by
+    name."""
     newest = lines[-RECENT:]
     return [
-        CallTime(name=call["name"], ranks=call.get("ranks") or (), seconds=seconds)
+        CallTime(
+            name=call["name"],
+            ranks=call.get("ranks") or (),
+            seconds=seconds,
+            planned_s=planned.get(call["name"], {}).get("seconds"),
+            flops=planned.get(call["name"], {}).get("flops"),
+        )
         for call in calls
         if (seconds := mean(newest, f"{PREFIX}{call['name']}")) is not None
     ]

@@ -56,6 +56,7 @@ class WeightedReward:
     def __init__(self, parts: Mapping[str, WeightedPart]) -> None:
         self._parts = dict(parts)
         self._stats: Stats = {}
+        self._scores: list[dict[str, float]] = []
 
     @property
     def needs_answers(self) -> bool:
@@ -78,7 +79,7 @@ class WeightedReward:
 
         :raises RewardError: besides, the sum for a completion is too large.
         """
-        self._stats = {}
+        self._stats, self._scores = {}, [{} for _ in completions]
         for row, place in zip(rows, places, strict=True):
             if problem := self._judged_by_none(row):
                 raise RewardError(f"{place}: {problem}")
@@ -97,6 +98,8 @@ class WeightedReward:
             )
             for index, score in zip(chosen, scores, strict=True):
                 totals[index] += settings.weight * score
+                if name != ALONE:
+                    self._scores[index][name] = score
                 terms[index].append(f"{settings.weight:g} * {score:g} ({name or settings.name})")
             self._add(scorer.stats())
             if name != ALONE:
@@ -118,6 +121,11 @@ class WeightedReward:
     def stats(self) -> Stats:
         """Additional metrics of the latest call: name to (sum, count)."""
         return dict(self._stats)
+
+    def parts(self) -> list[dict[str, float]]:
+        """What each part gave each completion of the latest call, before its weight; nothing for a
+        reward that is not a sum."""
+        return self._scores
 
     def close(self) -> None:
         for part in self._parts.values():

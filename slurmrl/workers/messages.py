@@ -161,6 +161,10 @@ class Done:
     seq: Annotated[int, SIZE]
     """The number of the order."""
     seconds: Annotated[float, SECONDS]
+    began: Annotated[float, SECONDS] = 0.0
+    """By the clock of its host, in seconds since the epoch."""
+    peak_bytes: Annotated[int, SIZE] = 0
+    """The most memory that it has had: tensors on its GPU, or of the process without one."""
     tokens: Annotated[int, SIZE] = 0
     stats: Mapping[str, tuple[Annotated[float, MEASURE], Annotated[float, MEASURE]]] = field(
         default_factory=dict
@@ -168,6 +172,8 @@ class Done:
     """(sum, count) of each metric"""
     texts: tuple[Mapping[str, Any], ...] = ()
     """Rows of the samples table."""
+    notes: tuple[Mapping[str, Any], ...] = ()
+    """More about such rows, by ``id`` and ``index``."""
     dropped: Mapping[str, tuple[Annotated[int, SIZE], ...]] = field(default_factory=dict)
     """Of a filter: places in the batch of the items that it does not accept, by reason."""
     scored: bool = False

@@ -50,6 +50,10 @@ def test_each_evaluation_has_one_file_whoever_was_killed(tmp_path: Path) -> None
     steps = range(STEPS + 1)
     assert sorted(content(calm)) == [calm.evaluation(step).name for step in steps]
     assert content(killed) == content(calm)
+    kept = [f"eval-step-{step:08d}.jsonl" for step in steps]
+    assert sorted(path.name for path in calm.samples.glob("eval-*")) == kept
+    for name in kept:  # the completions that are kept, too
+        assert (killed.samples / name).read_bytes() == (calm.samples / name).read_bytes() != b""
     assert (tmp_path / "master").read_bytes() == calm.evaluation(MASTER_STEP).read_bytes()
     assert (tmp_path / "worker").stat().st_size > 0, f"killed in step {WORKER_STEP}"
     assert list(killed.run.glob("parts/*")) == []

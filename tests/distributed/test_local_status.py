@@ -66,6 +66,8 @@ def test_the_story_of_a_run_that_is_killed(site: Site) -> None:
     events = site.slurmrl("events", TRIAL, "--json").stdout.splitlines()
     found = [json.loads(line) for line in events]
     assert {"ready", "commit", "failure"} <= {event["kind"] for event in found}
+    again = [event for event in found if event["kind"] == "repeats"]
+    assert sum(event["last"] - event["first"] + 1 for event in again) == first["lost_steps"]
     assert [event["time"] for event in found] == sorted(event["time"] for event in found)
 
 

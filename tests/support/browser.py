@@ -26,6 +26,7 @@ FLAGS = (
     "--window-size=1300,1000",
 )
 DEADLINE_S = 60.0
+TALLEST = 3000
 
 
 class Page:
@@ -66,8 +67,16 @@ class Page:
                 await asyncio.sleep(0.05)
         return value
 
-    async def screenshot(self, path: Path) -> None:
-        shot = await self.call("Page.captureScreenshot")
+    async def screenshot(self, path: Path, selector: str | None = None) -> None:
+        """Of the window, or of the first ``TALLEST`` pixels of an element."""
+        clip: dict[str, Any] = {}
+        if selector is not None:
+            box = f"document.querySelector({selector!r}).getBoundingClientRect()"
+            sides = f"((box) => [box.x + scrollX, box.y + scrollY, box.width, box.height])({box})"
+            x, y, width, height = await self.evaluate(sides)
+            area = {"x": x, "y": y, "width": width, "height": min(height, TALLEST), "scale": 1}
+            clip = {"clip": area, "captureBeyondViewport": True}
+        shot = await self.call("Page.captureScreenshot", **clip)
         path.write_bytes(base64.b64decode(shot["data"]))
 
 

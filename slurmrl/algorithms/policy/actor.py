@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -11,12 +12,15 @@ from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.policy.actor_update import update_actor
 from slurmrl.algorithms.policy.advantages import (
     estimate,
+    old_logprobs,
     spread_over_tokens,
+    trained_completions,
 )
 from slurmrl.algorithms.policy.correction import RATIO_MAX, mismatch_metrics, mismatch_sums
 from slurmrl.algorithms.policy.moments import SumOverRanks, moments, whiten
 from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
 from slurmrl.algorithms.policy.updates import MeanStats, global_result
+from slurmrl.algorithms.token_notes import token_notes
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
@@ -54,8 +58,9 @@ class ActorInterface(Interface):
             advantages = whiten(advantages, mean, std)
         tokens = len(sample.tensor("input_ids"))
         spread = spread_over_tokens(advantages, estimates.responses.tokens, tokens)
+        notes = _notes(sample, spread, context)
         means = update_actor(engine, sample, spread, context)
-        return global_result({**stats, **means}, "actor")
+        return replace(global_result({**stats, **means}, "actor"), notes=notes)
 
 
 class RecomputeInterface(Interface):
@@ -86,6 +91,16 @@ class RecomputeInterface(Interface):
         }
         # They are the same on all ranks, whose mean is reported.
         return CallResult(output, {name: (mean, 1.0) for name, mean in means.items()})
+
+
+def _notes(
+    sample: SequenceSample, advantages: Tensor, context: CallContext
+) -> list[dict[str, Any]]:
+    """``advantages`` [T] as the losses have them."""
+    settings = cast(PolicyGradient, context.settings.algorithm)
+    values = {"advantages": advantages, "logprobs": old_logprobs(sample)}
+    trained = trained_completions(sample, settings)
+    return token_notes(sample, values, trained, context.settings.config.logging)
 
 
 def _logprobs(

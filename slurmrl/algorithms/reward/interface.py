@@ -12,6 +12,7 @@ from slurmrl.algorithms.base import CallContext, CallResult, Interface, Stats
 from slurmrl.algorithms.reward.attempts import attempt_rates, vote_of
 from slurmrl.algorithms.reward.turns import earned, last_turns, transcript
 from slurmrl.algorithms.schema import TURN_REWARDS
+from slurmrl.algorithms.token_notes import token_texts
 from slurmrl.config.schema import Evaluation
 from slurmrl.data.meta import one_each, repeated
 from slurmrl.data.sample import SequenceSample
@@ -43,7 +44,7 @@ class RuleRewardInterface(Interface):
         counts = sample.sequence_counts("input_ids")
         prompts, rows = (repeated(sample.metadata[key], counts) for key in ("prompt", "row"))
         places, extras = _places(sample, context), _extras(sample, tokens, completions, context)
-        scores, stats = _scores(reward, prompts, completions, rows, places, extras)
+        scores, parts, stats = _scores(reward, prompts, completions, rows, places, extras)
         if TURN_REWARDS in sample.keys:
             scores = _with_turns(scores, earned(sample), places)
         rewards = torch.tensor(scores, dtype=torch.float32)
@@ -59,7 +60,7 @@ class RuleRewardInterface(Interface):
                 data={"rewards": rewards},
             ),
             stats,
-            _texts(sample, completions, scores, context),
+            _texts(sample, completions, scores, parts, context),
             records=records,
         )
 
@@ -109,12 +110,14 @@ def _scores(
     rows: Sequence[Mapping[str, Any]],
     places: Sequence[str],
     extras: Extras,
-) -> tuple[list[float], Stats]:
-    """The reward function's scores and metrics; 0 for completions without a token."""
+) -> tuple[list[float], list[dict[str, float]], Stats]:
+    """The reward function's scores, 0 for completions without a token; those of its parts; and its
+    metrics."""
     scores = [0.0] * len(completions)
+    parts: list[dict[str, float]] = [{} for _ in completions]
     judged = [place for place, tokens in enumerate(extras["token_ids"]) if tokens]
     if reward is None or not judged:
-        return scores, {}
+        return scores, parts, {}
     given = reward.score(
         [prompts[place] for place in judged],
         [completions[place] for place in judged],
@@ -122,9 +125,9 @@ def _scores(
         [places[place] for place in judged],
         of_completion(extras, judged),
     )
-    for place, score in zip(judged, given, strict=True):
-        scores[place] = score
-    return scores, reward.stats()
+    for place, score, terms in zip(judged, given, reward.parts(), strict=True):
+        scores[place], parts[place] = score, terms
+    return scores, parts, reward.stats()
 
 
 def _with_turns(
@@ -189,14 +192,21 @@ def _places(sample: SequenceSample, context: CallContext) -> list[str]:
 
 
 def _texts(
-    sample: SequenceSample, completions: list[str], scores: list[float], context: CallContext
+    sample: SequenceSample,
+    completions: list[str],
+    scores: list[float],
+    parts: list[dict[str, float]],
+    context: CallContext,
 ) -> list[dict[str, Any]]:
     """Rows of the samples table: the first `logging.samples` completions, those of one prompt side
-    by side and numbered by their ``index``; with the turns of episodes."""
+    by side and numbered by their ``index``; with the parts of the reward, the texts of
+    their tokens and the turns of episodes."""
     finished = sample.tensor("finished").tolist()
     counts = sample.sequence_counts("input_ids")
     places = ((item, place) for item, count in enumerate(counts) for place in range(count))
-    limit = context.settings.config.logging.samples
+    kept = context.settings.config.logging
+    told = [] if context.evaluation else token_texts(sample, kept, context.tokenizer)
+    tokens = dict(enumerate(told))
     return [
         {
             "id": sample.ids[item],
@@ -205,12 +215,14 @@ def _texts(
             "completion": completions[number],
             "answer": sample.metadata["answer"][item],
             "reward": scores[number],
+            **({"parts": parts[number]} if parts[number] else {}),
             "finished": bool(finished[number]),
+            **tokens.get(number, {}),
             **(
                 {"turns": transcript(sample, number, context.tokenizer)}
                 if TURN_REWARDS in sample.keys
                 else {}
             ),
         }
-        for number, (item, place) in enumerate(islice(places, limit))
+        for number, (item, place) in enumerate(islice(places, kept.samples))
     ]

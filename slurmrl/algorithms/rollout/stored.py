@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.rollout.totals import Totals
 from slurmrl.algorithms.schema import TURN_REWARDS
+from slurmrl.algorithms.token_notes import noted
+from slurmrl.config.schema import Logging
 from slurmrl.data.sample import SequenceSample
 from slurmrl.layout.copy import Array
 from slurmrl.rollouts.sample_group import SampleGroup
@@ -32,7 +34,9 @@ class StoredInterface(Interface):
         episode = context.settings.config.rollout.episode
         turns, tools = episode.has_turns, bool(episode.tools)
         made = _as_sample(sample.ids, groups, context.device, turns=turns)
-        return CallResult(made, Totals.of_groups(groups).stats(turns=turns, tools=tools))
+        stats = Totals.of_groups(groups).stats(turns=turns, tools=tools)
+        kept = context.settings.config.logging
+        return CallResult(made, stats, notes=_versions(sample.ids, groups, kept))
 
 
 def _as_sample(
@@ -54,6 +58,21 @@ def _as_sample(
     rows = [each.lengths.tolist() for each in groups]
     finished = _packed([each.finished for each in groups], torch.bool)
     return SequenceSample.grouped(rows, ids, data, per_sequence={"finished": finished})
+
+
+def _versions(
+    ids: Sequence[str], groups: Sequence[SampleGroup], settings: Logging
+) -> list[dict[str, Any]]:
+    """Which weights drew each token of the kept completions (see `token_notes`)."""
+    notes = []
+    for one in noted([len(each.lengths) for each in groups], settings):
+        group = groups[one.item]
+        start = int(group.lengths[: one.place].sum())
+        first = start + int(group.prompt_lengths[one.place])
+        last = min(start + int(group.lengths[one.place]), first + settings.sample_tokens)
+        drawn = {"names": list(group.versions), "drawn_by": group.drawn_by[first:last].tolist()}
+        notes.append({"id": ids[one.item], "index": one.place, "versions": drawn})
+    return notes
 
 
 def _packed(arrays: Sequence[Array], dtype: torch.dtype) -> Tensor:

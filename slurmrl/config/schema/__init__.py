@@ -14,7 +14,7 @@ from slurmrl.config.schema.cluster import Cluster, Slurm
 from slurmrl.config.schema.config import Config, role_key
 from slurmrl.config.schema.data import Dataset, DataSource
 from slurmrl.config.schema.episode import EnvironmentChoice, EpisodeSettings, ToolChoice
-from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging, Wandb
+from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging, Notify, Wandb
 from slurmrl.config.schema.lora import Lora
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.config.schema.optimizer import Optimizer
@@ -35,6 +35,7 @@ __all__ = [
     "Model",
     "NonNegativeFloat",
     "NonNegativeInt",
+    "Notify",
     "Optimizer",
     "ParallelSizes",
     "PathText",

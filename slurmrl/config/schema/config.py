@@ -25,7 +25,7 @@ from slurmrl.config.schema.base import (
 from slurmrl.config.schema.cluster import Cluster
 from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.episode import EARNS_NOTHING
-from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging
+from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging, Notify
 from slurmrl.config.schema.model import Model
 from slurmrl.config.schema.reward import Reward
 from slurmrl.config.schema.rollout import Rollout, Transfer
@@ -116,6 +116,7 @@ class Config(Section):
     evaluation: Evaluation | None = None
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
+    notify: Notify = Notify()
 
     @property
     def roles(self) -> tuple[str, ...]:

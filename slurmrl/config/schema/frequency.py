@@ -28,6 +28,13 @@ def _check_pattern(text: str) -> str:
     return text
 
 
+def _check_variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError("must be the name of an environment variable, not the secret itself")
+    return name
+
+
+VariableName = Annotated[Word, AfterValidator(_check_variable)]
 Pattern = Annotated[Word, AfterValidator(_check_pattern)]
 ExportDtype = Literal["source", "float32", "bfloat16", "float16"]
 ExportForm = Literal["merged", "adapter"]
@@ -146,4 +153,18 @@ class Logging(Section):
     master has the same limit of its own. The newest output is kept. Sizes are checked every few
     seconds, so a file may exceed the limit for that long."""
     samples: NonNegativeInt = 4
-    """Number of completions per step to write to `samples/`."""
+    """Number of completions per step, and per evaluation, that each rank writes to `samples/`."""
+    sample_tokens: NonNegativeInt = 256
+    """Number of tokens of each of them to write with their advantages, log-probabilities and weight
+    versions, which `slurmrl report` shows; 0 writes none."""
+    report: bool = True
+    """Write `report.html`, as `slurmrl report` does, when the run has finished or failed."""
+
+
+class Notify(Section):
+    """Notices at the end of a trial."""
+
+    webhook: VariableName | None = None
+    """Name of the environment variable that holds the URL to which a JSON object is posted when the
+    trial has finished or failed. The variable is one of `cluster.variables_file`; compute nodes
+    must reach the URL."""

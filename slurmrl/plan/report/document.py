@@ -1,4 +1,4 @@
-"""The report of a plan, and the explanation of an allocation string, as documents."""
+"""The report of a plan as a document."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slurmrl.display.document import Block, Document, Grid, GridRow, Legend, Lin
 from slurmrl.plan.estimates.hardware import binary_size
 from slurmrl.plan.estimates.memory import PASSING, STANDING
 from slurmrl.plan.report.algorithm import lines
+from slurmrl.plan.report.allocations import written
 from slurmrl.plan.report.moves import blocks_of
 
-AXIS_LETTERS: Final = {"pp": "p", "dp": "d", "cp": "c", "tp": "t"}
 MEMORY: Final = (*STANDING, *PASSING)
 
 
@@ -36,28 +36,6 @@ def document(report: Mapping[str, Any]) -> Document:
     blocks += [Lines(f"{title}:", report[key]) for key, title in ends.items() if report[key]]
     workers = f"{report['gpus']} GPUs, {report['world_size']} workers in the fixed job"
     return Document(f"{report['experiment']}/{report['trial']}", blocks, workers)
-
-
-def allocations(explained: Mapping[str, Any]) -> Document:
-    """The document of an explained allocation string."""
-    parts = explained.get("components", [explained])
-    blocks: list[Block] = [_allocation(part) for part in parts]
-    if "write_instead" in explained:
-        blocks.append(Lines("write instead:", explained["write_instead"]))
-    elif len(parts) > 1:
-        blocks.append(Lines(f"together: {explained['world_size']} ranks"))
-    return Document("", blocks)
-
-
-def _allocation(explained: Mapping[str, Any]) -> Table:
-    title = f"{explained['string']}: {explained['world_size']} ranks"
-    halves = [half for half in ("attn", "ffn") if half in explained]
-    if halves:
-        axes = ["dp", "pp", "tp", "cp", "ep", "world_size"]
-        rows = [[half, *(str(explained[half].get(axis, "-")) for axis in axes)] for half in halves]
-        return Table(["HALF", *map(str.upper, axes)], rows, title)
-    axes = ["dp", "tp", "pp", "cp", "ep", "etp", "edp"]
-    return Table([*map(str.upper, axes)], [[str(explained[axis]) for axis in axes]], title)
 
 
 def _title(report: Mapping[str, Any]) -> str:
@@ -123,7 +101,7 @@ def _grid(report: Mapping[str, Any], group: Mapping[str, Any]) -> Grid:
     ]
     for name, model in held.items():
         for rank in model["ranks"]:
-            cells[rank["host"]][rank["gpu"]][name] = _coordinates(rank, model["sizes"])
+            cells[rank["host"]][rank["gpu"]][name] = written(rank, model["sizes"])
     rows = [GridRow(str(host), on_host) for host, on_host in enumerate(cells)]
     title = f"{group['name']}: {_count(group['hosts'], row)} of {_count(per_host, 'worker')}"
     return Grid(title, row, "GPU", "model", rows)
@@ -131,12 +109,6 @@ def _grid(report: Mapping[str, Any], group: Mapping[str, Any]) -> Grid:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _coordinates(rank: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
-    """A rank's coordinates on the axes that are split: ``d0 t1``."""
-    split = [axis for axis, size in sizes.items() if size > 1]
-    return " ".join(f"{AXIS_LETTERS[axis]}{rank[axis]}" for axis in split) or "all"
 
 
 def _memory(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:

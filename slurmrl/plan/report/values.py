@@ -61,6 +61,22 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
     }
 
 
+def figures(settings: Settings, plan: Plan) -> dict[str, Any]:
+    """The estimates of a plan alone: of the fullest GPU, and of the calls by name."""
+    memories = costs.memories(settings)
+    placed = placements(
+        settings.config, [use.role for use in uses_of(settings.config, settings.algorithm)]
+    )
+    calls = _calls(settings, plan, placed, memories)
+    return {
+        "gpus": sum(group.workers * group.gpus_per_worker for group in plan.groups),
+        "memory": _fullest(settings, placed.get(ROLLOUTS)),
+        "calls": {
+            call["name"]: {name: call[name] for name in ("flops", "seconds")} for call in calls
+        },
+    }
+
+
 def _group(plan: Plan, group: GroupPlan) -> dict[str, Any]:
     """A fixed group is one job on all its hosts; its array's elements are successive links. In an
     elastic group they are tasks of one host each, of which ``hosts`` run at a time; tasks in the

@@ -245,7 +245,7 @@
 
   // -- story ----------------------------------------------------------------------------------
 
-  function lanes(rows, begin, end) {
+  function lanes(rows, begin, end, show = span) {
     const whole = Math.max(end - begin, 1e-9), at = (time) => `${100 * (time - begin) / whole}%`;
     return el("div", {}, ...rows.map(({ label, bars, marks = [] }) => el("div", { className: "lane" },
       el("div", { className: "label", textContent: label, title: label }),
@@ -253,7 +253,7 @@
         ...bars.map((bar) => el("div", { className: "bar", title: bar.title, textContent: bar.text,
           style: { left: at(bar.from), width: `${100 * (bar.to - bar.from) / whole}%`, background: bar.colour } })),
         ...marks.map((mark) => el("div", { className: "mark", title: mark.title, style: { left: at(mark.at) } }))))),
-      el("div", { className: "axis" }, ...[0, 0.25, 0.5, 0.75, 1].map((part) => el("span", { textContent: span(part * whole) }))));
+      el("div", { className: "axis" }, ...[0, 0.25, 0.5, 0.75, 1].map((part) => el("span", { textContent: show(part * whole) }))));
   }
 
   function facts(trial) {
@@ -261,7 +261,7 @@
     const ratio = timing.effective_ratio;
     const rows = [
       ["state", `${status.state}: ${status.diagnosis}`],
-      ["effective training time", ratio === null || ratio === undefined ? "–" : `${(100 * ratio).toFixed(0)} %; the rest: queue, start-up, repeated steps`],
+      ["effective training time", ratio === null || ratio === undefined ? "–" : `${(100 * ratio).toFixed(0)} %; the rest: queue, start-up, lost steps`],
       ["a step", span(timing.step_s)],
       ["start-up", span(timing.start_s)],
       ["newest commits", timing.commit_s === null || timing.commit_s === undefined ? "–" : `${span(timing.commit_s)}, training waited ${span(timing.commit_stall_s)}`],
@@ -307,7 +307,9 @@
         lanes([...(trial.step_s === null ? [] : [{ label: "the step", bars: [{ from: 0, to: trial.step_s, text: span(trial.step_s), colour: "#7a8594", title: "the whole step" }] }]),
           ...trial.calls.map((call, i) => ({ label: call.name, bars: [{ from: 0, to: call.seconds, text: `${span(call.seconds)}${ranks(call)}`,
             colour: COLOURS[i % COLOURS.length], title: `${call.name}${ranks(call)}: ${span(call.seconds)}` }] }))], 0, longest));
+      found.push(...throughputOf(trial));
     } else found.push(el("p", { className: "dim", textContent: "No times of calls yet." }));
+    found.push(...timelineOf(trial), ...memoryOf(trial));
     if (trial.tasks.length) {
       const begin = Math.min(...trial.tasks.map((task) => task.began));
       const ends = trial.tasks.map((task) => task.ended ?? data.written), end = Math.max(...ends);
@@ -317,7 +319,78 @@
         title: `attempt ${task.attempt}${task.how ? `: ${task.how}` : ""}` }]));
       found.push(el("h3", { textContent: "Rollout tasks" }), lanes([...rows].map(([label, bars]) => ({ label, bars })), begin, end));
     }
-    return found;
+    return [...found, ...(trial.rollouts ? groupsOfTasks(trial.rollouts) : [])];
+  }
+
+  function throughputOf(trial) {
+    const tera = (call) => call.flops === null ? "–" : number(call.flops / call.seconds / Math.max(call.ranks.length, 1) / 1e12);
+    const known = trial.calls.some((call) => call.planned_s !== null);
+    if (!trial.calls.some((call) => call.flops !== null)) return [];
+    return [table(["call", "measured", "TFLOP/s of a rank", ...(known ? ["plan", "of the plan"] : [])], trial.calls.map((call) => [call.name, span(call.seconds), tera(call),
+      ...(known ? [span(call.planned_s), call.planned_s ? `${number(100 * call.planned_s / call.seconds)} %` : "–"] : [])])),
+    el("p", { className: "dim", textContent: `${trial.tokens_per_s === null ? "" : `${number(trial.tokens_per_s)} tokens/s. `}The plan's operations and seconds are those of ${known ? "its estimated lengths on this GPU" : "its estimated lengths; it knows no seconds for this GPU"}.` })];
+  }
+
+  function timelineOf(trial) {
+    if (!trial.timeline.length) return [];
+    const box = el("div");
+    const calls = [...new Set(trial.timeline.flatMap((step) => step.calls.map((call) => call.name)))];
+    const colour = (name) => COLOURS[calls.indexOf(name) % COLOURS.length];
+    const pick = el("select", { className: "steps" }, el("option", { value: "", textContent: `the newest ${trial.timeline.length} steps` }),
+      ...trial.timeline.map((step) => el("option", { value: step.step, textContent: `step ${step.step}` })));
+    pick.value = trial.timeline[trial.timeline.length - 1].step;
+    function show() {
+      const rows = new Map();
+      for (const step of trial.timeline.filter((one) => pick.value === "" || String(one.step) === pick.value))
+        for (const call of step.calls) for (const [rank, from, seconds] of call.ranks)
+          rows.set(rank, [...(rows.get(rank) ?? []), { from, to: from + seconds, text: call.name, colour: colour(call.name),
+            title: `${call.name} of step ${step.step} on rank ${rank}: ${span(seconds)}` }]);
+      const bars = [...rows.values()].flat();
+      if (!bars.length) { box.replaceChildren(el("p", { className: "dim", textContent: "No rank took part." })); return; }
+      const begin = Math.min(...bars.map((bar) => bar.from)), end = Math.max(...bars.map((bar) => bar.to));
+      box.replaceChildren(lanes([...rows].sort((a, b) => a[0] - b[0]).map(([rank, own]) => ({ label: `rank ${rank}`, bars: own })), begin, end));
+    }
+    pick.addEventListener("input", show);
+    show();
+    return [el("h3", { textContent: "Calls on each rank" }),
+      el("div", { className: "tools" }, pick, ...calls.map((name) => el("span", {}, swatch(colour(name)), name))), box,
+      el("p", { className: "dim", textContent: "By the clocks of the hosts. Between calls a rank waits for others, or reads its batch." })];
+  }
+
+  function memoryOf(trial) {
+    if (!trial.peaks.length) return [];
+    const plan = trial.planned.memory ?? {}, planned = plan.bytes ?? null, gpus = trial.planned.gpus > 0;
+    const whole = gpus ? plan.gpu_bytes ?? null : null;
+    const most = Math.max(1, planned ?? 0, whole ?? 0, ...trial.peaks.map(([, bytes]) => bytes));
+    const bar = (bytes, colour, title) => [{ from: 0, to: bytes, text: size(bytes), colour, title: `${title}: ${size(bytes)}` }];
+    return [el("h3", { textContent: gpus ? "Memory of each GPU" : "Memory of each process" }),
+      lanes([...(planned === null ? [] : [{ label: `plan, rank ${plan.fullest_gpu ?? 0}`, bars: bar(planned, "#7a8594", "the plan's estimate of the fullest") }]),
+        ...trial.peaks.map(([rank, bytes]) => ({ label: `rank ${rank}`, bars: bar(bytes, whole !== null && bytes > whole ? FAILED : COLOURS[1], "the most that it had") }))], 0, most, size),
+      el("p", { className: "dim", textContent: (gpus ? "The most that torch held on the GPU" : "The most that the process held, code and libraries included")
+        + (planned === null ? "." : ", and what the plan expects of models and activations on the fullest.") }),
+    ];
+  }
+
+  function groupsOfTasks(said) {
+    const ages = (counts) => Object.entries(counts).map(([age, count]) => [Number(age), count]).sort((a, b) => a[0] - b[0]);
+    const old = (age) => age === 1 ? "1 step" : `${age} steps`;
+    const taken = ages(said.trained), all = taken.reduce((sum, [, count]) => sum + count, 0);
+    const most = Math.max(1, ...taken.map(([, count]) => count)), share = (count) => `${number(100 * count / all)} %`;
+    const reasons = (what, counts) => Object.entries(counts).map(([why, count]) => [what, why, number(count)]);
+    const again = [["damaged", "samples could not be read"], ["aborted", "would have been too stale"], ["given_back", "given back"], ["lost", "task lost or left"]]
+      .filter(([name]) => said[name]).map(([name, why]) => ["made again", why, number(said[name])]);
+    const rows = [...ages(said.finished).map(([age, count]) => ["wait for a step", `${old(age)} old`, number(count)]),
+      ...reasons("dropped", said.dropped), ...reasons("result refused", said.refused), ...again];
+    return [
+      el("h3", { textContent: "Staleness of groups" }),
+      el("p", { className: "dim", textContent: taken.length ? "Groups that steps took, by the age of their oldest weights in steps, since the last incarnation began."
+        : "No step has taken a group since the last incarnation began." }),
+      taken.length ? lanes(taken.map(([age, count]) => ({ label: old(age), bars: [{ from: 0, to: count,
+        text: `${number(count)}, ${share(count)}`, colour: COLOURS[0], title: `${count} groups with weights ${old(age)} old` }] })), 0, most, number) : null,
+      rows.length ? table(["groups", "reason", "count"], rows) : null,
+      said.tasks.length ? el("p", { className: "dim", textContent: "Rollout tasks as the master last knew them." }) : null,
+      said.tasks.length ? table(["task", "attempt", "host", "weights", "groups in work"],
+        said.tasks.map((task) => [task.task, task.attempt, task.host || "–", task.version || "none yet", task.leased])) : null].filter(Boolean);
   }
 
   // -- checkpoints ----------------------------------------------------------------------------
@@ -336,8 +409,8 @@
   function groupsOf() {
     const groups = new Map();
     for (const trial of trials) for (const row of trial.samples.rows) {
-      const name = `${trial.name}\n${row.step}\n${row.id ?? groups.size}`;
-      if (!groups.has(name)) groups.set(name, { trial, step: row.step, id: row.id, prompt: row.prompt, answer: row.answer, rows: [] });
+      const evaluation = row.evaluation === true, name = `${trial.name}\n${evaluation}\n${row.step}\n${row.id ?? groups.size}`;
+      if (!groups.has(name)) groups.set(name, { trial, evaluation, step: row.step, id: row.id, prompt: row.prompt, answer: row.answer, rows: [] });
       groups.get(name).rows.push(row);
     }
     for (const group of groups.values()) {
@@ -349,16 +422,40 @@
     return [...groups.values()];
   }
 
-  function completion(row, low, high) {
+  const TINTS = { advantages: "advantage", logprobs: "log-probability", versions: "version", "": "no colour" };
+
+  function tokensOf(row, tint, scale) {
+    const { masked = [], advantages = [], logprobs = [] } = row.values ?? {}, texts = row.tokens, left = row.left_out;
+    const { names = [], drawn_by: drawn = [] } = row.versions ?? {};
+    const version = (i) => names[drawn[i]] ?? null;
+    const strength = (value, most) => Math.min(Math.abs(value) / (most || 1), 1) * 0.6;
+    const COLOUR = {
+      advantages: (i) => advantages[i] ? `rgba(${advantages[i] > 0 ? "47, 158, 91" : "201, 65, 106"}, ${strength(advantages[i], scale)})` : "",
+      logprobs: (i) => typeof logprobs[i] === "number" ? `rgba(224, 123, 36, ${strength(logprobs[i], 5)})` : "",
+      versions: (i) => version(i) === null ? "" : `${COLOURS[drawn[i] % COLOURS.length]}55`,
+      "": () => "",
+    }[tint];
+    return el("div", { className: "said" }, ...texts.map((words, i) => el("span", { textContent: words, className: masked[i] ? "tok masked" : "tok",
+      style: { background: masked[i] && tint !== "versions" ? "" : COLOUR(i) },
+      title: [masked[i] ? "masked: not in the loss" : "", advantages[i] === undefined ? "" : `advantage ${number(advantages[i])}`,
+        logprobs[i] === undefined ? "" : `log-probability ${number(logprobs[i])}`, version(i) === null ? "" : `version ${version(i)}`].filter(Boolean).join(", ") })),
+    left ? el("span", { className: "dim", textContent: ` … ${number(left)} more tokens` }) : null);
+  }
+
+  function completion(row, low, high, tint, scale) {
     const share = typeof row.reward === "number" && high > low ? (row.reward - low) / (high - low) : null;
     const colour = share === null ? "var(--line)" : `hsl(${Math.round(120 * share)} 60% 45%)`;
-    const said = (row.turns ?? [{ wrote: row.completion }]).map((turn) => turn.read !== undefined
+    const plain = (row.turns ?? [{ wrote: row.completion }]).map((turn) => turn.read !== undefined
       ? el("div", { className: "said read", textContent: turn.read, title: "read, not written by the policy: masked in training" })
       : el("div", { className: "said", textContent: turn.wrote, title: turn.reward ? `this turn earned ${number(turn.reward)}` : "" }));
-    const known = ["step", "id", "index", "prompt", "completion", "answer", "reward", "finished", "turns"];
+    const valued = row.tokens?.length && (row.values || row.versions);
+    const said = !valued ? plain : [tokensOf(row, tint, scale),
+      row.left_out || row.turns ? el("details", {}, el("summary", { textContent: "whole text" }), ...plain) : null];
+    const known = ["step", "id", "index", "prompt", "completion", "answer", "reward", "finished", "turns", "parts", "tokens", "left_out", "values", "versions"];
     const more = Object.entries(row).filter(([name, value]) => !known.includes(name) && (typeof value === "number" || typeof value === "string"));
     return el("div", { className: "one", style: { borderTopColor: colour } },
       el("div", { className: "facts" }, el("span", {}, "reward ", el("b", { textContent: number(row.reward) })),
+        ...Object.entries(row.parts ?? {}).map(([name, value]) => el("span", { textContent: `${name} ${number(value)}`, title: "a part of the reward, before its weight" })),
         row.finished === false ? el("span", { className: "warn", textContent: "cut off" }) : null,
         ...more.map(([name, value]) => el("span", { textContent: `${name} ${number(value)}` }))), ...said);
   }
@@ -382,6 +479,12 @@
       ["worst", "lowest reward"], ["spread", "largest difference in a group"]].map(([value, words]) => el("option", { value, textContent: words })));
     const which = several ? el("select", { id: "trial" }, el("option", { value: "", textContent: "all trials" }),
       ...trials.map((trial) => el("option", { value: trial.name, textContent: trial.name }))) : null;
+    const both = groups.some((group) => group.evaluation) && groups.some((group) => !group.evaluation);
+    const phase = both ? el("select", { id: "phase" }, ...[["", "training and evaluation"], ["training", "training"], ["evaluation", "evaluation"]]
+      .map(([value, words]) => el("option", { value, textContent: words }))) : null;
+    const valued = groups.some((group) => group.rows.some((row) => row.tokens && (row.values || row.versions)));
+    const tint = el("select", { id: "tint" }, ...Object.entries(TINTS).map(([value, words]) => el("option", { value, textContent: words })));
+    const scaleOf = (group) => Math.max(...group.rows.flatMap((row) => (row.values?.advantages ?? []).map((one) => Math.abs(one ?? 0))), 0);
     const list = el("div", { id: "groups" }), count = el("span", { className: "dim", id: "count" });
     const back = el("button", { textContent: "Previous", onclick: () => { state.page -= 1; show(); } });
     const next = el("button", { textContent: "Next", id: "next", onclick: () => { state.page += 1; show(); } });
@@ -392,7 +495,7 @@
     function show() {
       const words = find.value.toLowerCase();
       const chosen = groups.filter((group) => group.text.includes(words) && (!which?.value || group.trial.name === which.value)
-        && within(group.step, from, to) && group.rows.some((row) => within(row.reward ?? NaN, least, most) || (least.value === "" && most.value === ""))
+        && (!phase?.value || group.evaluation === (phase.value === "evaluation")) && within(group.step, from, to) && group.rows.some((row) => within(row.reward ?? NaN, least, most) || (least.value === "" && most.value === ""))
         && (!cut.checked || group.rows.some((row) => row.finished === false))).sort(ORDERS[order.value]);
       const pages = Math.max(Math.ceil(chosen.length / PAGE), 1);
       state.page = Math.min(Math.max(state.page, 0), pages - 1);
@@ -401,19 +504,19 @@
       count.textContent = `${chosen.length.toLocaleString("en")} prompts, page ${state.page + 1} of ${pages.toLocaleString("en")}`;
       list.replaceChildren(...chosen.slice(state.page * PAGE, (state.page + 1) * PAGE).map((group) => el("div", { className: "group" },
         el("div", { className: "facts" }, several ? el("span", {}, swatch(group.trial.colour), group.trial.name) : null,
-          el("span", { textContent: `step ${group.step}` }), el("span", { textContent: `id ${group.id ?? "–"}` }),
+          el("span", { textContent: group.evaluation ? `evaluation at step ${group.step}` : `step ${group.step}` }), el("span", { textContent: `id ${group.id ?? "–"}` }),
           group.mean === null ? null : el("span", { textContent: `mean reward ${number(group.mean)}` }),
           group.answer === undefined || group.answer === null ? null : el("span", { textContent: `answer: ${String(group.answer).slice(0, 300)}` })),
         el("div", { className: "said prompt", textContent: group.prompt }),
-        el("div", { className: "side" }, ...group.rows.map((row) => completion(row, low, high))))));
+        el("div", { className: "side" }, ...group.rows.map((row) => completion(row, low, high, tint.value, scaleOf(group)))))));
     }
 
-    for (const input of [find, least, most, from, to, cut, order, which]) input?.addEventListener("input", () => { state.page = 0; show(); });
+    for (const input of [find, least, most, from, to, cut, order, which, phase, tint]) input?.addEventListener("input", () => { state.page = 0; show(); });
     const left = trials.filter((trial) => trial.samples.shown < trial.samples.steps)
       .map((trial) => `${trial.name}: ${trial.samples.shown} of ${trial.samples.steps} steps are shown`);
     section("samples", "Samples",
-      el("div", { className: "tools" }, find, which, el("label", {}, "reward", least, most), el("label", {}, "step", from, to),
-        el("label", {}, cut, "cut off"), el("label", {}, "sort", order)),
+      el("div", { className: "tools" }, find, which, phase, el("label", {}, "reward", least, most), el("label", {}, "step", from, to),
+        el("label", {}, cut, "cut off"), el("label", {}, "sort", order), valued ? el("label", {}, "tokens by", tint) : null),
       el("div", { className: "tools" }, back, next, count),
       left.length ? el("p", { className: "dim", textContent: left.join("; ") }) : null, list);
     show();

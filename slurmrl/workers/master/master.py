@@ -44,6 +44,7 @@ from slurmrl.workers.master.results import Results
 from slurmrl.workers.master.rollout_tasks import RolloutTasks
 from slurmrl.workers.master.scores import EvaluationScores
 from slurmrl.workers.master.steps import StepRunner
+from slurmrl.workers.master.timeline import Timeline
 from slurmrl.workers.master.versions import Publication, VersionPublisher
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Exit, Ready
@@ -128,6 +129,7 @@ class Master:
         self.progress = progress
         self.scores = scores
         self.steps = self._step_runner()
+        self.timeline = Timeline(paths.timeline)
         self.results = results
         self.recorder = recorder
         self.fresh = state.last_commit is None
@@ -265,7 +267,7 @@ class Master:
         """Evaluate the initial model before the first step."""
         evaluation = self.config.evaluation
         if evaluation is not None and evaluation.at_start:
-            self._record(self.steps.evaluate(self.progress.step))
+            self._record(self._evaluate(self.progress.step))
 
     def _step(self) -> None:
         began = time.monotonic()
@@ -282,9 +284,10 @@ class Master:
             self._publish()
         self.results.finish_step()
         metrics.update(self._retry("read the recorded results", self.results.metrics))
-        self._write_samples(step, executed.texts)
+        self._write_samples(f"step-{step:08d}", step, executed.texts)
+        self.timeline.add(step, executed.answered)
         if self.progress.evaluation_due():
-            metrics.update(self.steps.evaluate(step))
+            metrics.update(self._evaluate(step))
         self._record({**scalars, **metrics, "time/total": time.monotonic() - began})
         if self.progress.commit_due():
             self._checkpoint(asynchronous=self.config.checkpoint.asynchronous)
@@ -310,10 +313,15 @@ class Master:
             }
             logger.info("%s", json.dumps(shown))
 
-    def _write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _evaluate(self, step: int) -> dict[str, Any]:
+        executed = self.steps.evaluate(step)
+        self._write_samples(f"eval-step-{step:08d}", step, executed.texts)
+        return executed.metrics
+
+    def _write_samples(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         if rows:
             lines = step_metrics.sample_lines(step, rows)
-            path = self.paths.samples / f"step-{step:08d}.jsonl"
+            path = self.paths.samples / f"{name}.jsonl"
             write = partial(replace, path, lines, durable=False)
             self._retry("write samples", write)
 
@@ -378,6 +386,7 @@ class Master:
     def _commit_last(self) -> None:
         """Commit the step that this incarnation stops at, retrying until the job ends: all progress
         since the last commit would be lost otherwise."""
+        self.timeline.write()
         backoff = Backoff(*LAST_RETRY_S)
         self._tell(self.committer.wait())
         while self.committer.last_step != self.progress.step:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -67,13 +67,26 @@ def of_evaluation(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def texts(calls: Sequence[tuple[CallPlan, Answers]]) -> list[Mapping[str, Any]]:
     """Readable samples of the batch, or of the first candidates for it, from whichever calls give
-    some."""
+    some, with the notes of all calls on them. Notes on others are left out."""
     first = {call.name: (call, answers) for call, answers in reversed(calls)}
     names = dict.fromkeys(call.name for call, _ in calls)
     answered = [first[name] for name in names]
-    return [
-        text for call, answers in answered for rank in call.ranks for text in answers[rank].texts
-    ]
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for number, text in enumerate(_each(answered, lambda done: done.texts)):
+        place = (text.get("id", f"row {number}"), text.get("index", 0))
+        rows[place if place not in rows else (*place, number)] = dict(text)
+    for note in _each(calls, lambda done: done.notes):
+        if (row := rows.get((note["id"], note["index"]))) is not None:
+            row.update({key: note[key] for key in note if key not in ("id", "index")})
+    return list(rows.values())
+
+
+def _each(
+    calls: Iterable[tuple[CallPlan, Answers]], rows: Callable[[Done], Sequence[Mapping[str, Any]]]
+) -> Iterator[Mapping[str, Any]]:
+    for call, answers in calls:
+        for rank in call.ranks:
+            yield from rows(answers[rank])
 
 
 def sample_lines(step: int, rows: Sequence[Mapping[str, Any]]) -> bytes:

@@ -33,11 +33,12 @@ Item = tuple[int, int]
 
 @dataclass(frozen=True)
 class Executed:
-    """What the ranks reported about a step."""
+    """What the ranks reported about a step or an evaluation."""
 
     metrics: dict[str, Any]
     texts: list[Any]
     """Readable samples."""
+    answered: Answered
 
 
 class StepRunner:
@@ -89,7 +90,7 @@ class StepRunner:
         metrics = step_metrics.of_step(answered, time.monotonic() - began)
         if self._rollouts is not None:
             metrics |= {**self._rollouts.metrics(), WAITED_S: self._waited_s}
-        return Executed({**metrics, **counts}, step_metrics.texts(answered))
+        return Executed({**metrics, **counts}, step_metrics.texts(answered), answered)
 
     def _take_samples(
         self, rollouts: RolloutTasks, step: int, count: int
@@ -107,7 +108,7 @@ class StepRunner:
             self._progress.use(sample.item for sample in samples)
         return samples
 
-    def evaluate(self, step: int) -> dict[str, Any]:
+    def evaluate(self, step: int) -> Executed:
         """Evaluate held-out items; the state of training does not change."""
         began = time.monotonic()
         items, calls = self._progress.evaluation_items(), self._plan.evaluation_calls
@@ -120,7 +121,8 @@ class StepRunner:
                 scoring.append(ScoringCall(call.name, prefix, scored))
         write = partial(self._scores.write, step, len(items), scoring)
         estimates = retry("write the scores of the evaluation", write, self._channel.rest)
-        return step_metrics.of_evaluation({**metrics, **estimates})
+        measured = step_metrics.of_evaluation({**metrics, **estimates})
+        return Executed(measured, step_metrics.texts(answered), answered)
 
     def _filtered(self, step: int, refill: Refill) -> tuple[Answered, dict[str, int]] | None:
         """Take candidates until enough are accepted for a batch, and train on it. Candidates beyond

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -292,13 +293,17 @@ class Executor:
         self, order: Order, began: float, result: CallResult | None = None, tokens: int = 0
     ) -> Done:
         result = result or CallResult()
+        seconds = time.monotonic() - began
         return Done(
             rank=self.rank,
             seq=order.seq,
-            seconds=time.monotonic() - began,
+            seconds=seconds,
+            began=max(time.time() - seconds, 0.0),
+            peak_bytes=_peak_bytes(),
             tokens=tokens,
             stats=result.stats,
             texts=tuple(result.texts),
+            notes=tuple(result.notes),
             dropped=self._places_by_reason(result.dropped),
             scored=_scored(order, result),
         )
@@ -317,6 +322,13 @@ class Executor:
 def _scored(order: Order, result: CallResult) -> bool:
     """Whether a call of an evaluation gives the scores of its items."""
     return isinstance(order, RunCall) and order.evaluation and bool(result.records)
+
+
+def _peak_bytes() -> int:
+    """Return the most memory that this process has had."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _read(action: Callable[[], T]) -> T:

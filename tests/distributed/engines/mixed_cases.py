@@ -17,6 +17,7 @@ from slurmrl.algorithms.base import CallContext, Stats
 from slurmrl.algorithms.policy.actor import ActorInterface
 from slurmrl.algorithms.policy.critic import CriticInterface
 from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.config.schema import Logging
 from slurmrl.config.schema.model import Model
 from slurmrl.config.schema.rollout import Rollout
 from slurmrl.data.sample import SequenceSample
@@ -59,7 +60,8 @@ def context(step: int, batch: tuple[str, ...]) -> CallContext:
     ppo = PolicyGradient(
         batch_size=10, n_minibatches=1, gae_lambda=0.95, discount=0.99, entropy_coef=0.01
     )
-    config = SimpleNamespace(rollout=Rollout(max_new_tokens=6), evaluation=None)
+    rollout, logging = Rollout(max_new_tokens=6), Logging(samples=0)
+    config = SimpleNamespace(rollout=rollout, logging=logging, evaluation=None)
     settings: Any = SimpleNamespace(algorithm=ppo, config=config)
     tokenizer: Any = None
     return CallContext(step + 1, 5, {"kl_coef": ppo.kl.coef}, tokenizer, settings, (4,), batch)

@@ -259,6 +259,8 @@ def test_rewards_judge_decoded_completions(make_world: MakeWorld) -> None:
             "answer": "3",
             "reward": 1.0,
             "finished": True,
+            "tokens": ["3", "<eos>"],
+            "left_out": 0,
         }
     ]
     nothing = interface.inference(None, completed().take([]), context)

@@ -18,9 +18,10 @@ from slurmrl.ops.gae import packed_gae
 from tests.support.host_waits import host_waits
 
 MakeWorld = Callable[..., Any]
-STEP_WAITS, UPDATE_WAITS = 6, 2
+STEP_WAITS, UPDATE_WAITS = 7, 2
 """How often the host may wait for a GPU: in a step for the positions of responses, the numbers of
-tokens, moments and the KL; in each of its updates for the statistics and the gradient's norm."""
+tokens, moments, the KL and what is kept of samples; in each of its updates for the statistics and
+the gradient's norm."""
 
 
 def check_first_update_is_on_policy(world: Any) -> None:

@@ -20,7 +20,7 @@ from slurmrl.algorithms.policy.critic import CriticInterface
 from slurmrl.algorithms.policy.scalars import PolicyScalars
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.schema.presets import PRESETS
-from slurmrl.config.schema import Rollout
+from slurmrl.config.schema import Logging, Rollout
 from tests.support.policy_batches import VOCABULARY, Batch
 from tests.support.policy_reference import Prompt, Reference
 from tests.support.policy_updates import ActorStep, CriticStep
@@ -147,7 +147,7 @@ class Case:
         return ranks.run(lambda rank: self._on_rank(ranks, rank))
 
     def _on_rank(self, ranks: RankThreads, rank: int) -> RankResult:
-        config = SimpleNamespace(rollout=self.rollout)
+        config = SimpleNamespace(rollout=self.rollout, logging=Logging(samples=2))
         settings: Any = SimpleNamespace(algorithm=self.algorithm, config=config)
         context = CallContext(1, 1, self.scalars, settings, settings, (), self.batch.sample.ids)
         own = self.batch.sample.take(self.parts[rank])

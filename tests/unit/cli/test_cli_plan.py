@@ -69,6 +69,22 @@ def test_a_string_of_an_earlier_system_is_explained(capsys: pytest.CaptureFixtur
     )
 
 
+def test_the_ranks_of_a_string_are_shown_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.svg"
+    string = "megatron[actor]:p2t2|fsdp[ref]:d4+sglang[rollout]:d2t4"
+    code, out, _ = run(capsys, "plan", string, "--svg", str(path), "--table")
+    assert code == 0
+    shown = [" ".join(line.split()) for line in out.splitlines()]
+    assert "0 actor p0 t0 p0 t1 p1 t0 p1 t1 - - - -" in shown
+    assert "ref d0 d1 d2 d3 - - - -" in shown
+    assert "rollout - - - - d0 t0 d0 t1 d0 t2 d0 t3" in shown
+    assert "1 rollout d1 t0 d1 t1 d1 t2 d1 t3" in [line[:33] for line in shown]
+    drawn = [one.text for one in ElementTree.fromstring(path.read_text()).iter(f"{SVG}text")]
+    assert {"p1 t1", "d1 t3", "host 1", "sglang[rollout]:d2t4: 8 ranks"} <= set(drawn)
+
+
 @pytest.mark.parametrize("text", ["megatron:d2e4", "fsdp:d2p2", "sglang.d2+dx", "fsdp:d0"])
 def test_a_string_that_is_not_allowed_is_2(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "plan", text, "--json")
@@ -80,7 +96,6 @@ def test_a_string_that_is_not_allowed_is_2(text: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("fsdp:d2", "--svg", "x.svg"), "are not allowed with an allocation"),
         (("fsdp:d2", "--moves"), "are not allowed with an allocation"),
         (("fsdp:d2", "trial=2"), "are not allowed with an allocation"),
         (("fsdp:d2", "--json", "--table"), "exclude each other"),
@@ -239,6 +254,7 @@ def test_pictures_are_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     )
     texts = [one.text for one in ElementTree.fromstring(path.read_text()).iter(f"{SVG}text")]
     assert {f"d{rank}" for rank in range(8)} <= set(texts)
+    assert any(str(line).startswith("fullest ") for line in texts), "the memory"
     assert "prefers-color-scheme: dark" in path.read_text()
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -81,3 +82,36 @@ def test_words_are_escaped_and_lie_within_the_picture() -> None:
     root = ElementTree.fromstring(svg.render(shown))
     assert float(root.get("width") or 0) > 200 * svg.LETTER
     assert "a <b> & c" in texts(shown)
+
+
+def test_arrows_pass_beside_the_boxes_between_their_ends() -> None:
+    """``a`` is read two and three columns later; ``b`` and ``c`` lie between."""
+    names = {"a": 0, "b": 1, "c": 2, "d": 2, "e": 3}
+    nodes = [Node(name, level, [NodeLine("key")] * 3) for name, level in names.items()]
+    arrows = [("a", "b"), ("b", "c"), ("a", "d"), ("c", "e"), ("d", "e"), ("a", "e")]
+    root = ElementTree.fromstring(svg.render(Document("g", [Flow(nodes, arrows)])))
+    boxes = [
+        {key: float(one.get(key) or 0) for key in ("x", "y", "width", "height")}
+        for one in root.iter(f"{SVG}rect") if one.get("fill-opacity")
+    ]  # fmt: skip
+    assert len(boxes) == len(names)
+    passed = 0
+    for path in root.findall(f"{SVG}path"):
+        numbers = re.findall(r"([MCH])([^MCH]*)", path.get("d") or "")
+        y = 0.0
+        for letter, given in numbers:
+            values = [float(one) for one in given.split()]
+            if letter != "H":
+                x, y = values[-2:]
+                continue
+            for box in boxes:
+                beside = box["x"] > values[0] or box["x"] + box["width"] < x
+                assert beside or not box["y"] <= y <= box["y"] + box["height"]
+            passed += 1
+    assert passed == 1 + 2, "a to d passes one column, a to e two"
+
+
+def test_the_words_of_tables_and_lines_are_drawn_in_columns() -> None:
+    rows = Table(("NAME", "SIZE"), [("a", "1"), ("long", "2")], "sizes", "in GiB")
+    shown = texts(Document("e/1", [rows, Lines("notes:", ["one"])]))
+    assert shown == ["e/1", "sizes", "NAME  SIZE", "a     1", "long  2", "in GiB", "notes:", "one"]

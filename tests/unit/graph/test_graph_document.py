@@ -3,7 +3,7 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from slurmrl.display import svg, text
-from slurmrl.display.document import Flow
+from slurmrl.display.document import Flow, Legend
 from slurmrl.graph.call import Call, Method
 from slurmrl.graph.document import document, values
 from slurmrl.plan.model import CallPlan, Offloading, Reallocation
@@ -11,6 +11,8 @@ from slurmrl.plan.model import CallPlan, Offloading, Reallocation
 GENERATE = Call("gen", "actor", Method.GENERATE, "m:C", ("prompt_ids",), ("ids", "extra"))
 JUDGE = Call("judge", None, Method.INFERENCE, "m:C", ("ids",), ("rewards",))
 TRAIN = Call("train", "actor", Method.TRAIN_STEP, "m:C", ("ids", "rewards"))
+
+MODELS = {"actor": "fsdp:d2", "critic": "fsdp:d2", "rollout": "native:d2"}
 
 
 def planned(call: Call, **changes: object) -> CallPlan:
@@ -22,14 +24,15 @@ def planned(call: Call, **changes: object) -> CallPlan:
 
 
 def test_each_call_lies_one_level_behind_the_last_call_that_it_needs() -> None:
-    graph = values([planned(GENERATE), planned(JUDGE), planned(TRAIN)], ["prompt_ids"])
+    graph = values([planned(GENERATE), planned(JUDGE), planned(TRAIN)], ["prompt_ids"], MODELS)
     assert graph["edges"] == [
         {"from": "dataset", "to": "gen", "keys": ["prompt_ids"]},
         {"from": "gen", "to": "judge", "keys": ["ids"]},
         {"from": "gen", "to": "train", "keys": ["ids"]},
         {"from": "judge", "to": "train", "keys": ["rewards"]},
     ]
-    (flow,) = document("graph", graph).blocks
+    legend, flow = document("graph", graph).blocks
+    assert legend == Legend(MODELS), "the order of the plan decides about colours"
     assert isinstance(flow, Flow)
     levels = {node.name: node.level for node in flow.nodes}
     assert levels == {"dataset": 0, "gen": 1, "judge": 2, "train": 3}
@@ -41,7 +44,7 @@ def test_text_and_svg_show_calls_models_keys_and_hooks() -> None:
         GENERATE, layout="rollout", pre_hooks=(hook,), post_hooks=(Offloading(model="rollout"),)
     )
     calls = [gen, planned(JUDGE), planned(TRAIN)]
-    shown = document("a & b", values(calls, ["prompt_ids"]))
+    shown = document("a & b", values(calls, ["prompt_ids"], MODELS))
     drawn = {one.text for one in ElementTree.fromstring(svg.render(shown)).iter() if one.text}
     assert {
         "a & b",

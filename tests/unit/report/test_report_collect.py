@@ -12,7 +12,7 @@ from slurmrl.monitor.collect import collect as collect_statuses
 from slurmrl.report.collect import collect
 from slurmrl.report.contents import CallTime, Curve, TrialReport
 from slurmrl.report.curves import thinned
-from slurmrl.report.samples import MOST_TEXT, read_samples
+from slurmrl.report.samples import MOST_TEXT, MOST_TOKENS, read_samples
 from slurmrl.report.settings import differences, flat
 from slurmrl.report.story import task_spans
 from slurmrl.scheduler.base import JobState
@@ -36,6 +36,10 @@ def test_a_trial_is_read_from_its_files(tmp_path: Path) -> None:
     run.paths.config.write_text("algorithm: {name: grpo}\nactor: {optimizer: {lr: 0.001}}\n")
     calls = [{"name": "actor_gen", "ranks": [0, 1]}, {"name": "never", "ranks": [0]}]
     run.paths.plan.write_text(json.dumps({"groups": [], "calls": calls}))
+    figures = {"memory": {"bytes": 5}, "calls": {"actor_gen": {"flops": 10, "seconds": None}}}
+    run.paths.estimates.write_text(json.dumps(figures))
+    spans = [{"step": 2, "calls": [{"name": "actor_gen", "ranks": [[0, 1.5, 2.0]]}]}]
+    run.paths.timeline.write_text(json.dumps({"steps": spans, "peaks": [[0, 7]]}))
     run.begin(job="41.0.0")
     run.metrics(
         {"step": 1, "reward": 0.5, "time/actor_gen": 2.0, "time/step": 3.0, "note": "text"},
@@ -46,6 +50,7 @@ def test_a_trial_is_read_from_its_files(tmp_path: Path) -> None:
     run.append(Kind.DELETE, step=1, directory="step-00000001.1")
     run.commit(2)
     write_samples(run, 2, {"id": "a", "prompt": "p", "completion": "c", "reward": 1.0}, "torn {")
+    run.say(1, rollouts={"trained": {"0": 7}, "dropped": {"stale": 2}})
     run.end(Kind.FINISHED, step=2)
     atomic.make_private_directory(run.paths.code)
     (run.paths.code / "environment.json").write_text('{"host": "n0"}')
@@ -56,8 +61,11 @@ def test_a_trial_is_read_from_its_files(tmp_path: Path) -> None:
     assert found.status["state"] == "COMPLETED"
     assert found.curves["reward"].y == [0.5, None]
     assert "note" not in found.curves
-    assert found.calls == [CallTime(name="actor_gen", ranks=[0, 1], seconds=3.0)]
+    assert found.calls == [CallTime(name="actor_gen", ranks=[0, 1], seconds=3.0, flops=10)]
+    assert (found.timeline, found.peaks, found.planned["memory"]) == (spans, [[0, 7]], {"bytes": 5})
     assert found.step_s == 4.0
+    assert found.rollouts is not None
+    assert (found.rollouts["trained"], found.rollouts["dropped"]) == ({"0": 7}, {"stale": 2})
     assert [(row.step, row.deleted, row.seconds) for row in found.commits] == [
         (1, True, 0.4),
         (2, False, None),
@@ -73,9 +81,16 @@ def test_what_is_missing_or_damaged_is_left_out(tmp_path: Path) -> None:
     (run.paths.code / "environment.json").write_text('{"command": 3}')
     write_samples(run, 1, {"prompt": "p", "completion": "c", "turns": "none"})
     run.paths.plan.write_text(json.dumps({"groups": []}))
+    run.say(1, rollouts={"trained": 3})
+    run.paths.timeline.write_text(
+        '{"steps": [{"step": 1, "calls": [{"name": "a", "ranks": [[0]]}]}]}'
+    )
+    run.paths.estimates.write_text('{"memory": 3}')
     found = report_of(run)
     assert (found.curves, found.commits, found.samples.rows) == ({}, [], [])
     assert found.environment == {}
+    assert found.rollouts is None
+    assert (found.timeline, found.peaks, found.planned) == ([], [], {})
     assert (found.config, found.settings) == ("", {})
 
 
@@ -98,6 +113,35 @@ def test_of_many_samples_first_and_newest_steps_stay_and_long_texts_are_cut(tmp_
     assert (found.steps, found.shown, len(found.rows)) == (100, 10, 20)
     assert (steps[0], steps[-1]) == (1, 100)
     assert found.rows[0]["completion"].endswith("x … 5 more characters")
+
+
+def test_samples_of_evaluations_follow_those_of_training_and_take_no_more_than_half(
+    tmp_path: Path,
+) -> None:
+    run = FakeRun(tmp_path)
+    for step in range(1, 13):
+        write_samples(run, step, {"prompt": "p", "completion": "trained"})
+        text = json.dumps({"step": step, "prompt": "p", "completion": "judged"})
+        (run.paths.samples / f"eval-step-{step:08d}.jsonl").write_text(text + "\n")
+    found = read_samples(run.paths.samples, most=10)
+    assert (found.steps, found.shown, len(found.rows)) == (24, 10, 10)
+    shown = [(row["completion"], row.get("evaluation")) for row in found.rows]
+    assert shown == [("trained", None)] * 5 + [("judged", True)] * 5
+    assert [row["step"] for row in found.rows[5:]][-1] == 12
+
+
+def test_values_of_tokens_are_those_of_the_newest_samples(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+    told = {"prompt": "p", "completion": "c", "tokens": ["t"] * (MOST_TOKENS // 2), "left_out": 1}
+    versions = {"names": ["1.1"], "drawn_by": [0]}
+    for step in range(1, 4):
+        write_samples(run, step, {**told, "values": {"advantages": [None]}, "versions": versions})
+    write_samples(run, 4, {"prompt": "p", "completion": "old"})
+    write_samples(run, 5, {**told, "values": {"advantages": ["text"]}})
+    rows = read_samples(run.paths.samples).rows
+    assert [row["step"] for row in rows] == [1, 2, 3, 4], "a damaged row is left out"
+    assert ["values" in row for row in rows] == [False, True, True, False]
+    assert set(rows[0]) == {"step", "prompt", "completion"}
 
 
 def test_settings_differ_by_dotted_key_and_names_do_not_count() -> None:

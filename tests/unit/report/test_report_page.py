@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import os
 import re
 import time
 from html.parser import HTMLParser
@@ -19,6 +20,9 @@ from slurmrl.report.page import embedded
 from tests.fake_runs import FakeRun
 from tests.support import browser
 
+SCREENSHOTS = "SLURMRL_SCREENSHOTS"
+"""Names a folder for screenshots; by default they lie in the test's own."""
+SECTIONS = ("story", "time", "checkpoints", "samples")
 HOSTILE = (
     "</script><script>document.title = 'broken out'</script><!-- <img src=x onerror=alert(1)> "
     "\u2028"
@@ -53,7 +57,7 @@ class _Scripts(HTMLParser):
         self._inside = self._inside and tag != "script"
 
 
-def fake_trial(root: Path, trial: str, *, steps: int, rows: int) -> None:
+def fake_trial(root: Path, trial: str, *, steps: int, rows: int) -> FakeRun:
     run = FakeRun(root, trial=trial)
     run.submission()
     run.paths.config.write_text(f"algorithm: {{name: grpo}}\nseed: {trial}\n")
@@ -67,6 +71,7 @@ def fake_trial(root: Path, trial: str, *, steps: int, rows: int) -> None:
             "loss": 1 / step,
             "kl": step / 1e6,
             "time/step": 1.5,
+            "time/gen": 1.0,
         }
         for step in range(1, steps + 1)
     )
@@ -80,13 +85,52 @@ def fake_trial(root: Path, trial: str, *, steps: int, rows: int) -> None:
                 "completion": "needle" if (step, number) == (7, 3) else f"said {number} {HOSTILE}",
                 "reward": float(number % 2),
                 "finished": number % 3 > 0,
+                "parts": {"exact": float(number % 2), HOSTILE: 0.5},
+                "tokens": ["some", " <b>", "tokens", HOSTILE],
+                "left_out": 9,
+                "values": {
+                    "masked": [0, 0, 1, 0],
+                    "advantages": [1.5, -0.5, 0.0, 0.1],
+                    "logprobs": [-0.1, -3.0, None, -1.0],
+                },
+                "versions": {"names": ["4.1", "5.1"], "drawn_by": [0, 0, -1, 1]},
             }
             for number in range(8)
         ]
         text = "".join(json.dumps(row) + "\n" for row in said)
         (run.paths.samples / f"step-{step:08d}.jsonl").write_text(text)
+    run.paths.plan.write_text(
+        json.dumps({"groups": [], "calls": [{"name": "gen", "ranks": [0, 1]}]})
+    )
+    memory = {"bytes": 60_000_000_000, "gpu_bytes": 80_000_000_000, "fullest_gpu": 0}
+    estimates = {"gpus": 2, "memory": memory, "calls": {"gen": {"flops": 3e14, "seconds": 0.5}}}
+    run.paths.estimates.write_text(json.dumps(estimates))
+    spans = [
+        {
+            "step": step,
+            "calls": [
+                {"name": "gen", "ranks": [[0, begun + 2 * step, 1.0], [1, begun + 2 * step, 0.8]]},
+                {"name": HOSTILE, "ranks": [[1, begun + 2 * step + 1, 0.5]]},
+            ],
+        }
+        for step in (8, 9)
+    ]
+    peaks = [[0, 71_000_000_000], [1, 40_000_000_000]]
+    run.paths.timeline.write_text(json.dumps({"steps": spans, "peaks": peaks}))
+    run.event("master.1", "rollout_task", task="rollout/0", attempt=0, state="joined", host="n7")
+    run.say(
+        1,
+        rollouts={
+            "trained": {"0": 300, "1": 80, "2": 4},
+            "finished": {"1": 3},
+            "dropped": {"stale": 2, HOSTILE: 1},
+            "refused": {"late": 5},
+            "tasks": [{"task": "rollout/0", "attempt": 0, "host": "n7", "version": "12.1"}],
+        },
+    )
     run.event("master.1", "commit", step=steps // 2, seconds=begun % 1)
     run.end(Kind.FAILED, reason=HOSTILE, traceback=HOSTILE)
+    return run
 
 
 def test_no_text_of_a_trial_becomes_part_of_the_page(tmp_path: Path) -> None:
@@ -118,14 +162,19 @@ def test_embedded_data_has_no_character_that_ends_it() -> None:
 def test_a_large_report_is_usable_in_a_browser(tmp_path: Path, scheme: str) -> None:
     """50,000 steps and 10,000 samples."""
     fake_trial(tmp_path, "1", steps=50_000, rows=10_000)
-    fake_trial(tmp_path, "2", steps=500, rows=8)
+    second = fake_trial(tmp_path, "2", steps=500, rows=8)
+    judged = {"step": 7, "id": "q", "prompt": "p", "completion": "judged", "reward": 1.0}
+    kept = second.paths.samples / "eval-step-00000007.jsonl"
+    kept.write_text(json.dumps(judged) + "\n")
     file = tmp_path / "report.html"
     root = ["--root", str(tmp_path)]
     assert main(["report", "add/1", "add/2", *root, "--output", str(file)]) == 0
-    asyncio.run(_look(file, scheme))
+    shots = Path(os.environ.get(SCREENSHOTS, tmp_path))
+    shots.mkdir(parents=True, exist_ok=True)
+    asyncio.run(_look(file, scheme, shots))
 
 
-async def _look(file: Path, scheme: str) -> None:
+async def _look(file: Path, scheme: str, shots: Path) -> None:
     async with browser.opened(file, scheme=scheme) as page:
         await page.until("document.querySelectorAll('#curves canvas').length >= 3")
         assert await page.evaluate("document.documentElement.dataset.theme") == scheme
@@ -135,7 +184,22 @@ async def _look(file: Path, scheme: str) -> None:
             "[...document.querySelectorAll('#curves canvas')].slice(0, 3).every((one) => new Set("
             "one.getContext('2d').getImageData(0, 0, one.width, one.height).data).size > 8)"
         )
-        await page.screenshot(file.with_suffix(f".{scheme}.png"))
+        await page.screenshot(shots / f"report.{scheme}.png")
+        time_text = await page.evaluate("document.querySelector('#time').textContent")
+        for said in ("80, 20.83 %", "droppedstale2", "result refusedlate5", "rollout/00n712.1"):
+            assert said in time_text
+        bars = (
+            "[...document.querySelectorAll('#time .bar')]"
+            ".filter((one) => /of step . on rank/.test(one.title))"
+        )
+        assert await page.evaluate(f"{bars}.length") == 6  # of the newest step, of two trials
+        await page.evaluate(
+            "(() => { const pick = document.querySelector('#time .steps');"
+            " pick.value = ''; pick.dispatchEvent(new Event('input')); })()"
+        )
+        assert await page.evaluate(f"{bars}.length") == 9
+        for said in ("gen1 s150500 ms50 %", "rank 071.0 GB", "plan, rank 060.0 GB"):
+            assert said in await page.evaluate("document.querySelector('#time').textContent")
 
         async def enter(field: str, value: str) -> None:
             await page.evaluate(
@@ -144,7 +208,7 @@ async def _look(file: Path, scheme: str) -> None:
             )
 
         count = "document.getElementById('count').textContent"
-        assert (await page.evaluate(count)).startswith("2,502 prompts")
+        assert (await page.evaluate(count)).startswith("2,503 prompts")
         groups = "document.querySelectorAll('#groups .group').length"
         assert await page.evaluate(groups) == 20  # a page of them, however many there are
         points = "Math.max(...JSON.parse(document.getElementById('data').textContent).trials"
@@ -156,12 +220,37 @@ async def _look(file: Path, scheme: str) -> None:
         await enter("find", "")
         await enter("trial", "add/2")
         await enter("order", "oldest")
+        assert (await page.evaluate(count)).startswith("3 prompts")
+        await enter("phase", "evaluation")
+        assert (await page.evaluate(count)).startswith("1 prompts")
+        shown = await page.evaluate("document.querySelector('#groups').textContent")
+        assert "evaluation at step 7" in shown
+        await enter("phase", "training")
         assert (await page.evaluate(count)).startswith("2 prompts")
+        shown = "[...document.querySelectorAll('#groups .one:first-child .tok')].slice(0, 4)"
+        assert await page.evaluate(f"{shown}.map((one) => one.title)") == [
+            "advantage 1.5, log-probability -0.1, version 4.1",
+            "advantage -0.5, log-probability -3, version 4.1",
+            "masked: not in the loss, advantage 0, log-probability –",
+            "advantage 0.1, log-probability -1, version 5.1",
+        ]
+        tints = f"{shown}.map((one) => one.style.background)"
+        by_advantage = await page.evaluate(tints)
+        assert "47, 158, 91" in by_advantage[0]
+        assert "201, 65, 106" in by_advantage[1]
+        assert by_advantage[2] == ""
+        await enter("tint", "versions")
+        first, second, read, last = await page.evaluate(tints)
+        assert first == second != last
+        assert read == ""
+        await enter("tint", "advantages")
         await enter("smooth", "0.9")
         await page.until("document.querySelectorAll('#curves canvas').length >= 3")
         await enter("metrics", "kl")
         shown = "[...document.querySelectorAll('.chart')].filter((one) => !one.hidden).length"
         assert await page.evaluate(shown) == 1
+        for section in SECTIONS:
+            await page.screenshot(shots / f"{section}.{scheme}.png", f"#{section}")
         assert "broken out" not in await page.evaluate("document.title")
         assert await page.evaluate("document.images.length") == 0
         assert page.complaints == []

@@ -62,6 +62,7 @@ def test_scores_are_added_with_weights_and_each_part_is_a_metric(reward: Make) -
         "reward/watched": (4.0, 3.0),
     }
     assert made.stats() == expected
+    assert made.parts()[1] == {"right": 0.0, "short": 3.0, "watched": 2.0}
     assert judge(made, ["a"]) == [0.0]
     assert made.stats()["reward/right"] == (1.0, 1.0), "of the latest call"
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -346,6 +347,19 @@ def test_call_gets_its_inputs_and_adds_its_outputs(make_ranks: Callable[..., Ran
         _, sample, _ = interface.given[0]
         assert set(sample.keys) == {"input_ids", "rewards"}
         assert sample.tensor("rewards").tolist() == [0.5] * sample.bs
+
+
+def test_an_answer_tells_when_the_call_began_and_the_most_memory(
+    make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = make_ranks(1)
+    ranks.load([[0, 1]])
+    monotonic = itertools.count(50.0, 2.0)
+    clocks = SimpleNamespace(monotonic=lambda: next(monotonic), time=lambda: 1000.0)
+    monkeypatch.setattr(executor_module, "time", clocks)
+    (answer,) = ranks.call("judge")
+    assert (answer.began, answer.seconds) == (998.0, 2.0)
+    assert answer.peak_bytes > 1 << 20
 
 
 def test_call_with_a_role_gets_its_engine(make_ranks: Callable[..., Ranks]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from slurmrl.cli.logs import Printer
 from slurmrl.fsio import atomic
 from slurmrl.monitor.log_files import LogFile
+from slurmrl.monitor.log_lines import OutputReader
 from slurmrl.paths import rotated
 from slurmrl.workers.agent.output import Output
 
@@ -90,7 +91,7 @@ def test_it_is_looked_at_sooner_the_faster_it_grows(task: Task) -> None:
 def test_following_over_cuts_shows_each_line_once(
     task: Task, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    printer = Printer()
+    printer = Printer(OutputReader())
     for turn in range(30):
         task.write(PART * 2 // 5)
         if turn % 2:
@@ -101,7 +102,7 @@ def test_following_over_cuts_shows_each_line_once(
 
 
 def test_following_says_what_was_missed(task: Task, capsys: pytest.CaptureFixture[str]) -> None:
-    printer = Printer()
+    printer = Printer(OutputReader())
     task.write(PART // 2)
     printer.print([LogFile("trainer/3", task.path)], torn=False)
     for _ in range(4):

@@ -67,6 +67,26 @@ def test_texts_of_all_calls_in_the_order_of_ranks(calls: Callable[..., CallPlan]
     assert [text["id"] for text in found] == ["a", "b", "c"]
 
 
+def test_notes_of_any_call_are_added_to_their_samples(calls: Callable[..., CallPlan]) -> None:
+    judge = {0: answer(texts=[{"id": "a"}, {"id": "b", "index": 1}])}
+    train = {
+        0: Done(
+            rank=0,
+            seq=0,
+            seconds=1.0,
+            notes=(
+                {"id": "b", "index": 1, "values": 1},
+                {"id": "a", "index": 0, "values": 2},
+                {"id": "a", "index": 3, "values": 3},
+            ),
+        )
+    }
+    found = step_metrics.texts(
+        [(calls("judge", ranks=(0,)), judge), (calls("train", ranks=(0,)), train)]
+    )
+    assert found == [{"id": "a", "values": 2}, {"id": "b", "index": 1, "values": 1}]
+
+
 def test_samples_are_json_whatever_they_hold() -> None:
     rows = [{"id": "a@0", "reward": float("nan"), "turns": [{"reward": float("inf")}]}]
     lines = step_metrics.sample_lines(3, rows).splitlines()

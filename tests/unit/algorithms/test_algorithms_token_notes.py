@@ -1,0 +1,104 @@
+"""What is kept of single tokens of the first completions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.policy.actor import ActorInterface
+from slurmrl.algorithms.rollout.stored import StoredInterface
+from slurmrl.algorithms.token_notes import pieces, token_notes, token_texts
+from slurmrl.config.schema import Logging
+from slurmrl.data.sample import SequenceSample
+from tests.support.sample_groups import small_group
+from tests.unit.algorithms.conftest import MakeWorld
+
+
+class Bytes:
+    """Each token is a byte; a sequence that begins with a space loses it, as SentencePiece's do."""
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace").removeprefix(" ")
+
+
+@pytest.mark.parametrize("text", ["plain", "é and €", " a b", "𝄞"])
+def test_texts_of_tokens_join_to_the_text(text: str) -> None:
+    ids = list(text.encode())
+    found = pieces(ids, Bytes())
+    assert len(found) == len(ids)
+    assert "".join(found) == Bytes().decode(ids)
+
+
+def test_a_token_within_a_character_is_empty_and_a_torn_end_is_shown() -> None:
+    assert pieces(list("€x".encode()), Bytes()) == ["", "", "€", "x"]
+    assert pieces(list("a€".encode())[:-1], Bytes()) == ["a", "", "\ufffd"]
+
+
+def two_items() -> SequenceSample:
+    """The first with two completions, of which the first has two turns."""
+    lengths = [[6, 3], [3]]
+    return SequenceSample.grouped(
+        lengths,
+        ("a@0", "b@0"),
+        {
+            "input_ids": torch.tensor(list(b"pABrCD" + b"pEF" + b"pGH")),
+            "prompt_mask": torch.tensor([1, 0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0]).bool(),
+        },
+    )
+
+
+def test_values_begin_with_the_first_written_token_and_are_bounded() -> None:
+    sample, kept = two_items(), Logging(samples=2, sample_tokens=4)
+    values = {"advantages": torch.arange(12) / 3}
+    first, second = token_notes(sample, values, torch.tensor([True, False, True]), kept)
+    assert first == {
+        "id": "a@0",
+        "index": 0,
+        "values": {"masked": [0, 0, 1, 0], "advantages": [0.3333, 0.6667, 1.0, 1.333]},
+    }
+    assert (second["index"], second["values"]["masked"]) == (1, [1, 1])
+    assert token_texts(sample, kept, Bytes()) == [
+        {"tokens": ["A", "B", "r", "C"], "left_out": 1},
+        {"tokens": ["E", "F"], "left_out": 0},
+    ]
+
+
+@pytest.mark.parametrize("kept", [Logging(samples=0), Logging(sample_tokens=0)])
+def test_nothing_is_noted_without_the_settings(kept: Logging) -> None:
+    sample = two_items()
+    assert token_notes(sample, {"v": torch.zeros(12)}, torch.ones(3).bool(), kept) == []
+    assert token_texts(sample, kept, Bytes()) == []
+
+
+def test_training_notes_what_it_trains_on(make_world: MakeWorld) -> None:
+    world = make_world()
+    sample = world.rollout(step=1, prompts=6)
+    written = ~sample.tensor("prompt_mask")
+    context = world.context(1, sample.ids, kl_coef=0.0)
+    config = context.settings.config.model_copy(update={"logging": Logging(samples=6)})
+    context = replace(context, settings=replace(context.settings, config=config))
+    notes = ActorInterface().train_step(world.actor, sample, context).notes
+    assert [note["id"] for note in notes] == list(sample.ids)
+    told = {
+        name: torch.tensor([value for note in notes for value in note["values"][name]])
+        for name in ("masked", "advantages", "logprobs")
+    }
+    assert not told["masked"].any()
+    torch.testing.assert_close(
+        told["logprobs"], sample.tensor("logprobs")[written], rtol=1e-3, atol=1e-5
+    )
+    assert float(told["advantages"].mean()) == pytest.approx(0.0, abs=1e-3), "whitened"
+    assert float(told["advantages"].std()) == pytest.approx(1.0, abs=0.1)
+
+
+def test_rollout_tasks_tell_which_weights_drew_each_token(make_world: MakeWorld) -> None:
+    context: CallContext = make_world().context(1, ("7@0",))
+    sample = SequenceSample.from_default([1], ["7@0"], {"prompt_ids": torch.tensor([1])})
+    given = replace(context, stored=lambda name: small_group(7))
+    assert StoredInterface().generate(None, sample, given).notes == [
+        {"id": "7@0", "index": 0, "versions": {"names": ["4.1", "5.1"], "drawn_by": [0, 1]}},
+        {"id": "7@0", "index": 1, "versions": {"names": ["4.1", "5.1"], "drawn_by": [1]}},
+    ]
