@@ -1,10 +1,23 @@
-"""``python -m slurmrl`` is the command ``slurmrl``."""
+"""The command ``slurmrl``, also as ``python -m slurmrl``. Nothing is imported before Ctrl-C is
+handled."""
 
 from __future__ import annotations
 
 import sys
 
-from slurmrl.cli.main import main
+INTERRUPTED = 130
+"""Exit code of a program that Ctrl-C ended, as shells report it."""
+
+
+def main() -> int:
+    """Run this process's command line and return its exit code."""
+    try:
+        from slurmrl.cli.main import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -199,6 +199,21 @@ class RunPaths:
         """What ``slurmrl report`` writes."""
         return self.run / "report.html"
 
+    def notice(self, slot: int) -> Path:
+        """Claim file: its exclusive creation grants the right to post the notice of the end in this
+        slot of the history."""
+        return self.run / f"notice.{slot}.json"
+
+    @property
+    def timeline(self) -> Path:
+        """When the ranks executed the calls of the newest steps."""
+        return self.run / "timeline.json"
+
+    @property
+    def estimates(self) -> Path:
+        """What the plan expects of memory and time."""
+        return self.run / "estimates.json"
+
     @property
     def tensorboard(self) -> Path:
         return self.run / "tensorboard"

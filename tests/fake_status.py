@@ -29,6 +29,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "run": "/runs/me/add/1",
         "export": None,
         "results": None,
+        "report": None,
         "diagnosis": "2 s a step, about 96 s left",
         "findings": [{"code": "running", "text": "2 s a step, about 96 s left"}],
         "phase": "running",
@@ -54,7 +55,9 @@ def status(**changes: Any) -> dict[str, Any]:
         "failed_starts": None,
         "free_bytes": 10**12,
         "incarnations": [
-            incarnation(1, cause="died", how="rank 3 on n1 died: SIGKILL", job_id="41_0"),
+            incarnation(
+                1, cause="died", how="rank 3 on n1 died: SIGKILL", job_id="41_0", lost_steps=2
+            ),
             incarnation(2, cause="running", how="running", from_step=10, commit=None),
         ],
     }
@@ -76,6 +79,7 @@ def incarnation(number: int, **changes: Any) -> dict[str, Any]:
         "began": 1767225600.0,
         "from_step": 0,
         "to_step": 12,
+        "lost_steps": 0,
         "commit": 10,
         "cause": "died",
         "how": "",

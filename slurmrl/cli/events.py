@@ -3,48 +3,34 @@
 from __future__ import annotations
 
 import json
-import re
-import time
 from collections.abc import Collection, Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from slurmrl.cli.follow import Seen, follow, has_ended
-from slurmrl.cli.options import common, json_option, trial_argument
+from slurmrl.cli.options import chosen_trial, common, json_option, newest_trial_argument
+from slurmrl.cli.times import clock, since_option
 from slurmrl.display.columns import GAP, hanging, width
 from slurmrl.monitor.words import plain
 
 if TYPE_CHECKING:
     from slurmrl.paths import RunPaths
 
-UNITS_S = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 COMMON_KEYS = ("time", "writer", "kind")
 
 
-def _seconds(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip())
-    if match is None or match[2] not in UNITS_S:
-        raise click.BadParameter(f"{text!r} is not a time span; write 90s, 10min, 2h or 1d")
-    return float(match[1]) * UNITS_S[match[2]]
-
-
 @click.command()
-@trial_argument
+@newest_trial_argument
 @click.option(
     "-f", "--follow", "following", is_flag=True, help="Print new events until the trial ends."
 )
-@click.option(
-    "--since", callback=_seconds, metavar="SPAN", help="Print only the last 90s, 10min, 2h or 1d."
-)
+@since_option
 @click.option("--kind", multiple=True, help="Print only events of this kind. Repeatable.")
 @json_option
 @common
 def events(
-    trial: str,
+    trial: str | None,
     following: bool,
     since: float | None,
     kind: tuple[str, ...],
@@ -53,11 +39,8 @@ def events(
 ) -> int:
     """Print the events of a trial's processes in the order of their clocks: starts, commits,
     warnings, failures and ends."""
-    from slurmrl.submission import trials
-
-    paths = trials.find(trials.root_folder(root), trial)
-    earliest = 0.0 if since is None else time.time() - since
-    printer = _EventPrinter(paths, earliest, kind, as_json=as_json)
+    paths = chosen_trial(root, trial)
+    printer = _EventPrinter(paths, since or 0.0, kind, as_json=as_json)
 
     def look() -> Seen:
         ended = has_ended(paths)
@@ -83,8 +66,8 @@ class _EventPrinter:
         self._earliest = earliest
         self._kinds = kinds
         self._as_json = as_json
-        self._widths = (0, 0)
-        """Columns of writers and kinds; they never shrink, so that followed lines stay aligned."""
+        self._width = 0
+        """Columns of kinds; they never shrink, so that followed lines stay aligned."""
         self.read: list[dict[str, Any]] = []
         """What the last look read."""
 
@@ -92,9 +75,9 @@ class _EventPrinter:
         """Return the number of printed events."""
         self.read = self._reader.read()
         chosen = [event for event in self.read if self._is_chosen(event)]
-        self._widths = _widths(chosen, self._widths)
+        self._width = max([self._width, *(len(event["kind"]) for event in chosen)])
         for event in chosen:
-            text = [json.dumps(event)] if self._as_json else lines(event, self._widths, width())
+            text = [json.dumps(event)] if self._as_json else lines(event, self._width, width())
             click.echo("\n".join(text))
         return len(chosen)
 
@@ -110,26 +93,14 @@ def _nothing(events: Sequence[dict[str, Any]]) -> str:
     return f"no event matches; the trial has events of kind {kinds}"
 
 
-def _widths(events: Sequence[dict[str, Any]], before: tuple[int, int]) -> tuple[int, int]:
-    writers = [len(event["writer"]) for event in events]
-    return max([before[0], *writers]), max([before[1], *(len(event["kind"]) for event in events)])
-
-
-def lines(event: dict[str, Any], widths: tuple[int, int], terminal: int | None) -> list[str]:
-    """Return ``11-21 16:02:29.3  master.1  commit  step=10  seconds=0.4``: the reader's local time,
-    the writer, the kind, and all other values that are not empty."""
+def lines(event: dict[str, Any], columns: int, terminal: int | None) -> list[str]:
+    """Return ``11-21 16:02:29.3  commit  step=10  seconds=0.4  (master.1)``: the reader's local
+    time, the kind in so many columns, all other values that are not empty, and the writer."""
     rest = {key: value for key, value in event.items() if key not in COMMON_KEYS}
     shown = {key: text for key, value in rest.items() if (text := _shown(value))}
-    values = GAP.join(f"{key}={text}" for key, text in shown.items())
-    writer, kind = plain(event["writer"]).ljust(widths[0]), plain(event["kind"]).ljust(widths[1])
-    return hanging(GAP.join([_clock(event["time"]), writer, kind, ""]), values, terminal)
-
-
-def _clock(seconds: float) -> str:
-    try:
-        return f"{datetime.fromtimestamp(seconds):%m-%d %H:%M:%S.%f}"[:-5]
-    except (ValueError, OverflowError, OSError):
-        return "(invalid time)".ljust(len("11-21 16:02:29.3"))
+    values = [*(f"{key}={text}" for key, text in shown.items()), f"({plain(event['writer'])})"]
+    head = [clock(event["time"]), plain(event["kind"]).ljust(columns), ""]
+    return hanging(GAP.join(head), GAP.join(values), terminal)
 
 
 def _shown(value: Any) -> str:

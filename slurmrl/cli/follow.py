@@ -66,6 +66,7 @@ def follow(
     longest_s: float = LONGEST_S,
     *,
     on_interrupt: Callable[[int], bool] | None = None,
+    interrupts: Interrupts | None = None,
     sleep: Callable[[float], None] | None = None,
 ) -> None:
     """Call ``look`` until it returns END. Pauses grow from ``first_s`` to ``longest_s`` while there
@@ -73,12 +74,14 @@ def follow(
 
     Ctrl-C raises KeyboardInterrupt as usual. With ``on_interrupt`` it ends the pause instead, and
     that is called with the number of interrupts so far; it returns whether to stop following.
+    ``interrupts``: those that the caller counts already.
     """
     sleep = sleep or time.sleep
     backoff = Backoff(first_s, longest_s)
     problem: str | None = None
     with ExitStack() as stack:
-        interrupts = stack.enter_context(Interrupts()) if on_interrupt is not None else None
+        if on_interrupt is not None and interrupts is None:
+            interrupts = stack.enter_context(Interrupts())
         while True:
             seen, before = Seen.NOTHING_NEW, problem
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -13,16 +13,19 @@ from typing import Any
 import click
 
 from slurmrl.cli import render
-from slurmrl.cli.follow import Seen, follow, polled_query
+from slurmrl.cli.follow import Interrupts, Seen, follow, polled_query
+from slurmrl.display.sparkline import sparkline
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.monitor.metrics import read_latest
 from slurmrl.monitor.snapshot import read
 from slurmrl.monitor.status import assemble
-from slurmrl.monitor.words import age
+from slurmrl.monitor.words import age, plain
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import TaskState
 from slurmrl.submission.live import Jobs
 
+CURVE_STEPS, CURVE_WIDTH = 400, 40
+"""Newest steps of the curve that the live view draws, and its columns."""
 MOST_LINES = 100
 """Most steps to print after one look."""
 POLL_S = {"local": 0.5}
@@ -46,6 +49,7 @@ class TrialFollower:
         jobs: Jobs,
         view: View,
         *,
+        interrupts: Interrupts | None = None,
         sleep: Callable[[float], None] | None = None,
     ) -> None:
         self._paths = paths
@@ -54,6 +58,7 @@ class TrialFollower:
         self._jobs = jobs
         self._query = polled_query(kind, jobs.scheduler)
         self._view = view
+        self._interrupts = interrupts
         self._sleep = sleep
         self._tasks: list[TaskState] = []
         self._leave_at: float | None = None
@@ -67,6 +72,7 @@ class TrialFollower:
             self._poll_s,
             self._poll_s,
             on_interrupt=self._interrupted,
+            interrupts=self._interrupts,
             sleep=self._sleep,
         )
         if self._status is None:
@@ -189,14 +195,15 @@ class LiveView(View):
         self._live.stop()
 
     def update(self, status: render.Status) -> None:
-        self._live.update(picture(status))
+        lines = read_latest(RunPaths(Path(status["run"])).metrics, CURVE_STEPS)
+        self._live.update(picture(status, lines))
 
     def note(self, text: str) -> None:
         self._live.console.print(text, highlight=False, markup=False)
 
 
-def picture(status: render.Status) -> Any:
-    """Return the rich renderable of a running trial."""
+def picture(status: render.Status, lines: Sequence[Mapping[str, Any]] = ()) -> Any:
+    """Return the rich renderable of a running trial. ``lines``: its newest metrics."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -209,12 +216,32 @@ def picture(status: render.Status) -> Any:
         Text(f"step {render.progress(status)}"),
         Text(remaining(status)),
     )
-    head = f"{status['trial']}  {status['state']}  {render.note(status)}".rstrip()
-    lines = [render.metrics(status["metrics"]), f"commit: {render.commit(status)}"]
+    head = f"{status['trial']}  {status['state']}"
+    finding = status["findings"][0]
+    why = "" if finding["code"] == "running" else plain(finding["text"])
+    commit = f"commit: {render.commit(status)}"
     if status["incarnation"] > 1:
-        lines[-1] += f"   incarnation {status['incarnation']}"
-    lines.append(f"rollouts: {shown}" if (shown := render.rollouts(status)) else "")
-    return Group(Text(head, style="bold"), bar, *(Text(line) for line in lines if line))
+        commit += f"   incarnation {status['incarnation']}"
+    rollouts = f"rollouts: {shown}" if (shown := render.rollouts(status)) else ""
+    texts = (why, render.metrics(status["metrics"]), curve(lines), commit, rollouts)
+    return Group(Text(head, style="bold"), bar, *(Text(text) for text in texts if text))
+
+
+def curve(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Return ``reward ▁▂▄▆█ 0.12 to 0.41, steps 1 to 60``: the first metric of a progress line that
+    two of the lines have; empty without one. Evaluations are too few for a curve of their own."""
+    for name in sorted(render.SHOWN, key=lambda name: name.startswith("eval/")):
+        points = [
+            (line["step"], float(value))
+            for line in lines
+            if isinstance(value := line.get(name), int | float)
+        ]
+        if len(points) > 1:
+            (first, before), (last, now) = points[0], points[-1]
+            bars = sparkline([value for _, value in points], CURVE_WIDTH)
+            values = f"{render.number(before)} to {render.number(now)}"
+            return f"{name} {bars} {values}, steps {first} to {last}"
+    return ""
 
 
 def remaining(status: render.Status) -> str:

@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from slurmrl.cli.follow import Seen, follow, has_ended
-from slurmrl.cli.options import common, trial_argument
+from slurmrl.cli.options import chosen_trial, common, json_option, newest_trial_argument
+from slurmrl.cli.times import clock, since_option
+from slurmrl.display.columns import GAP
 
 if TYPE_CHECKING:
     from slurmrl.monitor.log_files import LogFile
+    from slurmrl.monitor.log_lines import LogLine, OutputReader
 
 LONGEST_S = 1.0
 """Longest pause of ``-f``."""
+LEVELS = ("debug", "info", "warning", "error", "critical")
+COLOURS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 
 
-@click.command()
-@trial_argument
+@click.command(epilog="Example: slurmrl logs gsm8k/1 -n 50 --level warning --process 'rank *'")
+@newest_trial_argument
 @click.option(
     "-f", "--follow", "following", is_flag=True, help="Print new output until the trial ends."
+)
+@click.option(
+    "-n", "--lines", "last", type=click.IntRange(min=0), metavar="N", help="Print the last N lines."
+)
+@since_option
+@click.option(
+    "--level",
+    type=click.Choice(LEVELS, case_sensitive=False),
+    default="debug",
+    help="Print only entries of at least this level, and tracebacks.",
+)
+@click.option(
+    "--process",
+    metavar="GLOB",
+    help="Print only processes of this name, as the lines have it: 'rank 3', 'agent *', master.",
 )
 @click.option("--group", help="Print only this group. Default: all groups.")
 @click.option(
@@ -33,24 +53,32 @@ LONGEST_S = 1.0
     help="Print the output of the job that this incarnation ran in; slurmrl status numbers them. "
     "Default: the newest attempt of each task.",
 )
+@json_option
 @common
 def logs(
-    trial: str,
+    trial: str | None,
     following: bool,
+    last: int | None,
+    since: float | None,
+    level: str,
+    process: str | None,
     group: str | None,
     task: int | None,
     incarnation: int | None,
+    as_json: bool,
     root: str | None,
 ) -> int:
-    """Print the output of a trial's newest attempts, or of its batch process while no agent has
-    started."""
+    """Print the output of a trial's processes (default: of the newest trial) in the order of their
+    clocks: of the newest attempts and of the batch process."""
+    from slurmrl.monitor import log_lines
     from slurmrl.monitor.log_files import newest, serving
-    from slurmrl.submission import trials
 
-    paths = trials.find(trials.root_folder(root), trial)
     if incarnation is not None and following:
         raise click.UsageError("--incarnation and --follow exclude each other")
-    printer = Printer()
+    paths = chosen_trial(root, trial)
+    least = 0 if level == "debug" else log_lines.LEVELS[level.upper()]
+    wanted = log_lines.Wanted(process, least, since or 0.0)
+    printer = Printer(log_lines.OutputReader(wanted, last), as_json=as_json)
 
     def look() -> Seen:
         ended = has_ended(paths)
@@ -64,58 +92,44 @@ def logs(
     files = newest(paths, group, task, attempts=attempts)
     if not files:
         click.echo(f"no logs in {paths.logs} yet", err=True)
-    printer.print(files, torn=True)
+    elif not printer.print(files, torn=True) and not wanted.all:
+        click.echo("no line matches", err=True)
     return 0
 
 
 class Printer:
-    """Prints what was added to log files since the last time, across their rotation."""
+    """Prints the lines of log files that were added since the last time."""
 
-    def __init__(self) -> None:
-        self._printed: dict[Path, tuple[int, int]] = {}
-        """Part and offset in it."""
+    def __init__(self, reader: OutputReader, *, as_json: bool = False) -> None:
+        self._reader = reader
+        self._as_json = as_json
+        self._width = 0
+        """Columns of processes; they never shrink, so that followed lines stay aligned."""
 
     def print(self, files: Sequence[LogFile], *, torn: bool) -> int:
-        """Return the number of printed lines. ``torn``: print an unfinished last line, too;
-        otherwise it is printed once it is complete."""
+        """Return the number of printed lines. ``torn``: print an unfinished last line, too."""
         count = 0
-        for file in files:
-            prefix = f"{file.label} | " if len(files) > 1 else ""
-            for raw in self._new_lines(file.path, torn):
-                for line in raw.decode(errors="replace").splitlines():
-                    click.echo(prefix + line)
-                    count += 1
+        for line in self._reader.read(files, torn=torn):
+            click.echo(json.dumps(_object(line)) if self._as_json else self._text(line, len(files)))
+            count += 1
         return count
 
-    def _new_lines(self, path: Path, torn: bool) -> Iterator[bytes]:
-        from slurmrl.fsio import lines
-        from slurmrl.monitor.log_files import HEAD_BYTES, part
+    def _text(self, line: LogLine, files: int) -> str:
+        if line.first and line.time is not None:
+            self._width = max(self._width, len(line.process))
+            head = (clock(line.time), line.process.ljust(self._width))
+            level = click.style(line.level.ljust(7), COLOURS.get(line.level))
+            return GAP.join((*head, level, line.text))
+        if line.time is not None:
+            return GAP + line.text
+        return f"{line.label} | {line.text}" if files > 1 else line.text
 
-        printed, offset = self._printed.get(path, (0, 0))
-        with lines.opened(path) as file:
-            now = part(file.first(HEAD_BYTES))
-            if now.number != printed:
-                yield from self._rotated_lines(path, now.number, printed, offset)
-                offset = 0
-            yield from file.forward(offset, torn=torn)
-            self._printed[path] = now.number, file.offset
 
-    def _rotated_lines(self, path: Path, now: int, printed: int, offset: int) -> Iterator[bytes]:
-        """Yield the lines of the previous part that were not printed yet."""
-        from slurmrl.fsio import lines
-        from slurmrl.monitor.log_files import HEAD_BYTES, part
-        from slurmrl.paths import rotated
-
-        try:
-            with lines.opened(rotated(path)) as file:
-                before = part(file.first(HEAD_BYTES))
-                if before.number >= now:
-                    return  # rotation is under way: the file itself still has all lines
-                start = 0  # the head of a part not seen before says how much is missing
-                if before.number == printed:
-                    start = (
-                        before.head_bytes + offset - before.skipped if before.skipped else offset
-                    )
-                yield from file.forward(max(start, 0), torn=True)
-        except FileNotFoundError:
-            return
+def _object(line: LogLine) -> dict[str, object]:
+    return {
+        "file": line.label,
+        "time": line.time,
+        "process": line.process,
+        "level": line.level or None,
+        "text": line.text,
+    }

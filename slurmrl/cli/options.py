@@ -5,12 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from slurmrl.cli import completion
 from slurmrl.submission.trials import root_folder
+
+if TYPE_CHECKING:
+    from slurmrl.paths import RunPaths
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,6 +26,26 @@ def trial_argument(command: F) -> F:
     """Add the argument ``trial``."""
     argument = click.argument("trial", metavar="EXPERIMENT/TRIAL", shell_complete=completion.trials)
     return argument(command)
+
+
+def newest_trial_argument(command: F) -> F:
+    """Add the argument ``trial`` of a command that only reads; see `chosen_trial`."""
+    argument = click.argument(
+        "trial", metavar="[EXPERIMENT/TRIAL]", required=False, shell_complete=completion.trials
+    )
+    return argument(command)
+
+
+def chosen_trial(root: str | None, trial: str | None) -> RunPaths:
+    """Return the trial of a name; without one the newest, and say which one that is."""
+    from slurmrl.submission import trials
+
+    folder = root_folder(root)
+    if trial is not None:
+        return trials.find(folder, trial)
+    paths = trials.newest(folder)
+    click.echo(f"{paths.experiment}/{paths.trial}, the newest trial", err=True)
+    return paths
 
 
 def common(command: F) -> F:
@@ -61,7 +84,8 @@ def submitting(command: F) -> F:
     dry_run = click.option(
         "--dry-run",
         is_flag=True,
-        help="Print the plan and the batch scripts; write and submit nothing.",
+        help="Print what would be queued and written, and the batch scripts (with --json also the "
+        "plan); write and submit nothing.",
     )
     return overrides(scheduler(wait(json_option(dry_run(checking(command))))))
 

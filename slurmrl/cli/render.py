@@ -150,12 +150,16 @@ def _facts(status: Status) -> Iterator[tuple[str, str]]:
     yield from _rollouts(status)
     useful = status["timing"]["effective_ratio"]
     if useful is not None:
-        lost = "" if useful > 0.995 else "; the rest: queue, start-up, repeated steps"
-        yield "useful time", f"{useful:.0%}{lost}"
+        steps = sum(row["lost_steps"] for row in status["incarnations"])
+        lost = f", {steps} lost {'step' if steps == 1 else 'steps'}" if steps else ""
+        rest = f"; the rest: queue, start-up{lost}" if lost or useful <= 0.995 else ""
+        yield "useful time", f"{useful:.0%}{rest}"
     yield "directory", status["run"]
     if status["export"]:
         yield "exported", status["export"]
     yield from _results(status)
+    if status["report"]:
+        yield "report", status["report"]
 
 
 def rollouts(status: Status) -> str:
@@ -249,7 +253,9 @@ def _after_failure(trial: str) -> str:
 
 def _story(status: Status) -> list[tuple[str, ...]]:
     """Return a row for each of the newest incarnations and how it ended."""
-    rows: list[tuple[str, ...]] = [("#", "JOB", "HOSTS", "STEPS", "COMMIT", "TOOK", "HOW IT ENDED")]
+    rows: list[tuple[str, ...]] = [
+        ("#", "JOB", "HOSTS", "STEPS", "COMMIT", "LOST", "TOOK", "HOW IT ENDED")
+    ]
     for row in status["incarnations"]:
         first, last = row["from_step"] + 1, row["to_step"]
         rows.append(
@@ -259,6 +265,7 @@ def _story(status: Status) -> list[tuple[str, ...]]:
                 brief(row["hosts"]),
                 f"{first}-{last}" if first <= last else "-",
                 "-" if row["commit"] is None else str(row["commit"]),
+                str(row["lost_steps"] or "-"),
                 age(row["seconds"]),
                 plain(row["how"]),
             )

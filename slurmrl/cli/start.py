@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from slurmrl.cli.follow import Interrupts
 from slurmrl.cli.options import again
 
 if TYPE_CHECKING:
     from slurmrl.submission.checks.finding import Finding
     from slurmrl.submission.live import Jobs
     from slurmrl.submission.proposal import Proposal
-    from slurmrl.submission.submit import Outlook, Submitted
+    from slurmrl.submission.submit import Submitted
 
 
 def look_over(proposal: Proposal, timeout_s: float | None) -> Sequence[Finding]:
@@ -43,6 +45,7 @@ def carry_out(
     as_json: bool,
 ) -> int:
     """Check (None: do not) and start a trial, or show what a ``dry_run`` would start."""
+    from slurmrl.cli.dry_run import show
     from slurmrl.submission.submit import rehearse
 
     checked = look_over(proposal, check_s)
@@ -57,61 +60,29 @@ def start(
     """Submit. ``wait=None`` watches a local run and returns after submitting a Slurm job."""
     from slurmrl.submission.submit import submit
 
-    submitted = submit(proposal)
-    wait = submitted.kind == "local" if wait is None else wait
-    said = {**describe(submitted), "checks": [one.to_json() for one in checked]}
-    if submitted.jobs is not None and wait:
-        return _watch(submitted, submitted.jobs, said if as_json else None)
+    watch = proposal.kind == "local" if wait is None else wait
+    with Interrupts() if watch else nullcontext() as interrupts:
+        submitted = submit(proposal)
+        said = {**describe(submitted), "checks": [one.to_json() for one in checked]}
+        if submitted.jobs is not None and interrupts is not None:
+            return _watch(submitted, submitted.jobs, said if as_json else None, interrupts)
     click.echo(json.dumps(said) if as_json else "\n".join(_lines(submitted)))
     return 0
 
 
-def show(
-    proposal: Proposal,
-    checked: Sequence[Finding],
-    outlook: Outlook | None,
-    *,
-    as_json: bool,
+def _watch(
+    submitted: Submitted, jobs: Jobs, said: dict[str, Any] | None, interrupts: Interrupts
 ) -> int:
-    """Print what would be submitted. ``outlook``: where the trial is, if it exists."""
-    complete = outlook is not None and outlook.complete
-    scripts = {} if complete else proposal.scripts()
-    if as_json:
-        shown: dict[str, Any] = {"trial": proposal.trial, "run": str(proposal.paths.run)}
-        shown["checks"] = [one.to_json() for one in checked]
-        if outlook is not None:
-            shown |= {"resumed_step": outlook.step, "notes": list(outlook.notes)}
-        plan = json.loads(proposal.plan.to_json())
-        click.echo(json.dumps({**shown, "plan": plan, "scripts": scripts}))
-        return 0
-    if complete:
-        click.echo(f"{proposal.trial} is already complete; nothing would be submitted")
-        return 0
-    click.echo(f"# plan of {proposal.trial} on {proposal.kind}; run directory {proposal.paths.run}")
-    if outlook is not None:
-        click.echo("\n".join(f"# {line}" for line in _would_do(outlook)))
-    click.echo(proposal.plan.to_json())
-    for group, text in scripts.items():
-        click.echo(f"# {proposal.paths.submission_script(1, group).name}\n{text}")
-    return 0
-
-
-def _would_do(outlook: Outlook) -> list[str]:
-    begin = "the beginning" if outlook.step is None else f"step {outlook.step}"
-    left = [job for jobs in outlook.left.ids.values() for job in jobs] if outlook.left else []
-    cancels = [f"cancels its jobs that are still queued: {', '.join(left)}"] if left else []
-    return [f"continues from {begin}", *cancels, *outlook.notes]
-
-
-def _watch(submitted: Submitted, jobs: Jobs, said: dict[str, Any] | None) -> int:
-    """``said`` is printed as JSON together with the last status; None prints for people."""
+    """``said`` is printed as JSON together with the last status; None prints for people. Ctrl-C
+    since the submission began counts: it would leave behind a run that nobody watches."""
     from slurmrl.cli import render
     from slurmrl.cli.live import TrialFollower, exit_code, make_view
 
     if said is None:
         click.echo(_headline(submitted))
     with make_view(silent=said is not None, earlier=submitted.earlier) as view:
-        status = TrialFollower(submitted.paths, submitted.kind, jobs, view).run()
+        follower = TrialFollower(submitted.paths, submitted.kind, jobs, view, interrupts=interrupts)
+        status = follower.run()
     if said is not None:
         click.echo(json.dumps({**said, "status": status}))
     else:

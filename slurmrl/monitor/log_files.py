@@ -70,8 +70,9 @@ def newest(
     *,
     attempts: Attempts | None = None,
 ) -> list[LogFile]:
-    """Return the log of each task's newest attempt, or of those in ``attempts``, by group and task.
-    For a group in which no agent has started, return the newest output of a batch process.
+    """Return the log of each task's newest attempt, or of those in ``attempts``, by group and task,
+    and the newest output of the trainers' batch process. For another group in which no agent has
+    started, return that of its batch process.
 
     Raises UnknownNameError for a group or a task without logs if there are others.
     """
@@ -118,13 +119,12 @@ def _of_group(paths: RunPaths, group: str, only: Attempts | None) -> dict[str, P
             if only is not None and only.get((group, task)) != attempt:
                 continue
             attempts[task] = max(attempt, attempts.get(task, 0))
-    if attempts:
-        return {f"{group}/{t}": paths.log(group, t, a) for t, a in sorted(attempts.items())}
-    if only is not None:
-        return {}
+    found = {f"{group}/{t}": paths.log(group, t, a) for t, a in sorted(attempts.items())}
+    if only is not None or (found and group != TRAINERS):
+        return found
     stats = [(folder / name, (folder / name).stat()) for name in names if name.endswith(".out")]
     written = [(stat.st_mtime_ns, path) for path, stat in stats if stat.st_size]
-    return {f"{group}/batch": max(written)[1]} if written else {}
+    return {**found, **({f"{group}/batch": max(written)[1]} if written else {})}
 
 
 def _known(kind: str, name: str, known: list[str]) -> str:

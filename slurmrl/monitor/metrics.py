@@ -15,6 +15,9 @@ from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents, lines
 from slurmrl.fsio.shapes import INTEGER, Fields
 
+TIME = "time"
+"""When a line was written, in seconds since the epoch by the master's clock; no result of the step.
+Lines of older versions lack it."""
 FIELDS: Fields = {"step": INTEGER}
 LATEST_BYTES = 64 << 20
 """Most bytes that `read_latest` reads from the end."""

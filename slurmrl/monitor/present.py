@@ -158,6 +158,7 @@ def _timing(snapshot: TrialSnapshot, state: str, step: int) -> dict[str, Any]:
     step_s = throughput.step_s(snapshot.lines, events)
     total = snapshot.total_steps
     commit_s, stall_s = throughput.commits(events)
+    trained_s = throughput.kept_s(snapshot.trained_s, snapshot.lines, step)
     return {
         "step_s": step_s,
         "left_s": throughput.left_s(step_s, step, total) if not snapshot.state.end else None,
@@ -166,7 +167,7 @@ def _timing(snapshot: TrialSnapshot, state: str, step: int) -> dict[str, Any]:
         "commit_stall_s": stall_s,
         "signal_lead_s": snapshot.submission.signal_lead_s if snapshot.submission else None,
         "effective_ratio": throughput.effective_ratio(
-            snapshot.trained_s, snapshot.first_step_at, _until(snapshot, state)
+            trained_s, snapshot.first_step_at, _until(snapshot, state)
         ),
     }
 
@@ -177,4 +178,6 @@ def _until(snapshot: TrialSnapshot, state: str) -> float | None:
         return snapshot.state.end.time
     if state == "RUNNING" and "time" in snapshot.said:
         return float(snapshot.said["time"])
-    return story.last_word(snapshot.incarnations[-1]) if snapshot.incarnations else None
+    if not snapshot.incarnations:
+        return None
+    return max(story.last_word(snapshot.incarnations[-1]), story.last_line(snapshot))

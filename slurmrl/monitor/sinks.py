@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from slurmrl.config.load import load_resolved
@@ -117,16 +117,29 @@ def _settings(paths: RunPaths) -> dict[str, Any]:
 
 class MetricsRecorder:
     """Records the metrics of one incarnation, which continues after ``last_step``. Lines of later
-    steps, which an earlier incarnation wrote and did not commit, are dropped; -1 drops all."""
+    steps, which an earlier incarnation wrote and did not commit, are dropped; -1 drops all.
 
-    def __init__(self, paths: RunPaths, logging: Logging, *, last_step: int) -> None:
+    Each line of the file also gets the ``time`` of its writing. Sinks keep times of their own."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        logging: Logging,
+        *,
+        last_step: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        newest = [line["step"] for line in metrics.read_latest(paths.metrics, 1)]
+        self.repeated = range(max(last_step, 0) + 1, max(newest, default=0) + 1)
+        """The steps whose lines are dropped."""
         metrics.cut(paths.metrics, last_step)
         self._file = metrics.MetricsWriter(paths.metrics)
+        self._clock = clock
         self._sinks = make_sinks(paths, logging, first_step=last_step + 1)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """``line`` holds ``step`` and JSON values."""
-        self._file.write(line)
+        self._file.write({"step": line["step"], metrics.TIME: round(self._clock(), 3), **line})
         for sink in self._sinks:
             sink.log(line["step"], line)
 

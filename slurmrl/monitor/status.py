@@ -22,6 +22,7 @@ This object is a contract: fields may be added, none is ever changed or removed.
       "results": {"file": "/…/results.jsonl", "summary": "/…/summary.json" | null} | null,
                                               the results of a trial that records them, once it has
                                               finished; null for others
+      "report": "/…/report.html",             null if none was written
       "diagnosis": "12 s a step, about 9 min left",   the first finding, on one line
       "findings": [{"code": "running", "text": "…"}, …],   all findings, the most urgent
                                               first; never empty. Codes: docs/status.md
@@ -78,8 +79,9 @@ This object is a contract: fields may be added, none is ever changed or removed.
         "number": 2,                          overviews
         "job_id": "41_1" | null, "submission": 1 | null, "link": 1 | null, "hosts": ["n0", …],
         "began": 1767225600.0,                by the clock of its first host
-        "from_step": 10, "to_step": 12,       last step known; those after "commit" are done again
+        "from_step": 10, "to_step": 12,       last step known
         "commit": 10 | null,                  its last one
+        "lost_steps": 2,                      done after it and lost with the incarnation
         "cause": "running" | "finished" | "cancelled" | "gave_up" | "time_limit" | "preemption" |
                  "interrupt" | "exception" | "died" | "oom" | "hung" | "deadline" | "lost_host" |
                  "gpu_fault" | "master" | "environment" | "killed" | "unknown",   others may come
@@ -142,6 +144,7 @@ def assemble(
         "run": str(snapshot.paths.run),
         "export": _export(snapshot),
         "results": _results(snapshot.paths),
+        "report": str(snapshot.paths.report) if snapshot.paths.report.is_file() else None,
         "submission": snapshot.submission.number if snapshot.submission else None,
         "incarnations": told,
         "avoided": [{"host": one.host, "why": one.why} for one in snapshot.avoided],

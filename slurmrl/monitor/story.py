@@ -8,11 +8,12 @@ nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from slurmrl.history.record import Kind
 from slurmrl.monitor.events import Event
+from slurmrl.monitor.metrics import TIME
 from slurmrl.monitor.reports import Cause, Failure, Warned
 from slurmrl.monitor.snapshot import Traces, TrialSnapshot
 from slurmrl.monitor.words import exit_words, first_line, plain
@@ -36,6 +37,8 @@ WARNINGS = {
 CLOCKS_S = 5.0
 """Largest difference of two hosts' clocks."""
 SHOWN_FILES = 2
+REPEATS = "repeats"
+"""The event of an incarnation about the steps that it does again: ``first``, ``last``."""
 GUESSED = ("preemption", "unknown")
 JOB_ENDS = {
     JobState.TIMEOUT: "time_limit",
@@ -97,6 +100,9 @@ def _row(
     end = _running(snapshot) if running else ending(traces, tasks)
     until = float(snapshot.said.get("time", snapshot.now)) if running else _ended_at(traces, after)
     commit = begun.commit.data["step"] if begun.commit else None
+    first = _from_step(traces)
+    last = max(_to_step(traces, commit), _last_seen(snapshot, traces, after, running=running))
+    kept = max(first, first if commit is None else commit)
     return {
         "number": begun.number,
         "job_id": traces.attempt.job_id if traces.attempt is not None else None,
@@ -104,9 +110,10 @@ def _row(
         "link": begun.data.get("link"),
         "hosts": hosts(snapshot, traces),
         "began": begun.time,
-        "from_step": _from_step(traces),
-        "to_step": _to_step(traces, commit, snapshot.said.get("step") if running else None),
+        "from_step": first,
+        "to_step": last,
         "commit": commit,
+        "lost_steps": 0 if running else last - kept,
         "cause": end.cause,
         "how": end.how + _damages(traces),
         "seconds": max(until - begun.time, 0.0),
@@ -142,11 +149,37 @@ def _from_step(traces: Traces) -> int:
     return step if isinstance(step, int) else 0
 
 
-def _to_step(traces: Traces, commit: int | None, said: Any) -> int:
+def _last_seen(
+    snapshot: TrialSnapshot, traces: Traces, after: Traces | None, *, running: bool
+) -> int:
+    """Return the last step that others know: the status of a running incarnation, the next one that
+    does steps again, or metrics that no next one has cut yet; 0 if none does."""
+    if running:
+        said = snapshot.said.get("step")
+    elif after is not None:
+        repeats = _newest(after.master, REPEATS) or {}
+        said = repeats.get("last")
+    else:
+        own = [line for line in snapshot.lines if _time(line) >= traces.begun.time]
+        said = own[-1]["step"] if own else 0
+    return said if isinstance(said, int) else 0
+
+
+def last_line(snapshot: TrialSnapshot) -> float:
+    """Return when the newest line of metrics was written; 0.0: unknown."""
+    return _time(snapshot.lines[-1]) if snapshot.lines else 0.0
+
+
+def _time(line: Mapping[str, Any]) -> float:
+    said = line.get(TIME)
+    return float(said) if isinstance(said, int | float) else 0.0
+
+
+def _to_step(traces: Traces, commit: int | None) -> int:
     ends = [event.get("step") for event in traces.master if event["kind"] in ("stopped", "commit")]
     failed = traces.failure.step if traces.failure is not None else None
     before = failed - 1 if failed is not None else None
-    steps = [*ends, before, commit, said, _from_step(traces)]
+    steps = [*ends, before, commit, _from_step(traces)]
     return max(step for step in steps if isinstance(step, int))
 
 

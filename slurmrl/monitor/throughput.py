@@ -49,6 +49,15 @@ def start_s(begun: float, events: Iterable[Event]) -> float | None:
     return said if said is not None else max(float(ready["time"]) - begun, 0.0)
 
 
+def kept_s(trained_s: float | None, lines: Sequence[Mapping[str, Any]], step: int) -> float | None:
+    """Return the total time of the steps up to ``step``, where the trial stands: those after it
+    are lost, and their lines stay until the next incarnation begins."""
+    if trained_s is None:
+        return None
+    lost = (_number(line.get(STEP_S)) or 0.0 for line in lines if line["step"] > step)
+    return trained_s - sum(lost)
+
+
 def effective_ratio(
     trained_s: float | None, first_step_at: float | None, until: float | None
 ) -> float | None:

@@ -37,6 +37,7 @@ MAY_CHANGE = frozenset(
         "rollout.tasks.orphan_s",
         *(f"{role}.offload" for role in SECTIONS),
         "logging",
+        "notify",
         "checkpoint",
         "reward.pool",
         "reward.parts.*.pool",

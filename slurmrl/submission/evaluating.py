@@ -34,6 +34,7 @@ KEPT: Final = (
     "reward_model",
     "step_timeout_s",
     "logging",
+    "notify",
 )
 """Sections that an evaluation has in common with the trial whose model it measures."""
 OF_TRAINING: Final = ("path", "architecture", "optimizer", "lora", "ema", "cpu_offload")

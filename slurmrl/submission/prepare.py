@@ -17,6 +17,7 @@ from slurmrl.fsio import atomic, documents, ownership
 from slurmrl.fsio.shapes import TEXT
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
+from slurmrl.plan.report.values import figures
 from slurmrl.plan.settings import Settings
 from slurmrl.submission import snapshot
 from slurmrl.submission.record import ProvenanceWriter
@@ -42,7 +43,7 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
     claim = {"uuid": uuid.uuid4().hex, "time": time.time(), "version": slurmrl.__version__}
     atomic.exclusive_create(paths.identity, json.dumps(claim).encode())
     snapshot.take(paths, recorder.code, recorder)
-    write_plan(paths, plan)
+    write_plan(paths, settings, plan)
     # Two submitters of the same configuration may both get True: their files are equal.
     return atomic.exclusive_create(paths.config, dump(settings.config).encode())
 
@@ -64,11 +65,13 @@ def trial_uuid(paths: RunPaths) -> str:
     return uuid_text
 
 
-def write_plan(paths: RunPaths, plan: Plan) -> None:
+def write_plan(paths: RunPaths, settings: Settings, plan: Plan) -> None:
+    """Replace the plan, and the estimates that reports compare with what was measured."""
+    atomic.replace(paths.estimates, json.dumps(figures(settings, plan)).encode())
     atomic.replace(paths.plan, plan.to_json().encode())
 
 
 def rewrite(paths: RunPaths, settings: Settings, plan: Plan) -> None:
     """Replace the configuration of a trial by a changed one."""
-    write_plan(paths, plan)
+    write_plan(paths, settings, plan)
     atomic.replace(paths.config, dump(settings.config).encode())

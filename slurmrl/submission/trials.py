@@ -69,6 +69,22 @@ def find(root: Path, name: str) -> RunPaths:
     raise _unknown(root, "trial", name, [_label(paths) for paths in all_trials(root)])
 
 
+def newest(root: Path) -> RunPaths:
+    """The trial that was submitted or resumed last. Raises UnknownNameError without trials."""
+    found = all_trials(root)
+    if not found:
+        raise UnknownNameError(f"there are no trials in {root / user_name()} yet")
+    return max(found, key=_submitted_ns)
+
+
+def _submitted_ns(paths: RunPaths) -> int:
+    """When the newest submission was added, or the trial was created."""
+    try:
+        return paths.submissions.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
 def find_experiment(root: Path, name: str) -> list[RunPaths]:
     """The trials of an experiment. Raises UnknownNameError with the near misses."""
     found = trials(root, name)

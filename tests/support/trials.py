@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.monitor import metrics
+from slurmrl.monitor.metrics import TIME
 from slurmrl.paths import RunPaths
 from slurmrl.plan.checks.sections import known_metrics
 from slurmrl.plan.settings import load_run_settings
@@ -136,7 +137,7 @@ class Site:
         last = paths.checkpoints / commit.directory
         settings = load_run_settings(paths)
         known = known_metrics(settings.config, settings.algorithm)
-        unknown = {name for line in self.metrics(trial) for name in line}.difference(known)
+        unknown = {name for line in self.metrics(trial) for name in line}.difference(known, [TIME])
         assert not unknown, f"metrics that stop_when would refuse: {sorted(unknown)}"
         exports = sorted(paths.exports.glob("*/model.safetensors"))
         return {
@@ -156,7 +157,7 @@ class Site:
 
 
 def is_timing(name: str) -> bool:
-    return name.startswith("time/") or name.endswith("_per_s")
+    return name == TIME or name.startswith("time/") or name.endswith("_per_s")
 
 
 def processes(run: Path) -> dict[str, list[int]]:

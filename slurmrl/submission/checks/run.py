@@ -76,6 +76,10 @@ def _places(settings: Settings) -> list[Finding]:
             variables.read(Path(file))
     except SlurmrlError as error:
         findings.append(Finding("variables", Weight.FAILED, str(error), "cluster.variables_file"))
+    name = config.notify.webhook
+    if name is not None and name not in _variables(settings):
+        message = f"no notice will be sent: cluster.variables_file does not set {name}"
+        findings.append(Finding("notify", Weight.WARNING, message, "notify.webhook"))
     return findings
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from slurmrl.cli.main import main
 from slurmrl.fsio import space
 from slurmrl.history.record import END_OF_DATASET, Kind
 from slurmrl.paths import RunPaths, user_name
-from slurmrl.scheduler.base import JobState
+from slurmrl.scheduler.base import JobIds, JobState, SubmissionRequest
 from slurmrl.submission import live, proposal, submit
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 
@@ -183,9 +185,9 @@ def test_events_of_all_writers(root: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["events", "add/1"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     clock = r"\d\d-\d\d \d\d:\d\d:\d\d\.\d"
-    assert re.fullmatch(rf"{clock}  master.1           ready    step=0", first)
-    assert re.match(rf"{clock}  agent.trainer.0.0  failure  cause=died", second)
-    assert second.endswith("cause=died  reason=worker [2J  1  rank=1")
+    assert re.fullmatch(rf"{clock}  ready    step=0  \(master.1\)", first)
+    assert re.match(rf"{clock}  failure  cause=died", second)
+    assert second.endswith("cause=died  reason=worker [2J  1  rank=1  (agent.trainer.0.0)")
     assert main(["events", "add/1", "--json", "--kind", "ready"]) == 0
     assert printed(capsys)["step"] == 0
     assert main(["events", "add/1", "--kind", "redy"]) == 0
@@ -200,16 +202,36 @@ def test_events_of_a_trial_that_has_none(root: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == "no events yet\n"
     run.paths.event_file("odd").write_text('{"time": 1e300, "kind": "x"}\n')
     assert main(["events", "add/1"]) == 0
-    assert capsys.readouterr().out.split() == ["(invalid", "time)", "odd", "x"]
+    assert capsys.readouterr().out.split() == ["(invalid", "time)", "x", "(odd)"]
 
 
-@pytest.mark.parametrize(("since", "code"), [("1h", 0), ("0s", 0), ("soon", 2), ("3 weeks", 2)])
+@pytest.mark.parametrize(
+    ("since", "code"),
+    [("1h", 0), ("2020-01-31 14:30", 0), ("0s", 0), ("2999-01-31", 0), ("soon", 2), ("3 weeks", 2)],
+)
 def test_events_since(
     root: Path, capsys: pytest.CaptureFixture[str], since: str, code: int
 ) -> None:
     FakeRun(root).event("master.1", "ready", step=0)
     assert main(["events", "add/1", "--since", since]) == code
-    assert ("ready" in capsys.readouterr().out) is (since == "1h")
+    assert ("ready" in capsys.readouterr().out) is (since in ("1h", "2020-01-31 14:30"))
+
+
+def test_the_newest_trial_unless_one_is_named(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one that was submitted last, whatever its name; with none the message says so."""
+    assert main(["events"]) == 2
+    assert "there are no trials in" in capsys.readouterr().err
+    for name, submitted in (("10", 3), ("9", 5), ("11", 4)):
+        run = FakeRun(root, trial=name)
+        run.event(f"master.{name}", "ready", step=0)
+        run.log("0.0.log", f"output of {name}\n")
+        os.utime(run.paths.submissions, (submitted, submitted))
+    assert main(["logs"]) == 0
+    assert capsys.readouterr() == ("output of 9\n", "add/9, the newest trial\n")
+    assert main(["events", "--json"]) == 0
+    assert printed(capsys)["writer"] == "master.9"
 
 
 def test_following_events_ends_with_the_trial(
@@ -338,8 +360,16 @@ def test_a_dry_run_writes_nothing(
     scheduler.problem = "must not be asked"
     assert submit_it(tmp_path, "--dry-run") == 0
     output = capsys.readouterr().out
-    assert '"name": "trainer"' in output
-    assert "#!/bin/bash\nlinks 8" in output
+    head, script = output.split("\n\n", 1)
+    run = RunPaths.of(root, user_name(), "add", "1").run
+    assert head.splitlines() == [
+        "add/1 would be submitted to local:",
+        "  algorithm       sft, 6 steps",
+        "  job of trainer  1 host, 1 worker and 0 GPUs on each, 8 links in the queue",
+        f"  directory       {run} (new)",
+        "  written there   configuration, plan, a copy of the code, the batch scripts",
+    ]
+    assert script == "# trainer.sh\n#!/bin/bash\nlinks 8\n\n"
     assert submit_it(tmp_path, "--dry-run", "--json", "cluster.slurm.links=3") == 0
     shown = printed(capsys)
     assert shown["trial"] == "add/1"
@@ -357,6 +387,33 @@ def test_detached_submission_says_what_to_type_next(
     assert "slurmrl status add/1 --watch\n" in output
     assert submit_it(tmp_path, "--detach", "--new", "--root", str(tmp_path / "other")) == 0
     assert f"slurmrl logs add/1 -f --root {tmp_path / 'other'}\n" in capsys.readouterr().out
+
+
+def test_ctrl_c_while_it_submits_stops_the_run(
+    root: Path,
+    tmp_path: Path,
+    scheduler: FakeScheduler,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the submission on there is a run, which must not go on with nobody watching."""
+    submit_jobs, stop = scheduler.submit, scheduler.interrupt
+
+    def pressed(request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
+        signal.raise_signal(signal.SIGINT)
+        scheduler.tasks = [task(0, JobState.RUNNING)]
+        return submit_jobs(request)
+
+    def stopped(jobs: JobIds) -> None:
+        stop(jobs)
+        scheduler.tasks = []
+        FakeRun(root).end(Kind.CANCELLED, reason="interrupted")
+
+    monkeypatch.setattr(scheduler, "submit", pressed)
+    monkeypatch.setattr(scheduler, "interrupt", stopped)
+    assert submit_it(tmp_path) == 130
+    assert scheduler.done == ["interrupt"]
+    assert "stopping at the next step" in capsys.readouterr().out
 
 
 def test_submission_as_json(
@@ -465,8 +522,8 @@ def test_a_dry_run_of_resume_changes_nothing(
     capsys.readouterr()
     assert main(["resume", "add/1", "cluster.slurm.links=3", "--dry-run"]) == 0
     output = capsys.readouterr().out
-    assert "# continues from step 4\n" in output
-    assert '"name": "trainer"' in output
+    assert "  continues from  step 4\n" in output
+    assert "  written there   the batch scripts\n" in output
     assert "#!/bin/bash\nlinks 3" in output
     assert main(["resume", "add/1", "actor.optimizer.lr=1", "--dry-run"]) == 2
     assert "add/1 exists with another configuration" in capsys.readouterr().err
@@ -487,7 +544,7 @@ def test_a_dry_run_refuses_the_trials_that_submit_refuses(
     assert submit_it(tmp_path, "--dry-run") == 2
     assert "add/1 is live (job 41_0, RUNNING)" in capsys.readouterr().err
     assert submit_it(tmp_path, "--dry-run", "--new") == 0
-    assert "# plan of add/2" in capsys.readouterr().out
+    assert "add/2 would be submitted to" in capsys.readouterr().out
     run = FakeRun(root)
     run.begin()
     run.commit(4)
@@ -500,8 +557,8 @@ def test_a_dry_run_refuses_the_trials_that_submit_refuses(
     assert shown.out == ""
     assert submit_it(tmp_path, "--dry-run", "cluster.slurm.links=3") == 0
     output = capsys.readouterr().out
-    assert "# continues from step 4\n" in output
-    assert "# cancels its jobs that are still queued: 41" in output
+    assert "  continues from  step 4\n" in output
+    assert "  cancelled       its jobs that are still queued: 41" in output
     assert submit_it(tmp_path, "--dry-run", "--json") == 0
     assert printed(capsys)["resumed_step"] == 4
     assert contents(root) == before

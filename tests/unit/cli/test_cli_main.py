@@ -201,6 +201,24 @@ def test_no_sbatch_is_3(
     assert not (tmp_path / "runs").exists()
 
 
+INTERRUPTED_IMPORT = """
+import sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "slurmrl.cli.main":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+from slurmrl.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_while_the_command_is_imported(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_reader_that_goes_away(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "runs")
     run.log("0.0.log", "line\n" * 100_000)

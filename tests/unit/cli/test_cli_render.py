@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from slurmrl.cli import render
-from slurmrl.cli.live import PlainView, picture, remaining
+from slurmrl.cli.live import PlainView, curve, picture, remaining
 from tests.fake_status import incarnation, pending, rollouts, status, timing
 
 
@@ -78,15 +78,15 @@ def test_one_trial() -> None:
         "  reward 0.4123  tokens_per_s 1,234",
         "  commit       step 10, 3.3 min ago",
         "  job          41_1, 20 min left, 6 links behind it",
-        "  useful time  93%; the rest: queue, start-up, repeated steps",
+        "  useful time  93%; the rest: queue, start-up, 2 lost steps",
         "  directory    /runs/me/add/1",
         "",
         "TASK       JOB   HOST  STATE    ATTEMPT  HEARTBEAT",
         "trainer/0  41_1  n0    RUNNING  1        0 s ago",
         "",
-        "#  JOB   HOSTS  STEPS  COMMIT  TOOK     HOW IT ENDED",
-        "1  41_0  n0,n1  1-12   10      3.3 min  rank 3 on n1 died: SIGKILL",
-        "2  41_1  n0,n1  11-12  -       3.3 min  running",
+        "#  JOB   HOSTS  STEPS  COMMIT  LOST  TOOK     HOW IT ENDED",
+        "1  41_0  n0,n1  1-12   10      2     3.3 min  rank 3 on n1 died: SIGKILL",
+        "2  41_1  n0,n1  11-12  -       -     3.3 min  running",
     ]
 
 
@@ -188,6 +188,15 @@ def test_the_picture_shows_it_all(one: dict[str, Any]) -> None:
     text = console.export_text()
     for part in (one["trial"], one["state"], render.progress(one), render.commit(one)):
         assert part in text
+    assert one["phase"] == "running" or one["diagnosis"].strip() in text
+
+
+def test_the_picture_has_the_curve_of_the_first_metric() -> None:
+    lines = [{"step": n, "reward": None if n == 1 else n / 8, "loss": 1.0} for n in (1, 2, 4, 6)]
+    assert curve(lines) == "reward ▁▅█ 0.25 to 0.75, steps 2 to 6"
+    assert curve(lines[:2]) == "loss ▅▅ 1 to 1, steps 1 to 2"
+    assert curve([{**line, "reward": None, "eval/reward": 0.5} for line in lines])[:4] == "loss"
+    assert curve([{"step": 1, "loss": 1.0}]) == ""
 
 
 def test_plain_lines(tmp_path: Any) -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from slurmrl import keys
 from slurmrl.cli.main import main
+from slurmrl.config.schema import Logging
 from slurmrl.history.record import Kind
+from slurmrl.monitor.sinks import MetricsRecorder
 from slurmrl.scheduler import reasons
 from slurmrl.scheduler.base import JobState, TaskState
 from tests.fake_runs import FakeRun, FakeScheduler, task
@@ -48,10 +50,14 @@ class Scene:
 
     def train(self, incarnation: int, first: int, last: int, commits: int = 10) -> None:
         """Steps of 12 s; every ``commits``-th is committed."""
+        lost = MetricsRecorder(self.run.paths, Logging(), last_step=first - 1).repeated
+        if lost:
+            self.run.event(f"master.{incarnation}", "repeats", first=lost[0], last=lost[-1])
         self.run.event(f"master.{incarnation}", "ready", step=first - 1, seconds=14.0)
         for step in range(first, last + 1):
             self.now += 12
-            self.run.metrics({"step": step, "reward": step / 100, "time/total": 12.0})
+            line = {"step": step, "time": self.now, "reward": step / 100, "time/total": 12.0}
+            self.run.metrics(line)
             if step % commits == 0:
                 self.run.commit(step)
                 event = {"step": step, "seconds": 3.0, "stall_s": 0.2}

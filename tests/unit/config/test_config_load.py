@@ -103,6 +103,7 @@ def test_whole_numbers_are_accepted_as_text(tmp_path: Path) -> None:
         ("experiment=-a", "starts with a letter or a digit"),
         (f"trial={'a' * 65}", "1 to 64"),
         ("stop_when=eval/reward > 0.4", "METRIC >= NUMBER"),
+        ("notify.webhook=https://hooks.org/x", "must be the name of an environment variable"),
         ("stop_when=eval/reward >= high", "METRIC >= NUMBER"),
         ("cluster.num_nodes=2", "unknown key; write hosts"),
         ("cluster.gpus_per_node=8", "unknown key; write workers_per_host"),

@@ -28,6 +28,7 @@ def test_the_newest_attempt_of_each_task(run: FakeRun) -> None:
         ("rollout/0", "0.0.log"),
         ("trainer/0", "0.10.log"),
         ("trainer/1", "1.3.log"),
+        ("trainer/batch", "slurm-41_0.out"),
     ]
 
 

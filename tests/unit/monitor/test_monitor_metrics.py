@@ -11,6 +11,8 @@ from slurmrl.fsio import lines
 from slurmrl.monitor import metrics
 from slurmrl.monitor.sinks import MetricsRecorder
 from slurmrl.paths import RunPaths
+from slurmrl.report.contents import Curve
+from slurmrl.report.curves import curves
 
 
 @pytest.fixture
@@ -152,10 +154,16 @@ def test_cut_drops_what_an_older_master_wrote_between(path: Path) -> None:
 
 
 def test_the_recorder_continues_after_the_last_commit(tmp_path: Path) -> None:
+    """Lines of an older version have no time. It is no curve, and the line given stays as it is."""
     paths = RunPaths(tmp_path)
     write(paths.metrics, 1, 2, 3)
-    recorder = MetricsRecorder(paths, Logging(), last_step=2)
-    recorder.write({"step": 3, "reward": 1.0})
+    recorder = MetricsRecorder(paths, Logging(), last_step=2, clock=lambda: 1767225600.12345)
+    line = {"step": 3, "reward": 1.0}
+    recorder.write(line)
     recorder.sync()
     recorder.close()
-    assert [line["reward"] for line in metrics.read(paths.metrics)] == [0.125, 0.25, 1.0]
+    found = metrics.read(paths.metrics)
+    assert [line["reward"] for line in found] == [0.125, 0.25, 1.0]
+    assert [line.get("time") for line in found] == [None, None, 1767225600.123]
+    assert curves(found) == {"reward": Curve(x=[1, 2, 3], y=[0.125, 0.25, 1.0])}
+    assert line == {"step": 3, "reward": 1.0}

@@ -27,7 +27,7 @@ ADDED = {
     *("diagnosis", "findings", "phase", "warned", "waiting", "links_left", "link", "pending"),
     *("checkpoint_failures", "skipped", "timing", "submission", "incarnations"),
     *("avoided", "failed_starts"),
-    *("free_bytes", "results", "rollouts"),
+    *("free_bytes", "results", "rollouts", "report"),
 }
 
 

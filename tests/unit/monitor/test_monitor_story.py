@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from slurmrl import keys
+from slurmrl.config.schema import Logging
 from slurmrl.history.record import Kind
 from slurmrl.monitor.reports import Failure
+from slurmrl.monitor.sinks import MetricsRecorder
 from slurmrl.monitor.snapshot import STORY, read
 from slurmrl.monitor.status import assemble
 from slurmrl.monitor.story import failure_words
@@ -246,6 +248,30 @@ def test_steps_commits_and_hosts(run: FakeRun) -> None:
     assert (lost["from_step"], lost["to_step"], lost["commit"]) == (0, 10, 10)
     assert (running["from_step"], running["to_step"], running["commit"]) == (10, 13, None)
     assert (lost["how"], running["how"]) == ("host n1 lost", "running")
+
+
+def test_steps_that_a_kill_lost(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first the metrics show them, later the event of the incarnation that does them again. The
+    useful time leaves them out at once, and the time in which they ran counts."""
+    now = [1000.0]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    start(run)
+    run.event("master.1", "ready", step=0)
+    now[0] = 1010.0
+    run.commit(4)
+    run.metrics(*({"step": n, "time": 1000.0 + 2 * n, "time/total": 2.0} for n in range(1, 8)))
+    status = assemble(read(run.paths, STORY), [])
+    (killed,) = status["incarnations"]
+    assert (killed["to_step"], killed["commit"], killed["lost_steps"]) == (7, 4, 3)
+    assert status["timing"]["effective_ratio"] == pytest.approx(8.0 / 14.0)
+    start(run, "8.0.0", 1, "41_1")
+    recorder = MetricsRecorder(run.paths, Logging(), last_step=4)
+    run.event("master.2", "repeats", first=recorder.repeated[0], last=recorder.repeated[-1])
+    run.say(2, step=5, phase="running", tasks={}, time=1020.0)
+    killed, running = rows(run, task(1, JobState.RUNNING), alive=True)
+    assert (killed["to_step"], killed["commit"], killed["lost_steps"]) == (7, 4, 3)
+    assert (running["to_step"], running["lost_steps"]) == (5, 0)
+    assert not MetricsRecorder(run.paths, Logging(), last_step=4).repeated
 
 
 def test_a_failed_incarnation_of_a_running_trial_has_ended(run: FakeRun) -> None:

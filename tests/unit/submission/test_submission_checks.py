@@ -87,6 +87,21 @@ def test_all_errors_are_reported_at_once_each_with_its_place(tmp_path: Path) -> 
     assert len(caught.value.problems) == 5
 
 
+def test_a_webhook_that_no_job_would_know_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs do not get it from the shell that submits."""
+    monkeypatch.setenv("HOOK", "https://hooks.org/x")
+    (found,) = look(tmp_path, settings_of(tmp_path, "notify.webhook=HOOK"))
+    assert (found.weight, found.key) == (Weight.WARNING, "notify.webhook")
+    assert "cluster.variables_file does not set HOOK" in found.message
+    file = tmp_path / "tokens"
+    file.touch(mode=0o600)
+    file.write_text("HOOK=https://hooks.org/x\n")
+    named = ["notify.webhook=HOOK", f"cluster.variables_file={file}"]
+    assert look(tmp_path, settings_of(tmp_path, *named)) == []
+
+
 def test_a_torch_for_cpus_is_refused_where_workers_get_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
