@@ -26,7 +26,8 @@ HEADINGS = ("VERSION", "AGE", "CONTENT", "SIZE", "READS", "STATE")
 @common
 def weights(trial: str, verify: bool, as_json: bool, root: str | None) -> int:
     """List the weight versions that a trial has published for its rollout hosts. READS is the
-    number of versions that a host without a copy reads. The exit code is 1 if one is broken."""
+    number of versions that a host without a copy reads. Those of a LoRA actor hold its adapters
+    alone. The exit code is 1 if one is broken."""
     from dataclasses import asdict
 
     from slurmrl.submission import trials
@@ -60,4 +61,5 @@ def _text(versions: list[StoredVersion], *, verified: bool) -> str:
 def _content(one: StoredVersion) -> str:
     if one.time is None:
         return "-"
-    return "whole" if one.base is None else f"delta of {one.base}"
+    extent = "whole" if one.base is None else f"delta of {one.base}"
+    return extent if one.frozen is None else f"adapters, {extent}"

@@ -67,6 +67,20 @@ class Engine(ABC):
         with adapters, merged copies that are made as they are read. They may be other tensors
         after a call of the engine. Collective."""
 
+    def trained_layout(self) -> Layout:
+        """That of the tensors that a weight version holds: what is trained of a model with
+        adapters, all weights of any other."""
+        return self.layout()
+
+    def trained_storages(self) -> Mapping[str, Tensor]:
+        """This rank's tensors of `trained_layout`, as `storages`. Collective."""
+        return self.storages()
+
+    def frozen_fingerprint(self, group: dist.ProcessGroup) -> str | None:
+        """Of the weights that `trained_layout` leaves out (see `Fingerprint`); None if it has all.
+        Collective over ``group``, the model's ranks."""
+        return None
+
     @abstractmethod
     def offload(self) -> None:
         """Free the device memory of weights and optimizer state. Until ``onload``, methods that

@@ -38,6 +38,8 @@ class StoredVersion:
     tensors: int | None = None
     chain: int | None = None
     """How many versions a host without a copy reads: 1 for a whole one."""
+    frozen: str | None = None
+    """Of a version of adapters: the fingerprint of the weights that they belong to."""
     problem: str | None = None
 
 
@@ -94,6 +96,7 @@ def _look(
         manifest.base,
         len(manifest.tensors),
         _chain(manifest, base),
+        manifest.frozen,
         problem,
     )
 

@@ -1,6 +1,7 @@
 """The copy of one weight version on a rollout host, which all its processes share.
 
 It is a model folder's safetensors file on tmpfs or a local disk: engines map it, servers load it.
+That of a version of adapters is merged with the frozen weights first (`workers.rollout.merging`).
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class HeldVersion:
     """Where it came from: versions of another trial have the same names."""
     folder: Annotated[str, FILE_NAME]
     file: SavedFile
+    frozen: str | None = None
+    """That of the version's manifest."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,9 @@ class CopiedVersion:
 
     id: VersionId
     folder: Path
-    """A model folder, with the weights only."""
+    """A model folder with the weights only, or with the adapters only."""
+    frozen: str | None = None
+    """That of the version's manifest."""
 
     @property
     def file(self) -> Path:
@@ -104,7 +109,7 @@ class LocalCopy:
     def held(self) -> CopiedVersion | None:
         """The version that the host holds; None if there is none. Raises EnvironmentFailure."""
         state = self._state()
-        return None if state is None else CopiedVersion(state.id, self._folder / state.folder)
+        return None if state is None else self._copied(state)
 
     def advance(self, to: VersionId | None = None) -> CopiedVersion:
         """Bring the copy to ``to``, or to the newest version. It never goes back.
@@ -119,8 +124,11 @@ class LocalCopy:
             state = self._sound_state()
             self._sweep(state)
             if state is not None and to is not None and not state.id < to:
-                return CopiedVersion(state.id, self._folder / state.folder)
+                return self._copied(state)
             return self._advance(state, to)
+
+    def _copied(self, state: HeldVersion) -> CopiedVersion:
+        return CopiedVersion(state.id, self._folder / state.folder, state.frozen)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -150,7 +158,7 @@ class LocalCopy:
                     logger.warning("cannot take weight version %s: %s", version, error)
                 patient = False
         if state is not None and to is None:
-            return CopiedVersion(state.id, self._folder / state.folder)
+            return self._copied(state)
         wanted = (
             "no weight version" if to is None else f"neither weight version {to} nor a later one"
         )
@@ -185,11 +193,12 @@ class LocalCopy:
             except (WeightVersionError, EnvironmentFailure):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-        state = HeldVersion(version, str(self._versions), folder.name, saved)
+        versions, frozen = str(self._versions), chain[-1].frozen
+        state = HeldVersion(version, versions, folder.name, saved, frozen)
         write_record(self._folder / STATE, state, calls=self._calls)
         self._verified = folder.name
         self._sweep(state)
-        return CopiedVersion(version, folder)
+        return self._copied(state)
 
     def _write(
         self,

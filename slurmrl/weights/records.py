@@ -18,7 +18,9 @@ from slurmrl.fsio.objects import Dataclass, from_json, to_json
 from slurmrl.fsio.shapes import INTEGER, TEXT, Fields, FieldType
 from slurmrl.weights.version import PartIndex, VersionId, VersionManifest
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
+"""Records of format 1 have all weights of a model. Its readers would take adapters for these."""
 MANIFEST = "manifest.json"
 _CONTENT = FieldType("an object", lambda value: isinstance(value, dict))
 _FIELDS: Fields = {"format": INTEGER, "checksum": TEXT, "content": _CONTENT}
@@ -43,9 +45,9 @@ def write_record(path: Path, record: Dataclass, *, calls: SystemCalls = REAL) ->
 def read_record(path: Path, kind: type[R], *, calls: SystemCalls = REAL) -> R:
     """Raises FileNotFoundError, CorruptFileError, EnvironmentFailure."""
     values = documents.read(path, _FIELDS, _FIELDS, calls=calls)
-    if values["format"] != FORMAT:
+    if values["format"] not in READABLE:
         raise CorruptFileError(
-            f"{path} has format {values['format']}; this program reads format {FORMAT}"
+            f"{path} has format {values['format']}; this program reads formats up to {FORMAT}"
         )
     if values["checksum"] != _checksum(values["content"]):
         raise CorruptFileError(f"{path} has another checksum")

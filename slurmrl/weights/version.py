@@ -99,6 +99,8 @@ class PartIndex:
     tensors: tuple[StoredTensor, ...]
     base: Annotated[str, VERSION] | None = None
     """Name of the version that its deltas are against."""
+    frozen: str | None = None
+    """See `VersionManifest.frozen`."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,9 @@ class VersionManifest:
     tensors: tuple[StoredTensor, ...]
     base: Annotated[str, VERSION] | None = None
     """Name of the version that its deltas are against."""
+    frozen: str | None = None
+    """Of a model that trains adapters: the fingerprint of its frozen weights (see
+    `engines.fingerprint`), which the version does not hold. None if it holds all weights."""
 
     @property
     def bytes(self) -> int:

@@ -58,11 +58,13 @@ class PartWriter:
         part: int,
         base: VersionBits | None = None,
         *,
+        frozen: str | None = None,
         calls: SystemCalls = REAL,
     ) -> None:
-        """``base``: write differences from these bits. Raises EnvironmentFailure."""
+        """``base``: write differences from these bits. ``frozen``: that of the manifest. Raises
+        EnvironmentFailure."""
         self._folder, self._part = folder, part
-        self._base = base
+        self._base, self._frozen = base, frozen
         self._calls = calls
         self._path = folder / part_file(part)
         self._tensors: dict[str, StoredTensor] = {}
@@ -114,7 +116,8 @@ class PartWriter:
             self._sync()
             file = PartFile(self._path.name, self._size)
             base = None if self._base is None else self._base.version.name
-            index = PartIndex(self._part, file, tuple(self._tensors.values()), base)
+            tensors = tuple(self._tensors.values())
+            index = PartIndex(self._part, file, tensors, base, self._frozen)
             write_record(self._folder / part_index(self._part), index, calls=self._calls)
         except EnvironmentFailure:
             self.abandon()
@@ -177,12 +180,16 @@ def publish(
     assert folder.name == version.name, f"{folder} is not that of version {version}"
     ordered = sorted(parts, key=lambda part: part.part)
     tensors = [tensor for part in ordered for tensor in part.tensors]
+    frozen = {part.frozen for part in ordered}
+    if len(frozen) > 1:
+        raise WeightVersionError(f"parts of version {version} belong to different frozen weights")
     manifest = VersionManifest(
         version,
         clock(),
         tuple(part.file for part in ordered),
         tuple(tensors),
         None if base is None else base.name,
+        next(iter(frozen), None),
     )
     if len(manifest.by_name) != len(tensors):
         raise WeightVersionError(f"parts of version {version} have the same tensor twice")
@@ -204,6 +211,10 @@ def digest(data: memoryview) -> str:
 
 
 def _check_base(manifest: VersionManifest, base: VersionManifest) -> None:
+    if manifest.frozen != base.frozen:
+        raise WeightVersionError(
+            f"version {manifest.id} and its base {base.id} belong to different frozen weights"
+        )
     known = {tensor.name: tensor.spec for tensor in base.tensors}
     for tensor in manifest.tensors:
         if tensor.encoding != RAW and known.get(tensor.name) != tensor.spec:

@@ -5,19 +5,26 @@ from __future__ import annotations
 import os
 import resource
 import signal
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slurmrl.config.schema import Lora
+from slurmrl.models.adapters import trained_shapes
+from slurmrl.models.config import ModelConfig
 from slurmrl.monitor import events
 from slurmrl.scheduler.submission import read_jobs
+from slurmrl.weights.inventory import COMPLETE, inventory
+from slurmrl.weights.records import read_manifest
+from tests.distributed.engines.one_process import random_model
 from tests.support.rollout_checker import Checker
 from tests.support.rollout_evidence import Archive
 from tests.support.rollout_trials import BATCH, STEPS, config_of, settled, site_in
 from tests.support.servers import check_served, servers
 from tests.support.stand_ins import python
-from tests.support.trials import Site, processes, wait_until
+from tests.support.trials import ARCHITECTURE, Site, processes, wait_until
 
 LOCAL = ("--scheduler", "local", "--detach")
 
@@ -77,6 +84,40 @@ def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
     told = events.read_all(site.paths(trial))
     assert any(one["kind"] == "rollout_task" and one["state"] == "lost" for one in told)
     wait_until("all processes to leave", lambda: not any(processes(site.paths(trial).run).values()))
+
+
+@pytest.mark.long
+def test_tasks_merge_adapters_to_the_weights_that_trainers_generate_with(site: Site) -> None:
+    """A rollout worker is killed, then a rank of the trainers. The weights are those of a trial
+    whose trainers generate on another layout, to which the merged weights move. Versions hold the
+    adapters alone."""
+    source = site.folder / "source"
+    random_model(source, ARCHITECTURE)
+    for name, backend, tasks in [("moved", "native:d2", None), ("merged", None, {"max": 1})]:
+        config = config_of(name, None if tasks is None else {**tasks, "max_staleness": 0})
+        config["total_steps"] = 8
+        config["actor"] |= {"architecture": None, "path": str(source), "lora": {"rank": 2}}
+        config["rollout"] |= {} if backend is None else {"backend": backend}
+        path = site.write(f"{name}.yaml", config)
+        site.slurmrl("submit", str(path), *LOCAL)
+    trial = "grpo/merged"
+    site.wait_for_step(trial, 2)
+    os.kill(of_group(site, trial, "worker", "rollout")[0], signal.SIGKILL)
+    site.wait_for_step(trial, 4)
+    os.kill(of_group(site, trial, "worker", "trainer")[0], signal.SIGKILL)
+    for each in (trial, "grpo/moved"):
+        assert site.wait_for_end(each)["state"] == "COMPLETED"
+    assert outcome(site, trial) == outcome(site, "grpo/moved")
+    versions = inventory(site.paths(trial).versions, verify=True)
+    assert {one.state for one in versions} == {COMPLETE}
+    assert {one.incarnation for one in versions} == {1, 2}
+    (frozen,) = {one.frozen for one in versions}
+    assert frozen is not None
+    newest = read_manifest(site.paths(trial).versions / versions[0].version)
+    assert newest.base is None
+    shapes = trained_shapes(ModelConfig.from_hf(ARCHITECTURE), "lm", Lora(rank=2))
+    assert {one.name: one.shape for one in newest.tensors} == shapes
+    assert newest.bytes == 4 * sum(map(prod, shapes.values()))
 
 
 @pytest.mark.long

@@ -44,7 +44,8 @@ def subset_sizes(n: int) -> tuple[int, ...]:
 class Publish(Section):
     """Weight versions: the actor's weights as files in `versions/` of the run directory, for
     generation outside the trainers' job. A version has the tensors of an export in `actor.dtype`,
-    with adapters merged. The first one of each start is that of the step from which it goes on."""
+    or with `actor.lora` the adapters alone, in float32. The first one of each start is that of the
+    step from which it goes on."""
 
     every_steps: PositiveInt = 1
     """Steps between versions."""

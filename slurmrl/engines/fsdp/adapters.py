@@ -91,22 +91,30 @@ class MergedWeights(Mapping[str, Tensor]):
             return weight
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next one is allocated
-            self._last = name, self._merged(weight, self._rows[name], self._inner[name])
+            merged = merged_weight(weight, self._rows[name], self._inner[name], self._scale)
+            self._last = name, merged
         return self._last[1]
-
-    @torch.no_grad()
-    def _merged(self, weight: Tensor, rows: Tensor, inner: Tensor) -> Tensor:
-        device = inner.device
-        block = BLOCK if device.type == "cpu" else DEVICE_BLOCK
-        merged = torch.empty_like(weight, device=device)
-        merge(merged, weight.to(device), rows.to(device), inner, self._scale, block=block)
-        return merged.to(weight.device)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
 
     def __len__(self) -> int:
         return len(self._weights)
+
+
+@torch.no_grad()
+def merged_weight(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
+    """weight + scale * b a (see `models.merging`), in the type and on the device of ``weight``.
+    It is computed on the device of ``a``, block by block."""
+    device, merged = a.device, torch.empty_like(weight)
+    block = BLOCK if device.type == "cpu" else DEVICE_BLOCK
+    each = max(1, block // max(1, weight.shape[1]))
+    for first in range(0, weight.shape[0], each):
+        rows = slice(first, first + each)
+        part = torch.empty_like(weight[rows], device=device)
+        merge(part, weight[rows].to(device), b[rows].to(device), a, scale, block=block)
+        merged[rows] = part
+    return merged
 
 
 def _gathered_rows(

@@ -11,12 +11,14 @@ from math import inf, isfinite
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.checkpoint.shards import RoleSnapshot
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS, LossFn, OutputFn, Outputs, TrainEngine, Veto
+from slurmrl.engines.fingerprint import Fingerprint
 from slurmrl.engines.fsdp import state
 from slurmrl.engines.fsdp.adapters import (
     MergedWeights,
@@ -388,6 +390,26 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         if self._adapters is not None:
             return MergedWeights(self._shards.local(), self._adapters, self.context)
         return self._shards.local() | self._shards.decoder.constants()
+
+    def trained_layout(self) -> Layout:
+        return self._trained_placing.layout()
+
+    def trained_storages(self) -> Mapping[str, Tensor]:
+        if self._adapters is None:
+            return self.storages()
+        self._offload.check()
+        return self._shards.trained()
+
+    def frozen_fingerprint(self, group: dist.ProcessGroup) -> str | None:
+        if self._adapters is None:
+            return None
+        self._offload.check()
+        fingerprint = Fingerprint(self._placing.shapes, self.context.device)
+        local = self._shards.local()
+        for shard in self._placing.layout(copies=False).held_by(self.context.rank):
+            fingerprint.add(shard.name, shard.box, local[shard.storage])
+        fingerprint.add_up(group)
+        return str(fingerprint)
 
     def offload(self) -> None:
         if not self._shards.plan.offload:  # with cpu_offload they are in host memory already

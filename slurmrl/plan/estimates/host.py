@@ -7,13 +7,19 @@ from typing import Final
 
 from slurmrl.allocation import parse
 from slurmrl.allocation.allocation import BACKENDS
-from slurmrl.config.schema import Config, Model
+from slurmrl.config.schema import Config, Lora, Model
 from slurmrl.graph.call import RoleUse
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.estimates.costs import Checked, memories
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.memory import BYTES, SHARDED
-from slurmrl.plan.estimates.parameters import parameters, shard_parameters, trained_shard
+from slurmrl.plan.estimates.parameters import (
+    adapted_parameters,
+    adapter_parameters,
+    parameters,
+    shard_parameters,
+    trained_shard,
+)
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
 from slurmrl.plan.model import GroupPlan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, offloaded, placements
@@ -78,9 +84,22 @@ def worker_bytes(checked: Checked) -> int | None:
 
 def task_bytes(checked: Checked) -> int | None:
     """Host memory of the worker of a rollout task with a GPU: its copy of the weights, twice while
-    a new version comes. None where the actor's architecture is unknown."""
-    shape = shape_of(checked.config.actor)
-    return None if shape is None else WORKER + round(VERSIONS * _whole_bytes(checked.config, shape))
+    a new version comes; of weights with adapters, the frozen ones besides, and of all others one
+    copy. None where the actor's architecture is unknown."""
+    actor = checked.config.actor
+    shape = shape_of(actor)
+    if shape is None:
+        return None
+    whole = _whole_bytes(checked.config, shape)
+    if actor.lora is None:
+        return WORKER + round(VERSIONS * whole)
+    merged = VERSIONS * adapted_parameters(shape, actor.lora) * BYTES[actor.dtype]
+    return WORKER + round(whole + merged + VERSIONS * _adapter_bytes(shape, actor.lora))
+
+
+def _adapter_bytes(shape: ModelShape, lora: Lora) -> float:
+    """All adapters, which are float32."""
+    return 4 * adapter_parameters(shape, parse("fsdp:d1"), lora, "lm")
 
 
 def _whole_bytes(config: Config, shape: ModelShape) -> float:
@@ -114,12 +133,13 @@ def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
 
 
 def _published_bytes(config: Config, shape: ModelShape) -> float:
-    """The copies of the weights that all ranks keep together for weight versions: the newest one,
-    and the one before for what has changed since."""
-    publish = config.rollout.publish
+    """The copies of the weights, or of the adapters alone, that all ranks keep together for weight
+    versions: the newest one, and the one before for what has changed since."""
+    publish, lora = config.rollout.publish, config.actor.lora
     if publish is None:
         return 0.0
-    return publish.copies * _whole_bytes(config, shape)
+    size = _whole_bytes(config, shape) if lora is None else _adapter_bytes(shape, lora)
+    return publish.copies * size
 
 
 def _weight_width(model: Model, use: RoleUse) -> int:

@@ -71,21 +71,26 @@ def shard_parameters(shape: ModelShape, allocation: Allocation, head: Head) -> f
 def adapter_parameters(shape: ModelShape, allocation: Allocation, lora: Lora, head: Head) -> float:
     """Elements of a tensor rank's adapters, and of a value head. Where tensor ranks split a weight
     by rows, each has a copy of A; where they split it by columns, a copy of B."""
-    tp, hidden = allocation.sizes["tp"], shape.hidden
-    keys, inner = shape.kv_heads_of_rank(tp) * shape.head_dim, shape.inner / tp
-    attention = {
-        "q_proj": hidden + shape.queries / tp,
-        "k_proj": hidden + keys,
-        "v_proj": hidden + keys,
-        "o_proj": hidden + shape.queries / tp,
-    }
-    dense = dict.fromkeys(
-        ("gate_proj", "up_proj", "down_proj")[-shape.mlp_matrices :], hidden + inner
-    )
-    sizes = {name: shape.layers * size for name, size in attention.items()}
-    sizes |= {name: (shape.layers - shape.expert_layers) * size for name, size in dense.items()}
-    adapted = sum(size for name, size in sizes.items() if lora.adapts(name))
+    hidden, split = shape.hidden, _split_sides(shape, allocation.sizes["tp"], lora)
+    adapted = sum(layers * (hidden + side) for layers, side in split)
     return lora.rank * adapted + (hidden if head == "value" else 0)
+
+
+def adapted_parameters(shape: ModelShape, lora: Lora) -> float:
+    """Elements of the whole weights that have adapters."""
+    return sum(layers * shape.hidden * side for layers, side in _split_sides(shape, 1, lora))
+
+
+def _split_sides(shape: ModelShape, tp: int, lora: Lora) -> list[tuple[int, float]]:
+    """For each kind of weight with an adapter, the number of layers that have it, and a tensor
+    rank's part of the side that tensor ranks split; the other side is the hidden size."""
+    queries, keys = shape.queries / tp, shape.kv_heads_of_rank(tp) * shape.head_dim
+    attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
+    dense = ("gate_proj", "up_proj", "down_proj")[-shape.mlp_matrices :]
+    plain = shape.layers - shape.expert_layers
+    sides = {name: (shape.layers, side) for name, side in attention.items()}
+    sides |= dict.fromkeys(dense, (plain, shape.inner / tp))
+    return [side for name, side in sides.items() if lora.adapts(name)]
 
 
 def trained_shard(model: Model, shape: ModelShape, allocation: Allocation, head: Head) -> float:

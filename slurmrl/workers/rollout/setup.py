@@ -32,6 +32,7 @@ from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, St
 from slurmrl.workers.poll_intervals import PollIntervals
 from slurmrl.workers.rollout.engines import MakeEngine, native, served, undefined_decoder
 from slurmrl.workers.rollout.generation import Generation
+from slurmrl.workers.rollout.merging import MergingHost
 from slurmrl.workers.rollout.rows import TaskRows
 from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
 from slurmrl.workers.rollout.weights import TaskWeights
@@ -70,7 +71,7 @@ def build_rollout(
     intervals = PollIntervals.of(plan.hosts, settings.config.cluster.heartbeat_s)
     poll_s = intervals.task_s, max(intervals.task_s, intervals.poll_s)
     options = TaskOptions(interruptible=tasks.interruptible, poll_s=poll_s)
-    return TaskWorker(paths, start, settings, make, config, options)
+    return TaskWorker(paths, start, settings, make, config, accelerator.device, options)
 
 
 class TaskWorker:
@@ -83,11 +84,13 @@ class TaskWorker:
         settings: Settings,
         make_engine: MakeEngine,
         config: ModelConfig,
+        device: torch.device,
         options: TaskOptions,
     ) -> None:
         """``config``: of the weights that the engine is given."""
         self._paths, self._agent, self._settings = paths, start.agent, settings
         self._make_engine, self._config, self._options = make_engine, config, options
+        self._device = device
         folder = settings.config.actor.tokenizer
         assert folder is not None, "checked at submission"
         self._tokenizer = _read("the tokenizer", lambda: load_tokenizer(Path(folder)))
@@ -114,7 +117,7 @@ class TaskWorker:
         rows = TaskRows(self._paths.data, config.dataset, self._tokenizer)
         generation = Generation(self._settings, rows, self._tokenizer, self._stops, engine)
         model = weights_config(self._config, config.actor.dtype)
-        weights = TaskWeights(self._paths.versions, host, model)
+        weights = TaskWeights(self._paths.versions, host, model, self._merging(host / "frozen"))
         task = TaskAtWork(self._paths, self._agent, engine, weights, generation, self._options)
         listening = asyncio.create_task(_listen(agent, task))
         running = asyncio.create_task(task.run())
@@ -126,6 +129,14 @@ class TaskWorker:
                 each.cancel()
             generation.close()
             await engine.close()
+
+    def _merging(self, folder: Path) -> MergingHost | None:
+        actor = self._settings.config.actor
+        if actor.lora is None:
+            return None
+        assert actor.path is not None, "adapters without a path are refused at submission"
+        source, device = Path(actor.path), self._device
+        return MergingHost(source, folder, self._config, actor.dtype, actor.lora, device)
 
 
 async def _listen(agent: Connection, task: TaskAtWork) -> None:

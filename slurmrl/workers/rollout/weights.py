@@ -17,6 +17,7 @@ from slurmrl.models.hf import CONFIG_FILE
 from slurmrl.weights.local_copy import FILE, CopiedVersion, LocalCopy
 from slurmrl.weights.records import MANIFEST, version_ids
 from slurmrl.weights.version import VersionId
+from slurmrl.workers.rollout.merging import MergingHost
 
 Stamp: TypeAlias = tuple[int, int]
 """Inode and time of a manifest: others when a version is published anew."""
@@ -31,12 +32,14 @@ class TaskWeights:
         versions: Path,
         folder: Path,
         config: Mapping[str, Any],
+        merging: MergingHost | None = None,
         *,
         calls: SystemCalls = REAL,
     ) -> None:
         """``folder``: of this task alone, in the host's memory or on a local disk; ``config``: the
-        model's ``config.json``."""
+        model's ``config.json``; ``merging``: of a model that trains adapters."""
         self._versions, self._folder, self._config = versions, folder, config
+        self._merging = merging
         self._copy = LocalCopy(folder / "copy", versions, calls=calls)
         self._calls = calls
         self._held: VersionId | None = None
@@ -48,7 +51,8 @@ class TaskWeights:
     def newer(self) -> WeightVersion | None:
         """The newest version that can be read, if it is newer than the last one returned.
 
-        Its folder stays until `drop_others`. Raises EnvironmentFailure.
+        Its folder stays until `drop_others`. Raises EnvironmentFailure, and UsageError and
+        CorruptFileError of frozen weights that cannot be used.
         """
         for version, stamp in self._published():
             try:
@@ -101,9 +105,17 @@ class TaskWeights:
         folder = self._models / copied.id.name
         shutil.rmtree(folder, ignore_errors=True)
         atomic.make_private_directory(folder, calls=self._calls)
+        if copied.frozen is None:
+            self._link(copied, folder)
+        elif self._merging is None:
+            raise WeightVersionError(f"version {copied.id} holds adapters, and actor.lora is unset")
+        else:
+            self._merging.write(copied, folder)
+        write_json(folder / CONFIG_FILE, self._config, self._calls)
+        return folder
+
+    def _link(self, copied: CopiedVersion, folder: Path) -> None:
         try:
             self._calls.link(copied.file, folder / FILE)
         except OSError as error:
             raise explain(error, "link", copied.file) from error
-        write_json(folder / CONFIG_FILE, self._config, self._calls)
-        return folder

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from slurmrl.checkpoint.stored import by_name
 from slurmrl.checkpoint.tensors import SavedFile, TensorEntry
 from slurmrl.engines.base import Engine
 from slurmrl.engines.versions import VersionParts
@@ -49,6 +50,8 @@ class VersionPart:
     number: int
     taken: TakenVersion
     base: TakenVersion | None
+    frozen: str | None = None
+    """See `VersionManifest.frozen`."""
 
     def paths(self, directory: Path) -> list[Path]:
         return [directory / part_file(self.number), directory / part_index(self.number)]
@@ -57,7 +60,7 @@ class VersionPart:
         """Write the part and its index, durably; the index lists the file. Raises
         EnvironmentFailure."""
         base = None if self.base is None else self.base.bits()
-        with PartWriter(directory, self.number, base) as writer:
+        with PartWriter(directory, self.number, base, frozen=self.frozen) as writer:
             for entry in self.taken.entries:
                 writer.add(entry.name, entry.spec.dtype, entry.spec.shape, _bits(entry))
             writer.finish()
@@ -68,10 +71,13 @@ class VersionWriting:
     """Writes this rank's parts, one at a time. ``parts`` is None on a rank without weights of the
     actor."""
 
-    def __init__(self, folder: Path, rank: int, parts: VersionParts | None) -> None:
+    def __init__(
+        self, folder: Path, rank: int, parts: VersionParts | None, frozen: str | None = None
+    ) -> None:
+        """``frozen``: the fingerprint of the weights that versions leave out."""
         self._folder = folder
         self._rank = rank
-        self._parts = parts
+        self._parts, self._frozen = parts, frozen
         self._saver = Saver(rank)
         self._last: TakenVersion | None = None
 
@@ -85,10 +91,10 @@ class VersionWriting:
             return
         self._saver.wait()
         version = VersionId.parse(order.version)
-        taken = TakenVersion(version, self._parts.take(engine.storages()))
+        taken = TakenVersion(version, self._parts.take(engine.trained_storages()))
         base, self._last = self._last if order.base is not None else None, taken
         assert (None if base is None else base.version.name) == order.base, "another base"
-        part = VersionPart(self._rank, taken, base)
+        part = VersionPart(self._rank, taken, base, self._frozen)
         self._saver.start([part], self._folder / version.name, order.seq, say)
 
     def wait(self) -> None:
@@ -118,17 +124,20 @@ def prepare(
     dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL: all ranks come first
     per_host, model = plan.trainers.workers_per_host, settings.config.actor
     _, storage = file_form(config_values(model), model.implementation, engine.head)
+    dtype, frozen = model.dtype, engine.frozen_fingerprint(group)
+    if frozen is not None:  # adapters, as checkpoints hold them
+        storage, dtype = by_name, "float32"
     parts = VersionParts(
-        PlacedLayout(engine.layout(), ranks),
+        PlacedLayout(engine.trained_layout(), ranks),
         storage,
-        model.dtype,
+        dtype,
         hosts={member: member // per_host for member in ranks},
         staging_bytes=settings.config.transfer.staging_mib * 2**20,
         group=group,
         device=device,
         copies=publish.copies,
     )
-    return VersionWriting(paths.versions, rank, parts)
+    return VersionWriting(paths.versions, rank, parts, frozen)
 
 
 def _bits(entry: TensorEntry) -> Array:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
 from slurmrl.checkpoint.precision import Precision
 from slurmrl.checkpoint.shards import RoleCheckpoint
@@ -14,9 +15,15 @@ from slurmrl.checkpoint.stored import Storage, file_entries
 from slurmrl.checkpoint.tensors import TensorFile
 from slurmrl.config.schema import Lora
 from slurmrl.layout.box import Box
+from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.merged import MergedCheckpoint
+from slurmrl.models.folder_tensors import SafetensorsFolder
 from slurmrl.models.storage import file_form
+from slurmrl.weights.records import read_part
+from slurmrl.weights.version import VersionId
+from slurmrl.weights.writer import publish
+from slurmrl.workers.rollout import merging
+from slurmrl.workers.rollout.weights import TaskWeights
 from tests.distributed.engines.cases import Setup, model
 from tests.distributed.engines.megatron_cases import Case, Placed, placed
 from tests.distributed.engines.one_process import random_model
@@ -93,33 +100,46 @@ def check(
     assert all(rank[0] for rank in results), "a rank writes nothing"
 
 
-def test_adapters_are_merged(ranks: RankPool, tmp_path: Path) -> None:
-    random_model(tmp_path / "model", MODELS["qwen3"], "lm")
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ({"dp": 2}, "float32"),
+        ({"tp": 2}, "bfloat16"),
+        pytest.param({"dp": 2}, "bfloat16", marks=pytest.mark.long),
+        pytest.param({"tp": 2}, "float32", marks=pytest.mark.long),
+        pytest.param({"dp": 2, "tp": 2}, "bfloat16", marks=pytest.mark.long),
+    ],
+)
+def test_a_task_merges_adapters_to_the_bits_that_a_move_has(
+    ranks: RankPool, tmp_path: Path, sizes: dict[str, int], dtype: str
+) -> None:
+    """The ranks publish adapters, and the fingerprint of frozen weights is that of the folder."""
+    source, versions = tmp_path / "model", tmp_path / "versions"
+    random_model(source, MODELS["qwen3"], "lm")
     lora = Lora(rank=3, alpha=5.0)
-    settings = model(architecture=None, lora=lora.model_dump())
-    source = tmp_path / "model"
-    setup = Setup(model=settings, source=source, split=SPLITS[2], sizes={"dp": 2, "tp": 2})
-    for number in range(STEPS):
-        (tmp_path / str(number)).mkdir()
-    results = ranks(4, f"{HERE}:of_fsdp", setup, "float32", tmp_path)
-    found: Taken = {name: tensor for rank in results for name, tensor in rank[-1].items()}
-    trained = RoleCheckpoint(tmp_path / str(STEPS - 1), "actor")
+    settings = model(architecture=None, dtype=dtype, lora=lora.model_dump())
+    split = SPLITS[sizes.get("dp", 1)]
+    setup = Setup(model=settings, source=source, split=split, sizes=sizes)
+    count = prod(sizes.values())
+    results = ranks(count, f"{HERE}:of_adapters", setup, versions)
+    folder, version = versions / "1.1", VersionId(1, 1)
+    manifest = publish(folder, [read_part(folder, rank) for rank in range(count)], version, None)
     config = ModelConfig.from_hf(MODELS["qwen3"])
-    merged = MergedCheckpoint(trained, source, config, "lm", lora)
-    specs = dict(merged.weights())
-    assert found.keys() == specs.keys()
-    for name, spec in specs.items():
-        dtype, shape, bits = found[name]
-        assert (dtype, shape) == ("float32", spec.shape)
-        values = np.frombuffer(bits, np.float32).reshape(shape)
-        assert np.allclose(values, merged.read(name, Box.whole(shape)), rtol=0, atol=1e-6), name
-    assert not np.array_equal(
-        np.frombuffer(found[ADAPTED][2], np.float32), _base(source, ADAPTED)
-    ), "the adapters have no effect"
+    assert manifest.by_name.keys() == trained_shapes(config, "lm", lora).keys()
 
-
-def _base(source: Path, name: str) -> Any:
-    return TensorFile(source / "model.safetensors").flat(name)
+    frozen, device = tmp_path / "frozen", torch.device("cpu")
+    host = merging.MergingHost(source, frozen, config, dtype, lora, device)
+    taken = TaskWeights(versions, tmp_path / "host", MODELS["qwen3"], host).newer()
+    assert taken is not None
+    assert taken.folder is not None
+    files = SafetensorsFolder(taken.folder)
+    found = {
+        name: (spec.dtype, spec.shape, files.read(name, Box.whole(spec.shape)).tobytes())
+        for name, spec in files.specs().items()
+    }
+    assert found == {name: tensor for rank in results for name, tensor in rank.items()}
+    before = TensorFile(frozen / merging.ADAPTED).flat(ADAPTED)
+    assert found[ADAPTED][2] != before.tobytes(), "the adapters have no effect"
 
 
 def exported(folder: Path, dtype: str, storage: Storage) -> Taken:

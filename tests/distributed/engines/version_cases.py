@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from slurmrl.checkpoint.stored import Storage, by_name
 from slurmrl.engines.base import TrainEngine
 from slurmrl.engines.versions import VersionParts
+from slurmrl.layout.layout import Layout
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf_config import stored
 from slurmrl.models.storage import storage_of
 from slurmrl.transfer.regions import PlacedLayout
+from slurmrl.weights.writer import PartWriter
 from tests.distributed.engines import cases, megatron_cases
 from tests.distributed.engines.cases import Setup, batch, denominator, loss
 from tests.distributed.engines.megatron_cases import Case
@@ -36,22 +40,34 @@ def of_megatron(case: Case, dtype: str, folder: Path) -> list[Taken]:
     return _taken(megatron_cases.make(case), dtype, folder, megatron_cases.step)
 
 
+def of_adapters(setup: Setup, versions: Path) -> Taken:
+    """Write this rank's part of version 1.1 of adapters after a step. Returns the tensors that this
+    rank gets in a move of the merged weights."""
+    engine = cases.make(setup)
+    sample = batch().take(setup.split[engine.context.dp_rank])
+    engine.train_batch(sample, loss, denominator(sample))
+    group = dist.new_group(range(dist.get_world_size()))
+    frozen = engine.frozen_fingerprint(group)
+    assert frozen is not None
+    trained = _parts(engine.trained_layout(), by_name, "float32", group)
+    with PartWriter(versions / "1.1", dist.get_rank(), frozen=frozen) as writer:
+        for entry in trained.take(engine.trained_storages()):
+            bits = entry.data().reshape(-1).view(np.uint8)
+            writer.add(entry.name, entry.spec.dtype, entry.spec.shape, bits)
+        writer.finish()
+    assert isinstance(engine.config, ModelConfig)
+    dtype, storage = setup.model["dtype"], storage_of(engine.config)
+    merged = _parts(engine.layout(), storage, dtype, group)
+    return _read(merged.take(engine.storages()))
+
+
 def _taken(engine: TrainEngine, dtype: str, folder: Path, step: Any) -> list[Taken]:
     """The tensors that this rank owns after each of two steps, looked at after the second one, and
     after a third one's took the place of the first one's. Each step's checkpoint is in a folder of
     its number."""
-    ranks, config = tuple(range(dist.get_world_size())), engine.config
+    config, group = engine.config, dist.new_group(range(dist.get_world_size()))
     storage = storage_of(config) if isinstance(config, ModelConfig) else stored
-    parts = VersionParts(
-        PlacedLayout(engine.layout(), ranks),
-        storage,
-        dtype,
-        hosts={rank: rank // 2 for rank in ranks},
-        staging_bytes=4096,
-        group=dist.new_group(ranks),
-        device=torch.device("cpu"),
-        copies=2,
-    )
+    parts = _parts(engine.layout(), storage, dtype, group)
     entries = []
     for number in range(2):
         step(engine, number)
@@ -63,6 +79,20 @@ def _taken(engine: TrainEngine, dtype: str, folder: Path, step: Any) -> list[Tak
     entries.append(parts.take(engine.storages()))
     assert _read(entries[1]) == found[1], "a copy has changed before its turn"
     return [*found, _read(entries[2])]
+
+
+def _parts(layout: Layout, storage: Storage, dtype: str, group: dist.ProcessGroup) -> VersionParts:
+    ranks = tuple(range(dist.get_world_size()))
+    return VersionParts(
+        PlacedLayout(layout, ranks),
+        storage,
+        dtype,
+        hosts={rank: rank // 2 for rank in ranks},
+        staging_bytes=4096,
+        group=group,
+        device=torch.device("cpu"),
+        copies=2,
+    )
 
 
 def _read(entries: Any) -> Taken:

@@ -43,8 +43,10 @@ def changed(bits: Bits, seed: int, share: float = 0.05) -> Bits:
 class Ranks:
     """Two ranks, each of which owns every other tensor, and the publisher."""
 
-    def __init__(self, versions: Path, *, calls: SystemCalls = REAL) -> None:
-        self.versions = versions
+    def __init__(
+        self, versions: Path, *, frozen: str | None = None, calls: SystemCalls = REAL
+    ) -> None:
+        self.versions, self.frozen = versions, frozen
         self.calls = calls
         self._previous: list[VersionBits | None] = [None, None]
 
@@ -55,7 +57,7 @@ class Ranks:
         parts = []
         for rank, previous in enumerate(self._previous):
             against = None if base is None else previous
-            with PartWriter(folder, rank, against, calls=self.calls) as writer:
+            with PartWriter(folder, rank, against, frozen=self.frozen, calls=self.calls) as writer:
                 for name in sorted(bits)[rank::2]:
                     writer.add(name, *SHAPES[name], bits[name])
                 parts.append(writer.finish())

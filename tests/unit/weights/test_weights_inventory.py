@@ -60,6 +60,36 @@ def test_unfinished_versions_are_no_damage(tmp_path: Path) -> None:
     assert inventory(tmp_path / "nothing") == []
 
 
+def test_versions_of_adapters_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = FakeRun(tmp_path)
+    ranks, bits = Ranks(run.paths.versions, frozen="0123456789abcdef"), random_bits(0)
+    ranks.publish(VersionId(1, 1), bits)
+    ranks.publish(VersionId(2, 1), bits, VersionId(1, 1))
+    command = ["weights", f"{run.paths.experiment}/{run.paths.trial}", "--root", str(tmp_path)]
+    assert main([*command, "--verify"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  adapters, whole " in lines[1]
+    assert "  adapters, delta of 1.1 " in lines[2]
+    assert all(line.endswith("verified") for line in lines[1:])
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["frozen"] for one in found] == ["0123456789abcdef"] * 2
+
+
+def test_versions_of_the_first_format_are_read(tmp_path: Path) -> None:
+    """They hold all weights. Their readers do not take versions of today, which may not."""
+    published(tmp_path, 1)
+    path = tmp_path / "1.1" / MANIFEST
+    record = json.loads(path.read_bytes())
+    assert record["format"] == 2
+    path.write_text(json.dumps({**record, "format": 1}))
+    (found,) = inventory(tmp_path, verify=True)
+    assert (found.state, found.frozen) == ("complete", None)
+    path.write_text(json.dumps({**record, "format": 3}))
+    (found,) = inventory(tmp_path)
+    assert "has format 3; this program reads formats up to 2" in str(found.problem)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = FakeRun(tmp_path)
     name = f"{run.paths.experiment}/{run.paths.trial}"

@@ -356,7 +356,7 @@ def write(writing: VersionWriting, version: str, base: str | None, engine: objec
 
 
 class FakeEngine:
-    def storages(self) -> dict[str, object]:
+    def trained_storages(self) -> dict[str, object]:
         return {}
 
 
