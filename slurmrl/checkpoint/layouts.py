@@ -54,14 +54,16 @@ def layout_name(role: str) -> str:
     return f"{role}.layout.json"
 
 
-def layout_text(role: str, step: int, layout: Layout) -> bytes:
+def layout_text(role: str, step: int, layout: Layout, frozen: str | None) -> bytes:
     values = {"version": VERSION, "role": role, "step": step, "layout": layout.to_json()}
+    if frozen is not None:
+        values["frozen"] = frozen
     return json.dumps(values, separators=(",", ":")).encode()
 
 
-def read_layout(directory: Path, role: str, files: RankFiles) -> tuple[int, Layout]:
-    """The optimizer steps so far, and the layout. Checkpoints of version 1 have it in the headers
-    of all ranks' files, which are opened then.
+def read_layout(directory: Path, role: str, files: RankFiles) -> tuple[int, Layout, str | None]:
+    """The optimizer steps so far, the layout, and `RoleSnapshot.frozen`. Checkpoints of version 1
+    have the layout in the headers of all ranks' files, which are opened then.
 
     Raises CheckpointError, CorruptFileError, EnvironmentFailure.
     """
@@ -69,7 +71,7 @@ def read_layout(directory: Path, role: str, files: RankFiles) -> tuple[int, Layo
     try:
         text = atomic.read(path, limit_bytes=LIMIT_BYTES)
     except FileNotFoundError:
-        return _read_version_1(path, files)
+        return *_read_version_1(path, files), None
     values = documents.parse(text, path, {"version": INTEGER, "role": TEXT}, ("version", "role"))
     if values["version"] != VERSION:
         raise CheckpointError(
@@ -77,11 +79,11 @@ def read_layout(directory: Path, role: str, files: RankFiles) -> tuple[int, Layo
         )
     if values["role"] != role:
         raise CheckpointError(f"{path} is labelled {values['role']}")
-    check(values, _FIELDS, path, _FIELDS)
+    check(values, {**_FIELDS, "frozen": TEXT}, path, _FIELDS)
     with documents.expecting(path):
         layout = Layout.from_json(values["layout"])
     files.origin = layout.ranks, values["step"]
-    return values["step"], layout
+    return values["step"], layout, values.get("frozen")
 
 
 def _read_version_1(missing: Path, files: RankFiles) -> tuple[int, Layout]:

@@ -45,6 +45,8 @@ class RoleSnapshot:
     arrays: tuple[TensorEntry, ...]
     layout: Layout | None
     """The layout of all ranks' arrays, which rank 0 writes; other ranks need none."""
+    frozen: str | None = None
+    """Of adapters: the fingerprint of the weights that they belong to, which rank 0 writes."""
 
     def paths(self, directory: Path) -> list[Path]:
         """The files that `write` makes."""
@@ -60,7 +62,8 @@ class RoleSnapshot:
         saved = [write_tensors(arrays, self.arrays, metadata, calls=calls)]
         for path in more:
             assert self.layout is not None, "rank 0 has the layout"
-            text = layout_text(self.header.role, self.header.step, self.layout)
+            header = self.header
+            text = layout_text(header.role, header.step, self.layout, self.frozen)
             saved.append(write_file(path, [memoryview(text)], calls=calls))
         return saved
 
@@ -73,7 +76,7 @@ class RoleCheckpoint:
         self.directory = directory
         self.role = role
         self._files = RankFiles(directory, role)
-        self.step, self.layout = read_layout(directory, role, self._files)
+        self.step, self.layout, self.frozen = read_layout(directory, role, self._files)
         self._accessed_bytes = 0
 
     @property

@@ -56,6 +56,8 @@ class Engine(ABC):
     head: Head
     config: ModelConfig | HFConfig
     context: ParallelContext
+    frozen: str | None = None
+    """The `Fingerprint` of the weights that are not trained beside adapters; None without these."""
 
     @abstractmethod
     def layout(self) -> Layout:
@@ -75,11 +77,6 @@ class Engine(ABC):
     def trained_storages(self) -> Mapping[str, Tensor]:
         """This rank's tensors of `trained_layout`, as `storages`. Collective."""
         return self.storages()
-
-    def frozen_fingerprint(self, group: dist.ProcessGroup) -> str | None:
-        """Of the weights that `trained_layout` leaves out (see `Fingerprint`); None if it has all.
-        Collective over ``group``, the model's ranks."""
-        return None
 
     @abstractmethod
     def offload(self) -> None:

@@ -90,9 +90,12 @@ def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
 def test_tasks_merge_adapters_to_the_weights_that_trainers_generate_with(site: Site) -> None:
     """A rollout worker is killed, then a rank of the trainers. The weights are those of a trial
     whose trainers generate on another layout, to which the merged weights move. Versions hold the
-    adapters alone."""
+    adapters alone. While the folder of the frozen weights is another one, the next task refuses it
+    and the trainers wait."""
     source = site.folder / "source"
     random_model(source, ARCHITECTURE)
+    file = source / "model.safetensors"
+    weights = file.read_bytes()
     for name, backend, tasks in [("moved", "native:d2", None), ("merged", None, {"max": 1})]:
         config = config_of(name, None if tasks is None else {**tasks, "max_staleness": 0})
         config["total_steps"] = 8
@@ -101,8 +104,16 @@ def test_tasks_merge_adapters_to_the_weights_that_trainers_generate_with(site: S
         path = site.write(f"{name}.yaml", config)
         site.slurmrl("submit", str(path), *LOCAL)
     trial = "grpo/merged"
+    site.wait_for_step("grpo/moved", 1)
     site.wait_for_step(trial, 2)
+    file.write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
     os.kill(of_group(site, trial, "worker", "rollout")[0], signal.SIGKILL)
+    refusal = "does not hold the weights that the trainers read"
+    told = wait_until(
+        "a refusal", lambda: [e for e in events.read_all(site.paths(trial)) if refusal in str(e)]
+    )
+    assert told[0]["kind"] == "failure", told
+    file.write_bytes(weights)
     site.wait_for_step(trial, 4)
     os.kill(of_group(site, trial, "worker", "trainer")[0], signal.SIGKILL)
     for each in (trial, "grpo/moved"):

@@ -11,7 +11,6 @@ from math import inf, isfinite
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.checkpoint.shards import RoleSnapshot
@@ -125,6 +124,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         local = self._shards.local()
         if isinstance(self.config, ModelConfig):
             self._fill(local, source)
+        self.frozen = None if lora is None else self._fingerprint(local)
         self._optimizer: ShardOptimizer | None = None
         if trained:
             kind = OPTIMIZERS.load(model.optimizer.name)
@@ -142,6 +142,17 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         placing = self._trained_placing
         adapters = {n: chunk for n, chunk in local.items() if n not in weights}
         fill(adapters, placing.own_boxes(), partial(initial_matrix, placing.shapes, self._seed))
+
+    def _fingerprint(self, local: Mapping[str, Tensor]) -> str:
+        """Of the frozen weights on all ranks. Collective."""
+        found = Fingerprint(self._placing.shapes, self.context.device)
+        for shard in self._placing.layout(copies=False).held_by(self.context.rank):
+            if shard.name not in self._trained_placing.shapes:
+                found.add(shard.name, shard.box, local[shard.storage])
+        for axis in ("shard", "tp"):
+            if axis in self.context.groups:
+                found.add_up(self.context.group(axis))
+        return str(found)
 
     @property
     def steps(self) -> int:
@@ -348,6 +359,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             self._optimizer.steps,
             layout,
             self._host.copy(tensors) if copy else tensors,
+            self.frozen,
         )
 
     def load(self, directory: Path) -> None:
@@ -356,7 +368,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         self._offload.check()
         layout = self._trained_placing.layout(self._prefixes)
         self._optimizer.steps = state.load(
-            directory, self.role, self.context.rank, layout, self._state()
+            directory, self.role, self.context.rank, layout, self._state(), self.frozen
         )
 
     @cached_property
@@ -399,17 +411,6 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             return self.storages()
         self._offload.check()
         return self._shards.trained()
-
-    def frozen_fingerprint(self, group: dist.ProcessGroup) -> str | None:
-        if self._adapters is None:
-            return None
-        self._offload.check()
-        fingerprint = Fingerprint(self._placing.shapes, self.context.device)
-        local = self._shards.local()
-        for shard in self._placing.layout(copies=False).held_by(self.context.rank):
-            fingerprint.add(shard.name, shard.box, local[shard.storage])
-        fingerprint.add_up(group)
-        return str(fingerprint)
 
     def offload(self) -> None:
         if not self._shards.plan.offload:  # with cpu_offload they are in host memory already

@@ -124,8 +124,8 @@ def prepare(
     dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL: all ranks come first
     per_host, model = plan.trainers.workers_per_host, settings.config.actor
     _, storage = file_form(config_values(model), model.implementation, engine.head)
-    dtype, frozen = model.dtype, engine.frozen_fingerprint(group)
-    if frozen is not None:  # adapters, as checkpoints hold them
+    dtype = model.dtype
+    if engine.frozen is not None:  # adapters, as checkpoints hold them
         storage, dtype = by_name, "float32"
     parts = VersionParts(
         PlacedLayout(engine.trained_layout(), ranks),
@@ -137,7 +137,7 @@ def prepare(
         device=device,
         copies=publish.copies,
     )
-    return VersionWriting(paths.versions, rank, parts, frozen)
+    return VersionWriting(paths.versions, rank, parts, engine.frozen)
 
 
 def _bits(entry: TensorEntry) -> Array:

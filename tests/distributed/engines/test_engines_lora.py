@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -29,7 +31,7 @@ from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Setup, batch
 from tests.distributed.engines.one_process import random_model
 from tests.distributed.engines.test_engines_layouts import MODELS, setup_of
-from tests.pool import RankPool
+from tests.pool import RankError, RankPool
 
 CASES = "tests.distributed.engines.cases"
 HERE = "tests.distributed.engines.lora_cases"
@@ -198,6 +200,26 @@ def test_merged_weights_are_those_of_peft(
         for name, begin, chunk in chunks:
             expected = whole[name][Box(begin, tuple(chunk.shape)).slices]
             np.testing.assert_array_equal(chunk.numpy(), expected)
+
+
+def test_adapters_are_not_resumed_on_other_frozen_weights(
+    ranks: RankPool, reference: Reference, tmp_path: Path
+) -> None:
+    """The fingerprint is the same on every layout. Checkpoints of older versions have none."""
+    kept = RoleCheckpoint(reference.checkpoint, "actor").frozen
+    assert kept is not None
+    other = tmp_path / "model"
+    random_model(other, MODELS["qwen3"], seed=8)
+    setup = reference.setup("t2")
+    with pytest.raises(RankError, match=f"actor.path holds other weights.*and was {kept}"):
+        ranks(2, f"{HERE}:loaded", replace(setup, source=other), reference.checkpoint)
+    older = tmp_path / "older"
+    shutil.copytree(reference.checkpoint, older)
+    path = older / "actor.layout.json"
+    values = json.loads(path.read_bytes())
+    del values["frozen"]
+    path.write_text(json.dumps(values))
+    ranks(2, f"{HERE}:loaded", replace(setup, source=other), older)
 
 
 @pytest.mark.parametrize("layout", ["d1", "d2", "d2t2"])

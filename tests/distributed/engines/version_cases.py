@@ -47,10 +47,9 @@ def of_adapters(setup: Setup, versions: Path) -> Taken:
     sample = batch().take(setup.split[engine.context.dp_rank])
     engine.train_batch(sample, loss, denominator(sample))
     group = dist.new_group(range(dist.get_world_size()))
-    frozen = engine.frozen_fingerprint(group)
-    assert frozen is not None
+    assert engine.frozen is not None
     trained = _parts(engine.trained_layout(), by_name, "float32", group)
-    with PartWriter(versions / "1.1", dist.get_rank(), frozen=frozen) as writer:
+    with PartWriter(versions / "1.1", dist.get_rank(), frozen=engine.frozen) as writer:
         for entry in trained.take(engine.trained_storages()):
             bits = entry.data().reshape(-1).view(np.uint8)
             writer.add(entry.name, entry.spec.dtype, entry.spec.shape, bits)
