@@ -27,7 +27,8 @@ from slurmrl.ops.splitmix import hash64, mix, start
 from slurmrl.parallel.groups import ParallelContext
 
 DEVICE_BLOCK = 2**24
-"""Elements of a weight that a GPU merges at a time: few launches, and 128 MiB in float32."""
+"""Elements of a weight that a GPU merges at a time: few launches, and 128 MiB in float32 besides
+the elements in the weight's type."""
 
 
 def attached(role: str, decoder: PackedModel, lora: Lora) -> Adapters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,17 @@ from slurmrl.history.record import Kind
 from slurmrl.history.writer import begin
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
+from slurmrl.models.shapes import parameter_shapes
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.estimates.costs import memories
-from slurmrl.plan.estimates.parameters import adapter_parameters
+from slurmrl.plan.estimates.host import WORKER, task_bytes, worker_bytes
+from slurmrl.plan.estimates.memory import BYTES
+from slurmrl.plan.estimates.parameters import (
+    adapted_parameters,
+    adapter_parameters,
+    parameters,
+)
 from slurmrl.plan.estimates.shape import read
 from slurmrl.plan.model import Plan
 from slurmrl.plan.report.document import document
@@ -118,6 +126,37 @@ def test_the_number_of_trained_parameters_is_exact(load: Load, head: Any, target
     tensors = trained_shapes(ModelConfig.from_hf(LARGE), head, lora)
     total = sum(rows * columns for rows, columns in tensors.values())
     assert adapter_parameters(shape, parse("fsdp:d1"), lora, head) == total
+    weights = parameter_shapes(ModelConfig.from_hf(LARGE), head)
+    adapted = sum(
+        prod(weights[f"{name.removesuffix('.lora_A')}.weight"])
+        for name in tensors
+        if name.endswith(".lora_A")
+    )
+    assert adapted_parameters(shape, lora) == adapted
+
+
+def test_hosts_of_versions_have_room_for_adapters_and_merged_weights(load: Load) -> None:
+    """Trainers keep copies of the adapters alone. A task keeps the frozen weights, and twice those
+    that it merges: with all-linear all but the embeddings, with one target few."""
+    tasks = "rollout.tasks={max: 1}"
+    plain, adapted = load(tasks), load(tasks, LORA)
+    few = load(tasks, "actor.lora={rank: 4, targets: [q_proj]}")
+    shape = read(LARGE)
+    assert shape is not None
+    dtype = BYTES[plain.config.actor.dtype]
+    weights = dtype * parameters(shape, parse("fsdp:d1"), "lm").total
+    copies = []
+    for settings in (plain, adapted, few):
+        size = task_bytes(settings)
+        assert size is not None
+        copies.append((size - WORKER) / weights)
+    assert copies[0] == pytest.approx(2)
+    assert 1 < copies[2] < 1.2 < 1.8 < copies[1] < 3
+    saved = [
+        (worker_bytes(one) or 0) - (worker_bytes(load(*more)) or 0)
+        for one, more in ((plain, ()), (adapted, (LORA,)))
+    ]
+    assert 0 < saved[1] < saved[0] / 20
 
 
 def test_the_planned_layout_has_the_role_s_dtype(load: Load) -> None:

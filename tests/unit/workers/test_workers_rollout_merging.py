@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from slurmrl.checkpoint.precision import Precision
 from slurmrl.checkpoint.stored import file_entries
@@ -173,6 +174,18 @@ def test_a_task_has_the_weights_of_an_export(tmp_path: Path, family: str, dtype:
         served.named_parameters(), wanted.named_parameters(), strict=True
     ):
         assert torch.equal(values, other), name
+
+
+def test_servers_load_the_folder(trial: Trial) -> None:
+    """Its two files and index are those of a model folder for transformers, too."""
+    trial.publish(FIRST, Adapters(trial.config, 1))
+    taken = trial.task().newer()
+    assert taken is not None
+    assert taken.folder is not None
+    loaded = AutoModelForCausalLM.from_pretrained(taken.folder, dtype=torch.bfloat16)
+    found, expected = loaded.state_dict(), from_hf(taken.folder, dtype=torch.bfloat16)
+    for name, values in expected.named_parameters():
+        assert torch.equal(found[name], values), name
 
 
 def test_versions_hold_adapters_alone(trial: Trial) -> None:
