@@ -72,7 +72,11 @@ def version_bytes(settings: Settings) -> int:
     publish = settings.config.rollout.publish
     if publish is None:
         return 0
-    whole = _parameters(settings, "actor", "lm") * BYTES[settings.config.actor.dtype]
+    actor = settings.config.actor
+    if actor.lora is None:
+        whole = _parameters(settings, "actor", "lm") * BYTES[actor.dtype]
+    else:
+        whole = _trained(settings, "actor", "lm") * SCALAR_BYTES
     return (publish.keep_whole + 1) * whole
 
 

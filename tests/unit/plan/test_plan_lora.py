@@ -35,7 +35,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.report.document import document
 from slurmrl.plan.report.values import report
 from slurmrl.plan.settings import Settings
-from slurmrl.submission.checks.room import checkpoint_bytes
+from slurmrl.submission.checks.room import checkpoint_bytes, version_bytes
 from tests.unit.plan.conftest import EXPERTS, LARGE
 
 Load = Callable[..., Settings]
@@ -156,6 +156,11 @@ def test_hosts_of_versions_have_room_for_adapters_and_merged_weights(load: Load)
         (worker_bytes(one) or 0) - (worker_bytes(load(*more)) or 0)
         for one, more in ((plain, ()), (adapted, (LORA,)))
     ]
+    on_disk = version_bytes(adapted)
+    assert adapted.config.actor.lora is not None
+    assert adapted.config.rollout.publish is not None
+    of_adapters = 4 * adapter_parameters(shape, parse("fsdp:d1"), adapted.config.actor.lora, "lm")
+    assert on_disk == (adapted.config.rollout.publish.keep_whole + 1) * of_adapters
     assert 0 < saved[1] < saved[0] / 20
 
 
