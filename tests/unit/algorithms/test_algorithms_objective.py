@@ -293,6 +293,7 @@ def test_an_aggregation_does_not_depend_on_how_a_batch_is_cut(
     [
         ({"objective": "sapo", "dual_clip": 3.0}, "dual_clip is not allowed with objective: sapo"),
         ({"objective": "unclipped", "clip_ratio_high": 0.3}, "clip_ratio_high is not allowed"),
+        ({"objective": "sapo", "clip_ratio": 0.3}, "clip_ratio is not allowed with"),
         ({"sapo_tau_negative": 2.0}, "sapo_tau_negative is not allowed with objective: clip"),
         ({"aggregation_length": 9}, "aggregation_length is not allowed with aggregation: tokens"),
         ({"dual_clip": 1.0}, "greater than 1"),

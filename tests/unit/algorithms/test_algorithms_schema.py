@@ -142,6 +142,11 @@ def test_a_greedy_baseline_generates_twice() -> None:
         ({"overlong_buffer": 4, "mask_no_eos_with_zero": True}, "replaced by 0"),
         ({"overlong_penalty": 0.5}, "without overlong_buffer"),
         ({"mask_truncated": True, "max_truncated": 0.0}, "which drops every prompt"),
+        ({"kl": {"target": 3.0}}, "target is not allowed with kind: fixed"),
+        ({"kl": {"horizon": 99.0}}, "horizon is not allowed with kind: fixed"),
+        ({"filter_rounds": 2}, "filter_rounds is not allowed with zero_variance: keep"),
+        ({"short_batch": "error"}, "short_batch is not allowed with zero_variance: keep"),
+        ({"filter_candidates": 9}, "filter_candidates is not allowed with zero_variance: keep"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused_with_the_reason(

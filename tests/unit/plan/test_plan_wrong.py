@@ -121,6 +121,12 @@ KINDS = {
         *("algorithm.overlong_buffer=300", "rollout.max_new_tokens=100"),
         "rollout.episode={name: 'my:own', max_turns: 2}",
     ),
+    "minibatches without a prompt": wrong(
+        "algorithm.n_minibatches",
+        "9 is not allowed: a minibatch has at least one of the 8 prompts of batch_size",
+        *("algorithm.batch_size=8", "algorithm.n_minibatches=9", "rollout.n=8"),
+        *("actor.backend=fsdp:d4", "critic.backend=fsdp:d4", "algorithm.shuffle_minibatches=true"),
+    ),
     "variance of one": wrong(
         "rollout.n",
         "1 is not allowed with algorithm.zero_variance: drop, which compares completions",

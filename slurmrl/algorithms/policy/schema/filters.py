@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from slurmrl.algorithms.policy.schema.objective import refuse_unused
 from slurmrl.config.schema.base import Fraction, PositiveInt, Section
 from slurmrl.graph.call import Call, Method, Refill
 
@@ -46,6 +47,13 @@ class Filters(Section):
                 "mask_truncated: true is not allowed with max_truncated 0.0, which drops every "
                 "prompt that has a truncated completion; remove one"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _filter_settings_need_a_filter(self) -> Filters:
+        names = ("filter_rounds", "filter_candidates", "short_batch")
+        chosen = "zero_variance: keep and no max_truncated"
+        refuse_unused(self, dict.fromkeys(names, self.filters), chosen)
         return self
 
     @property

@@ -87,6 +87,7 @@ class Objective(Section):
         clips = self.objective in ("clip", "cispo")
         used = {
             "dual_clip": self.objective == "clip",
+            "clip_ratio": clips,
             "clip_ratio_high": clips,
             "sapo_tau_positive": self.objective == "sapo",
             "sapo_tau_negative": self.objective == "sapo",

@@ -205,6 +205,12 @@ class PolicyGradient(
             whole = whole if config.rollout.episode.has_turns else "rollout.max_new_tokens"
             message = f"{self.overlong_buffer} is not allowed: it is a part of {whole}, {limit}"
             yield ("algorithm", "overlong_buffer"), message
+        if self.n_minibatches > self.batch_size:
+            message = (
+                f"{self.n_minibatches} is not allowed: a minibatch has at least one of the "
+                f"{self.batch_size} prompts of batch_size"
+            )
+            yield ("algorithm", "n_minibatches"), message
         groups = {
             "zero_variance: drop": self.zero_variance == "drop",
             f"advantage: {self.advantage}": self.advantage in OF_GROUPS,

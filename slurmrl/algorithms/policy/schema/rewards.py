@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from slurmrl.algorithms.policy.schema.objective import refuse_unused
 from slurmrl.config.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 
@@ -35,6 +36,8 @@ class KL(Section):
             raise ValueError(
                 "coef 0 is not allowed with kind: adaptive, which multiplies it; use more than 0"
             )
+        steered = dict.fromkeys(("target", "horizon"), self.kind == "adaptive")
+        refuse_unused(self, steered, f"kind: {self.kind}")
         if self.where == "loss" and self.estimator == "k1" and self.coef > 0:
             raise ValueError(
                 "estimator: k1 is not allowed with where: loss: its gradient is 0 in the mean over "
