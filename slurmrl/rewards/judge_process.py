@@ -27,10 +27,13 @@ def end_with_parent() -> None:
 
 def take_pipes() -> tuple[IO[bytes], IO[bytes]]:
     """Return the pipes of requests and of replies. Standard input becomes empty and standard
-    output becomes standard error, for code that reads or prints."""
+    output becomes standard error, for code that reads or prints. A forked copy of the process has
+    neither pipe, so it cannot answer requests too."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)
     os.dup2(2, 1)
+    os.register_at_fork(after_in_child=requests.close)
+    os.register_at_fork(after_in_child=replies.close)
     return requests, replies

@@ -92,6 +92,12 @@ def test_standard_streams_are_not_the_protocol(make: Make) -> None:
     assert judge(make(), ["print", "read"]) == [5.0, 4.0]
 
 
+def test_a_forked_copy_of_the_reward_answers_nothing(make: Make) -> None:
+    """It returns from the reward as well, and would answer the same and later requests again."""
+    completions = [*["split"] * 3, *("x" * length for length in range(1, 20))]
+    assert judge(make(), completions) == [float(len(each)) for each in completions]
+
+
 def test_processes_left_behind_neither_delay_nor_survive(make: Make, tmp_path: Path) -> None:
     """They hold the judge's pipes open and ignore SIGTERM."""
     reward = make(options={"folder": str(tmp_path)})
