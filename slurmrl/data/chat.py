@@ -4,11 +4,12 @@ Torch-free, except for what transformers imports."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.messages import ASSISTANT, Message, is_target, with_system
+from slurmrl.data.messages import ASSISTANT, Message, is_target, text_of, with_system
 from slurmrl.errors import ChatTemplateError, ConfigError, Problem
 from slurmrl.fsio import inputs
 
@@ -45,12 +46,12 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message], tools: Any) -> str:
         """The text of a prompt, with the beginning of the assistant's turn."""
-        return self._render(with_system(messages, self._system), tools, generate=True)
+        return self._render(self._whole(messages), tools, generate=True)
 
     def conversation(self, messages: Sequence[Message], tools: Any) -> MarkedText:
         """The text of a whole conversation. A turn begins after the generation prompt, and ends
         with what the template puts after it, except white space after a special token."""
-        messages = with_system(messages, self._system)
+        messages = self._whole(messages)
         if any(block in self._template(tools) for block in MARKED_BLOCKS):
             return self._marked_by_template(messages, tools)
         text = self._render(messages, tools)
@@ -83,6 +84,28 @@ class ChatTemplate:
                 )
             pieces.append(piece)
         return [*pieces[1:], rest]
+
+    def _whole(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with the system prompt, and with contents that the template can read."""
+        whole = with_system(messages, self._system)
+        if any(isinstance(each.get("content"), list) for each in whole) and self._joins_parts:
+            return [{**each, "content": text_of(each)} for each in whole]
+        return whole
+
+    @cached_property
+    def _joins_parts(self) -> bool:
+        """Whether the parts of a content must be one string: the template reads strings, and does
+        not read parts in the same way."""
+        text = self._shown(OTHER_TEXT)
+        parts = self._shown([{"type": "text", "text": OTHER_TEXT}])
+        return OTHER_TEXT in text and parts != text
+
+    def _shown(self, content: Any) -> str:
+        """A message of the user with this content; "" if the template refuses it."""
+        try:
+            return self._render([{"role": "user", "content": content}], None)
+        except ChatTemplateError:
+            return ""
 
     # -- turns -------------------------------------------------------------------------------
 

@@ -33,6 +33,14 @@ GENERATION = (
     "{% else %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}Bot:\n{% endif %}"
 )
+PARTS = CHATML.replace(
+    "{{ m.content }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endif %}",
+)
+ONLY_PARTS = CHATML.replace(
+    "{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"
+)
 COUNTING = "{{ messages | length }} {% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
 JOINED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -111,6 +119,25 @@ def test_the_assistant_s_turns_up_to_their_end_token_are_targets(site: Site) -> 
     plain = [{"role": "system", "content": "Be kind"}, *TURNS]
     expected = site.tokenizer.apply_chat_template(plain, return_dict=False)
     assert sample.tensor("input_ids").tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [(CHATML, " Hi, you"), (PARTS, "Hi,you"), (ONLY_PARTS, " Hi, you")],
+    ids=["strings", "both", "parts"],
+)
+def test_parts_of_text_reach_every_template(site: Site, template: str, text: str) -> None:
+    """A template that knows no parts would print the list, or leave it out; one that knows them
+    reads them as it always does."""
+    site.template(template)
+    parts = [{"type": "text", "text": " Hi,"}, {"type": "text", "text": " you"}]
+    turns = [{"role": "user", "content": parts}]
+    shown = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    prompts = site.sample({"prompt": turns}, type="prompt", chat_template=True)
+    assert site.tokenizer.decode(prompts.tensor("prompt_ids")) == shown
+    answer = [{"type": "text", "text": "Bye"}]
+    sample = site.sample({"messages": [*turns, {"role": "assistant", "content": answer}]})
+    assert site.marked(sample) == f"{shown}[Bye<|im_end|>]\n"
 
 
 def test_a_row_s_own_system_message_and_tools_and_weights_count(site: Site) -> None:
