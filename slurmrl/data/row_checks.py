@@ -30,12 +30,15 @@ class RowChecks:
         }
         self.fillable = True
         """Whether all rows so far are right; the others' problems come at the end."""
+        self._empty = True
+        """Whether there was no row so far."""
         self._present: dict[str, None] = {}
         """The keys that rows have."""
         self._suspects: dict[tuple[frozenset[str], bool], list[tuple[int, Mapping[str, Any]]]] = {}
         """The first rows that lack some keys, or that are wrong even without these."""
 
     def add(self, number: int, row: Mapping[str, Any]) -> None:
+        self._empty = False
         if not row.keys() <= self._present.keys():
             self._present.update(dict.fromkeys(paths(row)))
         present = [key for key, field in self._fields.items() if field.value(row) is not ABSENT]
@@ -72,6 +75,8 @@ class RowChecks:
 
     def _of_settings(self) -> Iterator[Problem]:
         yield from self._kind.wrong_settings()
+        if self._empty:  # which says nothing about keys
+            return
         present = list(self._present)
         for key, field in self._fields.items():
             optional = field.requirement is Requirement.ANY

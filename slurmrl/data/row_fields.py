@@ -86,7 +86,8 @@ def curriculum_field(config: DatasetConfig) -> list[RowField]:
 
 
 def _wrong_number(value: Any) -> str:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and abs(value) < LARGEST:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return f"must be a number, but is {kind_of(value)}"
+    if abs(value) < LARGEST:
         return ""
-    return f"must be a number, but is {kind_of(value)}"
+    return f"must be a number between {-LARGEST:g} and {LARGEST:g}, but is {kind_of(value)}"

@@ -196,6 +196,19 @@ def test_references_are_there_for_all_prompts_or_for_none(tmp_path: Path) -> Non
         make(config, tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"), [("\n", "the file holds no rows"), ("[1]\n", "must be a JSON object")]
+)
+def test_a_file_without_a_row_says_nothing_about_keys(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    config = Dataset(type="prompt_answer", path=str(tmp_path / "rows.jsonl"))
+    with pytest.raises(ConfigError) as caught:
+        make(config, characters(tmp_path))
+    assert [each.message for each in caught.value.problems] == [problem]
+
+
 def test_a_key_other_than_prompt_and_answer_may_be_empty(tmp_path: Path) -> None:
     path = rows(tmp_path, {"a": "1", "b": ""}, {"a": "", "b": " "})
     config = Dataset(type="prompt", path=path, prompt_template="{a}{b}")
