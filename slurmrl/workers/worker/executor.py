@@ -40,6 +40,7 @@ from slurmrl.workers.parts import write_part
 from slurmrl.workers.worker.batch import Batch
 from slurmrl.workers.worker.reallocation import Reallocations
 from slurmrl.workers.worker.residence import Residence
+from slurmrl.workers.worker.results import checked
 from slurmrl.workers.worker.saver import Saver
 from slurmrl.workers.worker.shares import Shares
 from slurmrl.workers.worker.sharing import Mail
@@ -276,8 +277,7 @@ class Executor:
         engine = self.engines[self._layout(call)] if call.role is not None else None
         method = getattr(interface, call.method.value)
         with engine.base() if call.base and isinstance(engine, TrainEngine) else nullcontext():
-            result: CallResult = method(engine, sample, context)
-        return result
+            return checked(method(engine, sample, context), call)
 
     def close(self) -> None:
         self._saver.wait()

@@ -22,6 +22,7 @@ from slurmrl.data.dataset import SampleRows
 from slurmrl.data.meta import SampleMeta
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TrainEngine
+from slurmrl.errors import UsageError
 from slurmrl.fsio.failures import explain
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
@@ -347,6 +348,17 @@ def test_call_gets_its_inputs_and_adds_its_outputs(make_ranks: Callable[..., Ran
         _, sample, _ = interface.given[0]
         assert set(sample.keys) == {"input_ids", "rewards"}
         assert sample.tensor("rewards").tolist() == [0.5] * sample.bs
+
+
+def test_an_interface_that_returns_nothing_is_a_user_s_error(
+    make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another start would meet it again."""
+    ranks = make_ranks(1)
+    ranks.load([[0, 1]])
+    monkeypatch.setattr(FakeInterface, "inference", lambda *_: None)
+    with pytest.raises(UsageError, match="returned NoneType, must return a CallResult"):
+        ranks.call("judge")
 
 
 def test_an_answer_tells_when_the_call_began_and_the_most_memory(
