@@ -7,6 +7,8 @@ from typing import Any, Final
 
 ABSENT: Final = object()
 """The value of a key that a row does not have."""
+MOST_LEVELS: Final = 8
+"""Levels of nested keys that messages name."""
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
@@ -29,9 +31,9 @@ def has(row: Mapping[str, Any], key: str) -> bool:
     return value_at(row, key) is not ABSENT
 
 
-def paths(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """All keys of a row, nested ones after those that contain them."""
+def paths(row: Mapping[str, Any], prefix: str = "", levels: int = MOST_LEVELS) -> Iterator[str]:
+    """The keys of a row down to so many levels, nested ones after those that contain them."""
     for key, value in row.items():
         yield f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from paths(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and levels > 1:
+            yield from paths(value, f"{prefix}{key}.", levels - 1)

@@ -209,6 +209,19 @@ def test_a_file_without_a_row_says_nothing_about_keys(
     assert [each.message for each in caught.value.problems] == [problem]
 
 
+def test_a_row_may_be_nested_deeply(tmp_path: Path) -> None:
+    """A deep key still works, and messages name those of a few levels."""
+    levels = 500
+    deep = '{"a": ' * levels + '"1+2="' + "}" * levels
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"answer": "3", "x": {deep}}}\n')
+    settings: dict[str, Any] = {"type": "prompt_answer", "path": str(path)}
+    config = Dataset(**settings, prompt_key=".".join(["x", *"a" * levels]))
+    assert make(config, characters(tmp_path)).sample([(0, 0)]).bs == 1
+    with pytest.raises(ConfigError, match=r"allowed: answer, x, x\.a, .* x(\.a){7}$"):
+        make(Dataset(**settings, prompt_key="question"), characters(tmp_path))
+
+
 def test_a_key_other_than_prompt_and_answer_may_be_empty(tmp_path: Path) -> None:
     path = rows(tmp_path, {"a": "1", "b": ""}, {"a": "", "b": " "})
     config = Dataset(type="prompt", path=path, prompt_template="{a}{b}")
