@@ -312,8 +312,11 @@ def _stops_by_evaluation(draft: Draft, text: str) -> Iterator[Problem]:
 
 
 def graphs(draft: Draft) -> Iterator[Problem]:
-    """The calls fit together. (A new algorithm's may not.)"""
+    """The calls fit together. (A new algorithm's may not.) Where settings exclude each other, those
+    are the reason."""
     config, algorithm = draft.config, draft.algorithm
+    if any(conflicts(draft)):
+        return
     if config.dataset.kind in algorithm.dataset_types:
         yield from _graph(draft, algorithm.calls(config), config.dataset, "algorithm")
     evaluation = config.evaluation

@@ -43,6 +43,12 @@ KINDS = {
         "1 is not allowed with algorithm.advantage: group",
         "algorithm.advantage=group",
     ),
+    "measure of another dataset": wrong(
+        "algorithm.measure",
+        "'likelihood' is not allowed with a dataset of type prompt; allowed: completions",
+        "algorithm={name: evaluate, batch_size: 16, measure: likelihood}",
+        *("critic=", "ref=", "evaluation="),
+    ),
     "std of one": wrong(
         "rollout.n",
         "1 is not allowed with algorithm.advantage_std: group",
