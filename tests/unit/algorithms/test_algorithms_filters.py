@@ -15,12 +15,20 @@ from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.schema.filters import Filters
 from slurmrl.config.schema import Rollout
 from slurmrl.data.sample import SequenceSample
+from slurmrl.graph.call import Refill
 from tests.support.policy_batches import VOCABULARY, Batch
 from tests.support.policy_reference import Reference
 
 LIMIT = 6
+ROUNDS = {"filter_rounds": 3, "filter_candidates": 7, "short_batch": "error"}
 DROP = Filters(zero_variance="drop")
 MASK = Filters(zero_variance="drop", mask_truncated=True)
+
+
+def test_settings_of_rounds_reach_the_step() -> None:
+    settings = Filters.model_validate({"max_truncated": 0.5, **ROUNDS})
+    assert settings.refill() == Refill(rounds=3, candidates=7, complete=True)
+    assert DROP.refill() == Refill(rounds=10, candidates=None, complete=False)
 
 
 @pytest.mark.parametrize(
