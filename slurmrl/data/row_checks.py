@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from slurmrl.data.fields import ABSENT, paths
+from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.data.fields import ABSENT, has, paths
 from slurmrl.data.records import MOST_PROBLEMS
 from slurmrl.data.row_fields import Requirement, RowField, curriculum_field
+from slurmrl.data.text import wrong_text
 from slurmrl.data.types.base import RowType
 from slurmrl.errors import ConfigError, Problem
 
@@ -32,6 +34,8 @@ class RowChecks:
         """Whether all rows so far are right; the others' problems come at the end."""
         self._empty = True
         """Whether there was no row so far."""
+        self._unnamed = kind.config.id_key != DatasetConfig.model_fields["id_key"].default
+        """Whether no row so far has the id that the configuration asks for."""
         self._present: dict[str, None] = {}
         """The keys that rows have."""
         self._suspects: dict[tuple[frozenset[str], bool], list[tuple[int, Mapping[str, Any]]]] = {}
@@ -39,6 +43,7 @@ class RowChecks:
 
     def add(self, number: int, row: Mapping[str, Any]) -> None:
         self._empty = False
+        self._unnamed = self._unnamed and not has(row, self._kind.config.id_key)
         if not row.keys() <= self._present.keys():
             self._present.update(dict.fromkeys(paths(row)))
         present = [key for key, field in self._fields.items() if field.value(row) is not ABSENT]
@@ -77,12 +82,15 @@ class RowChecks:
         yield from self._kind.wrong_settings()
         if self._empty:  # which says nothing about keys
             return
-        present = list(self._present)
+        config, present = self._kind.config, list(self._present)
+        if self._unnamed:
+            named = RowField(config.id_key, "id_key", wrong_text)
+            yield Problem("", "id_key", named.absence(config.path, present))
         for key, field in self._fields.items():
             optional = field.requirement is Requirement.ANY
             unused = field.requirement is Requirement.EVERY_OR_NONE and key == field.name
             if key not in self._present and not optional and not unused:
-                yield Problem("", field.setting, field.absence(self._kind.config.path, present))
+                yield Problem("", field.setting, field.absence(config.path, present))
 
     def _wrong(self, row: Mapping[str, Any], keys: list[str]) -> list[tuple[str, str]]:
         """The keys whose values cannot be used, and why."""

@@ -29,6 +29,15 @@ def _check_template(text: str) -> str:
 TemplateText = Annotated[str, AfterValidator(_check_template)]
 
 OWN_TYPE: Final = re.compile(r"[\w.]+:\w+")
+OF_TYPES: Final[dict[str, tuple[str, ...]]] = {
+    "answer_template": ("prompt_answer", "preference", "kto"),
+    "chosen_key": ("preference",),
+    "rejected_key": ("preference",),
+    "max_pairs_per_prompt": ("preference",),
+    "label_key": ("kto",),
+    "messages_key": ("messages",),
+}
+"""Settings that only some types use."""
 SOURCE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 BOTH: Final = "has both path and sources; a path belongs to each source"
 FIRST_SETTINGS: Final = (
@@ -157,7 +166,8 @@ class Dataset(Section):
     system_prompt: str | None = None
     """System message put before conversations that do not begin with one. Needs a chat template."""
     id_key: Word = "id"
-    """Key of the id. If no line has this key, line numbers are the ids."""
+    """Key of the id. If no line has the key `id`, line numbers are the ids; another key must be in
+    every line."""
     max_prompt_tokens: PositiveInt | None = None
     """Lines with longer prompts are skipped; null keeps all. Their number is reported at
     submission, in the log, and as the metric `rows_left_out`."""
@@ -182,6 +192,13 @@ class Dataset(Section):
                 if self.like is None
                 else f"like is for a type of your own (package.module:Class), not for {self.type}"
             )
+        for name, kinds in OF_TYPES.items():
+            default = type(self).model_fields[name].default
+            if self.kind not in kinds and getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} is not allowed with type {self.kind}, which does not use it; allowed "
+                    f"with type: {', '.join(kinds)}"
+                )
         if bool(self.path) == bool(self.sources):
             raise ValueError("needs a path, or sources" if not self.path else BOTH)
         weights = [source.weight is not None for source in self.sources.values()]

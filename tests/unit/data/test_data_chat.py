@@ -143,8 +143,9 @@ def test_parts_of_text_reach_every_template(site: Site, template: str, text: str
 def test_a_row_s_own_system_message_and_tools_and_weights_count(site: Site) -> None:
     turns = [{"role": "system", "content": "S"}, *TURNS]
     turns[2] = {**TURNS[1], "weight": 0}
-    row = {"chat": {"turns": turns}, "tools": [{"name": "search"}]}
-    sample = site.sample(row, system_prompt="Be kind", messages_key="chat.turns")
+    row = {"chat": {"turns": turns}, "functions": [{"name": "search"}]}
+    keys = {"messages_key": "chat.turns", "tools_key": "functions"}
+    sample = site.sample(row, system_prompt="Be kind", **keys)
     text = site.marked(sample)
     assert text.startswith("<|im_start|>tools\nsearch<|im_end|>\n<|im_start|>system\nS<|im_end|>\n")
     assert "Be kind" not in text

@@ -209,6 +209,16 @@ def test_a_file_without_a_row_says_nothing_about_keys(
     assert [each.message for each in caught.value.problems] == [problem]
 
 
+def test_an_id_key_that_no_row_has_is_no_choice_of_line_numbers(tmp_path: Path) -> None:
+    """A misspelt key would lose the ids without a word."""
+    path = rows(tmp_path, {"prompt": "1+2=", "meta": {"uid": "a"}})
+    config = Dataset(type="prompt", path=path, id_key="meta.uid")
+    assert make(config, characters(tmp_path)).sample([(0, 0)]).ids == ("a@0",)
+    config = Dataset(type="prompt", path=path, id_key="meta.uuid")
+    with pytest.raises(ConfigError, match=r"id_key: 'meta.uuid' is not .* you mean 'meta.uid'\?"):
+        make(config, characters(tmp_path))
+
+
 def test_a_row_may_be_nested_deeply(tmp_path: Path) -> None:
     """A deep key still works, and messages name those of a few levels."""
     levels = 500
