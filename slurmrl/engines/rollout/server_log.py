@@ -29,6 +29,8 @@ _PREFIX: Final = re.compile(
     r"|\[\d{4}-\d\d-\d\d[^\]]*\] )?"
 )
 """Of a line of vLLM's or SGLang's log."""
+_TOLERATED: Final = re.compile(r"(\([\w+.-]+ pid=\d+\) ?)?(DEBUG|INFO|WARNING) \d\d-\d\d ")
+"""What vLLM goes on after, tracebacks included."""
 _RAISED: Final = re.compile(r"(?=\S*[a-z])[A-Za-z_][\w.]*(: .*)?$")
 """The last line of a traceback."""
 _ERROR: Final = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|\b[Ee]rror: ")
@@ -90,6 +92,7 @@ def read_end(path: Path, begin: int) -> ServerLog:
 def last_error(lines: Sequence[str]) -> str:
     """The error of the last traceback, those of processes that have lost another one only if there
     are no others; without a traceback the last line about an error."""
+    lines = [line for line in lines if not _TOLERATED.match(line)]
     raised = list(_raised([_PREFIX.sub("", line.rstrip(), count=1) for line in lines]))
     causes = [error for error in raised if not _CONSEQUENCE.search(error)]
     if raised:

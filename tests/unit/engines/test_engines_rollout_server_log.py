@@ -58,6 +58,14 @@ FLAG = """\
 usage: launch_server.py [-h] --model-path MODEL
 launch_server.py: error: unrecognized arguments: --no-such-flag
 """
+WARNED = """\
+(APIServer pid=41) WARNING 11-23 09:00:00 [base.py:380] Chat template warmup failed
+(APIServer pid=41) WARNING 11-23 09:00:00 [base.py:380] Traceback (most recent call last):
+(APIServer pid=41) WARNING 11-23 09:00:00 [base.py:380]   File "/e/vllm/renderers/base.py", line 217
+(APIServer pid=41) WARNING 11-23 09:00:00 [base.py:380]     raise ValueError(
+(APIServer pid=41) WARNING 11-23 09:00:00 [base.py:380] ValueError: Tokenizer not available
+(APIServer pid=41) INFO 11-23 09:00:00 [api_server.py:55] Starting vLLM server on unix:/s
+"""
 LOGGED = "ERROR 11-23 09:00:00 [a.py:1] no kernel for this GPU\nINFO 11-23 09:00:01 [a.py:2] bye\n"
 
 
@@ -76,12 +84,25 @@ LOGGED = "ERROR 11-23 09:00:00 [a.py:1] no kernel for this GPU\nINFO 11-23 09:00
             "For further information visit https://errors.pydantic.dev",
         ),
         (FLAG, "launch_server.py: error: unrecognized arguments: --no-such-flag"),
+        (WARNED, ""),
+        (VLLM + WARNED, "ValueError: No available memory for the cache blocks."),
         (LOGGED, "ERROR 11-23 09:00:00 [a.py:1] no kernel for this GPU"),
         ("".join(SGLANG.splitlines(keepends=True)[10:]), "EOFError"),
         ("[2026-11-23 09:00:00] The server is fired up and ready to roll!\n", ""),
         ("", ""),
     ],
-    ids=["sglang", "vllm", "several lines", "flag", "logged", "consequence", "none", "empty"],
+    ids=[
+        "sglang",
+        "vllm",
+        "several lines",
+        "flag",
+        "warned",
+        "failed and warned",
+        "logged",
+        "consequence",
+        "none",
+        "empty",
+    ],
 )
 def test_the_error_is_that_of_the_process_that_failed_first(text: str, error: str) -> None:
     """Not that of the one that waited for it, unless nothing else is known."""
