@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -111,6 +112,11 @@ class ServedEngine(RolloutEngine):
             raise RunFailedError(
                 f"{draw.name}: {self._dialect.where} has drawn with weights {min(others)}, which "
                 "this run has not installed: it was started again, or another run uses it"
+            )
+        if not all(map(math.isfinite, completion.logprobs)):
+            raise RunFailedError(
+                f"{draw.name}: {self._dialect.where} has drawn tokens whose log-probabilities are not "
+                "finite numbers; have the weights diverged?"
             )
         if completion.finish == "aborted" and job.aborting is None:
             raise RunFailedError(

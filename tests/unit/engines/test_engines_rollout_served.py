@@ -137,6 +137,22 @@ def test_tokens_of_weights_that_were_not_installed_are_refused() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_tokens_without_a_probability_are_refused(value: float) -> None:
+    """Trained on, they would make each step one that is skipped."""
+
+    async def main() -> None:
+        dialect = ScriptedDialect()
+        engine = await ready(dialect)
+        future = engine.submit(request())
+        await settle()
+        dialect.draws["r-0-0"].set_result(replace(completion(), logprobs=(-1.0, value, -1.0)))
+        with pytest.raises(RunFailedError, match=r"not finite numbers; have the weights diverged"):
+            await future
+
+    run(main())
+
+
 def test_a_server_that_sleeps_wakes_before_it_gets_weights() -> None:
     """Until then it has no version, so requests wait and its health does not depend on one."""
 
