@@ -116,8 +116,9 @@ class Rollout(Section):
     """Further arguments of each server, a word each: `[--mem-fraction-static, "0.5"]`. They win
     over those that slurmrl sets, its share of GPU memory included."""
     server_start_s: PositiveFloat = 600.0
-    """Seconds that a server may take to start. It is started three times before the run fails. With
-    `servers`: seconds without a usable one after which requests fail."""
+    """Seconds that a server may take to start, and to read new weights. It is started three times
+    before the run fails. With `servers`: also the seconds without a usable one after which requests
+    fail."""
     server_silence_s: PositiveFloat = 60.0
     """Seconds without an answer, to a request or to a probe, after which a server counts as hung:
     it is started again, or gets no more requests if it is one of `servers`. At least the longest

@@ -50,7 +50,7 @@ class Dialect(ABC):
 
     @abstractmethod
     async def pause(self) -> None:
-        """Draw no token from the return on; draws keep waiting for their answers."""
+        """Draw no token from the return on; draws keep waiting for their answers. No time limit."""
 
     @abstractmethod
     async def resume(self) -> None:
@@ -69,7 +69,8 @@ class Dialect(ABC):
     @abstractmethod
     async def load(self, version: WeightVersion) -> None:
         """Replace the weights of the paused server by those of ``version``, forget what was cached
-        of others, and check that the server reports the version."""
+        of others, and check that the server reports the version. No time limit: how long it may
+        take depends on the weights and on where they are."""
 
     @abstractmethod
     async def sleep(self) -> None:

@@ -95,7 +95,7 @@ class Instance:
             if engine is None:
                 return
             try:
-                await _within(self._limits.control_s, action(engine))
+                await within(self._limits.control_s, action(engine))
             except SlurmrlError as error:
                 await self._lose(engine, error)
                 if not isinstance(error, RunFailedError):
@@ -143,13 +143,13 @@ class Instance:
             while True:
                 version, paused = self._wanted()
                 if version is not None and engine.version != version.name:
-                    await _within(self._limits.control_s, engine.update_weights(version))
+                    await within(self._limits.control_s, engine.update_weights(version))
                 if paused:
-                    await _within(self._limits.control_s, engine.pause())
+                    await within(self._limits.control_s, engine.pause())
                 if self._wanted() == (version, paused):
                     return engine
                 if paused:
-                    await _within(self._limits.control_s, engine.resume())
+                    await within(self._limits.control_s, engine.resume())
         except BaseException:
             await engine.close()
             raise
@@ -174,7 +174,7 @@ class Instance:
 
     async def _probe(self, engine: RolloutEngine) -> None:
         try:
-            await _within(self._limits.silence_s, engine.health())
+            await within(self._limits.silence_s, engine.health())
         except SlurmrlError as error:
             await self._lose(engine, error)
         else:
@@ -190,7 +190,8 @@ class Instance:
         self._went(self)
 
 
-async def _within(limit_s: float, action: Awaitable[None]) -> None:
+async def within(limit_s: float, action: Awaitable[None]) -> None:
+    """Raises RunFailedError if the action has not ended after ``limit_s``."""
     try:
         async with asyncio.timeout(limit_s):  # wait_for of Python 3.11 can lose a cancellation
             await action

@@ -18,6 +18,7 @@ from slurmrl.engines.rollout.base import (
 )
 from slurmrl.engines.rollout.dialect import Dialect
 from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.engines.rollout.instance import within
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.served import ServedEngine
 from slurmrl.engines.rollout.server import KeptServer, Patience
@@ -53,6 +54,7 @@ class KeptEngine(RolloutEngine):
     ) -> None:
         """``speak`` makes the dialect of the server. Made in a running asyncio loop."""
         self._address, self._speak, self._concurrency = address, speak, concurrency
+        self._patience = patience
         self._prober = speak(HttpClient(address, patience_s=0.0))
         self._wanted: WeightVersion | None = None
         self._paused = self._rests = False
@@ -193,12 +195,13 @@ class KeptEngine(RolloutEngine):
             raise
 
     async def _reach(self, act: Callable[[ServedEngine], Awaitable[None]]) -> None:
-        """Act on the server; on its next start if this one ends meanwhile."""
+        """Act on the server; on its next start if this one ends meanwhile, or takes longer than one
+        may take to become ready, and then hangs."""
         while True:
             start, engine = await self._current()
             try:
                 with self._server.busy():
-                    return await act(engine)
+                    return await within(self._patience.start_s, act(engine))
             except RunFailedError as error:
                 if engine.asleep:  # it may answer probes all the same
                     await self._server.end(start, RunFailedError(f"it did not wake: {error}"))

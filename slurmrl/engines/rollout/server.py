@@ -29,7 +29,8 @@ class Patience:
     """Time limits of a server, in seconds."""
 
     start_s: float = 600.0
-    """From its start to its first sign of life, and for what makes it ready."""
+    """From its start to its first sign of life, for what makes it ready, and for each later version
+    of its weights."""
     silence_s: float = 60.0
     """Without a sign of life while this process listened, after which it counts as hung."""
     probe_s: float = 5.0

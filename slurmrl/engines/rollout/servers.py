@@ -85,7 +85,7 @@ class RunningServers(Servers):
         patience = running.patience
         self._instances = Instances(
             {address.text: partial(self._connect, address) for address in running.addresses},
-            limits=InstanceLimits(silence_s=patience.silence_s),
+            limits=InstanceLimits(silence_s=patience.silence_s, control_s=patience.start_s),
             patience_s=patience.start_s,
         )
         self.engine = self._instances

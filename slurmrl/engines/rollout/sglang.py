@@ -29,8 +29,6 @@ CONTROL_S = 60.0
 """Time limit of pausing, resuming, aborting: the server answers between two steps."""
 IDLE_S = 30.0
 """How long a server may take to end its last batch, whose requests are answered."""
-LOAD_S = 1800.0
-"""Time limit of reading weights from disk."""
 FIRST_S = 600.0
 """Time limit of the first token, before which a server may compile."""
 NEUTRAL: Mapping[str, float] = {
@@ -262,7 +260,7 @@ class SglangDialect(Dialect):
     async def pause(self) -> None:
         self._pauses += 1
         self._running.clear()
-        await self._post("/pause_generation", {"mode": "abort"}, LOAD_S)
+        await self._post("/pause_generation", {"mode": "abort"}, None)
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {})
@@ -280,7 +278,7 @@ class SglangDialect(Dialect):
             "flush_cache": True,
         }
         await self._wait_until_idle()  # 0.5.20 would end, later versions refuse the update
-        await self._succeed("/update_weights_from_disk", body, LOAD_S)
+        await self._succeed("/update_weights_from_disk", body)
         await self.check_version(version.name)
         await self._compare(version.name)
 
@@ -292,7 +290,7 @@ class SglangDialect(Dialect):
         (SGLang computes checksums on GPUs only.)"""
         if not self._on_gpu:
             return
-        reply = await self._succeed("/weights_checker", {"action": "checksum"}, LOAD_S)
+        reply = await self._succeed("/weights_checker", {"action": "checksum"})
         checksum = field_of(self.where, reply, "per_engine_checksum")
         if self._checksums.setdefault(version, checksum) != checksum:
             raise RunFailedError(
@@ -331,12 +329,12 @@ class SglangDialect(Dialect):
         return await self._client.get(path, timeout_s=CONTROL_S)
 
     async def _post(
-        self, path: str, body: Mapping[str, object], timeout_s: float = CONTROL_S
+        self, path: str, body: Mapping[str, object], timeout_s: float | None = CONTROL_S
     ) -> object:
         return await self._control.post(path, body, timeout_s=timeout_s)
 
-    async def _succeed(self, path: str, body: Mapping[str, object], timeout_s: float) -> object:
-        reply = await self._post(path, body, timeout_s)
+    async def _succeed(self, path: str, body: Mapping[str, object]) -> object:
+        reply = await self._post(path, body, None)
         if field_of(self.where, reply, "success") is not True:
             raise RunFailedError(f"{self.where}{path}: {reply}")
         return reply

@@ -32,8 +32,6 @@ from slurmrl.models.generate import GenerationOptions
 
 CONTROL_S = 60.0
 """Time limit of pausing, resuming, aborting: the server answers between two steps."""
-LOAD_S = 1800.0
-"""Time limit of reading weights from disk."""
 FIRST_S = 600.0
 """Time limit of the first token, before which a server may compile."""
 GENERATE = "/inference/v1/generate"
@@ -242,12 +240,15 @@ class VllmDialect(Dialect):
     async def _call(self, method: str, **arguments: object) -> None:
         """Call a method of the processes that compute."""
         body = {"method": method, "kwargs": arguments}
-        await self._post("/collective_rpc", body, timeout_s=LOAD_S)
+        await self._post("/collective_rpc", body, timeout_s=None)
 
     async def _get(self, path: str) -> object:
         return await self._client.get(path, timeout_s=CONTROL_S)
 
     async def _post(
-        self, path: str, body: Mapping[str, object] | None = None, timeout_s: float = CONTROL_S
+        self,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        timeout_s: float | None = CONTROL_S,
     ) -> object:
         return await self._control.post(path, body, timeout_s=timeout_s)

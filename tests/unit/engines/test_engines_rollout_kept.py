@@ -48,9 +48,20 @@ class PickyDialect(ScriptedDialect):
         self.restless: SlurmrlError | None = None
         """Raised by `sleep`."""
         self.at_wake: Callable[[], None] = lambda: None
+        self.hanging: int | None = None
+        """The pid of a start that hangs when it is to load a version."""
+        self._hangs = False
+
+    async def health(self) -> None:
+        await super().health()
+        if self._hangs and Path(f"/proc/{self.hanging}").exists():
+            raise RunFailedError("no answer")
 
     async def load(self, version: WeightVersion) -> None:
         await super().load(version)
+        if self.hanging is not None and not self._hangs:
+            self._hangs = True
+            await asyncio.Event().wait()
         if version.name in self.refused:
             raise UsageError(f"{version.name}: the shapes do not match")
 
@@ -113,6 +124,21 @@ def test_a_refused_version_leaves_the_one_before_in_service(tmp_path: Path) -> N
         assert await answer == (completion(),)
 
     within(tmp_path, test)
+
+
+def test_a_server_that_hangs_while_it_takes_weights_is_started_again(tmp_path: Path) -> None:
+    """Once that has taken as long as a start may take."""
+
+    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+        (pid,) = await started(tmp_path, 1)
+        dialect.hanging = pid
+        await engine.update_weights(WeightVersion(name="2.1"))
+        assert engine.version == "2.1"
+        await ended(pid)
+        assert len(await started(tmp_path, 2)) == 2
+        assert dialect.calls.count("load 2.1") == 2
+
+    within(tmp_path, test, Patience(start_s=3.0, silence_s=1.0, probe_s=0.1))
 
 
 def test_a_start_that_does_not_take_the_weights_is_not_the_last(tmp_path: Path) -> None:
