@@ -69,7 +69,12 @@ class VllmServer:
                 tokenizer=tokenizer,
                 options=(*vllm_server.CPU_FLAGS, "--dtype", "float32"),
             ),
-            environment={**os.environ, **vllm_server.ENVIRONMENT, **vllm_server.CPU_ENVIRONMENT},
+            environment={
+                **os.environ,
+                "VLLM_API_KEY": "that of another server",
+                **vllm_server.ENVIRONMENT,
+                **vllm_server.CPU_ENVIRONMENT,
+            },
             log=folder / f"{name}.log",
         )
         self._probing = VllmDialect(HttpClient(self._address, patience_s=0.0), model=MODEL)
@@ -396,6 +401,7 @@ CHECKER = """
 import inspect, json, sys
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.config.load import LoadConfig
@@ -407,7 +413,8 @@ for body in json.load(sys.stdin):
     for name, value in body["sampling_params"].items():
         assert getattr(read.sampling_params, name) == value, (name, value)
 inspect.signature(Worker.update_config).bind(None, overrides={})
-inspect.signature(GPUModelRunner.reload_weights).bind(None, weights_path="")
+for runner in (GPUModelRunner, SecondModelRunner):  # on CPUs, and where Triton compiles
+    inspect.signature(runner.reload_weights).bind(None, weights_path="")
 assert "load_format" in LoadConfig.__dataclass_fields__
 """
 

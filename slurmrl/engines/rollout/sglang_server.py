@@ -19,6 +19,7 @@ FLAGS = (
     "--schedule-low-priority-values-first",
     "--disable-priority-preemption",
     "--skip-server-warmup",
+    *("--log-level-http", "warning"),  # no line for each completion
 )
 CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),

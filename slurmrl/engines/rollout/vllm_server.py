@@ -42,6 +42,7 @@ def command(
         *VLLM_FLAGS,
         *("--generation-config", "vllm"),  # that of the model would change sampling silently
         *("--tensor-parallel-size", str(tensor_ranks)),
+        "--disable-uvicorn-access-log",  # a line for each completion
         *("--max-model-len", "-1", "--scheduling-policy", "priority", "--enable-prefix-caching"),
         *options,
     )
@@ -51,6 +52,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # it would unpickle requests
+    "VLLM_API_KEY": "",  # the user's, of other servers: this one would ask for it
     "HF_HUB_OFFLINE": "1",
 }
 """Variables of a server, over those of the job."""
