@@ -21,7 +21,7 @@ from slurmrl.weights.records import read_manifest
 from tests.distributed.engines.one_process import random_model
 from tests.support.rollout_checker import Checker
 from tests.support.rollout_evidence import Archive
-from tests.support.rollout_trials import BATCH, STEPS, config_of, settled, site_in
+from tests.support.rollout_trials import BATCH, STEPS, config_of, of_group, settled, site_in
 from tests.support.servers import check_served, servers
 from tests.support.stand_ins import python
 from tests.support.trials import ARCHITECTURE, Site, processes, wait_until
@@ -37,16 +37,6 @@ def site(tmp_path: Path) -> Site:
 def start(site: Site, trial: str, tasks: dict[str, Any] | None, *arguments: str) -> None:
     path = site.write(f"{trial}.yaml", config_of(trial, tasks))
     site.slurmrl("submit", str(path), "--scheduler", "local", *arguments)
-
-
-def of_group(site: Site, trial: str, role: str, group: str) -> list[int]:
-    """The processes of a role that work for a group."""
-    found = []
-    for pid in processes(site.paths(trial).run)[role]:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        if any(word.partition("/")[0] == group for word in words):
-            found.append(pid)
-    return found
 
 
 def outcome(site: Site, trial: str) -> dict[str, Any]:

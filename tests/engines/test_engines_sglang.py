@@ -395,6 +395,33 @@ def test_four_thousand_requests_at_once_and_64_completions_of_a_prompt(served: S
     assert len({made.tokens for made in several}) > 32
 
 
+def test_updates_every_100_ms_do_not_stop_requests(served: Served) -> None:
+    """Each token has the log-probability of the weights that it names, however many versions have
+    drawn a completion."""
+
+    async def work() -> list[Completion]:
+        future = served.engine.submit(request(n=4, max_new_tokens=200))
+        updates = 0
+        while updates < 5 or not future.done():
+            updates += 1
+            source = "2.1" if updates % 2 else "1.1"
+            version = WeightVersion(name=f"{updates}-{source}", folder=served.versions[source])
+            await served.engine.update_weights(version)
+            await asyncio.sleep(0.1)
+        return list(await future)
+
+    completions = served.loop.run(work())
+    assert max(len(set(made.versions)) for made in completions) > 2
+    for made in completions:
+        assert len(made.tokens) == 200
+        tokens, drawn = torch.tensor(made.tokens), torch.tensor(made.logprobs)
+        for name in ("1.1", "2.1"):
+            own = torch.tensor([version.endswith(name) for version in made.versions])
+            values = logprobs(served.versions[name], [*PROMPT, *made.tokens])[len(PROMPT) - 1 :]
+            expected = values.gather(-1, tokens[:, None]).squeeze(-1)
+            assert (expected - drawn)[own].abs().lt(EXACT).all()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_requests_survive_the_end_of_the_server(served: Served, number: signal.Signals) -> None:
     """A killed or stopped server is started again under load. It gets requests only once it holds

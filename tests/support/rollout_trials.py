@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.trials import REPOSITORY, Site, sft_config
+from tests.support.trials import REPOSITORY, Site, processes, sft_config
 
 REWARD = """
 import time
@@ -42,6 +42,16 @@ def config_of(trial: str, tasks: dict[str, Any] | None) -> dict[str, Any]:
     config["actor"]["optimizer"] = {"lr": 1e-2}
     config["dataset"]["type"] = "prompt"
     return config
+
+
+def of_group(site: Site, trial: str, role: str, group: str) -> list[int]:
+    """The processes of a role that work for a group."""
+    found = []
+    for pid in processes(site.paths(trial).run)[role]:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        if any(word.partition("/")[0] == group for word in words):
+            found.append(pid)
+    return found
 
 
 def settled(site: Site, trial: str) -> int:
