@@ -115,8 +115,8 @@ class ServedEngine(RolloutEngine):
             )
         if not all(map(math.isfinite, completion.logprobs)):
             raise RunFailedError(
-                f"{draw.name}: {self._dialect.where} has drawn tokens whose log-probabilities are not "
-                "finite numbers; have the weights diverged?"
+                f"{draw.name}: {self._dialect.where} has drawn tokens with log-probabilities that "
+                "are not finite numbers; have the weights diverged?"
             )
         if completion.finish == "aborted" and job.aborting is None:
             raise RunFailedError(

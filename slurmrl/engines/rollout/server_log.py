@@ -29,8 +29,12 @@ _PREFIX: Final = re.compile(
     r"|\[\d{4}-\d\d-\d\d[^\]]*\] )?"
 )
 """Of a line of vLLM's or SGLang's log."""
-_TOLERATED: Final = re.compile(r"(\([\w+.-]+ pid=\d+\) ?)?(DEBUG|INFO|WARNING) \d\d-\d\d ")
-"""What vLLM goes on after, tracebacks included."""
+_TOLERATED: Final = re.compile(
+    r"(\([\w+.-]+ pid=\d+\) ?)?(DEBUG|INFO|WARNING) \d\d-\d\d "
+    r"|\[\d{4}-\d\d-\d\d[^\]]*\] \[http_server\] Error: "
+)
+"""What a server goes on after: vLLM's warnings, with their tracebacks, and requests that SGLang has
+refused."""
 _RAISED: Final = re.compile(r"(?=\S*[a-z])[A-Za-z_][\w.]*(: .*)?$")
 """The last line of a traceback."""
 _ERROR: Final = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|\b[Ee]rror: ")
