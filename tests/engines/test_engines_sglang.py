@@ -397,10 +397,11 @@ def test_four_thousand_requests_at_once_and_64_completions_of_a_prompt(served: S
 
 def test_updates_every_100_ms_do_not_stop_requests(served: Served) -> None:
     """Each token has the log-probability of the weights that it names, however many versions have
-    drawn a completion."""
+    drawn a completion. That a stop string may end it does not make it begin again."""
 
     async def work() -> list[Completion]:
-        future = served.engine.submit(request(n=4, max_new_tokens=200))
+        never = request(n=4, max_new_tokens=200, stop_strings=("aaaaaaaaaaaaaaaa", "z"))
+        future = served.engine.submit(never)
         updates = 0
         while updates < 5 or not future.done():
             updates += 1

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from slurmrl.engines.rollout.base import Completion, Finish, WeightVersion
 from slurmrl.engines.rollout.dialect import Dialect, Draw
+from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
 from slurmrl.engines.rollout.fitness import ServedModel, check_sglang, field_of
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.errors import RunFailedError, UsageError
@@ -63,6 +63,8 @@ class _SglangMeta(BaseModel):
 
 class _SglangReply(BaseModel):
     output_ids: list[int]
+    text: str | None = None
+    """None from a server without a tokenizer."""
     meta_info: _SglangMeta
 
 
@@ -73,37 +75,6 @@ FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "ab
 def restricted(draw: Draw) -> bool:
     """Whether a draw is from a part of the vocabulary."""
     return not draw.options.greedy and (draw.options.top_k is not None or draw.options.top_p < 1.0)
-
-
-@dataclass
-class _Drawing:
-    """What a draw has so far."""
-
-    draw: Draw
-    pieces: list[Completion] = field(default_factory=list)
-    aborted: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return tuple(token for piece in self.pieces for token in piece.tokens)
-
-    def rest(self) -> Draw:
-        """The draw of what is missing."""
-        options, tokens = self.draw.options, self.tokens
-        left = replace(
-            options,
-            max_new_tokens=options.max_new_tokens - len(tokens),
-            min_new_tokens=max(options.min_new_tokens - len(tokens), 0),
-        )
-        return replace(self.draw, prompt=self.draw.prompt + tokens, options=left)
-
-    def completion(self, finish: Finish) -> Completion:
-        return Completion(
-            tokens=self.tokens,
-            logprobs=tuple(logprob for piece in self.pieces for logprob in piece.logprobs),
-            versions=tuple(version for piece in self.pieces for version in piece.versions),
-            finish=finish,
-        )
 
 
 def request_body(draw: Draw, *, context: int, vocabulary: int, full: bool) -> dict[str, Any]:
@@ -132,8 +103,8 @@ def request_body(draw: Draw, *, context: int, vocabulary: int, full: bool) -> di
     }
 
 
-def read_reply(where: str, reply: object, draw: Draw, *, full: bool) -> Completion:
-    """The completion of a reply. ``full``: its log-probabilities are those under the distribution
+def read_reply(where: str, reply: object, draw: Draw, *, full: bool) -> DrawnPiece:
+    """What a reply brings. ``full``: its log-probabilities are those under the distribution
     over all tokens, whatever the draw was restricted to."""
     try:
         read = REPLY.validate_python(reply)
@@ -158,12 +129,14 @@ def read_reply(where: str, reply: object, draw: Draw, *, full: bool) -> Completi
             f"{where}: the server ended a completion at {finish.matched!r}, which is not among its "
             f"stop tokens and stop strings {stops}"
         )
-    return Completion(
+    completion = Completion(
         tokens=tuple(tokens),
         logprobs=tuple(logprobs),
         versions=tuple(versions),
         finish=FINISH[finish.type],
     )
+    stop = finish.matched if isinstance(finish.matched, str) else ""
+    return DrawnPiece(completion=completion, text=read.text or "", stop=stop)
 
 
 class SglangDialect(Dialect):
@@ -191,7 +164,7 @@ class SglangDialect(Dialect):
         self._health_s = health_s
         self._context = 0
         self._on_gpu = False
-        self._draws: dict[str, _Drawing] = {}
+        self._draws: dict[str, PiecewiseDraw] = {}
         self._running = asyncio.Event()
         self._running.set()
         self._pauses = 0
@@ -220,16 +193,13 @@ class SglangDialect(Dialect):
         return True
 
     async def draw(self, draw: Draw) -> Completion:
-        drawing = self._draws[draw.name] = _Drawing(draw)
+        drawing = self._draws[draw.name] = PiecewiseDraw(draw)
         try:
             while await self._running_before(drawing.aborted):
                 pauses = self._pauses
-                piece = await self._piece(drawing.rest())
-                drawing.pieces.append(piece)
-                if piece.finish != "aborted" or pauses == self._pauses:
-                    return drawing.completion(piece.finish)
-                if draw.options.stop_strings:  # one could span two pieces
-                    drawing.pieces.clear()
+                finish = drawing.add(await self._piece(drawing.rest()))
+                if finish is not None and (finish != "aborted" or pauses == self._pauses):
+                    return drawing.completion(finish)
             return drawing.completion("aborted")
         finally:
             del self._draws[draw.name]
@@ -244,7 +214,7 @@ class SglangDialect(Dialect):
                 wait.cancel()
         return not aborted.is_set()
 
-    async def _piece(self, draw: Draw) -> Completion:
+    async def _piece(self, draw: Draw) -> DrawnPiece:
         """Tokens until the draw has ended, was aborted, or the server was paused."""
         body = request_body(
             draw, context=self._context, vocabulary=self._model.vocabulary, full=self._full

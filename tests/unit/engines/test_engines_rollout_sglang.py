@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.base import Completion, WeightVersion
 from slurmrl.engines.rollout.dialect import Draw
+from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
 from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.sglang import SglangDialect, read_reply
@@ -37,9 +38,14 @@ def draw(**options: Any) -> Draw:
     return Draw(name="r", prompt=(1, 2), seed=7, options=settings, priority=0)
 
 
+def letters(tokens: Sequence[int]) -> str:
+    return "".join(chr(ord("a") + token) for token in tokens)
+
+
 def reply(tokens: list[int], kind: str, version: str = "1.1", **finish: Any) -> dict[str, Any]:
     return {
         "output_ids": tokens,
+        "text": letters(tokens),
         "meta_info": {
             "finish_reason": {"type": kind, **finish},
             "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
@@ -92,7 +98,12 @@ class ScriptedServer(HttpClient):
             self.begun.set()
             await self._ended.wait()
             return reply([last + 1, last + 2], "abort")
-        return reply([last + number + 1 for number in range(count)], "length", self.version)
+        tokens = [last + number + 1 for number in range(count)]
+        for end in range(1, count + 1):
+            for stop in body["sampling_params"]["stop"]:
+                if letters(tokens[:end]).endswith(stop):
+                    return reply(tokens[:end], "stop", self.version, matched=stop)
+        return reply(tokens, "length", self.version)
 
 
 async def paused(settings: Draw) -> tuple[ScriptedServer, Completion]:
@@ -121,11 +132,37 @@ def test_a_draw_continues_behind_its_tokens_after_a_pause() -> None:
     assert server.asked[1]["sampling_params"]["min_new_tokens"] == 1
 
 
-def test_a_draw_with_stop_strings_begins_again_after_a_pause() -> None:
-    """The server would not see a text that the pause has cut in two."""
-    server, made = asyncio.run(paused(draw(stop_strings=("ab",))))
-    assert server.asked[1]["input_ids"] == [1, 2]
-    assert made.versions == ("2.1",) * 6
+@pytest.mark.parametrize(
+    ("stop", "asked", "tokens"),
+    [
+        ("xy", [["xy"]], (3, 4, 5, 6, 7, 8)),  # "defghi": in no part of it
+        ("gh", [["gh"]], (3, 4, 5, 6, 7)),  # behind the pause
+        ("ef", [["ef", "f"]], (3, 4, 5)),  # across the pause
+        ("defg", [["defg", "fg"]], (3, 4, 5, 6)),
+        ("eh", [["eh", "h"], ["eh"]], (3, 4, 5, 6, 7, 8)),  # its rest is not where it should be
+        ("ei", [["ei", "i"]], (3, 4, 5, 6, 7, 8)),  # nor here, with the last token
+    ],
+)
+def test_a_stop_string_is_found_across_a_pause(
+    stop: str, asked: list[list[str]], tokens: tuple[int, ...]
+) -> None:
+    """The tokens before the pause are kept, and the server, which would not see a text that the
+    pause has cut in two, also stops at the rest of one that may have begun."""
+    server, made = asyncio.run(paused(draw(stop_strings=(stop,))))
+    assert [body["sampling_params"]["stop"] for body in server.asked] == [[stop], *asked]
+    assert server.asked[1]["input_ids"] == [1, 2, 3, 4]
+    assert made.tokens == tokens
+    assert made.versions[:3] == ("1.1", "1.1", "2.1")
+    assert made.finish == ("stop" if stop in letters(tokens) else "length")
+
+
+def test_a_draw_that_was_cut_within_a_character_begins_again() -> None:
+    """A stop string may begin with it."""
+    drawing = PiecewiseDraw(draw(stop_strings=("é",)))
+    made = Completion(tokens=(3,), logprobs=(-1.0,), versions=("1.1",), finish="aborted")
+    assert drawing.add(DrawnPiece(completion=made, text="a\ufffd")) == "aborted"
+    assert drawing.completion("aborted").tokens == (3,)
+    assert drawing.rest() == drawing.draw
 
 
 def test_an_abort_ends_a_draw_also_while_the_server_is_paused() -> None:

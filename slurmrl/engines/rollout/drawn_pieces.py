@@ -1,0 +1,83 @@
+"""A completion that is drawn by one request after the other, as an update of weights ends each.
+
+A server looks for stop strings in what it draws for one request. So that none is missed that spans
+two requests, a request also stops at the rests of those that may have begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from slurmrl.engines.rollout.base import Completion, Finish
+from slurmrl.engines.rollout.dialect import Draw
+
+INCOMPLETE = "\ufffd"
+"""In a text, for a character of which not all bytes are drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnPiece:
+    """What one request has drawn. Its text is read for stop strings only."""
+
+    completion: Completion
+    text: str = ""
+    stop: str = ""
+    """The stop string that ended it."""
+
+
+@dataclass
+class PiecewiseDraw:
+    """What a draw has so far."""
+
+    draw: Draw
+    pieces: list[DrawnPiece] = field(default_factory=list)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for piece in self.pieces for token in piece.completion.tokens)
+
+    def rest(self) -> Draw:
+        """The draw of what is missing. It begins again if the text ends within a character, with
+        which a stop string may begin."""
+        stops = self.draw.options.stop_strings
+        if stops and self._text.endswith(INCOMPLETE):
+            self.pieces.clear()
+        options, tokens = self.draw.options, self.tokens
+        left = replace(
+            options,
+            max_new_tokens=options.max_new_tokens - len(tokens),
+            min_new_tokens=max(options.min_new_tokens - len(tokens), 0),
+            stop_strings=(*stops, *self._rests_of_stops()),
+        )
+        return replace(self.draw, prompt=self.draw.prompt + tokens, options=left)
+
+    def add(self, piece: DrawnPiece) -> Finish | None:
+        """How the piece has ended. None: at the rest of a stop string that did not follow its
+        beginning, so that the draw goes on."""
+        self.pieces.append(piece)
+        stops = self.draw.options.stop_strings
+        own = piece.text.startswith(piece.stop) or any(stop in piece.text for stop in stops)
+        if own or piece.stop in stops:
+            return piece.completion.finish
+        return "length" if len(self.tokens) == self.draw.options.max_new_tokens else None
+
+    @property
+    def _text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    def _rests_of_stops(self) -> list[str]:
+        """Of the stop strings whose beginnings the text so far ends with."""
+        text, stops = self._text, self.draw.options.stop_strings
+        cuts = ((stop, cut) for stop in stops for cut in range(1, len(stop)))
+        return sorted({stop[cut:] for stop, cut in cuts if text.endswith(stop[:cut])} - {*stops})
+
+    def completion(self, finish: Finish) -> Completion:
+        pieces = [piece.completion for piece in self.pieces]
+        return Completion(
+            tokens=self.tokens,
+            logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+            versions=tuple(version for piece in pieces for version in piece.versions),
+            finish=finish,
+        )
