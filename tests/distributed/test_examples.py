@@ -23,13 +23,13 @@ from tests.support.trials import REPOSITORY, Site
 pytestmark = pytest.mark.long
 
 EXAMPLES = REPOSITORY / "examples"
+ALL = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.yaml"))
 SERVERS = ("\n  backend: sglang", "\n  backend: vllm")
-CONFIGS = sorted(
-    str(path.relative_to(EXAMPLES))
-    for path in EXAMPLES.rglob("*.yaml")
-    if not any(server in path.read_text() for server in SERVERS)
-)
-"""Trials with servers are tested in tests/engines, where there are servers."""
+SERVED = [
+    config for config in ALL if any(server in (EXAMPLES / config).read_text() for server in SERVERS)
+]
+"""Tested in tests/engines, where there are servers."""
+CONFIGS = [config for config in ALL if config not in SERVED]
 SETTINGS = {
     "total_steps": 2,
     "algorithm.batch_size": 16,
@@ -78,7 +78,8 @@ class ShortForms:
 
     def overrides(self, config: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         folder = (EXAMPLES / config).parent
-        yield "seed", CONFIGS.index(config)  # so that models differ from those that they learn from
+        number = [*CONFIGS, *SERVED].index(config)
+        yield "seed", number  # so that models differ from those that they learn from
         if values.get("evaluation", {}).get("dataset", {}).get("type") == "prompt":
             yield "evaluation.n", 2
         for key, value in leaves(values):

@@ -25,6 +25,8 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="no vLLM: run scripts/test-engines"),
 ]
 STEPS = 40
+SLEEPS = "sleep mode is not supported on CPU, ignore it"
+"""What vLLM says on a CPU where it would free its memory, or get it back."""
 REWARD = """
 def different(prompts, completions, rows):
     return [float(len(set(completion))) for completion in completions]
@@ -34,9 +36,10 @@ def different(prompts, completions, rows):
 def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_it_trained(
     tmp_path: Path,
 ) -> None:
-    """The requests of a killed server are issued again while the trainers wait. A killed worker
-    takes its server with it; the next incarnation has another one, and resumes from the last
-    commit. Nothing is left when the trial ends."""
+    """The server sleeps while the actor, whose worker it shares, trains. The requests of a killed
+    server are issued again while the trainers wait. A killed worker takes its server with it; the
+    next incarnation has another one, and resumes from the last commit. Nothing is left when the
+    trial ends."""
     site = Site(tmp_path, {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(REPOSITORY)))})
     (tmp_path / "reward_of_mine.py").write_text(REWARD)
     config = sft_config(
@@ -72,6 +75,8 @@ def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_i
     assert status["incarnation"] == 2, "the server's end disturbed nobody, the worker's all"
     check_served(site.metrics("grpo/1"), STEPS)
     assert "is started again" in (run / "logs" / "trainer" / "0.0.log").read_text()
+    log = (run / "logs" / "trainer" / "vllm.0.log").read_text()
+    assert log.count(SLEEPS) >= 2 * STEPS, "it falls asleep and wakes in every step"
     wait_until("the end of all processes", lambda: not any(processes(run).values()))
     assert servers(run) == []
     assert not first.folder.exists()
