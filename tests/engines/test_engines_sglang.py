@@ -197,7 +197,8 @@ class Recorder(HttpClient):
         self.bodies.append((path, body))
         meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": []}
         meta["output_token_sampling_logprobs"] = []  # type: ignore[assignment]
-        return {"output_ids": [], "meta_info": meta, "success": True, "per_engine_checksum": "a"}
+        answer = {"output_ids": [], "text": "", "meta_info": meta}
+        return {**answer, "success": True, "per_engine_checksum": "a"}
 
 
 def test_bodies_are_those_of_sglangs_own_classes(tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def read_reply(where: str, reply: object, draw: Draw, *, full: bool) -> DrawnPie
             f"{where}: the server ended a completion at {finish.matched!r}, which is not among its "
             f"stop tokens and stop strings {stops}"
         )
+    if options.stop_strings and read.text is None:
+        raise RunFailedError(f"{where}: an answer to a request with stop strings has no text")
     completion = Completion(
         tokens=tuple(tokens),
         logprobs=tuple(logprobs),

@@ -189,12 +189,13 @@ def test_an_abort_ends_a_draw_also_while_the_server_is_paused() -> None:
         ({"text": "a"}, "does not have SGLang's form"),
         (reply([3], "stop", matched=2), "ended a completion at 2"),
         ({**reply([3, 4], "length"), "output_ids": [3, 5]}, "with those of other tokens"),
+        ({**reply([3, 4], "length"), "text": None}, "with stop strings has no text"),
     ],
 )
 def test_wrong_replies_are_refused(answer: object, message: str) -> None:
     """A form, a stop or log-probabilities that were not requested are never taken for tokens."""
     with pytest.raises(RunFailedError, match=message):
-        read_reply("server", answer, draw(stop_token_ids=(9,)), full=False)
+        read_reply("server", answer, draw(stop_token_ids=(9,), stop_strings=("x",)), full=False)
 
 
 @pytest.mark.parametrize(
