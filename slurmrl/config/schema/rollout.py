@@ -114,7 +114,8 @@ class Rollout(Section):
     SLURMRL_SERVER_ADMIN_KEY of the job's environment, or no key."""
     server_args: Sequence[Line] = ()
     """Further arguments of each server, a word each: `[--mem-fraction-static, "0.5"]`. They win
-    over those that slurmrl sets, its share of GPU memory included."""
+    over those that slurmrl sets, its share of GPU memory included. Keys, addresses, the model and
+    its layout are not theirs to set."""
     server_start_s: PositiveFloat = 600.0
     """Seconds that a server may take to start, and to read new weights. It is started three times
     before the run fails. With `servers`: also the seconds without a usable one after which requests

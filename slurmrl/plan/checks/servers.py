@@ -13,6 +13,7 @@ from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.config.servers import read_keys
 from slurmrl.errors import Problem, UsageError
 from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.checks.server_flags import server_flags
 from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.placement import ROLLOUTS
 
@@ -43,6 +44,7 @@ def servers(draft: Draft) -> Iterator[Problem]:
         message = "is not allowed without rollout.servers"
         yield from _refused(draft, OF_RUNNING, message)
         yield from _own(draft, backend)
+        yield from server_flags(draft, backend)
     if rollout.greedy and rollout.temperature != 1.0:
         message = (
             f"{rollout.temperature:g} is not allowed with greedy and {backend}: its "

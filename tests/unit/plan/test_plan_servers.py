@@ -163,3 +163,34 @@ def test_the_share_becomes_the_engines_own_fractions() -> None:
         assert flag == "--mem-fraction-static"
         assert float(fraction) * free == pytest.approx(share - computing(GPU), rel=1e-3)
     assert sglang_server.memory_flags(share, 10 * GIB, GPU)[1] == "0.9800"
+
+
+@pytest.mark.parametrize(
+    ("backend", "arguments", "messages"),
+    [
+        ("sglang", "[--api-key=s]", ["'--api-key=s' is not allowed: all users of the host"]),
+        ("sglang", "[--port, '7']", ["'--port' is not allowed: slurmrl chooses where"]),
+        (
+            "sglang",  # argparse knows a flag by its beginning
+            "[--tp, '2', --enable-custom-logit]",
+            ["'--tp' is not allowed: rollout.backend says", "requests carry"],
+        ),
+        ("vllm", "[--load_format, auto]", ["'--load_format' is not allowed: the server has the"]),
+        ("vllm", "[-tp, '2']", ["'-tp' is not allowed: rollout.backend says over how many GPUs"]),
+        ("vllm", "[--logprobs-mode=raw_logprobs]", ["distribution drawn from"]),
+        ("vllm", "[--uds, /tmp/s]", ["'--uds' is not allowed: slurmrl chooses where"]),
+        ("vllm", "[--max-num-seqs, '8', --dtype, float16, --model-impl=vllm]", []),
+        ("sglang", "[--enable-deterministic-inference, --mem-fraction-static=0.5]", []),
+    ],
+)
+def test_arguments_that_make_another_server_are_refused(
+    plan_ppo: Load, backend: str, arguments: str, messages: list[str]
+) -> None:
+    settings = load(
+        plan_ppo,
+        *(f"rollout.backend={backend}:d16", "rollout.gpus=16-31"),
+        f"rollout.server_args={arguments}",
+    )
+    found = [each.message for each in settings.missing if each.key == "rollout.server_args"]
+    assert len(found) == len(messages), found
+    assert all(message in text for message, text in zip(messages, found, strict=True))
