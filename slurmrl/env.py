@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -36,6 +37,19 @@ class Variable(Generic[T]):
             return self.parse(text)
         except ValueError as error:
             raise UsageError(f"environment variable {self.name}={text!r}: {error}") from error
+
+    @contextmanager
+    def given(self, text: str) -> Iterator[None]:
+        """Let this process and its children see another value meanwhile."""
+        before = os.environ.get(self.name)
+        os.environ[self.name] = text
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[self.name]
+            else:
+                os.environ[self.name] = before
 
 
 def _one_of(*allowed: str) -> Callable[[str], str]:
@@ -90,6 +104,21 @@ SERVER_ADMIN_KEY: Variable[str] = Variable(
     "",
     USER,
     "Their key for administration (`--admin-api-key` of SGLang), in the same way.",
+)
+PROFILE: Variable[str] = Variable(
+    "SLURMRL_PROFILE",
+    str,
+    "",
+    USER,
+    "Site profile, where `--profile` is not given: `a100` is the file `slurmrl/a100.yaml` in "
+    "`XDG_CONFIG_HOME`, `none` is none. Default: `default`, or the only one.",
+)
+XDG_CONFIG_HOME: Variable[str] = Variable(
+    "XDG_CONFIG_HOME",
+    str,
+    "",
+    USER,
+    "The user's configuration directory, which has the profiles. Default: `~/.config`.",
 )
 XDG_CACHE_HOME: Variable[str] = Variable(
     "XDG_CACHE_HOME", str, "", USER, "The user's cache directory. Default: `~/.cache`."

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from slurmrl import env
+from slurmrl.config.profiles import NONE
 
 LANES = ("slurm", "distributed", "engines", "faults", "gpu", "null_gpu", "trl", "unit")
 HERE = Path(__file__).parent
@@ -34,8 +35,9 @@ LONGEST_FIRST = (
 not come last. The others follow in the order of LANES; those that wait lie among those that
 compute."""
 
-# Whoever runs the tests may have runs of their own.
+# Whoever runs the tests may have runs and a site profile of their own.
 os.environ.pop(env.ROOT.name, None)
+os.environ[env.PROFILE.name] = NONE
 
 # How long an example takes says nothing on a busy machine.
 settings.register_profile("slurmrl", deadline=None)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmrl import env
+from slurmrl.errors import SlurmrlError
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -40,9 +41,21 @@ def trials(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[C
 
     try:
         found = names(root_folder(ctx.params.get("root")), typed)
-    except OSError:
+    except (OSError, SlurmrlError):
         return []  # a message here would land in the middle of a command line
     return [CompletionItem(name) for name in found]
+
+
+def profiles(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+    """The site profiles that begin with ``typed``."""
+    from click.shell_completion import CompletionItem
+
+    from slurmrl.config.profiles import NONE, names
+
+    try:
+        return [CompletionItem(name) for name in (*names(), NONE) if name.startswith(typed)]
+    except OSError:
+        return []
 
 
 def files(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:

@@ -54,6 +54,9 @@ def _facts(proposal: Proposal, outlook: Outlook | None) -> Iterator[tuple[str, s
     yield "algorithm", f"{config.algorithm['name']}{steps}"
     for group in proposal.plan.jobs:
         yield f"job of {group.name}", ", ".join(_job(proposal, group))
+    if used := proposal.settings.profile:
+        keys = ", ".join(used.settings) or "nothing that the configuration leaves open"
+        yield "site profile", f"{used.file}: {keys}"
     yield "directory", f"{proposal.paths.run}{'' if prepared else ' (new)'}"
     added = [] if prepared else ["configuration", "plan"]
     if proposal.update_code or not prepared:

@@ -84,6 +84,8 @@ class Invocation:
 
     arguments: Sequence[str] = ()
     debug: bool = False
+    profile: str | None = None
+    """What ``--profile`` names."""
 
 
 class LazyGroup(click.Group):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from slurmrl import env
 from slurmrl.cli import completion
 from slurmrl.submission.trials import root_folder
 
@@ -20,6 +21,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _remember_debug(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
     ctx.obj.debug = value
+
+
+def _use_profile(ctx: click.Context, parameter: click.Parameter, name: str | None) -> None:
+    if name is not None:
+        ctx.obj.profile = name
+        ctx.with_resource(env.PROFILE.given(name))
 
 
 def trial_argument(command: F) -> F:
@@ -49,13 +56,13 @@ def chosen_trial(root: str | None, trial: str | None) -> RunPaths:
 
 
 def common(command: F) -> F:
-    """Add ``--root`` and ``--debug``."""
+    """Add ``--root``, ``--profile`` and ``--debug``."""
     root = click.option(
         "--root",
         metavar="DIR",
         shell_complete=completion.folders,
-        help="Root folder of all runs. Default: SLURMRL_ROOT, then root of the configuration, then "
-        "./runs.",
+        help="Root folder of all runs. Default: SLURMRL_ROOT, then root of the configuration or "
+        "of the site profile, then ./runs.",
     )
     debug = click.option(
         "--debug",
@@ -64,7 +71,17 @@ def common(command: F) -> F:
         callback=_remember_debug,
         help="Print the traceback of an error.",
     )
-    return root(debug(command))
+    profile = click.option(
+        "--profile",
+        metavar="NAME",
+        expose_value=False,
+        is_eager=True,
+        callback=_use_profile,
+        shell_complete=completion.profiles,
+        help="Site profile to use; none: without. Default: SLURMRL_PROFILE, then default, then the "
+        "only one.",
+    )
+    return root(profile(debug(command)))
 
 
 def submitting(command: F) -> F:
@@ -115,4 +132,7 @@ def json_option(command: F) -> F:
 
 def again(root: Path) -> str:
     """Return the option that makes another command use ``root``; empty if that is the default."""
-    return "" if root_folder(None) == root else f" --root {shlex.quote(str(root))}"
+    if root_folder(None) != root:
+        return f" --root {shlex.quote(str(root))}"
+    profile = click.get_current_context().obj.profile
+    return f" --profile {profile}" if profile and not env.ROOT.get() else ""

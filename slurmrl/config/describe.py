@@ -27,6 +27,10 @@ Unknown keys and invalid values are refused, with one report of all problems.
 
 Paths in the file are relative to its folder; paths on the command line and `root` are relative to
 the current directory. A setting whose default is null may be left out or set to null.
+
+A site profile (`~/.config/slurmrl/default.yaml`) may set `root` and any setting of `cluster` for
+all your configurations: [site profiles](howto/profiles.md). Defaults < profile < configuration <
+overrides.
 """
 
 _BASES: Final = {int: "whole number", float: "number", bool: "true or false", str: "text"}

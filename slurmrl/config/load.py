@@ -14,15 +14,19 @@ from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
+from slurmrl import log
 from slurmrl.config import overrides as command_line
 from slurmrl.config.problems import problems_from
-from slurmrl.config.schema import Config
+from slurmrl.config.schema import Config, Profile
 from slurmrl.config.schema.base import IsHubPath, IsPath
 from slurmrl.config.schema.model import TRIAL_PREFIX
 from slurmrl.config.source import KeyPath, Source, read
 from slurmrl.errors import ConfigError, EnvironmentFailure, Problem
+from slurmrl.fsio import ownership
 from slurmrl.fsio.failures import NO_FILE
 from slurmrl.hub import reference as hub
+
+logger = log.get(__name__)
 
 M = TypeVar("M", bound=BaseModel)
 Derive: TypeAlias = Callable[[Source], None]
@@ -31,15 +35,53 @@ Derive: TypeAlias = Callable[[Source], None]
 HEADER = "# The resolved configuration of this run: every setting, absolute paths.\n"
 
 
-def load(path: Path, overrides: Sequence[str] = (), derive: Derive | None = None) -> Source:
-    """Read a file, perhaps ``derive`` another configuration of it, and apply the overrides. Raises
-    ConfigError if the file cannot be read; ``parse`` reports all other problems, which are
-    collected in ``problems``."""
+def load(
+    path: Path,
+    overrides: Sequence[str] = (),
+    derive: Derive | None = None,
+    profile: Path | None = None,
+) -> Source:
+    """Read a file, put a site ``profile`` under it, perhaps ``derive`` another configuration of
+    both, and apply the overrides. Raises ConfigError if a file cannot be read; ``parse`` reports
+    all other problems, which are collected in ``problems``."""
     source = read(path)
+    if profile is not None:
+        put_under(source, profile)
     if derive is not None:
         derive(source)
     command_line.apply(source, overrides)
     return source
+
+
+def put_under(source: Source, profile: Path) -> None:
+    """Give a configuration the values of a site profile that it does not set itself. A profile with
+    problems only adds these. Raises ConfigError and OwnershipError if it cannot be read."""
+    for warning in ownership.check_file(profile):
+        logger.warning("profile: %s", warning)
+    below = read(profile)
+    _, problems = validate(Profile, below)
+    source.profile = profile
+    source.problems += [*below.problems, *problems]
+    if not source.problems:
+        _merge(source, source.values, below, below.values, ())
+
+
+def _merge(
+    source: Source,
+    values: dict[str, Any],
+    below: Source,
+    defaults: dict[str, Any],
+    prefix: KeyPath,
+) -> None:
+    for key, value in defaults.items():
+        here = (*prefix, key)
+        if key not in values:
+            values[key] = value
+            source.marks.update(
+                {at: mark for at, mark in below.marks.items() if at[: len(here)] == here}
+            )
+        elif isinstance(value, dict) and isinstance(values[key], dict):
+            _merge(source, values[key], below, value, here)
 
 
 def parse(source: Source) -> Config:

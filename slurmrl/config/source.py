@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -43,6 +44,8 @@ class Source:
     values: dict[str, Any] = field(default_factory=dict)
     marks: dict[KeyPath, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    profile: Path | None = None
+    """The site profile that was merged under the file (see `profiles`)."""
 
     def where(self, key_path: KeyPath) -> str:
         """``ppo.yaml:12`` or ``command line``. A missing key has the location of its
@@ -63,9 +66,28 @@ class Source:
         return True
 
     def folder(self, key_path: KeyPath) -> Path:
-        """The base of a relative path at this key: the file's folder, or the current directory for
-        the command line."""
-        return Path.cwd() if self.where(key_path) == COMMAND_LINE else self.path.parent.absolute()
+        """The base of a relative path at this key: the folder of the file that has it, or the
+        current directory for the command line."""
+        if self.where(key_path) == COMMAND_LINE:
+            return Path.cwd()
+        file = self.profile if self.profile and self.is_of_profile(key_path) else self.path
+        return file.parent.absolute()
+
+    def is_of_profile(self, key_path: KeyPath) -> bool:
+        """Whether the value at this key is that of the profile."""
+        file, _, _ = self.where(key_path).rpartition(":")
+        return self.profile is not None and file == str(self.profile)
+
+    def of_profile(self) -> list[KeyPath]:
+        """The settings that are those of the profile."""
+        return [key for key in _settings(self.values) if self.is_of_profile(key)]
+
+    def at(self, key_path: KeyPath) -> Any:
+        """The value at a key that is there."""
+        value: Any = self.values
+        for part in key_path:
+            value = value[part]
+        return value
 
     def problem(self, key_path: KeyPath, message: str) -> Problem:
         return Problem(self.where(key_path), dotted(key_path), message)
@@ -223,6 +245,15 @@ class Builder:
 
     def _refuse(self, path: KeyPath, message: str) -> None:
         self._source.problems.append(self._source.problem(path, message))
+
+
+def _settings(values: dict[str, Any], prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    """The keys of all values that are no sections."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _settings(value, (*prefix, key))
+        else:
+            yield (*prefix, key)
 
 
 def _is_text(value: str) -> bool:

@@ -31,7 +31,11 @@ def configuration(
     except UnreadableInputError as error:
         return None, [failed("configuration", str(error), "")]
     problems = [failed("configuration", str(one), "") for one in settings.missing]
-    return settings, problems or [ok("configuration", f"{path} can be submitted")]
+    fine = problems or [ok("configuration", f"{path} can be submitted")]
+    if (used := settings.profile) is None:
+        return settings, fine
+    keys = ", ".join(used.settings) or "nothing that the configuration leaves open"
+    return settings, [*fine, ok("site profile", f"{used.file} sets {keys}")]
 
 
 def trial(settings: Settings, plan: Plan, timeout_s: float) -> list[Check]:

@@ -37,6 +37,32 @@ def check(run: Path, *, calls: SystemCalls = REAL) -> list[str]:
     return warnings
 
 
+def check_file(path: Path, *, calls: SystemCalls = REAL) -> list[str]:
+    """Check that no other user but root can change a file of settings; return warnings. Others may
+    read it.
+
+    Raises OwnershipError with the reason, EnvironmentFailure if the file system does not answer.
+    """
+    warnings: list[str] = []
+    try:
+        found = calls.stat(path)
+        mode = stat.S_IMODE(found.st_mode)
+        if found.st_uid not in (ROOT_UID, os.geteuid()):
+            raise OwnershipError(f"{path} belongs to user {found.st_uid}, not to you; not read")
+        if mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise OwnershipError(
+                f"{path} has mode {mode:04o}, so other users can change what runs in your name; "
+                f"check what it contains, then run: chmod go-w '{path}'"
+            )
+        for directory in _ancestors(path):
+            warnings += _check_ancestor(directory, calls)
+    except EnvironmentFailure:
+        raise
+    except OSError as error:
+        raise explain(error, "check the owner of", path) from error
+    return warnings
+
+
 def _check_own(run: Path, found: os.stat_result) -> None:
     if not stat.S_ISDIR(found.st_mode):
         raise OwnershipError(f"{run} is {_kind(found)}, not a directory; not used")
@@ -68,7 +94,7 @@ def _check_ancestor(directory: Path, calls: SystemCalls) -> list[str]:
     if found.st_mode & stat.S_IWOTH and not sticky:
         raise OwnershipError(
             f"{directory} is world-writable (mode {stat.S_IMODE(found.st_mode):04o}): any user "
-            "could replace the directories in it; choose another root"
+            "could replace what is in it; choose another one"
         )
     warnings = []
     if found.st_mode & stat.S_IWGRP and not sticky:

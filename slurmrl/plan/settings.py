@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
+from slurmrl.config import profiles
 from slurmrl.config.load import Derive, load, parse, validate
 from slurmrl.config.problems import show
 from slurmrl.config.schema import Config
-from slurmrl.config.source import Source
+from slurmrl.config.source import KeyPath, Source, dotted
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.paths import RunPaths
 from slurmrl.plan.algorithms import ALGORITHMS, Algorithm, uses_of
@@ -42,6 +43,19 @@ from slurmrl.scheduler import choose
 
 
 @dataclass(frozen=True)
+class ProfileUse:
+    """The site profile under a configuration, and what it sets there."""
+
+    file: Path
+    settings: dict[str, Any]
+    """By dotted key, without what the configuration or the command line sets itself."""
+
+    @property
+    def name(self) -> str:
+        return self.file.stem
+
+
+@dataclass(frozen=True)
 class Settings:
     """``config`` is resolved: absolute paths, every section that the algorithm uses, and the
     algorithm's settings with their defaults."""
@@ -55,6 +69,7 @@ class Settings:
     """When planning: the problems that would prevent a submission."""
     folders: tuple[Path, ...] = ()
     """Folders that are searched for the user's own code."""
+    profile: ProfileUse | None = None
 
 
 def load_settings(
@@ -74,12 +89,13 @@ def load_settings(
     instead of refused. ``folders`` are searched for the user's own code; by default, that of the
     file and the current directory. ``resumed``: the file is that of a trial, whose unused sections
     are left alone. ``data``: fetch datasets of the hub also when ``planning``. ``derive`` makes
-    another configuration of the file's values, before the overrides.
+    another configuration of the file's values, before the overrides. The site profile in force is
+    merged under the file, unless it is ``resumed``.
 
     Raises ConfigError with every problem: in the text, in the values, in the algorithm's settings,
     and between them and the files that they name.
     """
-    source = load(path, overrides, derive)
+    source = load(path, overrides, derive, None if resumed else profiles.in_force())
     searched = [path.parent.absolute(), Path.cwd()] if folders is None else list(folders)
     with importable(searched):
         return _checked(
@@ -139,8 +155,23 @@ def _checked(
     if problems or config is None or algorithm is None:
         raise ConfigError(tuple(problems))
     return Settings(
-        config, algorithm, source, tuple(notes), tuple(missing if planning else ()), tuple(folders)
+        config,
+        algorithm,
+        source,
+        tuple(notes),
+        tuple(missing if planning else ()),
+        tuple(folders),
+        _profile_use(source, root, scheduler),
     )
+
+
+def _profile_use(source: Source, root: Path | None, scheduler: str | None) -> ProfileUse | None:
+    """``root`` and ``scheduler`` override what the profile has, as the command line does."""
+    if source.profile is None:
+        return None
+    given: dict[KeyPath, object] = {("root",): root, ("cluster", "scheduler"): scheduler}
+    keys = [key for key in source.of_profile() if given.get(key) is None]
+    return ProfileUse(source.profile, {dotted(key): source.at(key) for key in keys})
 
 
 def load_run_settings(paths: RunPaths) -> Settings:

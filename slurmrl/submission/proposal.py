@@ -227,7 +227,7 @@ def _planned(
     if lacking := inventory.lacking(plan, config, hosts):
         where = str(settings.source.path)
         raise ConfigError(tuple(Problem(where, "cluster", text) for text in lacking))
-    recorder = ProvenanceWriter(config, settings.source.path, code, kind)
+    recorder = ProvenanceWriter(config, settings.source.path, code, kind, settings.profile)
     return Proposal(settings, plan, run_paths(settings), kind, recorder, update_code)
 
 

@@ -23,6 +23,7 @@ from slurmrl.fsio import documents
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import write_new
 from slurmrl.fsio.shapes import TEXT, list_of
+from slurmrl.plan.settings import ProfileUse
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.submission import copying, git, versions
 from slurmrl.submission.own_code import OwnCode
@@ -54,6 +55,8 @@ class ProvenanceWriter:
     config_file: Path
     code: OwnCode
     scheduler: str
+    profile: ProfileUse | None = None
+    """The site profile, whose settings the recorded configuration has."""
 
     def __call__(self, folder: Path) -> None:
         values = {
@@ -68,11 +71,17 @@ class ProvenanceWriter:
             "code": [str(path) for path in self.code.paths],
             "folders": [str(path) for path in self.code.folders],
             "notes": list(self.code.notes),
+            "profile": self._profile(),
             "git": dict(self._repositories(folder)),
             "packages": versions.packages(),
         }
         copying.copy(self.config_file, folder / CONFIG)
         _write(folder / FILE, (json.dumps(values, indent=1) + "\n").encode())
+
+    def _profile(self) -> dict[str, Any] | None:
+        if self.profile is None:
+            return None
+        return {"file": str(self.profile.file), "settings": self.profile.settings}
 
     def _repositories(self, folder: Path) -> Iterator[tuple[str, Any]]:
         """Yield the repositories of the working directory and of this package; write their

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurmrl import env
+from slurmrl.config import profiles
 from slurmrl.errors import UnknownNameError, UsageError
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.registry import near
@@ -22,8 +23,12 @@ def chosen_root(option: str | None) -> Path | None:
 
 
 def root_folder(option: str | None) -> Path:
-    """Return the root folder for commands without a configuration."""
-    return chosen_root(option) or Path(os.path.abspath(DEFAULT_ROOT))
+    """Return the root folder for commands without a configuration: the given one, else that of the
+    site profile, else ./runs. Raises UsageError for a profile that cannot be used."""
+    if (chosen := chosen_root(option)) is not None:
+        return chosen
+    text = profiles.root() or DEFAULT_ROOT
+    return Path(os.path.abspath(Path(text).expanduser()))
 
 
 def experiments(root: Path) -> list[str]:

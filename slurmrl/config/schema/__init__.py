@@ -18,6 +18,7 @@ from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging, Not
 from slurmrl.config.schema.lora import Lora
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.config.schema.optimizer import Optimizer
+from slurmrl.config.schema.profile import Profile
 from slurmrl.config.schema.reward import Reward, RewardPart, RewardPool
 from slurmrl.config.schema.rollout import Publish, Rollout, Transfer
 
@@ -41,6 +42,7 @@ __all__ = [
     "PathText",
     "PositiveFloat",
     "PositiveInt",
+    "Profile",
     "Publish",
     "Reward",
     "RewardPart",

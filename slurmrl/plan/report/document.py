@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from slurmrl.config.problems import show
 from slurmrl.display.document import Block, Document, Grid, GridRow, Legend, Lines, Table
 from slurmrl.plan.estimates.hardware import binary_size
 from slurmrl.plan.estimates.memory import PASSING, STANDING
@@ -32,10 +33,17 @@ def document(report: Mapping[str, Any]) -> Document:
         *([Lines("episode:", list(_episode(report["episode"])))] if report["episode"] else []),
         Lines(f"{_title(report)}:", list(lines(report["algorithm"]))),
     ]
+    blocks += [Lines(*_profile(report["profile"]))] if report["profile"] else []
     ends = {"warnings": "warnings", "notes": "notes", "missing": "to fix before submission"}
     blocks += [Lines(f"{title}:", report[key]) for key, title in ends.items() if report[key]]
     workers = f"{report['gpus']} GPUs, {report['world_size']} workers in the fixed job"
     return Document(f"{report['experiment']}/{report['trial']}", blocks, workers)
+
+
+def _profile(profile: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The site profile in force, and the settings that come from it."""
+    lines = [f"{key}: {show(value)}" for key, value in profile["settings"].items()]
+    return f"site profile {profile['file']}:", lines or ["the configuration sets everything itself"]
 
 
 def _title(report: Mapping[str, Any]) -> str:

@@ -1,0 +1,98 @@
+"""Site profiles: what all configurations have in common on a cluster, in files of the user's.
+
+``~/.config/slurmrl/NAME.yaml`` is merged under a configuration when its trial is submitted or
+planned (`load.put_under`). A trial records the result, so whatever reads its run directory needs no
+profile. Commands without a configuration take the folder of all runs from it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from slurmrl import env
+from slurmrl.errors import ConfigError, UsageError
+from slurmrl.fsio import ownership
+from slurmrl.registry import near
+
+DEFAULT: Final = "default"
+NONE: Final = "none"
+SUFFIX: Final = ".yaml"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+ROOT_RULE: Final = "must be an absolute path, since all commands use it: /shared/me/runs or ~/runs"
+
+
+def folder() -> Path:
+    """The folder of all profiles."""
+    base = env.XDG_CONFIG_HOME.get() or os.path.expanduser("~/.config")
+    return Path(os.path.abspath(base)) / "slurmrl"
+
+
+def file_of(name: str) -> Path:
+    """Where the profile of a name is or would be. Raises UsageError for what cannot be one."""
+    if not _NAME.fullmatch(name) or name == NONE:
+        raise UsageError(
+            f"profile '{name}': a name has 1 to 64 letters, digits, '.', '_' or '-', begins with a "
+            f"letter or a digit, and is not '{NONE}'"
+        )
+    return folder() / f"{name}{SUFFIX}"
+
+
+def names() -> list[str]:
+    """The names of all profiles."""
+    try:
+        entries = sorted(os.listdir(folder()))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = (entry.removesuffix(SUFFIX) for entry in entries if entry.endswith(SUFFIX))
+    return [name for name in found if _NAME.fullmatch(name)]
+
+
+def in_force() -> Path | None:
+    """The profile that `env.PROFILE` names, else ``default``, else the only one; None without any.
+
+    Raises UsageError for one that does not exist, and where there are several to choose from.
+    """
+    wanted = env.PROFILE.get()
+    if wanted == NONE:
+        return None
+    known = names()
+    if wanted:
+        path = file_of(wanted)
+        if wanted not in known:
+            choices = near(wanted, [*known, NONE])
+            raise UsageError(f"profile '{wanted}': there is no {path}; {choices}")
+        return path
+    if not known:
+        return None
+    if DEFAULT not in known and len(known) > 1:
+        raise UsageError(
+            f"{folder()} has several profiles and none is '{DEFAULT}': choose with --profile or "
+            f"{env.PROFILE.name} one of {', '.join([*known, NONE])}"
+        )
+    return file_of(DEFAULT if DEFAULT in known else known[0])
+
+
+def root() -> str | None:
+    """The folder of all runs in the profile in force; None if it has none. Raises UsageError."""
+    path = in_force()
+    if path is None:
+        return None
+    from slurmrl.config.source import read  # YAML takes longer than most commands that ask for this
+
+    ownership.check_file(path)
+    source = read(path)
+    value = source.values.get("root")
+    if value is None:
+        return None
+    if not isinstance(value, str) or not is_root(value):
+        message = f"{value!r} is not allowed: {ROOT_RULE}"
+        raise ConfigError((source.problem(("root",), message),))
+    return value
+
+
+def is_root(text: str) -> bool:
+    """Whether a profile may name this folder of all runs."""
+    return text.startswith(("/", "~"))
