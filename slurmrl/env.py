@@ -61,7 +61,7 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
-USER, SLURM, SLURMRL = "user", "Slurm", "slurmrl"
+USER, SITE, SLURM, SLURMRL = "user", "the site", "Slurm", "slurmrl"
 """Who sets a variable."""
 
 ROOT: Variable[str] = Variable(
@@ -128,6 +128,20 @@ CXX: Variable[str] = Variable(
 )
 CUDA_HOME: Variable[str] = Variable(
     "CUDA_HOME", str, "", USER, "CUDA toolkit whose nvcc builds the compiled operators."
+)
+SCRATCH: Variable[str] = Variable(
+    "SCRATCH",
+    str,
+    "",
+    SITE,
+    "Large directory of yours: `slurmrl init site` proposes it for the runs.",
+)
+LOADED_MODULES: Variable[str] = Variable(
+    "LOADEDMODULES",
+    str,
+    "",
+    SITE,
+    "Environment modules that are loaded: `slurmrl init site` proposes them for the jobs.",
 )
 LINK: Variable[int] = Variable(
     "SLURM_ARRAY_TASK_ID", int, 0, SLURM, "Index of this link in its chain (or local chain)."

@@ -31,6 +31,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "init": Command("slurmrl.cli.init:init", "Write a first configuration, or a site profile."),
     "submit": Command("slurmrl.cli.submit:submit", "Check a configuration and start its trial."),
     "eval": Command(
         "slurmrl.cli.evaluate:evaluate", "Evaluate a checkpoint in a trial of its own."

@@ -29,6 +29,11 @@ def _use_profile(ctx: click.Context, parameter: click.Parameter, name: str | Non
         ctx.with_resource(env.PROFILE.given(name))
 
 
+def examples(*lines: str) -> str:
+    """The end of a command's help: command lines that work."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
 def trial_argument(command: F) -> F:
     """Add the argument ``trial``."""
     argument = click.argument("trial", metavar="EXPERIMENT/TRIAL", shell_complete=completion.trials)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slurmrl import log
 from slurmrl.errors import SchedulerError
-from slurmrl.scheduler import environment, parse, rows
+from slurmrl.scheduler import cluster, environment, parse, rows
 
 logger = log.get(__name__)
 
@@ -69,6 +69,17 @@ class SlurmClient:
         where += [f"--nodes={','.join(names)}"] if names else []
         form = f"--format={parse.HOSTS_FORMAT}"
         return parse.cluster_hosts(self._run("sinfo", "--noheader", "--Node", form, *where))
+
+    def partitions(self) -> list[cluster.Partition]:
+        """Return the partitions that this user can see."""
+        form = f"--format={cluster.PARTITIONS_FORMAT}"
+        return cluster.partitions(self._run("sinfo", "--noheader", form))
+
+    def accounts(self, user: str) -> cluster.Accounts:
+        """Return the accounts that a user may charge."""
+        form = f"format={cluster.ACCOUNTS_FORMAT}"
+        command = ("sacctmgr", "--noheader", "--parsable2", "show", "user", user, "withassoc", form)
+        return cluster.accounts(self._run(*command))
 
     def time_left_s(self, job: str) -> float | None:
         """Seconds until a running job reaches its time limit; None without one."""

@@ -36,14 +36,19 @@ def cluster_hosts(text: str) -> list[HostRow]:
         parts = line.strip().split("|")
         if len(parts) < 3:
             raise SchedulerError(f"unexpected line from sinfo: {line!r}")
-        gpus = sum(int(number) for number in _GPUS.findall(parts[2]))
-        cpus, memory_mib = (_whole(text) for text in [*parts[3:5], "", ""][:2])
+        gpus = gpu_count(parts[2])
+        cpus, memory_mib = (whole(text) for text in [*parts[3:5], "", ""][:2])
         known_mib = memory_mib if memory_mib > 1 else 0
         found[parts[0]] = HostRow(parts[0], parts[1], gpus, cpus, known_mib)
     return list(found.values())
 
 
-def _whole(text: str) -> int:
+def gpu_count(resources: str) -> int:
+    """Return the number of GPUs in a host's generic resources; those of several types add up."""
+    return sum(int(number) for number in _GPUS.findall(resources))
+
+
+def whole(text: str) -> int:
     """Return a number that sinfo may end with a plus sign; 0 for anything else."""
     digits = text.strip().removesuffix("+")
     return int(digits) if digits.isdecimal() else 0

@@ -78,8 +78,9 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "__main__": ("cli",),
-        "cli": ("submission", "doctor", "report"),
+        "cli": ("submission", "doctor", "init", "report"),
         "doctor": ("submission",),
+        "init": (),
         "report": ("submission",),
         "submission": (),
     },

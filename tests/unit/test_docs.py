@@ -125,8 +125,10 @@ def test_the_commands_of_a_page_work(page: str, tmp_path: Path) -> None:
     """All blocks of bash but those marked ``not run``, in one shell beside the examples. A block
     marked ``file`` is the content of that file."""
     prepare(tmp_path)
-    variables = {name: value for name, value in os.environ.items() if name != "SLURMRL_ROOT"}
+    own = ("SLURMRL_ROOT", "SLURMRL_PROFILE")
+    variables = {name: value for name, value in os.environ.items() if name not in own}
     variables |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    variables |= {"XDG_CONFIG_HOME": f"{tmp_path}/config", "SCRATCH": f"{tmp_path}/scratch"}
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", "\n".join(commands(page))],
         cwd=tmp_path,

@@ -14,7 +14,7 @@ PACKAGE = Path(env.__file__).parent
 def test_every_variable_is_documented() -> None:
     declared = re.findall(r'Variable\(\s*"(\w+)"', (PACKAGE / "env.py").read_text())
     rows = re.findall(
-        r"(?m)^\| `(\w+)` \|.* \| (user|Slurm|slurmrl) \| \w.*\. \|$", env.reference()
+        r"(?m)^\| `(\w+)` \|.* \| (user|the site|Slurm|slurmrl) \| \w.*\. \|$", env.reference()
     )
     assert declared
     assert [name for name, _ in rows] == declared

@@ -66,7 +66,8 @@ def test_help_lists_all_commands_and_the_exit_codes(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    "command", [*sorted(COMMANDS.keys() - {"data", "completion"}), "data show", "data check"]
+    "command",
+    [*sorted(COMMANDS.keys() - {"data", "completion", "init"}), "data show", "data check"],
 )
 def test_every_command_has_root_and_debug(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--help"]) == 0

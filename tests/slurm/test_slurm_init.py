@@ -1,0 +1,19 @@
+"""What a real Slurm tells about itself."""
+
+from __future__ import annotations
+
+from slurmrl.init import questions
+from slurmrl.init.survey import survey
+from tests.slurm.conftest import SlurmBed
+
+
+def test_the_survey_of_a_cluster(slurm_bed: SlurmBed) -> None:
+    found = survey()
+    assert found.cluster.startswith("bed (Slurm ")
+    assert [one.name for one in found.partitions] == ["main", "low", "high"]
+    main = found.partitions[0]
+    assert (main.is_default, main.is_up, main.hosts) == (True, True, slurm_bed.nodes)
+    assert (main.most_gpus, main.kinds[0].cpus) == (slurm_bed.gpus, 8)
+    assert any(line.startswith(("your accounts", "accounts")) for line in found.missing)
+    asked = questions.first_questions(found, "/shared/runs")
+    assert [one.proposal for one in asked] == ["/shared/runs", "main"]

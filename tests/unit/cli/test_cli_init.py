@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmrl.cli.main import main
+from slurmrl.config.source import read
+from slurmrl.paths import user_name
+
+SINFO = "main*|up|1-00:00:00|2|8|16000|gpu:2"
+
+
+@pytest.fixture(autouse=True)
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cluster of scripted commands; the file of the default profile."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("SLURMRL_PROFILE", "SLURMRL_ROOT", "SCRATCH", "LOADEDMODULES"):
+        monkeypatch.delenv(name, raising=False)
+    commands = {
+        "scontrol": "echo 'ClusterName = lab'",
+        "sbatch": "echo slurm 24.11.5",
+        "sinfo": f"echo '{SINFO}'",
+        "sacctmgr": f"echo '{user_name()}|phys|phys'",
+    }
+    folder = tmp_path / "commands"
+    folder.mkdir()
+    for name, line in commands.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return tmp_path / "config/slurmrl/default.yaml"
+
+
+def test_a_first_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "grpo", "--output", "math.yaml"]) == 0
+    assert "wrote math.yaml, math.jsonl, math_reward.py" in capsys.readouterr().out
+    assert main(["init", "grpo", "--output", "math.yaml"]) == 0
+    assert "are there already" in capsys.readouterr().out
+    assert main(["init", "ppo", "--output", "math.yaml"]) == 2
+    assert "math.yaml exists: --force replaces" in capsys.readouterr().err
+    assert main(["init", "ppo", "--output", "math.yaml", "--force"]) == 0
+    assert read(tmp_path / "math.yaml").values["algorithm"]["name"] == "ppo"
+    assert main(["init", "grp"]) == 2
+    assert "did you mean 'grpo'" in capsys.readouterr().err
+    assert main(["init", "grpo", "--yes"]) == 2
+    assert main(["init", "site", "--output", "x.yaml"]) == 2
+
+
+def test_a_site_without_questions(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "site"]) == 2
+    assert "no terminal to ask in: --yes" in capsys.readouterr().err
+    assert main(["init", "site", "--yes"]) == 0
+    output = capsys.readouterr().out
+    assert "found: cluster lab (Slurm 24.11.5), 1 partitions" in output
+    assert f"wrote {site}" in output
+    assert read(site).values == {
+        "root": "~/slurmrl-runs",
+        "cluster": {"slurm": {"partition": "main", "account": "phys", "time": "1-00:00:00"}},
+    }
+    assert main(["init", "site", "--yes"]) == 2
+    assert "--force replaces it, --name writes another" in capsys.readouterr().err
+    assert main(["init", "site", "--yes", "--name", "a100"]) == 0
+    assert main(["init", "site", "--yes", "--name", "../a"]) == 2
+    assert sorted(path.name for path in site.parent.iterdir()) == ["a100.yaml", "default.yaml"]
+
+
+def test_what_was_not_found_is_said(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "commands/sinfo").write_text("#!/bin/sh\necho no controller >&2; exit 1\n")
+    (tmp_path / "commands/sacctmgr").unlink()
+    os.environ["PATH"] = str(tmp_path / "commands")
+    assert main(["init", "site", "--yes"]) == 0
+    output = capsys.readouterr().out
+    assert "not found: the partitions: sinfo" in output
+    assert "no controller" in output
+    assert "not found: your accounts: sacctmgr is not on PATH" in output
+    assert read(site).values == {"root": "~/slurmrl-runs"}
+
+
+def test_questions_in_a_terminal(site: Path) -> None:
+    """Answers: another root after one that is refused, the proposed partition, no account."""
+    typed = "runs\n/shared/runs\n\n-\n90\n\nmodule load cuda; ulimit -n 4096\ny\n"
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "slurmrl", "init", "site"], stdin=slave, stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    os.write(master, typed.encode())
+    shown = b""
+    try:
+        while chunk := os.read(master, 65536):
+            shown += chunk
+    except OSError:  # a terminal whose last process has gone
+        pass
+    os.close(master)
+    text = shown.decode(errors="replace")
+    assert process.wait(timeout=60) == 0, text
+    assert "must be an absolute path" in text
+    assert read(site).values == {
+        "root": "/shared/runs",
+        "cluster": {
+            "slurm": {
+                "partition": "main",
+                "time": "90",
+                "setup": ["module load cuda", "ulimit -n 4096"],
+            }
+        },
+    }

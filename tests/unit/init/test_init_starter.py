@@ -1,0 +1,120 @@
+"""The configurations of ``slurmrl init``: each can be planned, and its reward scores its data."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from slurmrl.errors import EnvironmentFailure, UsageError
+from slurmrl.init import files, starter
+from slurmrl.init.starter import STARTERS
+from slurmrl.plan.algorithms import ALGORITHMS
+from slurmrl.plan.settings import load_settings
+
+TOKENIZER = Path(__file__).parents[3] / "examples/addition/tokenizer"
+MODEL = (
+    "{path: null, backend: 'fsdp:d1', tokenizer: %s, architecture: {model_type: qwen2, "
+    "vocab_size: 16, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, "
+    "num_attention_heads: 1, num_key_value_heads: 1, max_position_embeddings: 512}}"
+)
+LOCAL = (f"actor={MODEL % TOKENIZER}", "dataset.chat_template=false")
+"""In place of a model of the hub, which tests do not ask for."""
+
+
+@pytest.mark.parametrize("kind", list(STARTERS))
+def test_every_starter_can_be_planned(kind: str, tmp_path: Path) -> None:
+    made = starter.files(kind, tmp_path / "my-run.2.yaml")
+    written = files.write(made, force=False)
+    assert {path.name for path in written} - {"my_run_2_reward.py"} == {
+        "my-run.2.yaml",
+        "my-run.2.jsonl",
+    }
+    assert "@" not in "".join(made.values())
+    more = [f"teacher={MODEL % TOKENIZER}"] if kind == "distill" else []
+    more.append("evaluation.dataset.chat_template=false")
+    settings = load_settings(written[0], [*LOCAL, *more], scheduler="local", planning=True)
+    assert settings.missing == ()
+    assert settings.config.algorithm["name"] == kind
+    assert (settings.config.experiment, settings.config.trial) == ("my-run.2", "1")
+
+
+def test_there_is_a_starter_for_every_algorithm_that_trains() -> None:
+    assert set(ALGORITHMS) - set(STARTERS) == {"generate", "evaluate"}
+
+
+def test_the_reward_judges_its_data(tmp_path: Path) -> None:
+    made = starter.files("grpo", tmp_path / "grpo.yaml")
+    files.write(made, force=False)
+    spec = importlib.util.spec_from_file_location("own", tmp_path / "grpo_reward.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows = [json.loads(line) for line in (tmp_path / "grpo.jsonl").read_text().splitlines()]
+    answers = [f"{row['prompt']} It is {row['answer']}." for row in rows]
+    assert module.score([], answers, rows) == [1.0] * 16
+    assert module.score([], ["no idea", answers[0]], [rows[0], rows[1]]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "experiment", "module"),
+    [("a b.yaml", "a-b", "a_b_reward"), ("7.yml", "7", "reward_7"), ("é.yaml", "sft", "reward__")],
+)
+def test_names_follow_from_that_of_the_file(
+    tmp_path: Path, name: str, experiment: str, module: str
+) -> None:
+    made = starter.files("ppo", tmp_path / name)
+    expected = experiment if experiment != "sft" else "ppo"
+    assert f"experiment: {expected}\n" in made[tmp_path / name]
+    assert tmp_path / f"{module}.py" in made
+
+
+def test_unusable_requests(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="did you mean 'grpo'"):
+        starter.files("gprpo", tmp_path / "a.yaml")
+    with pytest.raises(UsageError, match=r"ends with .yaml"):
+        starter.files("grpo", tmp_path / "a.json")
+
+
+def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
+    made = starter.files("grpo", tmp_path / "grpo.yaml")
+    mine = tmp_path / "grpo.jsonl"
+    mine.write_text("mine")
+    with pytest.raises(UsageError, match=r"grpo.jsonl exists: --force"):
+        files.write(made, force=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["grpo.jsonl"]
+    assert mine.read_text() == "mine"
+    assert files.write(made, force=True) == list(made)
+    assert mine.read_text() != "mine"
+    assert files.write(made, force=False) == []  # they are there
+    assert {path.stat().st_mode & 0o777 for path in made} == {0o600}
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    made = starter.files("grpo", tmp_path / "grpo.yaml")
+    (tmp_path / "grpo.jsonl").mkdir()
+    with pytest.raises(UsageError, match="is no file"):
+        files.write(made, force=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["grpo.jsonl"]
+
+
+def test_the_configuration_is_written_last_and_a_second_try_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = starter.files("grpo", tmp_path / "grpo.yaml")
+    create = files.atomic.exclusive_create
+
+    def full(path: Path, data: bytes) -> bool:
+        if path.suffix == ".jsonl":
+            raise EnvironmentFailure("No space left on device")
+        return create(path, data)
+
+    monkeypatch.setattr(files.atomic, "exclusive_create", full)
+    with pytest.raises(EnvironmentFailure):
+        files.write(made, force=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["grpo_reward.py"]
+    monkeypatch.undo()
+    assert [path.suffix for path in files.write(made, force=False)] == [".yaml", ".jsonl"]
