@@ -32,6 +32,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "init": Command("slurmrl.cli.init:init", "Write a first configuration, or a site profile."),
+    "examples": Command("slurmrl.cli.examples:examples", "List or copy the examples."),
     "submit": Command("slurmrl.cli.submit:submit", "Check a configuration and start its trial."),
     "eval": Command(
         "slurmrl.cli.evaluate:evaluate", "Evaluate a checkpoint in a trial of its own."
@@ -73,6 +74,9 @@ COMMANDS = {
     "resume": Command("slurmrl.cli.resume:resume", "Continue a trial from its last commit."),
     "scale": Command("slurmrl.cli.scale:scale", "Change how many rollout tasks of a trial run."),
     "doctor": Command("slurmrl.cli.doctor:doctor", "Check whether trials can run here."),
+    "train-tokenizer": Command(
+        "slurmrl.cli.train_tokenizer:train_tokenizer", "Train a tokenizer on the texts of datasets."
+    ),
     "completion": Command(
         "slurmrl.cli.completion:completion", "Print the script that completes in your shell."
     ),
@@ -130,9 +134,25 @@ class LazyGroup(click.Group):
     epilog="Exit codes: 0 success, 1 the run failed, 2 usage or configuration error, "
     "3 environment error, 130 interrupted.",
 )
-@click.version_option(__version__, message="slurmrl %(version)s")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda ctx, parameter, asked: _print_version(ctx) if asked else None,
+    help="Show the version and the commit and exit.",
+)
 def cli() -> None:
     """RL post-training of language models as plain Slurm batch jobs."""
+
+
+def _print_version(ctx: click.Context) -> None:
+    """The commit is that of the checkout, else that of the build; without either it is left out."""
+    from slurmrl.submission import git
+
+    commit = git.commit_of_package()
+    click.echo(f"slurmrl {__version__}{f' (commit {commit})' if commit else ''}")
+    ctx.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

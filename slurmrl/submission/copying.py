@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath
 
@@ -30,15 +30,15 @@ def check_size(source: Path) -> None:
             )
 
 
-def copy(source: Path, target: Path) -> None:
+def copy(source: Path, target: Path, without: Collection[str] = ()) -> None:
     """Copy a file or a folder durably. Follow symbolic links; leave out hidden, compiled and
-    special files, and modes.
+    special files, modes, and the entries of the folder itself that are named in ``without``.
 
     Raises EnvironmentFailure with the file that could not be read or written.
     """
     if source.is_dir():
         atomic.make_private_directory(target)
-    for relative, path in files(source):
+    for relative, path in files(source, without):
         copied = target / relative
         atomic.make_private_directory(copied.parent)
         try:
@@ -49,11 +49,12 @@ def copy(source: Path, target: Path) -> None:
             raise explain(error, "copy", path) from error
 
 
-def stamps(sources: Sequence[Path]) -> dict[Path, tuple[int, ...]]:
-    """What changes whenever one of the files to copy does: their names, sizes, times and inodes."""
+def stamps(sources: Mapping[Path, Collection[str]]) -> dict[Path, tuple[int, ...]]:
+    """What changes whenever one of the files to copy does: their names, sizes, times and inodes.
+    ``sources``: each with what is left out of it."""
     found: dict[Path, tuple[int, ...]] = {}
-    for source in sources:
-        for _, path in files(source):
+    for source, without in sources.items():
+        for _, path in files(source, without):
             with suppress(FileNotFoundError):
                 status = path.stat()
                 times = (status.st_mtime_ns, status.st_ctime_ns)
@@ -61,17 +62,17 @@ def stamps(sources: Sequence[Path]) -> dict[Path, tuple[int, ...]]:
     return found
 
 
-def files(source: Path) -> Iterator[tuple[PurePath, Path]]:
-    """Yield the files to copy, with their names in the copy; for a file, the file itself. Raises
-    EnvironmentFailure for a folder that cannot be listed."""
+def files(source: Path, without: Collection[str] = ()) -> Iterator[tuple[PurePath, Path]]:
+    """Yield the files to copy (see `copy`), with their names in the copy; for a file, the file
+    itself. Raises EnvironmentFailure for a folder that cannot be listed."""
     if not source.is_dir():
         yield PurePath(), source
         return
-    yield from _below(source, PurePath(), frozenset())
+    yield from _below(source, PurePath(), frozenset(), without)
 
 
 def _below(
-    folder: Path, relative: PurePath, above: frozenset[str]
+    folder: Path, relative: PurePath, above: frozenset[str], without: Collection[str] = ()
 ) -> Iterator[tuple[PurePath, Path]]:
     """``above``: the real folders on the path here; a link back to one of them is not followed."""
     real = os.path.realpath(folder)
@@ -83,6 +84,8 @@ def _below(
         raise explain(error, "list", folder) from error
     for entry in entries:
         if entry.name.startswith(".") or entry.name == "__pycache__" or entry.suffix == ".pyc":
+            continue
+        if entry.name in without:
             continue
         if entry.is_dir():
             yield from _below(entry, relative / entry.name, above | {real})

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slurmrl import version
+
 TIMEOUT_S = 20.0
 MOST_STATUS_BYTES = 256 * 2**10
 MOST_DIFF_BYTES = 4 * 2**20
@@ -75,6 +77,17 @@ def look(folder: Path) -> Repository | str:
         diff=diff.text,
         notes=[answer.note for answer in (status, diff) if answer.note],
     )
+
+
+def commit_of_package() -> str:
+    """The commit of this slurmrl, with ``+changes`` if it has any; empty if that is unknown. A
+    repository that only has the environment below it, where slurmrl is installed, says nothing."""
+    if commit := version.built_commit():
+        return commit
+    repository = look(version.PACKAGE)
+    if isinstance(repository, str) or repository.root != version.PACKAGE.parent.resolve():
+        return ""
+    return repository.commit + ("+changes" if repository.diff else "")
 
 
 def untracked(repository: Repository, paths: Iterable[Path]) -> list[Path]:

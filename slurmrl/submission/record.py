@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import slurmrl
+from slurmrl import version
 from slurmrl.config.schema import Config
 from slurmrl.errors import SchedulerError
 from slurmrl.fsio import documents
@@ -65,6 +66,7 @@ class ProvenanceWriter:
             "directory": os.getcwd(),
             "command": sys.argv,
             "slurmrl": slurmrl.__version__,
+            "slurmrl_commit": version.built_commit(),
             **versions.interpreter(),
             "slurm": _slurm_version() if self.scheduler == "slurm" else None,
             "environment": {name: os.environ[name] for name in RECORDED if name in os.environ},

@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import slurmrl
@@ -25,6 +25,8 @@ from slurmrl.submission import copying
 from slurmrl.submission.own_code import OwnCode
 
 PACKAGE = "slurmrl"
+NO_CODE = ("examples",)
+"""What a package has beside the code that a run executes."""
 MOST_COPIES = 3
 """Attempts to copy code that changes meanwhile."""
 PAUSE_S = 1.0
@@ -88,8 +90,8 @@ def is_this_code(folder: Path) -> bool:
     kept, here = folder / PACKAGE, Path(slurmrl.__file__).parent
     if not kept.is_dir() or kept.samefile(here):
         return True
-    there = dict(copying.files(kept))
-    ours = dict(copying.files(here))
+    there = dict(copying.files(kept, NO_CODE))
+    ours = dict(copying.files(here, NO_CODE))
     return there.keys() == ours.keys() and all(
         path.read_bytes() == ours[name].read_bytes() for name, path in there.items()
     )
@@ -101,7 +103,8 @@ def _build(paths: RunPaths, code: OwnCode, record: Record) -> Path:
     Raises UsageError if the code changes whenever it is copied (a checkout, a rebase): the snapshot
     would mix two versions.
     """
-    sources = [Path(slurmrl.__file__).parent, *code.paths]
+    sources: dict[Path, Collection[str]] = dict.fromkeys(code.paths, ())
+    sources[Path(slurmrl.__file__).parent] = NO_CODE
     changed: list[Path] = []
     for attempt in range(MOST_COPIES):
         if attempt:
@@ -128,13 +131,15 @@ def _build(paths: RunPaths, code: OwnCode, record: Record) -> Path:
 
 def _fill(copy: Path, code: OwnCode, record: Record) -> None:
     atomic.make_private_directory(copy)
-    copying.copy(Path(slurmrl.__file__).parent, copy / PACKAGE)
+    copying.copy(Path(slurmrl.__file__).parent, copy / PACKAGE, NO_CODE)
     for path in code.paths:
         copying.copy(path, copy / path.name)
     record(copy)
 
 
-def _changed(before: Mapping[Path, tuple[int, ...]], sources: Sequence[Path]) -> list[Path]:
+def _changed(
+    before: Mapping[Path, tuple[int, ...]], sources: Mapping[Path, Collection[str]]
+) -> list[Path]:
     """Return the files that differ from their stamps, appeared or vanished."""
     now = copying.stamps(sources)
     return sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from slurmrl.errors import (
 )
 from tests.fake_runs import FakeRun, write_config
 
+FREE = {"data", "completion", "init", "examples", "train-tokenizer"}
+"""Commands that look at no trial and no configuration; the first has commands of its own."""
 HEAVY = ("pydantic", "rich", "ruamel", "torch", "submitit", "numpy", "transformers")
 
 
@@ -67,7 +70,7 @@ def test_help_lists_all_commands_and_the_exit_codes(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     "command",
-    [*sorted(COMMANDS.keys() - {"data", "completion", "init"}), "data show", "data check"],
+    [*sorted(COMMANDS.keys() - FREE), "data show", "data check"],
 )
 def test_every_command_has_root_and_debug(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--help"]) == 0
@@ -88,7 +91,9 @@ def test_the_summary_of_a_command_says_what_its_own_help_says(
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"slurmrl {__version__}\n"
+    commit = r"( \(commit [0-9a-f]{40}(\+changes)?\))?"
+    shown = capsys.readouterr().out
+    assert re.fullmatch(f"slurmrl {re.escape(__version__)}{commit}\n", shown)
 
 
 @pytest.mark.parametrize(

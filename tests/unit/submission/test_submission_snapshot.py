@@ -210,14 +210,14 @@ def test_a_snapshot_never_mixes_two_versions(
     mine, copy, copies = user / "helper.py", copying.copy, 0
     changes = 1
 
-    def copy_while_it_changes(source: Path, target: Path) -> None:
+    def copy_while_it_changes(source: Path, target: Path, *without: tuple[str, ...]) -> None:
         nonlocal copies
         if source == mine:
             copies += 1
             if copies <= changes and how == "vanished":
                 mine.unlink()
         try:
-            copy(source, target)
+            copy(source, target, *without)
         finally:
             if source == mine and copies <= changes:
                 mine.write_text(f"SCORE = {copies + 1}\n")

@@ -1,0 +1,19 @@
+"""The version of this slurmrl, and the commit that it was made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+PACKAGE: Final = Path(__file__).parent
+COMMIT_FILE: Final = "commit.txt"
+"""What the build of a wheel leaves in the package (see setup.py)."""
+
+
+def built_commit() -> str:
+    """The commit that an installed package was built from, with ``+changes`` if the checkout had
+    any; empty where it is unknown, and in a checkout, which may change."""
+    try:
+        return (PACKAGE / COMMIT_FILE).read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""

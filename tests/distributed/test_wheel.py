@@ -1,0 +1,98 @@
+"""The wheel works without the repository, in an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RUN = ("total_steps=2", "stop_when=null", "evaluation=null", "cluster.gpus_per_worker=0")
+
+
+def call(command: Sequence[str | Path], folder: Path, **variables: str) -> str:
+    """The output of a command that succeeds."""
+    inherited = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env={**inherited, **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def checkout(folder: Path) -> str:
+    """Copy what belongs to the repository into one of its own; return its commit."""
+    files = call(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], ROOT)
+    for name in filter(None, files.split("\0")):
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(ROOT / name):  # one that was deleted is still in the index
+            shutil.copy2(ROOT / name, target, follow_symlinks=False)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        call([*git, *words], folder)
+    return call(["git", "rev-parse", "HEAD"], folder).strip()
+
+
+def contents(package: Path) -> dict[Path, tuple[int, int]]:
+    """What changes if something but byte code is written to an installed package."""
+    files = (path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+
+
+@pytest.mark.long
+def test_the_wheel_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    tree, place, work = tmp_path / "tree", tmp_path / "venv", tmp_path / "work"
+    commit = checkout(tree)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", tree, "-w", tmp_path]
+    call(build, tmp_path)
+    (wheel,) = tmp_path.glob("slurmrl-*.whl")
+    call([sys.executable, "-m", "venv", "--without-pip", place], tmp_path)
+    (packages,) = place.glob("lib/python*/site-packages")
+    # What it depends on, without the .pth files there: they lead to this checkout.
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    call([*pip, "--python", place / "bin/python", "install", "-q", "--no-deps", wheel], tmp_path)
+    package = packages / "slurmrl"
+    for path in [package, *package.rglob("*")]:
+        path.chmod(path.stat().st_mode & 0o555)
+    before = contents(package)
+    work.mkdir()
+    program = place / "bin/slurmrl"
+
+    def slurmrl(*words: str) -> str:
+        return call([program, *words], work, HOME=str(tmp_path / "home"), XDG_CONFIG_HOME="")
+
+    assert slurmrl("--version") == f"slurmrl 0.1.0 (commit {commit})\n"
+    assert "wrote grpo.yaml, grpo.jsonl, grpo_reward.py" in slurmrl("init", "grpo")
+    assert slurmrl("init", "site", "--yes").count("slurmrl-runs") == 1
+    assert re.search(r"^grpo\.yaml +GRPO", slurmrl("examples"), re.MULTILINE)
+    slurmrl("examples", "--output", "examples")
+    tracked = call(["git", "ls-files", "examples"], tree).split()
+    copied = [str(path.relative_to(work)) for path in (work / "examples").rglob("*")]
+    assert set(tracked) <= set(copied)
+    rows = "examples/addition/train.jsonl"
+    slurmrl("train-tokenizer", rows, "--key", "prompt", "--key", "answer", "--output", "tokenizer")
+    own = "actor.tokenizer=tokenizer"
+    assert "10+10=" in slurmrl("data", "show", "examples/sft.yaml", own, "--rows", "1")
+    slurmrl("submit", "examples/sft.yaml", *RUN, "--scheduler", "local", "--root", "runs")
+    slurmrl("report", "addition-sft/1", "--output", "report.html", "--root", "runs")
+    assert "uPlot" in (work / "report.html").read_text()
+    (run,) = (work / "runs").glob("*/addition-sft/1")
+    assert json.loads((run / "code/environment.json").read_text())["slurmrl_commit"] == commit
+    assert not (run / "code/slurmrl/examples").exists()
+    assert (run / "code/slurmrl/cuda").is_dir()
+    assert contents(package) == before, "something was written to the installed package"

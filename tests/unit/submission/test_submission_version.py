@@ -1,0 +1,55 @@
+"""Which commit ``slurmrl --version`` names."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurmrl import version
+from slurmrl.submission import git
+
+
+def in_git(folder: Path, *words: str) -> str:
+    own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    command = ["git", *own, *words]
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    made = tmp_path / "slurmrl"
+    made.mkdir()
+    (made / "a.py").write_text("a = 1\n")
+    monkeypatch.setattr(version, "PACKAGE", made)
+    return made
+
+
+def test_the_commit_of_a_checkout(package: Path) -> None:
+    assert git.commit_of_package() == ""  # no repository
+    in_git(package.parent, "init", "-q")
+    in_git(package.parent, "add", "-A")
+    in_git(package.parent, "commit", "-qm", "one")
+    commit = in_git(package.parent, "rev-parse", "HEAD")
+    assert git.commit_of_package() == commit
+    (package / "a.py").write_text("a = 2\n")
+    assert git.commit_of_package() == f"{commit}+changes"
+
+
+def test_the_commit_of_a_build_comes_first(package: Path) -> None:
+    (package / "commit.txt").write_text("abc\n")
+    assert version.built_commit() == git.commit_of_package() == "abc"
+
+
+def test_a_repository_around_the_environment_says_nothing(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = package.parent / "venv/lib/site-packages/slurmrl"
+    installed.mkdir(parents=True)
+    monkeypatch.setattr(version, "PACKAGE", installed)
+    in_git(package.parent, "init", "-q")
+    in_git(package.parent, "add", "-A")
+    in_git(package.parent, "commit", "-qm", "one")
+    assert git.commit_of_package() == ""
