@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmrl.cli.options import common, json_option, trial_argument
+from slurmrl.cli.options import common, examples, json_option, trial_argument
 from slurmrl.display.columns import table
 from slurmrl.monitor.words import age
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 HEADINGS = ("STEP", "INCARNATION", "AGE", "SIZE", "FILES", "KEPT BY", "STATE")
 
 
-@click.command()
+@click.command(
+    epilog=examples("slurmrl checkpoints grpo/1", "slurmrl checkpoints grpo/1 --no-verify")
+)
 @trial_argument
 @click.option(
     "--verify/--no-verify",

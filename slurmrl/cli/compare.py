@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmrl.cli import completion
-from slurmrl.cli.options import common, json_option
+from slurmrl.cli.options import common, examples, json_option
 from slurmrl.cli.render import number
 from slurmrl.display import columns
 from slurmrl.monitor.words import plain
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from slurmrl.report.comparison import Comparison, Extent, Point
 
 
-@click.command(epilog="Example: slurmrl compare add/1 add/2")
+@click.command(
+    epilog=examples("slurmrl compare grpo/1 grpo/2", "slurmrl compare grpo/1 grpo/2 --json")
+)
 @click.argument("one", metavar="EXPERIMENT/TRIAL", shell_complete=completion.trials)
 @click.argument("two", metavar="EXPERIMENT/TRIAL", shell_complete=completion.trials)
 @json_option

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmrl.cli.options import common, json_option
+from slurmrl.cli.options import common, examples, json_option
 from slurmrl.display.columns import table
 
 if TYPE_CHECKING:
@@ -27,8 +27,10 @@ def data() -> None:
 
 
 @data.command(
-    epilog="Examples: slurmrl data show sft.yaml; slurmrl data show ppo.yaml --rows 1 "
-    "dataset.chat_template=true"
+    epilog=examples(
+        "slurmrl data show sft.yaml",
+        "slurmrl data show grpo.yaml --rows 1 dataset.chat_template=true",
+    )
 )
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
@@ -57,7 +59,7 @@ def show(
     return 0
 
 
-@data.command(epilog="Example: slurmrl data check sft.yaml")
+@data.command(epilog=examples("slurmrl data check sft.yaml", "slurmrl data check sft.yaml --json"))
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
 @json_option

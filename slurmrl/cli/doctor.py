@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmrl.cli.options import checking, common, json_option
+from slurmrl.cli.options import checking, common, examples, json_option
 from slurmrl.display.columns import hanging, row_lines, width
 from slurmrl.monitor.words import plain
 
@@ -22,7 +22,7 @@ ADVICE = "         -> "
 MOST_HOSTS = 4
 
 
-@click.command(epilog="Example: slurmrl doctor ppo.yaml --job")
+@click.command(epilog=examples("slurmrl doctor", "slurmrl doctor grpo.yaml --job"))
 @click.argument("config", type=click.Path(path_type=Path), required=False)
 @click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
 @click.option("--job", is_flag=True, help="Also run the checks of compute nodes in a short job.")

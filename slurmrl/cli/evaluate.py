@@ -7,13 +7,16 @@ from pathlib import Path
 import click
 
 from slurmrl.cli import completion
-from slurmrl.cli.options import common, submitting
+from slurmrl.cli.options import common, examples, submitting
 from slurmrl.cli.start import carry_out
 
 
 @click.command(
     "eval",
-    epilog="Example: slurmrl eval grpo.yaml --checkpoint addition-grpo/1@40 rollout.n=16",
+    epilog=examples(
+        "slurmrl eval grpo.yaml --checkpoint grpo/1",
+        "slurmrl eval grpo.yaml --checkpoint grpo/1@40 rollout.n=16 --detach",
+    ),
 )
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmrl.cli.follow import Seen, follow, has_ended
-from slurmrl.cli.options import chosen_trial, common, json_option, newest_trial_argument
+from slurmrl.cli.options import chosen_trial, common, examples, json_option, newest_trial_argument
 from slurmrl.cli.times import clock, since_option
 from slurmrl.display.columns import GAP, hanging, width
 from slurmrl.monitor.words import plain
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 COMMON_KEYS = ("time", "writer", "kind")
 
 
-@click.command()
+@click.command(
+    epilog=examples("slurmrl events grpo/1 -f", "slurmrl events grpo/1 --since 2h --kind commit")
+)
 @newest_trial_argument
 @click.option(
     "-f", "--follow", "following", is_flag=True, help="Print new events until the trial ends."

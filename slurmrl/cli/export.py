@@ -7,19 +7,25 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmrl.cli.options import common, trial_argument
+from slurmrl.cli.options import common, examples, trial_argument
 
 if TYPE_CHECKING:
     from slurmrl.config.schema.frequency import ExportDtype, ExportForm
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "slurmrl export grpo/1", "slurmrl export grpo/1 --step 40 --dtype bfloat16 --output model"
+    )
+)
 @trial_argument
 @click.option(
     "--step", type=click.IntRange(min=0), help="The checkpoint to export. Default: the newest."
 )
 @click.option(
+    "--output",
     "--out",
+    "out",
     type=click.Path(path_type=Path),
     metavar="DIR",
     help="The folder to create. Default: export/step-N in the run directory.",

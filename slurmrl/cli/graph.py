@@ -7,10 +7,14 @@ from pathlib import Path
 
 import click
 
-from slurmrl.cli.options import common, json_option
+from slurmrl.cli.options import common, examples, json_option
 
 
-@click.command(epilog="Example: slurmrl graph ppo.yaml --svg graph.svg")
+@click.command(
+    epilog=examples(
+        "slurmrl graph grpo.yaml", "slurmrl graph grpo.yaml --evaluation --svg graph.svg"
+    )
+)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
 @click.option(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmrl.cli.follow import Seen, follow, has_ended
-from slurmrl.cli.options import chosen_trial, common, json_option, newest_trial_argument
+from slurmrl.cli.options import chosen_trial, common, examples, json_option, newest_trial_argument
 from slurmrl.cli.times import clock, since_option
 from slurmrl.display.columns import GAP
 
@@ -23,7 +23,13 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 COLOURS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 
 
-@click.command(epilog="Example: slurmrl logs gsm8k/1 -n 50 --level warning --process 'rank *'")
+@click.command(
+    epilog=examples(
+        "slurmrl logs grpo/1 -f",
+        "slurmrl logs grpo/1 -n 50 --level warning --process 'rank *'",
+        "slurmrl logs --since 10min",
+    )
+)
 @newest_trial_argument
 @click.option(
     "-f", "--follow", "following", is_flag=True, help="Print new output until the trial ends."

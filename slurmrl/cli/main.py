@@ -83,6 +83,18 @@ COMMANDS = {
 }
 
 
+BEGINNING = """\b
+Begin with:
+  slurmrl init site          once on a cluster: partition, account, folder of runs
+  slurmrl init grpo          a configuration with its data and reward
+  slurmrl plan grpo.yaml     what would run where
+  slurmrl submit grpo.yaml   start it
+  slurmrl status             how it is going
+
+Exit codes: 0 success, 1 the run failed, 2 usage or configuration error, 3 environment error, 130
+interrupted."""
+
+
 @dataclass
 class Invocation:
     """One call of the command line: its arguments and the options that concern all of it."""
@@ -131,8 +143,7 @@ class LazyGroup(click.Group):
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 success, 1 the run failed, 2 usage or configuration error, "
-    "3 environment error, 130 interrupted.",
+    epilog=BEGINNING,
 )
 @click.option(
     "--version",

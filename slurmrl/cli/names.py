@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from slurmrl.cli.options import common, json_option, trial_argument
+from slurmrl.cli.options import common, examples, json_option, trial_argument
 
 VALUE_CHARACTERS = 60
 
 
-@click.command()
+@click.command(epilog=examples("slurmrl names grpo/1", "slurmrl names grpo/1 agents --json"))
 @trial_argument
 @click.argument("prefix", default="", metavar="[PREFIX]")
 @json_option

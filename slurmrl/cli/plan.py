@@ -9,11 +9,15 @@ from typing import Any
 import click
 
 from slurmrl.cli import completion
-from slurmrl.cli.options import common
+from slurmrl.cli.options import common, examples
 
 
 @click.command(
-    epilog='Examples: slurmrl plan ppo.yaml --svg plan.svg; slurmrl plan "megatron:d2p2t4" --json'
+    epilog=examples(
+        "slurmrl plan grpo.yaml",
+        "slurmrl plan grpo.yaml actor.backend=fsdp:d8 --svg plan.svg",
+        "slurmrl plan megatron:d2p2t4 --json",
+    )
 )
 @click.argument("target", metavar="CONFIG|ALLOCATION", shell_complete=completion.files)
 @click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")

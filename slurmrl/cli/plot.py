@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmrl.cli import completion
-from slurmrl.cli.options import common
+from slurmrl.cli.options import common, examples
 from slurmrl.cli.render import SHOWN
 from slurmrl.display import columns
 
@@ -24,7 +24,11 @@ PIPE_WIDTH = 100
 HEIGHT = 16
 
 
-@click.command(epilog="Example: slurmrl plot add/1 add/2 reward 'eval/*' --smooth 0.9")
+@click.command(
+    epilog=examples(
+        "slurmrl plot grpo/1 reward", "slurmrl plot grpo/1 grpo/2 reward 'eval/*' --smooth 0.9"
+    )
+)
 @click.argument(
     "words",
     nargs=-1,

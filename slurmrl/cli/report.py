@@ -11,7 +11,7 @@ import click
 
 from slurmrl.cli import completion
 from slurmrl.cli.follow import PolledScheduler, Seen, follow
-from slurmrl.cli.options import common
+from slurmrl.cli.options import common, examples
 
 if TYPE_CHECKING:
     from slurmrl.monitor.collect import SchedulerFactory
@@ -22,7 +22,9 @@ FIRST_S, LONGEST_S = 5.0, 60.0
 ENDS = ("COMPLETED", "FAILED", "CANCELLED")
 
 
-@click.command(epilog="Example: slurmrl report add/1 add/2 --output compare.html")
+@click.command(
+    epilog=examples("slurmrl report grpo/1", "slurmrl report grpo/1 grpo/2 --output both.html")
+)
 @click.argument(
     "names",
     nargs=-1,

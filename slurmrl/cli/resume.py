@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmrl.cli.options import common, submitting, trial_argument
+from slurmrl.cli.options import common, examples, submitting, trial_argument
 from slurmrl.cli.start import carry_out, describe
 
 if TYPE_CHECKING:
     from slurmrl.paths import RunPaths
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "slurmrl resume grpo/1",
+        "slurmrl resume grpo/1 total_steps=400 cluster.slurm.partition=long",
+        "slurmrl resume grpo/1 --update-code --dry-run",
+    )
+)
 @trial_argument
 @submitting
 @click.option(

@@ -7,10 +7,10 @@ from dataclasses import asdict
 
 import click
 
-from slurmrl.cli.options import common, json_option, trial_argument
+from slurmrl.cli.options import common, examples, json_option, trial_argument
 
 
-@click.command(epilog="Example: slurmrl scale grpo/1 8")
+@click.command(epilog=examples("slurmrl scale grpo/1 8", "slurmrl scale grpo/1 0"))
 @trial_argument
 @click.argument("tasks", metavar="N", type=click.IntRange(min=0))
 @json_option

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from slurmrl.cli.options import again, common, trial_argument
+from slurmrl.cli.options import again, common, examples, trial_argument
 
 WAIT_S = 60.0
 
 
-@click.command()
+@click.command(epilog=examples("slurmrl stacks grpo/1", "slurmrl stacks grpo/1 3"))
 @trial_argument
 @click.argument("rank", type=click.IntRange(min=0), required=False)
 @click.option(

@@ -16,7 +16,7 @@ import click
 
 from slurmrl.cli import completion, render
 from slurmrl.cli.follow import PolledScheduler, Seen, follow
-from slurmrl.cli.options import common, json_option
+from slurmrl.cli.options import common, examples, json_option
 from slurmrl.display import columns
 from slurmrl.monitor.words import plain
 
@@ -30,7 +30,13 @@ FIRST_S, LONGEST_S = 1.0, 30.0
 ENDS = ("COMPLETED", "FAILED", "CANCELLED")
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "slurmrl status",
+        "slurmrl status grpo/1 --watch",
+        "slurmrl status grpo --json --exit-status",
+    )
+)
 @click.argument(
     "names", nargs=-1, metavar="[EXPERIMENT[/TRIAL]]...", shell_complete=completion.trials
 )

@@ -7,11 +7,17 @@ from pathlib import Path
 import click
 
 from slurmrl.cli import completion
-from slurmrl.cli.options import again, common, submitting
+from slurmrl.cli.options import again, common, examples, submitting
 from slurmrl.cli.start import carry_out
 
 
-@click.command(epilog="Example: slurmrl submit ppo.yaml trial=2 actor.optimizer.lr=3e-5")
+@click.command(
+    epilog=examples(
+        "slurmrl submit grpo.yaml",
+        "slurmrl submit grpo.yaml trial=2 actor.optimizer.lr=3e-5",
+        "slurmrl submit grpo.yaml --dry-run",
+    )
+)
 @click.argument("config", type=click.Path(path_type=Path))
 @submitting
 @click.option("--new", is_flag=True, help="Start a new trial under the next free name.")
@@ -40,7 +46,7 @@ def submit(
     return carry_out(proposal, check_s=check_s, dry_run=dry_run, wait=wait, as_json=as_json)
 
 
-@click.command()
+@click.command(epilog=examples("slurmrl cancel grpo/1", "slurmrl cancel grpo/1 grpo/2"))
 @click.argument(
     "names",
     nargs=-1,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmrl.cli.options import common, json_option
+from slurmrl.cli.options import common, examples, json_option
 from slurmrl.display.columns import table
 
 if TYPE_CHECKING:
@@ -20,8 +20,11 @@ SHOWN_CHARACTERS = 40
 
 
 @click.command(
-    epilog="Examples: slurmrl try-reward ppo.yaml; slurmrl try-reward ppo.yaml --completion "
-    "'so it is \\boxed{72}'; slurmrl try-reward ppo.yaml --completions samples.jsonl"
+    epilog=examples(
+        "slurmrl try-reward grpo.yaml",
+        r"slurmrl try-reward grpo.yaml --completion 'so it is \boxed{72}'",
+        "slurmrl try-reward grpo.yaml --completions samples.jsonl --rows 100",
+    )
 )
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")

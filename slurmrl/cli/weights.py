@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmrl.cli.checkpoints import size
-from slurmrl.cli.options import common, json_option, trial_argument
+from slurmrl.cli.options import common, examples, json_option, trial_argument
 from slurmrl.display.columns import table
 from slurmrl.monitor.words import age
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HEADINGS = ("VERSION", "AGE", "CONTENT", "SIZE", "READS", "STATE")
 
 
-@click.command()
+@click.command(epilog=examples("slurmrl weights grpo/1", "slurmrl weights grpo/1 --verify"))
 @trial_argument
 @click.option("--verify", is_flag=True, help="Compare the checksums of all stored tensors.")
 @json_option

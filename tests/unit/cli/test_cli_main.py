@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from slurmrl import __version__
 from slurmrl.cli import main as module
-from slurmrl.cli.main import COMMANDS, main
+from slurmrl.cli.main import COMMANDS, Invocation, main
 from slurmrl.errors import (
     ConfigError,
     EnvironmentFailure,
@@ -87,6 +88,31 @@ def test_the_summary_of_a_command_says_what_its_own_help_says(
         assert command is not None
         assert command.name == name
         assert entry.help.endswith(".")
+
+
+def parsed(words: list[str], path: str, command: click.Command, parent: click.Context) -> str:
+    """The command that a command line calls, once its arguments are understood."""
+    if not isinstance(command, click.Group):
+        command.make_context(path, words, parent=parent, obj=parent.obj).close()
+        return path
+    child = command.get_command(parent, words[0])
+    assert child is not None, words
+    return parsed(words[1:], f"{path} {words[0]}".strip(), child, parent)
+
+
+@pytest.mark.parametrize(
+    "name", [*sorted(COMMANDS.keys() - {"data", "completion"}), "data show", "data check"]
+)
+def test_the_help_of_a_command_ends_with_examples_that_are_understood(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*name.split(), "--help"]) == 0
+    _, _, text = capsys.readouterr().out.partition("Examples:\n")
+    lines = [shlex.split(line) for line in text.splitlines() if line.strip()]
+    assert len(lines) >= 2
+    context = click.Context(module.cli, obj=Invocation())
+    called = [parsed(words[1:], "", module.cli, context) for words in lines]
+    assert called[0] == name
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
