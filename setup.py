@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -41,6 +42,8 @@ def leave(folder: str) -> None:
 
 class BuildWithCommit(build_py):
     def run(self) -> None:
+        if not self.editable_mode:  # an earlier build may have left modules that are gone
+            shutil.rmtree(Path(self.build_lib, "slurmrl"), ignore_errors=True)
         super().run()
         if not self.editable_mode:
             leave(self.build_lib)

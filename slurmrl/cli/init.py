@@ -105,7 +105,7 @@ def _site(name: str | None, *, yes: bool, force: bool) -> int:
     found = survey()
     _tell(found)
     if not yes:
-        click.echo(f"\nEnter takes the proposal in brackets; {LEAVE_OUT} leaves a setting out.\n")
+        click.echo(f"\nEnter takes the proposal in brackets; {LEAVE_OUT} leaves a setting out.")
     questions, values = _answers(found, yes=yes)
     text = profile.render(questions, values, cluster=found.cluster)
     click.echo(f"\n{text}")
@@ -137,25 +137,27 @@ def _answers(found: Survey, *, yes: bool) -> tuple[list[Question], dict[KeyPath,
     values: dict[KeyPath, Any] = {}
     first = list(asked.first_questions(found, _root()))
     for question in first:
-        _put(values, question, yes=yes)
+        _put(values, question, found, yes=yes)
     partition = values.get(asked.PARTITION, "")
     further = list(asked.further_questions(found, partition, env.LOADED_MODULES.get()))
     for question in further:
-        _put(values, question, yes=yes)
+        _put(values, question, found, yes=yes)
     return [*first, *further], values
 
 
-def _put(values: dict[KeyPath, Any], question: Question, *, yes: bool) -> None:
-    from slurmrl.init.questions import value_of
+def _put(values: dict[KeyPath, Any], question: Question, found: Survey, *, yes: bool) -> None:
+    from slurmrl.init.questions import doubt, value_of
 
     if not yes:
-        click.echo(question.about)
+        click.echo(f"\n{question.about}")
     while True:
         answer = question.proposal if yes else _ask(question)
         if answer in ("", LEAVE_OUT):
             return
         try:
             values[question.key] = value_of(question, answer)
+            if words := doubt(question, answer, found):
+                click.echo(f"  taken, but {words}")
             return
         except ValueError as error:
             if yes:

@@ -12,6 +12,7 @@ from slurmrl.config.profiles import ROOT_RULE, is_root
 from slurmrl.config.schema import Profile
 from slurmrl.config.source import KeyPath, Source
 from slurmrl.init.survey import NetworkInterface, Survey
+from slurmrl.registry import near
 from slurmrl.scheduler.cluster import HostKind, Partition
 from slurmrl.scheduler.parse import duration_s
 
@@ -89,6 +90,16 @@ def value_of(question: Question, answer: str) -> Any:
     if problems:
         raise ValueError(problems[0].message)
     return value
+
+
+def doubt(question: Question, answer: str, found: Survey) -> str:
+    """What speaks against an answer that is allowed; empty if nothing does. (sinfo does not show
+    partitions that are hidden from the user.)"""
+    known = [one.name for one in found.partitions]
+    unknown = [name for name in answer.split(",") if name not in known]
+    if question.key != PARTITION or not known or not unknown:
+        return ""
+    return f"sinfo shows no partition '{unknown[0]}'; {near(unknown[0], known)}"
 
 
 def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:

@@ -49,17 +49,22 @@ def survey() -> Survey:
         found.cluster = f"{name} (Slurm {client.version()})".strip()
         found.partitions = client.partitions()
     except SchedulerError as error:
-        found.missing.append(f"the partitions: {error}")
+        found.missing.append(f"the partitions: {_brief(error)}")
     try:
         found.accounts = client.accounts(user_name())
         if not found.accounts.names:
             found.missing.append("accounts: sacctmgr knows none of yours")
     except SchedulerError as error:
-        found.missing.append(f"your accounts: {error}")
+        found.missing.append(f"your accounts: {_brief(error)}")
     found.interfaces = interfaces()
     if not found.interfaces:
         found.missing.append("network interfaces: this host has none with an IPv4 address")
     return found
+
+
+def _brief(error: SchedulerError) -> str:
+    """The last line of a command's message, which has the reason."""
+    return str(error).splitlines()[-1]
 
 
 def interfaces(folder: Path = NETWORK) -> list[NetworkInterface]:

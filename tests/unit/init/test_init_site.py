@@ -120,6 +120,14 @@ def test_answers_that_no_profile_may_have(key: KeyPath, answer: str, message: st
         value_of(Question(key, ""), answer)
 
 
+def test_a_partition_that_was_not_found_is_doubted() -> None:
+    asked = ask(found())
+    assert questions.doubt(asked[1], "gpu,mixed", found()) == ""
+    assert "no partition 'gpuu'; did you mean 'gpu'" in questions.doubt(asked[1], "gpuu", found())
+    assert questions.doubt(asked[1], "gpuu", Survey()) == ""
+    assert questions.doubt(asked[0], "/nowhere", found()) == ""
+
+
 def test_the_interfaces_of_this_host(tmp_path: Path) -> None:
     assert "lo" not in [one.name for one in interfaces()]
     for name, kind in (("ib0", "32"), ("eth0", "1")):
