@@ -121,7 +121,8 @@ def _site(name: str | None, *, yes: bool, force: bool) -> int:
 def _tell(found: Survey) -> None:
     """Print what was found, and what was not."""
     if found.cluster:
-        click.echo(f"found: cluster {found.cluster}, {len(found.partitions)} partitions")
+        count = len(found.partitions)
+        click.echo(f"found: cluster {found.cluster}, {count} partition{'s' * (count != 1)}")
     if found.accounts.names:
         click.echo(f"found: accounts {', '.join(found.accounts.names)}")
     if found.interfaces:

@@ -53,17 +53,31 @@ def load(
     return source
 
 
+def load_profile(path: Path) -> Profile:
+    """A site profile with absolute paths. Raises ConfigError and OwnershipError."""
+    source, profile = _read_profile(path)
+    if source.problems or profile is None:
+        raise ConfigError(tuple(source.problems))
+    return profile
+
+
 def put_under(source: Source, profile: Path) -> None:
     """Give a configuration the values of a site profile that it does not set itself. A profile with
     problems only adds these. Raises ConfigError and OwnershipError if it cannot be read."""
-    for warning in ownership.check_file(profile):
-        logger.warning("profile: %s", warning)
-    below = read(profile)
-    _, problems = validate(Profile, below)
+    below, _ = _read_profile(profile)
     source.profile = profile
-    source.problems += [*below.problems, *problems]
+    source.problems += below.problems
     if not source.problems:
         _merge(source, source.values, below, below.values, ())
+
+
+def _read_profile(path: Path) -> tuple[Source, Profile | None]:
+    for warning in ownership.check_file(path):
+        logger.warning("profile: %s", warning)
+    source = read(path)
+    profile, problems = validate(Profile, source)
+    source.problems += problems
+    return source, profile
 
 
 def _merge(

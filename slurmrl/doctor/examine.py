@@ -52,6 +52,9 @@ def examine(what: Examination, say: Say) -> list[Check]:
         )
     config = settings.config if settings else None
     cluster = config.cluster if config else Cluster()
+    if what.config is None:
+        cluster, more = login.site_profile()
+        checks += more
     requested = what.scheduler or cluster.scheduler
     kind = choose(requested)
     hosts = inventory.ask(settings.config) if settings and kind == "slurm" else None

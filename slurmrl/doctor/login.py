@@ -5,6 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from slurmrl.config import profiles
+from slurmrl.config.load import load_profile
+from slurmrl.config.schema import Cluster
 from slurmrl.doctor import directory, disk, limits, slurm, software
 from slurmrl.doctor.check import Check, State, failed, guarded, ok, warning
 from slurmrl.errors import ConfigError, UnreadableInputError
@@ -36,6 +39,18 @@ def configuration(
         return settings, fine
     keys = ", ".join(used.settings) or "nothing that the configuration leaves open"
     return settings, [*fine, ok("site profile", f"{used.file} sets {keys}")]
+
+
+def site_profile() -> tuple[Cluster, list[Check]]:
+    """The cluster's settings without a configuration, and the check of the profile with them."""
+    path = profiles.in_force()
+    if path is None:
+        return Cluster(), []
+    try:
+        cluster = load_profile(path).cluster
+    except ConfigError as error:
+        return Cluster(), [failed("site profile", str(one), "") for one in error.problems]
+    return cluster, [ok("site profile", f"{path} can be used")]
 
 
 def trial(settings: Settings, plan: Plan, timeout_s: float) -> list[Check]:

@@ -57,7 +57,7 @@ def test_a_site_without_questions(site: Path, capsys: pytest.CaptureFixture[str]
     assert "no terminal to ask in: --yes" in capsys.readouterr().err
     assert main(["init", "site", "--yes"]) == 0
     output = capsys.readouterr().out
-    assert "found: cluster lab (Slurm 24.11.5), 1 partitions" in output
+    assert "found: cluster lab (Slurm 24.11.5), 1 partition\n" in output
     assert f"wrote {site}" in output
     assert read(site).values == {
         "root": "~/slurmrl-runs",

@@ -10,6 +10,7 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.doctor import examine as examine_module
 from slurmrl.doctor import job as job_module
+from slurmrl.doctor import login
 from slurmrl.doctor.check import Check, State
 from slurmrl.doctor.examine import Examination, examine
 from slurmrl.errors import SchedulerError
@@ -59,6 +60,24 @@ def test_a_root_that_cannot_be_made_is_one_failed_check(tmp_path: Path) -> None:
     found = look(tmp_path / "file" / "runs")
     assert [one.name for one in found.values() if one.state is State.FAILED] == ["root"]
     assert "open files" in found
+
+
+def test_without_a_configuration_the_site_profile_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("SLURMRL_PROFILE")
+    assert "site profile" not in look(tmp_path / "r")
+    path = tmp_path / "slurmrl/lab.yaml"
+    path.parent.mkdir()
+    path.write_text("cluster: {scheduler: local, slurm: {partition: gpu}}\n")
+    path.chmod(0o600)
+    assert login.site_profile()[0].slurm.partition == "gpu"
+    found = look(tmp_path / "r", scheduler=None)
+    assert (found["site profile"].state, found["scheduler"].state) == (State.OK, State.OK)
+    path.write_text("cluster: {slurm: {partitoin: gpu}}\n")
+    wrong = look(tmp_path / "r")["site profile"]
+    assert (wrong.state, f"{path}:1" in wrong.measured) == (State.FAILED, True)
 
 
 def test_problems_of_a_configuration_are_checks(tmp_path: Path) -> None:
