@@ -124,6 +124,8 @@ def _report(
     made = report(settings, planned, [*warnings, *inventory.scarce(planned, settings, hosts)])
     if reason := refusal(settings):
         made["missing"].append(reason)
+    if settings.profile is not None:
+        made["profile"] = settings.profile.to_json()
     if with_moves:
         from slurmrl.engines.planned import moves
 

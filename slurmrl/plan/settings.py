@@ -50,9 +50,8 @@ class ProfileUse:
     settings: dict[str, Any]
     """By dotted key, without what the configuration or the command line sets itself."""
 
-    @property
-    def name(self) -> str:
-        return self.file.stem
+    def to_json(self) -> dict[str, Any]:
+        return {"file": str(self.file), "settings": self.settings}
 
 
 @dataclass(frozen=True)

@@ -73,17 +73,12 @@ class ProvenanceWriter:
             "code": [str(path) for path in self.code.paths],
             "folders": [str(path) for path in self.code.folders],
             "notes": list(self.code.notes),
-            "profile": self._profile(),
+            "profile": None if self.profile is None else self.profile.to_json(),
             "git": dict(self._repositories(folder)),
             "packages": versions.packages(),
         }
         copying.copy(self.config_file, folder / CONFIG)
         _write(folder / FILE, (json.dumps(values, indent=1) + "\n").encode())
-
-    def _profile(self) -> dict[str, Any] | None:
-        if self.profile is None:
-            return None
-        return {"file": str(self.profile.file), "settings": self.profile.settings}
 
     def _repositories(self, folder: Path) -> Iterator[tuple[str, Any]]:
         """Yield the repositories of the working directory and of this package; write their

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,13 +31,8 @@ def submit(site: Site, example: str, *overrides: str, wait: bool) -> None:
 def test_sft_then_ppo_through_a_kill(tmp_path: Path) -> None:
     site = Site(tmp_path)
     tokenizer = tmp_path / "tokenizer"
-    script = str(REPOSITORY / "scripts" / "train-tokenizer")
-    command = [sys.executable, script, "--key", "question", "--key", "answer"]
-    subprocess.run(
-        [*command, "--vocabulary", "1024", "--output", str(tokenizer), str(DATA / "train.jsonl")],
-        check=True,
-        capture_output=True,
-    )
+    keys = ("--key", "question", "--key", "answer", "--vocabulary", "1024")
+    site.slurmrl("train-tokenizer", str(DATA / "train.jsonl"), *keys, "--output", str(tokenizer))
     submit(
         site,
         "gsm8k_sft.yaml",

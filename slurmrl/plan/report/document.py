@@ -33,7 +33,7 @@ def document(report: Mapping[str, Any]) -> Document:
         *([Lines("episode:", list(_episode(report["episode"])))] if report["episode"] else []),
         Lines(f"{_title(report)}:", list(lines(report["algorithm"]))),
     ]
-    blocks += [Lines(*_profile(report["profile"]))] if report["profile"] else []
+    blocks += [Lines(*_profile(report["profile"]))] if "profile" in report else []
     ends = {"warnings": "warnings", "notes": "notes", "missing": "to fix before submission"}
     blocks += [Lines(f"{title}:", report[key]) for key, title in ends.items() if report[key]]
     workers = f"{report['gpus']} GPUs, {report['world_size']} workers in the fixed job"

@@ -58,13 +58,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
         "warnings": [*_warnings(plan), *warnings],
         "notes": list(settings.notes),
         "missing": [str(problem) for problem in settings.missing],
-        "profile": _profile(settings),
     }
-
-
-def _profile(settings: Settings) -> dict[str, Any] | None:
-    used = settings.profile
-    return None if used is None else {"file": str(used.file), "settings": used.settings}
 
 
 def figures(settings: Settings, plan: Plan) -> dict[str, Any]:

@@ -73,5 +73,5 @@ def test_options_of_the_command_line_are_not_those_of_the_profile(
         "cluster.slurm.partition",
         "cluster.slurm.setup",
     ]
-    assert proposal.settings.profile.name == "default"
+    assert proposal.settings.profile.file == site
     assert proposal.settings.config.root == str(tmp_path / "mine")
