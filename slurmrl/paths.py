@@ -215,8 +215,24 @@ class RunPaths:
         return self.run / "estimates.json"
 
     @property
+    def metrics_csv(self) -> Path:
+        return self.run / "metrics.csv"
+
+    @property
     def tensorboard(self) -> Path:
         return self.run / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        return self.run / "wandb"
+
+    @property
+    def mlflow(self) -> Path:
+        return self.run / "mlflow"
+
+    def sink(self, name: str) -> Path:
+        """Up to which step a sink holds the metrics."""
+        return self.run / "sinks" / f"{name}.json"
 
     @property
     def events(self) -> Path:

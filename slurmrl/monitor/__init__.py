@@ -1,5 +1,4 @@
 """Observing a run: metrics, events, and the status derived from everything a run writes.
 
-A new metrics sink is one class with ``Sink``'s methods and one branch in
-``sinks.make_sinks``.
+A new sink of metrics is a file in ``sinks``.
 """

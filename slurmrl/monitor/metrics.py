@@ -114,6 +114,22 @@ def read_latest(path: Path, n: int) -> list[dict[str, Any]]:
         return []
 
 
+def read_between(path: Path, after: int, last: int) -> list[dict[str, Any]]:
+    """Return the lines of the steps after ``after`` up to ``last``, in the order of the steps and
+    each step once. Reads backward from the end, no further than needed."""
+    found: dict[int, dict[str, Any]] = {}
+    try:
+        with lines.opened(path) as file:
+            for line in _parsed((raw for _, raw in file.backward()), path):
+                if line["step"] <= after:
+                    break
+                if line["step"] <= last:
+                    found.setdefault(line["step"], line)
+    except FileNotFoundError:
+        return []
+    return [found[step] for step in sorted(found)]
+
+
 def evaluates(line: Mapping[str, Any]) -> bool:
     """Return whether a line holds an evaluation."""
     return any(name.startswith("eval/") for name in line)

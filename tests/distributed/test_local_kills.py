@@ -14,6 +14,7 @@ from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.monitor.events import read_all
 from slurmrl.paths import RunPaths
+from tests.support.sink_readers import ALL_SINKS, READERS
 from tests.support.trials import (
     Site,
     generate_config,
@@ -75,9 +76,10 @@ def begun_by(site: Site, trial: str) -> list[tuple[int, str]]:
     ]
 
 
-def started(site: Site, kind: str, **cluster: Any) -> Path:
+def started(site: Site, kind: str, logging: Any = None, **cluster: Any) -> Path:
     """The run directory of a detached trial that has reached its third step."""
     changes = {"cluster": {"gpus_per_worker": 0, **cluster}} if cluster else {}
+    changes |= {"logging": logging} if logging else {}
     config = site.write("config.yaml", {**config_of(kind), **changes})
     site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
     site.wait_for_step(f"{kind}/1", 3)
@@ -93,6 +95,7 @@ def check_end(site: Site, kind: str, undisturbed: Callable[[str], dict[str, Any]
     wait_until("all processes to leave", lambda: not any(processes(site.paths(trial).run).values()))
 
 
+@pytest.mark.filterwarnings("ignore")  # of the sinks' libraries
 @pytest.mark.parametrize(
     ("kind", "role", "index"),
     [
@@ -109,14 +112,16 @@ def check_end(site: Site, kind: str, undisturbed: Callable[[str], dict[str, Any]
 def test_the_same_agent_serves_the_next_incarnation(
     tmp_path: Path,
     undisturbed: Callable[[str], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
     kind: str,
     role: str,
     index: int,
 ) -> None:
-    """The next incarnation has new workers from the same fork servers."""
-    site = Site(tmp_path)
+    """The next incarnation has new workers from the same fork servers. Sinks hold each step once,
+    as it was committed."""
+    site = Site(tmp_path, {"WANDB_SILENT": "true"})
     trial = f"{kind}/1"
-    run = started(site, kind)
+    run = started(site, kind, ALL_SINKS if role == "master" else None)
     before = processes(run)
     kill_one(run, role, index)
     after = wait_until("the next incarnation's workers", lambda: others(run, before))
@@ -126,6 +131,10 @@ def test_the_same_agent_serves_the_next_incarnation(
     )
     check_end(site, kind, undisturbed)
     assert begun_by(site, trial) == [(0, "0"), (0, "0")]
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the library's own wish
+    tokens = [(line["step"], line["tokens"]) for line in site.metrics(trial)]
+    for name, points in READERS.items() if role == "master" else ():
+        assert points(site.paths(trial), "tokens") == tokens, name
 
 
 ONCE = '''

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slurmrl.monitor.sinks import MetricsRecorder
+from slurmrl.monitor.recorder import MetricsRecorder
 from slurmrl.paths import EVALUATION, RunPaths
 from slurmrl.workers import parts
 from tests.support.hooks import FOLDER

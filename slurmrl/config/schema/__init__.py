@@ -14,7 +14,14 @@ from slurmrl.config.schema.cluster import Cluster, Slurm
 from slurmrl.config.schema.config import Config, role_key
 from slurmrl.config.schema.data import Dataset, DataSource
 from slurmrl.config.schema.episode import EnvironmentChoice, EpisodeSettings, ToolChoice
-from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging, Notify, Wandb
+from slurmrl.config.schema.frequency import (
+    Checkpoint,
+    Evaluation,
+    Logging,
+    Mlflow,
+    Notify,
+    Wandb,
+)
 from slurmrl.config.schema.lora import Lora
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.config.schema.optimizer import Optimizer
@@ -33,6 +40,7 @@ __all__ = [
     "Evaluation",
     "Logging",
     "Lora",
+    "Mlflow",
     "Model",
     "NonNegativeFloat",
     "NonNegativeInt",

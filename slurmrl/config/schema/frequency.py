@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, model_validator
 
@@ -34,6 +35,21 @@ def _check_variable(name: str) -> str:
     return name
 
 
+def _check_tracking_uri(uri: str) -> str:
+    """The secret of a server must not stand in files that others may read."""
+    parts = urlsplit(uri)
+    if "@" in parts.netloc and parts.scheme in ("http", "https"):
+        raise ValueError(
+            "holds a user's name or password; set MLFLOW_TRACKING_USERNAME and"
+            " MLFLOW_TRACKING_PASSWORD in cluster.variables_file instead"
+        )
+    known = ("http", "https", "file", "databricks", *DATABASES)
+    if not uri.startswith("/") and parts.scheme.partition("+")[0] not in known:
+        raise ValueError("must be a URL (https://…) or an absolute path")
+    return uri
+
+
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 VariableName = Annotated[Word, AfterValidator(_check_variable)]
 Pattern = Annotated[Word, AfterValidator(_check_pattern)]
 ExportDtype = Literal["source", "float32", "bfloat16", "float16"]
@@ -135,6 +151,23 @@ class Wandb(Section):
     """`offline` writes files for a later `wandb sync`."""
 
 
+class Mlflow(Section):
+    """Logging of metrics to MLflow (requires the mlflow-skinny package, or mlflow)."""
+
+    experiment: Word
+    """Name of the experiment."""
+    tracking_uri: Annotated[Word, AfterValidator(_check_tracking_uri)] | None = None
+    """URL of a tracking server, as `https://mlflow.example.org`, or an absolute path of a folder.
+    Default: the folder `mlflow/` in the run directory. A server's user, password or token are
+    variables of `cluster.variables_file` (`MLFLOW_TRACKING_USERNAME`, …)."""
+
+    @property
+    def is_database(self) -> bool:
+        """Whether the library itself must access a database."""
+        scheme = (self.tracking_uri or "").partition(":")[0].partition("+")[0]
+        return scheme in DATABASES
+
+
 class Logging(Section):
     """Logs and outputs besides `metrics.jsonl`."""
 
@@ -144,10 +177,14 @@ class Logging(Section):
     """Seconds between progress lines. They are written at the end of a step."""
     every_epochs: PositiveInt | None = None
     """Epochs of the dataset between progress lines."""
+    csv: bool = False
+    """Also write `metrics.csv`, with a column for each metric."""
     tensorboard: bool = False
     """Also write TensorBoard event files (requires the tensorboard package)."""
     wandb: Wandb | None = None
     """Also log metrics to Weights & Biases."""
+    mlflow: Mlflow | None = None
+    """Also log metrics to MLflow."""
     output_mib: PositiveInt = 64
     """Maximum size in MiB of the output in `logs/` of one host's processes over all attempts; the
     master has the same limit of its own. The newest output is kept. Sizes are checked every few

@@ -27,7 +27,7 @@ from slurmrl.history.record import Kind
 from slurmrl.history.state import TrialState
 from slurmrl.history.writer import IncarnationWriter
 from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.sinks import MetricsRecorder
+from slurmrl.monitor.recorder import MetricsRecorder
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
@@ -57,6 +57,9 @@ LOOKS_PER_TTL = 4
 """Looks per lease TTL for agents that have not said hello."""
 PUBLISH_AGAIN_S = (2.0, 300.0)
 """First and longest pause before a version is published again that tasks lack."""
+SINKS_S = 60.0
+"""How long the end of a trial waits for sinks that lack steps."""
+REST_S = 0.05
 LAST_RETRY_S = (2.0, 60.0)
 """First and longest pause before the last commit is tried again."""
 
@@ -186,6 +189,7 @@ class Master:
             self._tell_version(self.versions.wait())
         reason = self.progress.finish_reason()
         if reason is not None:
+            self._let_sinks_catch_up()
             self._finish(reason)
         else:
             logger.info("stopping at step %d, because the job will end", self.progress.step)
@@ -409,6 +413,7 @@ class Master:
             self.events.write("checkpoint_failed", **failed)
             return
         self.status.committed(outcome.step)
+        self.recorder.committed(outcome.step)
         if self.rollouts is not None:
             self.rollouts.committed()
         with suppress(EnvironmentFailure):  # the next commit or incarnation tries again
@@ -429,6 +434,17 @@ class Master:
         self.results.remove_parts()
         self.status.update(phase="finished")
         self.events.write("finished", step=step, reason=reason)
+
+    def _let_sinks_catch_up(self) -> None:
+        """Before the end of the trial, after which no incarnation would hand the rest over."""
+        deadline = time.monotonic() + SINKS_S
+        while behind := self.recorder.behind:
+            if time.monotonic() > deadline:
+                named = ", ".join(f"logging.{name}" for name in behind)
+                logger.warning("%s did not take all steps within %.0f s", named, SINKS_S)
+                self.events.write("sinks_behind", sinks=behind)
+                return
+            self.channel.rest(REST_S)
 
     def _export(self, step: int) -> None:
         commit = self.committer.commits[-1]

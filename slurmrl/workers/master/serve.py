@@ -24,8 +24,8 @@ from slurmrl.history.record import Record
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import IncarnationWriter
 from slurmrl.monitor.events import EventWriter
+from slurmrl.monitor.recorder import MetricsRecorder
 from slurmrl.monitor.reports import Failure
-from slurmrl.monitor.sinks import MetricsRecorder
 from slurmrl.monitor.story import REPEATS
 from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
@@ -132,7 +132,8 @@ def _prepare(
         )
     progress = Progress(settings, committed, ledger)
     base = state.last_commit.step if state.last_commit is not None else -1
-    recorder = MetricsRecorder(paths, settings.config.logging, last_step=base)
+    logging = settings.config.logging
+    recorder = MetricsRecorder(paths, logging, last_step=base, incarnation=writer.incarnation)
     if lost := recorder.repeated:
         events.write(REPEATS, first=lost[0], last=lost[-1])
     results = Results(paths, settings, plan, progress, writer.incarnation)

@@ -13,7 +13,7 @@ from slurmrl import keys
 from slurmrl.cli.main import main
 from slurmrl.config.schema import Logging
 from slurmrl.history.record import Kind
-from slurmrl.monitor.sinks import MetricsRecorder
+from slurmrl.monitor.recorder import MetricsRecorder
 from slurmrl.scheduler import reasons
 from slurmrl.scheduler.base import JobState, TaskState
 from tests.fake_runs import FakeRun, FakeScheduler, task

@@ -9,7 +9,7 @@ import pytest
 from slurmrl.config.schema import Logging
 from slurmrl.fsio import lines
 from slurmrl.monitor import metrics
-from slurmrl.monitor.sinks import MetricsRecorder
+from slurmrl.monitor.recorder import MetricsRecorder
 from slurmrl.paths import RunPaths
 from slurmrl.report.contents import Curve
 from slurmrl.report.curves import curves

@@ -1,111 +1,286 @@
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
-import struct
-import time
-from collections.abc import Iterator
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurmrl.config.load import dump
-from slurmrl.config.schema import Logging, Wandb
-from slurmrl.errors import MissingDependencyError
-from slurmrl.monitor import sinks
+from slurmrl.config.schema import Logging, Mlflow, Wandb
+from slurmrl.errors import MissingDependencyError, StaleIncarnationError, TrialEndedError
+from slurmrl.monitor import metrics, sinks
+from slurmrl.monitor.recorder import MetricsRecorder
+from slurmrl.monitor.sinks.base import Lines, numbers
+from slurmrl.monitor.sinks.csv import Csv
+from slurmrl.monitor.sinks.feeder import Feeder
+from slurmrl.monitor.sinks.wandb import newest_step
 from slurmrl.paths import RunPaths
 from slurmrl.plan.settings import load_settings
 from tests.fake_runs import FakeRun, write_config
+from tests.support.sink_readers import ALL_SINKS, READERS, mlflow_run, wandb_records
+from tests.support.trials import REPOSITORY, wait_until
+
+DATABASE = Logging(mlflow=Mlflow(experiment="e", tracking_uri="sqlite:////runs.db"))
+PROGRAM = "tests.support.sink_incarnation"
 
 
 @pytest.mark.parametrize(
     ("package", "logging"),
-    [("tensorboard", Logging(tensorboard=True)), ("wandb", Logging(wandb=Wandb(project="p")))],
+    [
+        ("tensorboard", Logging(tensorboard=True)),
+        ("wandb", Logging(wandb=Wandb(project="p"))),
+        ("mlflow-skinny", Logging(mlflow=Mlflow(experiment="e"))),
+    ],
 )
 def test_a_missing_package_is_named_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, logging: Logging
+    monkeypatch: pytest.MonkeyPatch, package: str, logging: Logging
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=f"pip install {package}"):
-        sinks.make_sinks(RunPaths(tmp_path), logging, first_step=0)
+        sinks.check(logging)
+
+
+def test_the_small_package_of_mlflow_knows_no_databases(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "sqlalchemy" else found(name)
+    )
+    with pytest.raises(MissingDependencyError, match=r"tracking_uri needs .*: pip install mlflow$"):
+        sinks.check(DATABASE)
 
 
 def test_nothing_is_needed_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert sinks.make_sinks(RunPaths(tmp_path), Logging(), first_step=0) == []
+    sinks.check(Logging(csv=True))
+    assert not sinks.make_feeders(RunPaths(tmp_path), Logging(), committed=-1, incarnation=None)
+
+
+@pytest.mark.parametrize("uri", ["https://me:secret@host/mlflow", "mlruns", "ftp://host"])
+def test_a_tracking_uri_that_cannot_work_is_refused(uri: str) -> None:
+    with pytest.raises(ValueError, match=r"variables_file|must be a URL"):
+        Mlflow(experiment="e", tracking_uri=uri)
 
 
 def test_only_numbers_are_plotted() -> None:
-    values = {"step": 3, "reward": 0.5, "tokens": 7, "loss": None, "note": "x", "done": True}
-    assert sinks.numbers(values) == {"reward": 0.5, "tokens": 7.0}
+    values = {"step": 3, "time": 5.0, "reward": 0.5, "n": 7, "loss": None, "a": "x", "b": True}
+    assert numbers(values) == {"reward": 0.5, "n": 7.0}
 
 
-def wandb_records(file: Path) -> Iterator[Any]:
-    """The records of an offline run: a LevelDB log behind a header of seven bytes."""
-    from wandb.proto import wandb_internal_pb2
+# -- all sinks, with the real libraries ------------------------------------------------------
 
-    data, at, whole = file.read_bytes(), 7, b""
-    while at < len(data):
-        if 32768 - at % 32768 < 7:  # no header fits into the rest of a block
-            at += 32768 - at % 32768
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # the whole record, or its last part
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            yield record
-            whole = b""
+
+def incarnation(paths: RunPaths, base: int, end: int, place: str) -> None:
+    """Run one that is killed at a place; it must get there."""
+    done = subprocess.run(
+        [sys.executable, "-m", PROGRAM, str(paths.run), str(base), str(end), place],
+        cwd=REPOSITORY,
+        env={**os.environ, "WANDB_SILENT": "true", "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.2"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == (0 if place == "none" else -signal.SIGKILL), done.stderr
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_one_wandb_run_for_all_incarnations(
+def test_all_sinks_hold_each_committed_step_once_after_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the real library, offline: one id, each step as it was logged, and the configuration
-    without variables of the environment."""
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    """Killed when the steps are handed over, and half-way through that. Steps that were recorded
+    but not committed have other values when they are done again."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     paths = FakeRun(tmp_path / "runs").paths
+    variables = "cluster.env={TOKEN: secret}"
     settings = load_settings(
-        write_config(tmp_path), ["cluster.env={TOKEN: secret}"], root=tmp_path / "runs"
+        write_config(tmp_path),
+        [variables, f"logging={json.dumps(ALL_SINKS)}"],
+        root=tmp_path / "runs",
     )
     paths.config.write_text(dump(settings.config))
-    for steps in (range(1, 5), range(3, 7)):  # the second continues from the commit of step 2
-        sink = sinks.WeightsAndBiases(paths, Wandb(project="p"))
+    incarnation(paths, 0, 4, "kept")
+    assert not paths.sink("csv").exists()
+    incarnation(paths, 4, 8, "half")
+    assert not paths.metrics_csv.read_bytes().endswith(b"\n")
+    incarnation(paths, 8, 12, "none")
+    rewards = [(step, step / 8) for step in range(1, 13)]
+    scores = [(step, step / 16) for step in (4, 8, 12)]
+    for name, points in READERS.items():
+        assert points(paths, "reward") == rewards, name
+        evaluated = "eval.pass_at_1" if name == "mlflow" else "eval/pass@1"
+        assert points(paths, evaluated) == scores, name
+    runs = list(wandb_records(paths, "run"))
+    assert {run.run_id for run in runs} == {json.loads(paths.identity.read_text())["uuid"]}
+    shown = {item.key: json.loads(item.value_json) for item in runs[-1].config.update}
+    parameters = mlflow_run(paths)[1].data.params
+    assert shown["experiment"] == parameters["experiment"] == "add"
+    assert "secret" not in f"{shown} {parameters}"
+    kept = {name: json.loads(paths.sink(name).read_text()) for name in ("csv", "wandb", "mlflow")}
+    assert all(one == {"step": 12} for one in kept.values())
+
+
+def test_the_newest_step_in_torn_files_of_wandb(tmp_path: Path) -> None:
+    assert newest_step(tmp_path) == -1
+    run = tmp_path / "offline-run-1-a"
+    run.mkdir()
+    (run / "run-a.wandb").write_bytes(b":W&B\xb4\x51\x00" + b"\x00\x00\x00\x00\xff\x00\x01torn")
+    assert newest_step(tmp_path) == -1
+
+
+# -- CSV -------------------------------------------------------------------------------------
+
+
+def test_csv_columns_grow_and_rows_after_a_commit_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    sink = Csv(path, -1)
+    sink.log([{"step": 0, "time": 1.5, "b": 1}, {"step": 1, 'a,"x': 0.5, "b": None}])
+    sink.log([{"step": 2, "time": 2.5, "b": 3, "c": 1e-7}])
+    text = 'step,time,b,"a,""x",c\n0,1.5,1,,\n1,,,0.5,\n2,2.5,3,,1e-07\n'
+    assert path.read_text() == text
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_text(text + "3,3.5,4")
+    again = Csv(path, 1)
+    assert path.read_text() == text[: text.index("2,2.5")]
+    again.log([{"step": 2, "time": 9.5, "c": 2}])
+    assert path.read_text().endswith("1,,,0.5,\n2,9.5,,,2\n")
+    Csv(path, -1)
+    assert path.read_text() == 'step,time,b,"a,""x",c\n'
+    path.write_text("st")
+    Csv(path, 5).log([{"step": 6, "d": 1}])
+    assert path.read_text() == "step,time,d\n6,,1\n"
+
+
+# -- the feeder ------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A sink in memory."""
+
+    def __init__(self, after: int, failures: int = 0) -> None:
+        self.last = self.after = after
+        self.failures = failures
+        self.steps: list[int] = []
+        self.closed = threading.Event()
+
+    @property
+    def kept(self) -> int:
+        return self.last
+
+    def log(self, lines: Lines) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("no answer")
+        self.steps += [line["step"] for line in lines]
+        self.last = lines[-1]["step"]
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Fed:
+    """A feeder of a trial whose metrics hold some steps, and the sinks that it opens."""
+
+    def __init__(self, folder: Path, steps: range, **options: Any) -> None:
+        self.paths = RunPaths(folder)
+        self.opened: list[Recorded] = []
+        self.options = {"committed": 0, "check": lambda: None, **options}
+        writer = metrics.MetricsWriter(self.paths.metrics)
         for step in steps:
-            sink.log(step, {"step": step, "reward": step / 8})
-        sink.close()
-        time.sleep(1.1)  # a folder of the library has the second in its name
-    files = sorted(paths.run.glob("wandb/offline-run-*/*.wandb"))
-    logged, ids = [], set()
-    for file in files:
-        for record in wandb_records(file):
-            if record.WhichOneof("record_type") == "run":
-                ids.add(record.run.run_id)
-                config = {item.key: item.value_json for item in record.run.config.update}
-                assert json.loads(config["experiment"]) == "add"
-                assert "secret" not in str(config)
-            elif record.WhichOneof("record_type") == "history":
-                values = {item.key or item.nested_key[0]: item for item in record.history.item}
-                reward = json.loads(values["reward"].value_json)
-                logged.append((record.history.step.num, reward))
-    assert ids == {json.loads(paths.identity.read_text())["uuid"]}
-    assert logged == [(step, step / 8) for step in (1, 2, 3, 4, 3, 4, 5, 6)]
+            writer.write({"step": step})
+
+    def feeder(self, failures: int = 0, **options: Any) -> Feeder:
+        def make(after: int) -> Recorded:
+            self.opened.append(Recorded(after, failures if not self.opened else 0))
+            return self.opened[-1]
+
+        return Feeder("csv", make, self.paths, **{**self.options, **options})
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for sink in self.opened for step in sink.steps]
 
 
-def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing import event_accumulator as accumulator
+def ended(feeder: Feeder) -> None:
+    feeder.end()
+    feeder.join(60.0)
+    assert not feeder.is_behind
 
-    paths = RunPaths(tmp_path)
-    first = sinks.TensorBoard(paths, 0)
-    for step in range(5):
-        first.log(step, {"step": step, "reward": step / 8})
-    first.close()
-    second = sinks.TensorBoard(paths, 3)
-    second.log(3, {"reward": 1.0})
-    second.close()
-    events = accumulator.EventAccumulator(str(paths.tensorboard)).Reload()
-    scalars = [(scalar.step, scalar.value) for scalar in events.Scalars("reward")]
-    assert scalars == [(0, 0.0), (1, 0.125), (2, 0.25), (3, 1.0)]
+
+def test_a_sink_gets_committed_steps_only_and_a_new_one_all_of_them(tmp_path: Path) -> None:
+    fed = Fed(tmp_path, range(7))
+    feeder = fed.feeder()
+    feeder.committed(4)
+    wait_until("the steps", lambda: not feeder.is_behind)
+    assert fed.steps == [0, 1, 2, 3, 4]
+    ended(feeder)
+    assert fed.opened[0].closed.is_set()
+    ended(fed.feeder(committed=6))
+    assert fed.steps == list(range(7))
+
+
+def test_a_sink_of_a_trial_that_fell_back_is_opened_before_the_steps_that_come_again(
+    tmp_path: Path,
+) -> None:
+    """The newest commits were damaged."""
+    fed = Fed(tmp_path, range(9))
+    ended(fed.feeder(committed=8))
+    ended(fed.feeder(committed=5))
+    assert [sink.after for sink in fed.opened] == [-1, 5]
+
+
+def test_a_sink_that_fails_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("slurmrl.monitor.sinks.feeder.PAUSES_S", (0.001, 0.001))
+    fed = Fed(tmp_path, range(3))
+    feeder = fed.feeder(failures=1, committed=2)
+    wait_until("the steps", lambda: not feeder.is_behind)
+    ended(feeder)
+    assert (fed.steps, len(fed.opened)) == ([0, 1, 2], 2)
+    assert "logging.csv lacks steps up to 2: no answer" in caplog.text
+
+
+def test_an_old_incarnation_writes_nothing_and_one_of_an_ended_trial_the_rest(
+    tmp_path: Path,
+) -> None:
+    def raising(error: Exception) -> Any:
+        def check() -> None:
+            raise error
+
+        return check
+
+    fed = Fed(tmp_path, range(3), committed=2)
+    ended(fed.feeder(check=raising(StaleIncarnationError("2 is the newest"))))
+    assert not fed.opened
+    ended(fed.feeder(check=raising(TrialEndedError("cancelled"))))
+    assert fed.steps == [0, 1, 2]
+
+
+def test_metrics_between_two_steps(tmp_path: Path) -> None:
+    """Each once, the newest line, in order; lines behind that are not read."""
+    path = tmp_path / "metrics.jsonl"
+    lines: list[Mapping[str, Any]] = [{"step": 1}, {"step": 2}, {"step": 4, "a": 1}, {"step": 3}]
+    path.write_bytes(b"".join(map(metrics.encode, [*lines, {"step": 4, "a": 2}])) + b'{"step": 5')
+    assert metrics.read_between(path, 2, 9) == [{"step": 3}, {"step": 4, "a": 2}]
+    assert metrics.read_between(path, 0, 1) == [{"step": 1}]
+    assert metrics.read_between(tmp_path / "none", -1, 9) == []
+
+
+def test_the_recorder_names_the_sinks_that_lack_steps(tmp_path: Path) -> None:
+    recorder = MetricsRecorder(RunPaths(tmp_path), Logging(csv=True), last_step=-1)
+    recorder.write({"step": 1, "reward": 0.5})
+    recorder.write({"step": 2, "reward": 1.5})
+    recorder.committed(1)
+    wait_until("the steps", lambda: not recorder.behind)
+    recorder.close()
+    with RunPaths(tmp_path).metrics_csv.open() as file:
+        rows = [(row["step"], row["reward"]) for row in csv.DictReader(file)]
+    assert rows == [("1", "0.5")]

@@ -10,8 +10,8 @@ import pytest
 from slurmrl import keys
 from slurmrl.config.schema import Logging
 from slurmrl.history.record import Kind
+from slurmrl.monitor.recorder import MetricsRecorder
 from slurmrl.monitor.reports import Failure
-from slurmrl.monitor.sinks import MetricsRecorder
 from slurmrl.monitor.snapshot import STORY, read
 from slurmrl.monitor.status import assemble
 from slurmrl.monitor.story import failure_words

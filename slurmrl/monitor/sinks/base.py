@@ -1,0 +1,45 @@
+"""What a sink is: a copy of a trial's metrics in the form of another program.
+
+A sink gets the steps of ``metrics.jsonl`` once they are committed, in order (`feeder`). A step that
+is redone after a failure was not committed, so no sink has seen it. What remains is a kill while a
+step is handed over: each sink finds out by itself, when it is opened, what it holds already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from slurmrl.monitor.metrics import TIME
+
+Lines = Sequence[Mapping[str, Any]]
+"""Lines of ``metrics.jsonl`` of increasing steps."""
+
+
+class Sink(Protocol):
+    """Opened with the step up to which it certainly holds everything; -1: none."""
+
+    @property
+    def last(self) -> int:
+        """The step after which it continues."""
+
+    @property
+    def kept(self) -> int:
+        """The step up to which it holds everything even if this process or host is killed now."""
+
+    def log(self, lines: Lines) -> None:
+        """Take the steps after `last`."""
+
+    def close(self) -> None:
+        """Flush and close; `kept` is `last` then."""
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values that can be plotted."""
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if name not in ("step", TIME)
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+    }

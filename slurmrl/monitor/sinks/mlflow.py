@@ -1,0 +1,112 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmrl.config.schema import Mlflow
+from slurmrl.monitor.metrics import TIME
+from slurmrl.monitor.sinks.base import Lines, numbers
+from slurmrl.monitor.sinks.settings import flat, settings, uuid
+from slurmrl.paths import RunPaths
+
+TRIAL_TAG = "slurmrl.uuid"
+METRICS_PER_REQUEST = 1000
+PARAMETERS_PER_REQUEST = 100
+"""The server's limits."""
+PARAMETER_CHARACTERS = 6000
+
+
+class MLflow:
+    """Logs all incarnations of a trial to one MLflow run, found by a tag with the trial's uuid.
+
+    A step can have been taken in part by the time of a kill, and MLflow keeps what it is given
+    twice, so values that the run has already are left out."""
+
+    def __init__(self, paths: RunPaths, wanted: Mlflow, after: int) -> None:
+        uri = wanted.tracking_uri or str(paths.mlflow)
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # clusters tell nobody
+        if Path(uri.removeprefix("file://")).is_absolute():
+            # Its makers prefer databases, which do not belong on a shared file system.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow import entities
+        from mlflow.tracking import MlflowClient
+
+        self._entities = entities
+        self._client = MlflowClient(uri, registry_uri=uri)
+        self._run = self._found(wanted.experiment, paths)
+        self.last = after
+        self._seen = self._values_after(after)
+
+    @property
+    def kept(self) -> int:
+        return self.last
+
+    def log(self, lines: Lines) -> None:
+        new = [
+            self._entities.Metric(named(name), value, _milliseconds(line), line["step"])
+            for line in lines
+            for name, value in numbers(line).items()
+            if (line["step"], named(name)) not in self._seen
+        ]
+        for some in _parts(new, METRICS_PER_REQUEST):
+            self._client.log_batch(self._run, metrics=some)
+        self.last = lines[-1]["step"]
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+    def _found(self, experiment: str, paths: RunPaths) -> str:
+        """The id of the trial's run, which is running and has the settings."""
+        client = self._client
+        known = client.get_experiment_by_name(experiment)
+        at = client.create_experiment(experiment) if known is None else known.experiment_id
+        trial = uuid(paths)
+        runs = client.search_runs([at], f"tags.`{TRIAL_TAG}` = '{trial}'", max_results=1)
+        if runs:
+            run = runs[0]
+            client.update_run(run.info.run_id, status="RUNNING")
+        else:
+            name = f"{paths.experiment}/{paths.trial}"
+            run = client.create_run(at, tags={TRIAL_TAG: trial}, run_name=name)
+        self._log_settings(run, settings(paths))
+        return str(run.info.run_id)
+
+    def _log_settings(self, run: Any, values: dict[str, Any]) -> None:
+        """MLflow refuses to change a parameter: the first value stays."""
+        new = [
+            self._entities.Param(named(name), str(value)[:PARAMETER_CHARACTERS])
+            for name, value in flat(values)
+            if named(name) not in run.data.params
+        ]
+        for some in _parts(new, PARAMETERS_PER_REQUEST):
+            self._client.log_batch(run.info.run_id, params=some)
+
+    def _values_after(self, step: int) -> set[tuple[int, str]]:
+        """Steps and names of the values after a step."""
+        names = self._client.get_run(self._run).data.metrics
+        return {
+            (value.step, name)
+            for name in names
+            for value in self._client.get_metric_history(self._run, name)
+            if value.step > step
+        }
+
+
+def named(name: str) -> str:
+    """A name that MLflow accepts. It keeps names as paths, where ``reward`` and ``reward/math``
+    could not both exist."""
+    return re.sub(r"[^\w.\- :]", "_", name.replace("@", "_at_").replace("/", "."))
+
+
+def _milliseconds(line: Mapping[str, Any]) -> int:
+    return int(line.get(TIME, time.time()) * 1000)
+
+
+def _parts(values: list[Any], most: int) -> Iterator[list[Any]]:
+    return (values[at : at + most] for at in range(0, len(values), most))

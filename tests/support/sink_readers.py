@@ -1,0 +1,78 @@
+"""What the sinks of a trial hold, read with the libraries that they are for: step and value of a
+metric, each as often as it is there."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from slurmrl.monitor.sinks.wandb import records
+from slurmrl.paths import RunPaths
+
+Points = list[tuple[int, float]]
+
+
+def csv_points(paths: RunPaths, name: str) -> Points:
+    with paths.metrics_csv.open() as file:
+        return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row[name]]
+
+
+def tensorboard_points(paths: RunPaths, name: str) -> Points:
+    from tensorboard.backend.event_processing import event_accumulator as accumulator
+
+    unlimited = {accumulator.SCALARS: 0}
+    events = accumulator.EventAccumulator(str(paths.tensorboard), size_guidance=unlimited).Reload()
+    return [(scalar.step, scalar.value) for scalar in events.Scalars(name)]
+
+
+def wandb_records(paths: RunPaths, kind: str) -> Iterator[Any]:
+    from wandb.proto import wandb_internal_pb2
+
+    messages: Any = wandb_internal_pb2
+    for file in sorted(paths.wandb.glob("offline-run-*/*.wandb")):
+        for raw in records(file.read_bytes()):
+            record = messages.Record()
+            record.ParseFromString(raw)
+            if record.WhichOneof("record_type") == kind:
+                yield getattr(record, kind)
+
+
+def wandb_points(paths: RunPaths, name: str) -> Points:
+    found = []
+    for history in wandb_records(paths, "history"):
+        values = {item.key or item.nested_key[0]: item.value_json for item in history.item}
+        if name in values:
+            found.append((history.step.num, json.loads(values[name])))
+    return found
+
+
+def mlflow_run(paths: RunPaths) -> tuple[Any, Any]:
+    """The client, and the only run."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(str(paths.mlflow))
+    (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    return client, run
+
+
+def mlflow_points(paths: RunPaths, name: str) -> Points:
+    client, run = mlflow_run(paths)
+    values = client.get_metric_history(run.info.run_id, name)
+    return [(value.step, value.value) for value in values]
+
+
+READERS = {
+    "csv": csv_points,
+    "tensorboard": tensorboard_points,
+    "wandb": wandb_points,
+    "mlflow": mlflow_points,
+}
+ALL_SINKS = {
+    "csv": True,
+    "tensorboard": True,
+    "wandb": {"project": "p"},
+    "mlflow": {"experiment": "e"},
+}
+"""Their settings."""
