@@ -37,6 +37,9 @@ COMMANDS = {
     "eval": Command(
         "slurmrl.cli.evaluate:evaluate", "Evaluate a checkpoint in a trial of its own."
     ),
+    "bundle": Command(
+        "slurmrl.cli.bundle:bundle", "Make one archive for a cluster without a network."
+    ),
     "plan": Command("slurmrl.cli.plan:plan", "Show what would run where, without submitting."),
     "try-reward": Command(
         "slurmrl.cli.try_reward:try_reward", "Score some completions with a configuration's reward."

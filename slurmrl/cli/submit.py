@@ -9,6 +9,7 @@ import click
 from slurmrl.cli import completion
 from slurmrl.cli.options import again, common, examples, submitting
 from slurmrl.cli.start import carry_out
+from slurmrl.submission.trials import root_folder
 
 
 @click.command(
@@ -34,13 +35,17 @@ def submit(
     new: bool,
     root: str | None,
 ) -> int:
-    """Check CONFIG, plan its trial, snapshot configuration, plan and code, and start it.
+    """Check CONFIG, plan its trial, snapshot configuration, plan and code, and start it. CONFIG may
+    also be an archive that `slurmrl bundle` made.
 
     An existing trial that was interrupted, failed or cancelled continues from its last commit if
     its configuration is the same.
     """
+    from slurmrl.submission.bundle.unpack import is_bundle, unpack
     from slurmrl.submission.proposal import propose
 
+    if is_bundle(config):
+        config = unpack(config, root_folder(root))
     proposal = propose(config, overrides, root=root, scheduler=scheduler, new=new)
     check_s = None if no_check else check_timeout
     return carry_out(proposal, check_s=check_s, dry_run=dry_run, wait=wait, as_json=as_json)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
 
@@ -200,6 +200,25 @@ def _resolve_paths(model: M, source: Source, prefix: KeyPath) -> M:
             )
     changes = {name: value for name, value in changes.items() if value != getattr(model, name)}
     return model.model_copy(update=changes) if changes else model
+
+
+def paths_in(model: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the paths of a model, with their keys."""
+    for name, field in type(model).model_fields.items():
+        value, here = getattr(model, name), (*prefix, name)
+        if isinstance(value, BaseModel):
+            yield from paths_in(value, here)
+        elif isinstance(value, dict):
+            for key, each in value.items():
+                if isinstance(each, BaseModel):
+                    yield from paths_in(each, (*here, key))
+        elif _is_path(field) and isinstance(value, str | tuple):
+            texts = (
+                {here: value}
+                if isinstance(value, str)
+                else {(*here, index): text for index, text in enumerate(value)}
+            )
+            yield from texts.items()
 
 
 def _located(text: str, source: Source, key: KeyPath, *, may_be_hub: bool) -> str:

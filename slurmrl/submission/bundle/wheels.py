@@ -1,0 +1,123 @@
+"""The packages that a cluster without a package index installs slurmrl from."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from importlib.metadata import Distribution, distribution, distributions
+from pathlib import Path
+from typing import Final
+
+import slurmrl
+from slurmrl.errors import EnvironmentFailure
+
+PACKAGE: Final = "slurmrl"
+PLATFORMS: Final = ("_2_28", "_2_27", "_2_17", "2014", "_2_12", "_2_5", "1")
+"""Of manylinux; pip takes each literally."""
+NOT_BUILT: Final = (".*", "__pycache__", "*.egg-info", "build", "dist", "docs", "runs", "tests")
+INDEX: Final = "https://download.pytorch.org/whl"
+OMITTED: Final = "none"
+CUDA: Final = "cuda"
+"""PyPI's own build of torch."""
+
+
+def gather(folder: Path, *, python: str, torch: str) -> list[Path]:
+    """Fill a new folder with wheels of slurmrl and of what it needs, at the versions that are
+    installed here, for Linux on x86-64. Raises EnvironmentFailure with what pip printed."""
+    folder.mkdir()
+    constraints = folder.with_name("constraints.txt")
+    constraints.write_text("".join(f"{line}\n" for line in installed(torch)))
+    wanted = requirements(torch)
+    _pip(download_command(folder, constraints, wanted, python=python, torch=torch))
+    source = Path(slurmrl.__file__).parents[1]
+    if (source / "setup.cfg").exists():
+        copied = folder.with_name("source")  # a build writes into the tree, and takes what is there
+        shutil.copytree(source, copied, ignore=shutil.ignore_patterns(*NOT_BUILT))
+        _pip(["wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(copied)])
+    else:
+        repack(distribution(PACKAGE), folder)
+    if torch == OMITTED:
+        for wheel in folder.glob("torch-*.whl"):
+            wheel.unlink()
+    return sorted(folder.glob("*.whl"))
+
+
+def requirements(torch: str) -> list[str]:
+    """What slurmrl needs. Without torch, what torch itself brings along is left to it, too."""
+    needed = [line for line in distribution(PACKAGE).requires or () if "extra ==" not in line]
+    return [line for line in needed if torch != OMITTED or _name(line) != "torch"]
+
+
+def installed(torch: str) -> list[str]:
+    """The versions of this environment as constraints, without the local part of torch's, which
+    names its build."""
+    found = {
+        _name(one.metadata["Name"]): one.version.partition("+")[0]
+        for one in distributions()
+        if one.metadata["Name"]
+    }
+    found.pop(PACKAGE, None)
+    build = f"+{torch}" if torch not in (CUDA, OMITTED) else ""
+    return [
+        f"{name}=={version}{build if name == 'torch' else ''}"
+        for name, version in sorted(found.items())
+        if not name.startswith(("nvidia-", "triton"))  # torch names its own
+    ]
+
+
+def download_command(
+    folder: Path, constraints: Path, wanted: Sequence[str], *, python: str, torch: str
+) -> list[str]:
+    index = [] if torch in (CUDA, OMITTED) else ["--extra-index-url", f"{INDEX}/{torch}"]
+    return [
+        "download",
+        "--only-binary=:all:",
+        "--implementation=cp",
+        f"--python-version={python}",
+        *(f"--platform=manylinux{tag}_x86_64" for tag in PLATFORMS),
+        *index,
+        "-c",
+        str(constraints),
+        "-d",
+        str(folder),
+        *wanted,
+    ]
+
+
+def repack(found: Distribution, folder: Path) -> Path:
+    """Make the wheel that an installed package came from."""
+    wheel = folder / f"{found.name}-{found.version}-py3-none-any.whl"
+    lines = []
+    own = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in found.files or ():
+            if ".." in file.parts or file.suffix == ".pyc" or file.name in own:
+                continue
+            data = Path(str(file.locate())).read_bytes()
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            archive.writestr(str(file), data)
+            lines.append(f"{file},sha256={digest},{len(data)}")
+        record = f"{found.name}-{found.version}.dist-info/RECORD"
+        archive.writestr(record, "\n".join([*lines, f"{record},,", ""]))
+    return wheel
+
+
+def _name(requirement: str) -> str:
+    found = re.match(r"[\w.-]+", requirement)
+    return re.sub(r"[-_.]+", "-", found[0] if found else requirement).lower()
+
+
+def _pip(arguments: Sequence[str]) -> None:
+    command = [sys.executable, "-m", "pip", arguments[0], "-q", "--disable-pip-version-check"]
+    done = subprocess.run([*command, *arguments[1:]], stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise EnvironmentFailure(
+            f"pip {arguments[0]} failed; --no-wheels makes a bundle without packages:\n"
+            f"{done.stderr.strip()}"
+        )

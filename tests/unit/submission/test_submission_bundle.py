@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import tarfile
+from collections.abc import Callable
+from importlib.metadata import PathDistribution
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+
+from slurmrl.cli.main import main
+from slurmrl.config.load import load, load_resolved, parse
+from slurmrl.errors import ConfigError, EnvironmentFailure, UsageError
+from slurmrl.fsio import space
+from slurmrl.paths import RunPaths, user_name
+from slurmrl.submission.bundle import unpack as unpacking
+from slurmrl.submission.bundle import wheels
+from slurmrl.submission.bundle.make import make_bundle
+from slurmrl.submission.bundle.manifest import is_safe
+from slurmrl.submission.bundle.unpack import BUNDLES, is_bundle, unpack
+from tests.fake_runs import FakeScheduler, write_config
+
+WHOLE = "bundle.tar"
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    """A bundle with a model's tokenizer, a dataset and code, whose source folder is gone."""
+    source = tmp_path / "source"
+    source.mkdir()
+    config = write_config(source)
+    (source / "own.py").write_text("import beside\n")
+    (source / "beside.py").write_text("")
+    (source / "secrets").write_text("TOKEN=secret\n")
+    with config.open("a") as file:
+        file.write("code: [own.py]\nroot: ./there\ncluster: {variables_file: secrets}\n")
+    made = make_bundle(config, ["trial=7"], root=None, output=tmp_path / WHOLE, packages=None)
+    assert [note.partition(" ")[0] for note in made.notes] == ["cluster.variables_file:", "root"]
+    shutil.rmtree(source)
+    return made.file
+
+
+def test_a_bundle_has_all_that_the_configuration_names(tmp_path: Path, bundle: Path) -> None:
+    assert bundle.stat().st_mode & 0o777 == 0o600
+    assert b"secret\n" not in bundle.read_bytes()
+    file = unpack(bundle, tmp_path / "runs")
+    config = parse(load(file))
+    folder = file.parent
+    assert (config.trial, config.cluster.variables_file) == ("7", str(tmp_path / "source/secrets"))
+    assert config.code == (str(folder / "own.py"),)
+    assert (folder / "beside.py").exists()
+    assert config.dataset.path == str(folder / "input-files/dataset.path/data.jsonl")
+    assert config.actor.tokenizer == str(folder / "input-files/actor.tokenizer/tokenizer")
+    for path in [config.dataset.path, f"{config.actor.tokenizer}/tokenizer.json"]:
+        assert os.stat(path).st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_same_inputs_make_the_same_bytes_and_unpack_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_config(tmp_path)
+    first, second = (
+        make_bundle(config, [], root=None, output=tmp_path / name, packages=None).file
+        for name in ("a.tar", "b.tar")
+    )
+    assert first.read_bytes() == second.read_bytes()
+    unpacked = unpack(first, tmp_path / "runs")
+    monkeypatch.setattr(unpacking, "_extract", None)  # not again
+    assert unpack(second, tmp_path / "runs") == unpacked
+    (unpacked.parent / "input-files/dataset.path/data.jsonl").write_text("{}\n")
+    with pytest.raises(UsageError, match=r"has changed: input-files/dataset.path/data.jsonl .*rem"):
+        unpack(first, tmp_path / "runs")
+
+
+def test_a_trial_of_this_machine_is_refused(tmp_path: Path) -> None:
+    """Where it cannot be resolved, that is what is reported."""
+    config = write_config(tmp_path)
+    with pytest.raises(ConfigError, match="trial:other/1"):
+        make_bundle(
+            config,
+            ["actor.path=trial:other/1", "actor.architecture="],
+            root=str(tmp_path),
+            output=tmp_path / WHOLE,
+            packages=None,
+        )
+    assert not (tmp_path / WHOLE).exists()
+
+
+@pytest.mark.parametrize("kept", [300, 511, 2048, 6000])
+def test_a_bundle_that_is_cut_is_refused(tmp_path: Path, bundle: Path, kept: int) -> None:
+    bundle.write_bytes(bundle.read_bytes()[:kept])
+    assert is_bundle(bundle)
+    with pytest.raises(UsageError, match=r"damaged or not whole.*copy it again"):
+        unpack(bundle, tmp_path / "runs")
+    assert left(tmp_path) == []
+
+
+def test_a_bit_that_flips_is_found(tmp_path: Path, bundle: Path) -> None:
+    data = bundle.read_bytes()
+    at = data.index(b'"prompt": "a"')
+    bundle.write_bytes(data[:at] + b"\x00" + data[at + 1 :])
+    with pytest.raises(UsageError, match=r"data.jsonl has another checksum; copy it again"):
+        unpack(bundle, tmp_path / "runs")
+    assert left(tmp_path) == []
+
+
+def left(folder: Path) -> list[Path]:
+    """What there is of unpacked bundles."""
+    return list((folder / "runs").glob(f"*/{BUNDLES}/*"))
+
+
+def member(name: str, data: bytes = b"x", **more: Any) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    for key, value in more.items():
+        setattr(info, key, value)
+    return info, data
+
+
+@pytest.mark.parametrize(
+    ("hostile", "reason"),
+    [
+        (member("../escape"), "is not allowed as a name"),
+        (member("/etc/escape"), "is not allowed as a name"),
+        (member("a/../../escape"), "is not allowed as a name"),
+        (member("a//b"), "is not allowed as a name"),
+        (member("a\nb"), "is not allowed as a name"),
+        (member("link", b"", type=tarfile.SYMTYPE, linkname="/etc"), "not a regular file"),
+        (member("link", b"", type=tarfile.LNKTYPE, linkname="config.yaml"), "not a regular file"),
+        (member("device", b"", type=tarfile.CHRTYPE), "not a regular file"),
+        (member("folder", b"", type=tarfile.DIRTYPE), "not a regular file"),
+        (member("config.yaml"), "twice"),
+        (member("config.yaml/below"), "is a file and a folder"),
+        (member("unnamed"), "unnamed is not as bundle.json says"),
+    ],
+)
+def test_a_hostile_archive_writes_nothing(
+    tmp_path: Path, bundle: Path, hostile: tuple[tarfile.TarInfo, bytes], reason: str
+) -> None:
+    with tarfile.open(bundle, "a") as archive:
+        archive.addfile(hostile[0], io.BytesIO(hostile[1]))
+    with pytest.raises(UsageError, match=reason):
+        unpack(bundle, tmp_path / "runs")
+    assert left(tmp_path) == []
+    assert not (tmp_path / "escape").exists()
+
+
+def test_what_the_manifest_says_is_checked(tmp_path: Path, bundle: Path) -> None:
+    def rewritten(change: Callable[[dict[str, Any]], object]) -> Path:
+        path = tmp_path / "changed.tar"
+        with tarfile.open(bundle) as old, tarfile.open(path, "w") as new:
+            for info in old:
+                file = old.extractfile(info)
+                assert file is not None
+                data = file.read()
+                if info.name == "bundle.json":
+                    values = json.loads(data)
+                    change(values)
+                    data = json.dumps(values).encode()
+                    info.size = len(data)
+                new.addfile(info, io.BytesIO(data))
+        return path
+
+    for change, reason in (
+        (lambda values: values.update(format=9), "has format 9; this slurmrl reads 1"),
+        (lambda values: values.update(files=3), "copy it again"),
+        (lambda values: values["files"].pop(), "is not as bundle.json says"),
+        (lambda values: values["files"][0].update(bytes=1 << 60), "is not as bundle.json says"),
+        (lambda values: values["files"][0].update(sha256="0" * 64), "has another checksum"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            unpack(rewritten(change), tmp_path / "runs")
+    assert left(tmp_path) == []
+
+
+def test_a_full_disk_is_reported_before_anything_is_unpacked(
+    tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space, "free_bytes", lambda directory: 1 << 20)
+    with pytest.raises(EnvironmentFailure, match="nothing was unpacked"):
+        unpack(bundle, tmp_path / "runs")
+
+
+def killed_at(place: int, bundle: Path, root: Path) -> None:
+    """Unpack until that many files are written."""
+    written, count = unpacking.write_new_parts, iter(range(1, 100))
+
+    def write(*arguments: Any) -> None:
+        written(*arguments)
+        if next(count) == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    unpacking.write_new_parts = write  # type: ignore[assignment]
+    unpack(bundle, root)
+
+
+def test_a_kill_leaves_nothing_that_is_used(tmp_path: Path, bundle: Path) -> None:
+    """Killed at each file; the next one unpacks everything and removes what is left."""
+    for place in range(1, 4):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                killed_at(place, bundle, tmp_path / "runs")
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert len(left(tmp_path)) == 3
+    assert all(path.name.startswith(".part-") for path in left(tmp_path))
+    folder = unpack(bundle, tmp_path / "runs").parent
+    assert left(tmp_path) == [folder]
+
+
+@pytest.mark.parametrize(
+    ("name", "safe"),
+    [
+        *((name, True) for name in ("a/b.txt", "ü.txt", "...")),
+        *((name, False) for name in ("", ".", "a/.", "..", "a\\b", "a\u202eb")),
+        *((name, False) for name in ("x" * 256, "a/" * 600 + "b")),
+    ],
+)
+def test_names_of_members(name: str, safe: bool) -> None:
+    assert is_safe(name) == safe
+
+
+def test_a_configuration_is_no_bundle(tmp_path: Path) -> None:
+    assert not is_bundle(write_config(tmp_path))
+    assert not is_bundle(tmp_path / "missing.tar")
+    assert not is_bundle(tmp_path)
+
+
+# -- the command line ------------------------------------------------------------------------
+
+
+def test_submit_takes_a_bundle_whose_sources_are_gone(
+    tmp_path: Path,
+    bundle: Path,
+    scheduler: FakeScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The jobs read the unpacked files; the same bundle again is the same trial."""
+    elsewhere = tmp_path / "cluster"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/secrets").write_text("TOKEN=other\n")
+    (tmp_path / "source/secrets").chmod(0o600)
+    moved = bundle.rename(elsewhere / "moved.tar")
+    assert main(["submit", str(moved), "--detach", "--no-check"]) == 0, capsys.readouterr().err
+    paths = RunPaths.of(elsewhere / "runs", user_name(), "add", "7")
+    (unpacked,) = (elsewhere / "runs").glob(f"*/{BUNDLES}/*")
+    config = load_resolved(paths.config)
+    assert Path(config.dataset.path).is_relative_to(unpacked)
+    assert config.root == str(elsewhere / "runs")
+    assert {path.name for path in paths.code.iterdir()} >= {"own.py", "beside.py"}
+    capsys.readouterr()
+    assert main(["submit", str(moved), "--detach", "--no-check"]) == 0
+    assert "add/7 submitted" in capsys.readouterr().out
+    assert list((elsewhere / "runs").glob(f"*/{BUNDLES}/*")) == [unpacked]
+
+
+def test_the_command_says_what_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bundle", str(write_config(tmp_path)), "--no-wheels"]) == 0
+    assert re.fullmatch(
+        r"add-1\.tar: 4 files, 0\.\d MB\non the cluster: slurmrl submit add-1.tar\n",
+        capsys.readouterr().out,
+    )
+    assert main(["bundle", "sft.yaml", "--no-wheels", "--output", "no/x.tar"]) == 2
+    assert "there is no folder no" in capsys.readouterr().err
+    assert main(["bundle", "sft.yaml", "--torch", "rocm"]) == 2
+    assert "cu and a version of CUDA" in capsys.readouterr().err
+
+
+# -- wheels ----------------------------------------------------------------------------------
+
+
+def test_packages_of_other_pythons_and_builds_are_asked_for(tmp_path: Path) -> None:
+    command = wheels.download_command(
+        tmp_path, tmp_path / "c.txt", ["click"], python="3.12", torch="cu126"
+    )
+    assert "--python-version=3.12" in command
+    assert "https://download.pytorch.org/whl/cu126" in command
+    assert "--extra-index-url" not in wheels.download_command(
+        tmp_path, tmp_path / "c.txt", [], python="3.12", torch="cuda"
+    )
+    assert any(line.startswith("torch>") for line in wheels.requirements("cuda"))
+    assert not any(line.startswith("torch") for line in wheels.requirements("none"))
+    versions = {line.partition("==")[0]: line for line in wheels.installed("cu126")}
+    assert versions["torch"].endswith("+cu126")
+    assert "+" not in "".join(wheels.installed("cuda"))
+    assert "slurmrl" not in versions
+
+
+def test_an_installed_package_becomes_a_wheel_again(tmp_path: Path) -> None:
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy/__init__.py").write_text("x = 1\n")
+    info = tmp_path / "toy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    (info / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+    (info / "RECORD").write_text(
+        "toy/__init__.py,,\n../bin/toy,,\ntoy/__pycache__/a.pyc,,\n"
+        "toy-1.0.dist-info/METADATA,,\ntoy-1.0.dist-info/WHEEL,,\ntoy-1.0.dist-info/RECORD,,\n"
+    )
+    wheel = wheels.repack(PathDistribution(info), tmp_path)
+    assert wheel.name == "toy-1.0-py3-none-any.whl"
+    with ZipFile(wheel) as archive:
+        assert sorted(archive.namelist()) == [
+            *(f"toy-1.0.dist-info/{name}" for name in ("METADATA", "RECORD", "WHEEL")),
+            "toy/__init__.py",
+        ]
