@@ -29,7 +29,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class BundleManifest:
     slurmrl: str
     """The version that made the bundle."""
     files: tuple[Member, ...]

@@ -18,10 +18,10 @@ from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import discard, temporary_beside
 from slurmrl.submission.bundle.contents import Contents
-from slurmrl.submission.bundle.manifest import CONFIG, MANIFEST, WHEELS, Manifest, Member
+from slurmrl.submission.bundle.manifest import CONFIG, MANIFEST, WHEELS, BundleManifest, Member
 
 
-def pack(contents: Contents, wheels: Iterable[Path], output: Path) -> Manifest:
+def pack(contents: Contents, wheels: Iterable[Path], output: Path) -> BundleManifest:
     """Write a bundle, which is there once it is whole. Raises EnvironmentFailure, UsageError."""
     named = dict(contents.files) | {f"{WHEELS}/{wheel.name}": wheel for wheel in wheels}
     temporary = temporary_beside(output)
@@ -31,7 +31,7 @@ def pack(contents: Contents, wheels: Iterable[Path], output: Path) -> Manifest:
             with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
                 members = [_add(archive, CONFIG, io.BytesIO(contents.config), len(contents.config))]
                 members += [_add_file(archive, name, path) for name, path in named.items()]
-                manifest = Manifest(slurmrl.__version__, tuple(members))
+                manifest = BundleManifest(slurmrl.__version__, tuple(members))
                 text = json.dumps({**objects.to_json(manifest), "format": manifest.format})
                 _add(archive, MANIFEST, io.BytesIO(text.encode()), len(text))
             file.flush()

@@ -24,7 +24,7 @@ from slurmrl.submission.bundle.manifest import (
     MANIFEST,
     MANIFEST_BYTES,
     MOST_FILES,
-    Manifest,
+    BundleManifest,
     Member,
     is_safe,
 )
@@ -116,7 +116,7 @@ def _members(archive: tarfile.TarFile, path: Path) -> dict[str, tarfile.TarInfo]
 
 def _manifest(
     archive: tarfile.TarFile, members: dict[str, tarfile.TarInfo], path: Path
-) -> tuple[Manifest, str]:
+) -> tuple[BundleManifest, str]:
     """What the bundle says of its files, which its members must agree with, and its digest."""
     if MANIFEST not in members:
         raise _incomplete(path, f"it has no {MANIFEST}, its last file")
@@ -125,7 +125,7 @@ def _manifest(
     text = b"".join(_read(archive, members[MANIFEST]))
     try:
         values = documents.parse(text, path)
-        manifest = objects.from_json(Manifest, values, path, remedy="copy it again")
+        manifest = objects.from_json(BundleManifest, values, path, remedy="copy it again")
     except CorruptFileError as error:
         raise UsageError(str(error)) from error
     if manifest.format != FORMAT:
@@ -146,7 +146,7 @@ def _manifest(
 def _extract(
     archive: tarfile.TarFile,
     members: dict[str, tarfile.TarInfo],
-    manifest: Manifest,
+    manifest: BundleManifest,
     part: Path,
     path: Path,
 ) -> None:
@@ -193,7 +193,7 @@ def _publish(part: Path, folder: Path) -> None:
     atomic.sync_directory(folder.parent)
 
 
-def _check_unpacked(folder: Path, manifest: Manifest) -> None:
+def _check_unpacked(folder: Path, manifest: BundleManifest) -> None:
     """Raises UsageError if files of a bundle that was unpacked earlier have been lost or changed
     their sizes."""
     for stated in manifest.unpacked:
@@ -205,7 +205,7 @@ def _check_unpacked(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def _require_space(bundles: Path, manifest: Manifest) -> None:
+def _require_space(bundles: Path, manifest: BundleManifest) -> None:
     existing = next(path for path in (bundles, *bundles.parents) if path.is_dir())
     needed = sum(one.bytes for one in manifest.unpacked)
     free = space.free_bytes(existing)
