@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -15,7 +14,11 @@ BELOW = "    "
 
 def width() -> int | None:
     """Return the columns of the terminal on standard output; None if that is no terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    if not sys.stdout.isatty():
+        return None
+    import shutil  # slow to import
+
+    return shutil.get_terminal_size().columns
 
 
 def hanging(head: str, text: str, width: int | None) -> list[str]:

@@ -40,7 +40,8 @@ STORY = 20
 LINES = 20
 """Newest lines of metrics to read for a diagnosis."""
 MORE_LINES = 200
-"""Newest lines to read for the detailed status, and to search for the newest evaluation."""
+"""Newest lines to read for the detailed status where LINES are too few, and to search for the
+newest evaluation."""
 FIRST_STARTS = 5
 """First incarnations to search for the first one that became ready to train."""
 MOST_METRICS_BYTES = 32 * 1024 * 1024
@@ -184,7 +185,9 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
         attempts = _attempts(names, groups)
         leaders = _leaders(names, attempts, incarnations)
         traces = [_traces(paths, names, begun, leaders) for begun in state.begun]
-    lines = metrics.read_latest(paths.metrics, LINES if incarnations <= GLANCE else MORE_LINES)
+    lines = metrics.read_latest(paths.metrics, LINES)
+    if incarnations > GLANCE and _are_too_few(lines, state):
+        lines = metrics.read_latest(paths.metrics, MORE_LINES)
     return TrialSnapshot(
         paths,
         time.time(),
@@ -201,6 +204,16 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
         *(_times(paths, state.incarnation) if incarnations > GLANCE else (None, None)),
         space.free_bytes(paths.run),
     )
+
+
+def _are_too_few(lines: Sequence[Mapping[str, Any]], state: Recent) -> bool:
+    """Whether steps that the detailed status counts began before these lines: those after the last
+    commit, and those in a row that updated nothing."""
+    if len(lines) < LINES:
+        return False
+    committed = state.last_commit.step if state.last_commit is not None else 0
+    skipped = any(value for name, value in lines[0].items() if name.endswith("skipped"))
+    return lines[0]["step"] > committed or skipped
 
 
 def _times(paths: RunPaths, incarnations: int) -> tuple[float | None, float | None]:

@@ -5,8 +5,6 @@ A new one is a file in this package and a line in ``SCHEDULERS``.
 
 from __future__ import annotations
 
-import shutil
-
 from slurmrl.errors import SchedulerError
 from slurmrl.registry import Registry
 from slurmrl.scheduler.base import Scheduler
@@ -34,6 +32,8 @@ def choose(name: str) -> str:
     if name != AUTO:
         SCHEDULERS.reference(name)
         return name
+    import shutil  # slow to import, and every command imports this module
+
     if shutil.which("sbatch") is None:
         return "local"
     from slurmrl.scheduler.client import SlurmClient

@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -19,20 +20,23 @@ from slurmrl.errors import (
     RunFailedError,
     UsageError,
 )
+from slurmrl.history.record import Kind
 from tests.fake_runs import FakeRun, write_config
 
 FREE = {"data", "completion", "init", "examples", "train-tokenizer"}
 """Commands that look at no trial and no configuration; the first has commands of its own."""
 HEAVY = ("pydantic", "rich", "ruamel", "torch", "submitit", "numpy", "transformers")
+SLOW = ("shutil", "subprocess", "tempfile", "asyncio")
+"""Parts of the standard library that take milliseconds."""
 
 
-def modules_after(arguments: list[str], cwd: Path) -> list[str]:
-    """Which heavy packages a command line imports in a process of its own."""
+def modules_after(arguments: list[str], cwd: Path, names: Sequence[str] = HEAVY) -> list[str]:
+    """Which of some packages a command line imports in a process of its own."""
     code = f"""
 import sys
 from slurmrl.cli.main import main
 code = main({arguments!r})
-print("\\n", code, [name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+print("\\n", code, [name for name in {tuple(names)!r} if name in sys.modules], file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd)
     code_text, _, found = done.stderr.strip().rpartition("\n")[2].strip().partition(" ")
@@ -55,6 +59,11 @@ def test_status_and_logs_import_nothing_heavy(tmp_path: Path) -> None:
     run.log("0.0.log", "hello\n")
     assert modules_after(["status", "--json"], tmp_path) == []
     assert modules_after(["logs", "add/1"], tmp_path) == []
+
+
+def test_status_of_a_trial_imports_nothing_slow(tmp_path: Path) -> None:
+    FakeRun(tmp_path / "runs").end(Kind.CANCELLED, reason="cancelled by me")
+    assert modules_after(["status", "add/1"], tmp_path, [*HEAVY, *SLOW]) == []
 
 
 def test_submitting_imports_no_torch(tmp_path: Path) -> None:
