@@ -50,6 +50,7 @@ def load(
     if derive is not None:
         derive(source)
     command_line.apply(source, overrides)
+    _clear(source.values, Config)
     return source
 
 
@@ -96,6 +97,20 @@ def _merge(
             )
         elif isinstance(value, dict) and isinstance(values[key], dict):
             _merge(source, values[key], below, value, here)
+
+
+def _clear(values: dict[str, Any], schema: type[BaseModel]) -> None:
+    """Drop each null whose setting has a default but takes no null: it is as if left out."""
+    for name, field in schema.model_fields.items():
+        value = values.get(name)
+        kinds = {field.annotation, *get_args(field.annotation)}
+        if name in values and value is None:
+            if type(None) not in kinds and not field.is_required():
+                del values[name]
+        elif isinstance(value, dict):
+            for kind in kinds:
+                if isinstance(kind, type) and issubclass(kind, BaseModel):
+                    _clear(value, kind)
 
 
 def parse(source: Source) -> Config:

@@ -168,7 +168,7 @@ def hosts_of_trainers(config: Config, placed: Mapping[str, Placement]) -> tuple[
         tp = [one.allocation.sizes["tp"] for one in placed.values() if one.group == TRAINERS]
         hosts, rest = divmod(workers, workers_per_host(workers, tp, tasks, size))
     else:
-        hosts, rest = divmod(total, given)
+        hosts, rest = divmod(total, min(given, total))  # one host has room for more
     if not rest and hosts and workers % hosts == 0 and tasks % hosts == 0:
         return hosts, workers // hosts, tasks // hosts
     of_actor = f"the number of workers of actor.backend '{placed['actor'].allocation}'"

@@ -81,6 +81,10 @@ class SlurmClient:
         command = ("sacctmgr", "--noheader", "--parsable2", "show", "user", user, "withassoc", form)
         return cluster.accounts(self._run(*command))
 
+    def partition_names(self) -> list[str]:
+        """Return the names of all partitions, also of those that are hidden from this user."""
+        return sorted(set(self._run("sinfo", "--noheader", "--all", "--format=%R").split()))
+
     def time_left_s(self, job: str) -> float | None:
         """Seconds until a running job reaches its time limit; None without one."""
         return parse.duration_s(self._run("squeue", "--noheader", "--format=%L", f"--jobs={job}"))

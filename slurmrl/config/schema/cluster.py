@@ -198,10 +198,10 @@ class Cluster(Section):
     hosts: PositiveInt | None = None
     """Maximum number of hosts for the trainers. Default: as many as the layouts need."""
     workers_per_host: PositiveInt | None = None
-    """Worker processes per host. Default: the largest number up to 8 that divides the number of
-    workers and keeps tensor-parallel groups within a host. The GPUs of rollout tasks in the
-    trainers' job (`rollout.gpus`) count as workers. The local scheduler always runs all workers on
-    this machine."""
+    """Worker processes per host; fewer workers in all are on one host. Default: the largest number
+    up to 8 that divides the number of workers and keeps tensor-parallel groups within a host. The
+    GPUs of rollout tasks in the trainers' job (`rollout.gpus`) count as workers. The local
+    scheduler always runs all workers on this machine."""
     gpus_per_worker: Annotated[int, Field(ge=0, le=1)] | None = None
     """GPUs per worker, 0 or 1. Default: 1 under Slurm or on a machine with an NVIDIA GPU."""
     gpu_memory: Memory | None = None

@@ -13,6 +13,7 @@ from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, slurm_of
 from slurmrl.plan.resources import Hosts
 from slurmrl.plan.settings import Settings
+from slurmrl.registry import near
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
 from slurmrl.worlds import TRAINERS
@@ -33,12 +34,32 @@ def ask(config: Config) -> Hosts | None:
 
 def lacking(plan: Plan, config: Config, hosts: Hosts | None) -> list[str]:
     """What the cluster could not provide even if all its hosts were idle."""
+    if hosts is not None and (unknown := list(_unknown_partitions(config, hosts))):
+        return unknown
     known = (group for group in plan.jobs if hosts is not None and group.name in hosts)
     return [
         line
         for group in known
         for line in _lacking(group, slurm_of(config, group.name), (hosts or {})[group.name])
     ]
+
+
+def _unknown_partitions(config: Config, hosts: Hosts) -> Iterator[str]:
+    """Partitions that Slurm does not have: of these sinfo lists no hosts, without an error."""
+    named = {
+        (name, slurm_of(config, name).partition or "")
+        for name, found in hosts.items()
+        if not found or "," in (slurm_of(config, name).partition or "")
+    }
+    wanted = {part.strip() for _, partition in named for part in partition.split(",")} - {""}
+    if not wanted:
+        return
+    try:
+        known = SlurmClient(timeout_s=TIMEOUT_S).partition_names()
+    except SchedulerError:
+        return
+    for partition in sorted(wanted.difference(known) if known else ()):
+        yield f"Slurm has no partition '{partition}': {near(partition, known)}"
 
 
 def _lacking(group: GroupPlan, slurm: Slurm, hosts: Sequence[HostRow]) -> Iterator[str]:

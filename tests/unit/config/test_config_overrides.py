@@ -29,7 +29,7 @@ def test_values_are_read_as_yaml(tmp_path: Path) -> None:
     assert not source.problems
     assert source.values == {
         "seed": 7,
-        "actor": {"optimizer": {"lr": 3e-4, "eps": 2, "betas": [0.9, 0.99]}, "dtype": None},
+        "actor": {"optimizer": {"lr": 3e-4, "eps": 2, "betas": [0.9, 0.99]}},
         "ref": {"backend": "fsdp:d2"},
         "cluster": {"slurm": {"time": "1:00:00"}},
         "stop_when": "eval/reward >= 0.4",

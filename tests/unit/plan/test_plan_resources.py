@@ -15,6 +15,7 @@ from slurmrl.plan.model import GroupPlan
 from slurmrl.plan.report.values import report
 from slurmrl.plan.resolve import hardware_defaults
 from slurmrl.plan.settings import Settings
+from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
 from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
 
@@ -199,3 +200,35 @@ def test_lowered_defaults_are_reported(plan_ppo: Load) -> None:
         assert len(lines) == len(words)
         for line, word in zip(lines, words, strict=True):
             assert word in line
+
+
+def test_more_workers_per_host_than_there_are(plan_ppo: Load) -> None:
+    """Two trainers on hosts with 8 GPUs, of which the others are free."""
+    settings = plan_ppo("cluster.workers_per_host=8")
+    (trainers,) = make_plan(settings, scheduler="slurm").jobs
+    assert (trainers.hosts, trainers.workers_per_host) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("partition", "hosts", "expected"),
+    [
+        ("gpuu", [], "Slurm has no partition 'gpuu': did you mean 'gpu'? allowed: cpu, gpu"),
+        ("gpu,cpuu", [LARGE_HOST], "Slurm has no partition 'cpuu': did you mean 'cpu'? "),
+        ("gpu,cpu", [LARGE_HOST], ""),
+        ("gpu", [LARGE_HOST], ""),
+    ],
+)
+def test_a_partition_that_slurm_lacks_is_named_with_those_that_it_has(
+    plan_ppo: Load,
+    monkeypatch: pytest.MonkeyPatch,
+    partition: str,
+    hosts: list[HostRow],
+    expected: str,
+) -> None:
+    """Of an unknown partition sinfo lists no hosts, without an error."""
+    monkeypatch.setattr(SlurmClient, "partitions", lambda client: ["cpu", "gpu"])
+    settings = plan_ppo(f"cluster.slurm.partition={partition}")
+    plan = make_plan(settings, scheduler="slurm")
+    found = inventory.lacking(plan, settings.config, {"trainer": hosts})
+    assert len(found) == bool(expected)
+    assert "".join(found).startswith(expected)

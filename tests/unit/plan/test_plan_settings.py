@@ -170,7 +170,11 @@ RUNNING = "rollout.servers=[http://host:30000]"
             "must be a multiple of 3",
         ),
         (["rollout.backend=native:c2"], "rollout.backend", "no dimension 'c'"),
-        (["cluster.workers_per_host=3"], "cluster.workers_per_host", "must divide 2"),
+        (
+            ["cluster.workers_per_host=3", "actor.backend=fsdp:d4"],
+            "cluster.workers_per_host",
+            "must divide 4",
+        ),
         (["actor.path=/no/where"], "actor.path", "there is no such folder"),
         (["actor.path=trial:sft/1"], "actor.path", "has no export yet"),
         (["actor.path=trial:sft"], "actor.path", "expected trial:EXPERIMENT/TRIAL"),

@@ -427,7 +427,10 @@ KINDS = {
         "rollout.offload", "without rollout.backend", "rollout.offload=true"
     ),
     "hosts that are not full": wrong(
-        "cluster.workers_per_host", "must divide 2", "cluster.workers_per_host=3"
+        "cluster.workers_per_host",
+        "must divide 4",
+        "cluster.workers_per_host=3",
+        "actor.backend=fsdp:d4",
     ),
     "too few hosts": wrong(
         "cluster.hosts", "need 2 hosts with 8 each", "cluster.hosts=1", "actor.backend=fsdp:d16"

@@ -21,7 +21,9 @@ BUILDS = {"cpu": "cpu", "cuda": "13.0", "cu126": "12.6"}
 PYTHON = """#!/bin/sh
 cd "{folder}"
 case "$*" in
-*torch==*) if [ -e killed ]; then kill -9 $PPID; exit 1; fi ;;
+*torch==*)
+    if [ -e killed ]; then kill -9 $PPID; exit 1; fi
+    while [ -e slow ]; do /bin/sleep 0.01; done ;;
 esac
 case "$*" in
 "-c import pip") ;;
@@ -99,6 +101,19 @@ def test_a_set_up_that_was_killed_forgets_no_choice(set_up: SetUp) -> None:
     (set_up.folder / "killed").unlink()
     assert "installing" in set_up.run()
     assert set_up.torch == BUILDS[chosen]
+
+
+def test_a_set_up_is_never_silent_for_long(set_up: SetUp) -> None:
+    """Without a terminal pip prints nothing. Here seconds pass at once."""
+    tools = set_up.folder / "tools"
+    tools.mkdir()
+    (tools / "sleep").write_text(
+        f'#!/bin/sh\ncd "{set_up.folder}"\necho >>slept\n[ $(wc -l <slept) -lt 40 ] || rm -f slow\n'
+    )
+    (tools / "sleep").chmod(0o700)
+    (set_up.folder / "slow").touch()
+    said = set_up.run("--torch", "cuda", path=f"{tools}:{os.environ['PATH']}")
+    assert "still installing torch" in said
 
 
 @pytest.mark.parametrize(
