@@ -226,7 +226,7 @@ def test_a_partition_that_slurm_lacks_is_named_with_those_that_it_has(
     expected: str,
 ) -> None:
     """Of an unknown partition sinfo lists no hosts, without an error."""
-    monkeypatch.setattr(SlurmClient, "partitions", lambda client: ["cpu", "gpu"])
+    monkeypatch.setattr(SlurmClient, "partition_names", lambda client: ["cpu", "gpu"])
     settings = plan_ppo(f"cluster.slurm.partition={partition}")
     plan = make_plan(settings, scheduler="slurm")
     found = inventory.lacking(plan, settings.config, {"trainer": hosts})
