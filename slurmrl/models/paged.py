@@ -16,7 +16,7 @@ from slurmrl.models.decoder import Decoder
 from slurmrl.models.inference import Apply, Forward, head_product, packs, short_forward
 from slurmrl.models.parallel.heads import rows_of
 from slurmrl.ops.attention import Packing, packed_attention
-from slurmrl.ops.paged_attention import paged_attention
+from slurmrl.ops.paged_attention import paged_attention, reads_in_place, write_cells
 
 PADDED = 8
 """Calls with packed matrices read a multiple of this many tokens; from 64 on, of a quarter of the
@@ -41,6 +41,8 @@ class PagedCall:
     """[T - fresh] int64: the cells that each sees, its own included."""
     longest: int
     """Upper bound of ``lengths``."""
+    chunk: int = 1
+    """Most of the further tokens of one row, which lie side by side in their order."""
 
 
 def cell_bytes(decoder: Decoder) -> int:
@@ -48,6 +50,14 @@ def cell_bytes(decoder: Decoder) -> int:
     config = decoder.config
     heads = kv_heads(config, decoder.split)
     return 2 * config.num_layers * heads * config.head_dim * decoder.head_weight().element_size()
+
+
+def attends_in_place(decoder: Decoder, page: int) -> bool:
+    """Whether this rank's attention reads pages of ``page`` cells where they lie. On a GPU the
+    first call compiles and tries the kernels."""
+    config, like = decoder.config, decoder.head_weight()
+    cells = like.new_empty((0, kv_heads(config, decoder.split), config.head_dim))
+    return reads_in_place(cells, config.num_heads // decoder.split.tensor.size, page)
 
 
 class PagedCache:
@@ -98,8 +108,7 @@ class PagedCore:
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         call, (keys, values) = self._call, self._cache.layers[spec.layer]
-        keys.index_copy_(0, call.slots, k)
-        values.index_copy_(0, call.slots, v)
+        write_cells(keys, values, call.slots, k, v)
         fresh, parts = call.fresh_tokens, []
         if fresh:
             own = (q[:fresh], k[:fresh], v[:fresh])
@@ -110,6 +119,7 @@ class PagedCore:
                     *(q[fresh:], keys, values, call.tables, call.rows, call.lengths),
                     page=self._cache.page,
                     longest=call.longest,
+                    chunk=call.chunk,
                     scale=spec.scale,
                     window=spec.window,
                 )

@@ -1,7 +1,7 @@
-"""Attention of single tokens over pages of a key-value cache.
+"""Attention of single tokens over pages of a key-value cache, and writes to its cells.
 
 T tokens, R rows, N pages of a row, C cells of the cache, Hq query heads, Hkv key and value heads, D
-head size, M cells that a token may see.
+head size.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmrl.ops.attention import cache_bias, cached_attention
+from slurmrl.ops import paged_check, paged_launch
 from slurmrl.ops.native.load import SMALL_ELEMENTS, operators
+from slurmrl.ops.paged_reference import reference
 
-GATHERED_CELLS = 2**16
-"""Cells that the torch form copies at a time."""
 BUILT = SMALL_ELEMENTS
 """The compiled form is used for any size: a token's result must not depend on how many others there
 are."""
-MULTIPLE = 8
-"""The torch form reads a multiple of this many cells: its kernels copy biases of other lengths."""
 
 
-def reads_in_place(cache: Tensor) -> bool:
-    """Whether attention reads a cache like this one where it lies; the torch form copies it."""
-    return _compiled(cache) is not None
+def reads_in_place(cache: Tensor, heads: int, page: int) -> bool:
+    """Whether attention of ``heads`` query heads reads a cache [C, Hkv, D] like this one, in pages
+    of ``page`` cells, where it lies; the torch form copies it. On a GPU the first call for these
+    sizes compiles and tries the kernels, and the host waits for them."""
+    return _attends(cache, heads, page) or _compiled(cache) is not None
 
 
 def paged_attention(
@@ -40,14 +39,20 @@ def paged_attention(
     longest: int,
     scale: float,
     window: int | None,
+    chunk: int = 1,
 ) -> Tensor:
     """Each token's attention over the first ``lengths`` cells of its row; with a ``window``, over
     the last ``window`` of them.
 
     q [T, Hq, D]; keys, values [C, Hkv, D], where page p has the cells p * page and following;
     tables [R, N] int64, the pages of each row; rows, lengths [T] int64; no length exceeds
-    ``longest``. Returns [T, Hq, D].
+    ``longest``. Returns [T, Hq, D]. At most about ``chunk`` tokens of a row lie side by side, each
+    of which sees one cell more than the one before; this changes the speed only.
     """
+    if _attends(keys, q.shape[1], page):
+        sizes: dict[str, Any] = {"page": page, "longest": longest, "chunk": chunk}
+        inputs = (q, keys, values, tables, rows, lengths)
+        return paged_launch.attend(*inputs, **sizes, scale=scale, window=window)
     native = _compiled(q)
     if native is None:
         return reference(q, keys, values, tables, rows, lengths, page, longest, scale, window)
@@ -57,36 +62,26 @@ def paged_attention(
     return out
 
 
+def write_cells(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Put the keys k and values v [T, Hkv, D] of tokens into the cells ``slots`` [T] int64 of a
+    cache [C, Hkv, D]. Of several tokens with one slot any may be the last."""
+    if paged_launch.supported(keys) and paged_check.writes(keys.device, keys.dtype):
+        paged_launch.write(keys, values, slots, k, v)
+        return
+    keys.index_copy_(0, slots, k)
+    values.index_copy_(0, slots, v)
+
+
+def _attends(cache: Tensor, heads: int, page: int) -> bool:
+    """Whether the Triton kernels compute it."""
+    if not paged_launch.supported(cache):
+        return False
+    sizes = (heads, *cache.shape[1:], page)
+    return paged_check.attends(cache.device, cache.dtype, *sizes)
+
+
 def _compiled(like: Tensor) -> Any | None:
     """The compiled operators for tensors of this dtype and device; None if there are none."""
     if like.dtype != torch.float32 or like.device.type != "cpu":
         return None
     return operators(like.device, BUILT)
-
-
-def reference(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    rows: Tensor,
-    lengths: Tensor,
-    page: int,
-    longest: int,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """``paged_attention`` in torch: copies each token's cells."""
-    seen = min(-(-longest // MULTIPLE) * MULTIPLE, tables.shape[1] * page)
-    pages = tables[:, : -(-seen // page)]
-    places = torch.arange(page, device=tables.device)
-    cells = (pages[:, :, None] * page + places).flatten(1)[:, :seen]
-    each = max(1, GATHERED_CELLS // seen)
-    parts = []
-    for first in range(0, q.shape[0], each):
-        part = slice(first, first + each)
-        own = cells[rows[part]]
-        bias = cache_bias(lengths[part], seen, window, q.dtype)
-        k, v = (x[own].transpose(1, 2) for x in (keys, values))
-        parts.append(cached_attention(q[part], k, v, bias, scale))
-    return torch.cat(parts)

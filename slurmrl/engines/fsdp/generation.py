@@ -20,7 +20,7 @@ from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
-from slurmrl.ops.paged_attention import reads_in_place
+from slurmrl.models.paged import attends_in_place
 
 ROWS = 256
 """Sequences of a whole batch that are extended at a time, where they are served as requests."""
@@ -89,14 +89,15 @@ class GatheredGeneration(ServingEngine):
         peers = self._peers()
         compare = None if peers is None else peers.compare
         with torch.no_grad(), self._shards.gathered() as decoder:
-            if isinstance(decoder, Decoder) and _pages_pay(decoder):
+            limits = self._limits(ROWS)
+            if isinstance(decoder, Decoder) and _pages_pay(decoder, limits.page_tokens, peers):
                 return generate_by_requests(
                     decoder,
                     *batch,
                     seed=seed,
                     step=step,
                     keys=keys,
-                    limits=self._limits(ROWS),
+                    limits=limits,
                     compare=compare,
                 )
             return generate(
@@ -114,6 +115,8 @@ class GatheredGeneration(ServingEngine):
         return Limits(rows=rows, step_tokens=tokens, cache_bytes=cache_bytes)
 
 
-def _pages_pay(decoder: Decoder) -> bool:
-    """Whether a cache in pages is faster than one slab for all rows."""
-    return reads_in_place(decoder.head_weight())
+def _pages_pay(decoder: Decoder, page: int, peers: Peers | None) -> bool:
+    """Whether a cache in pages is faster than one slab for all rows: where no rank has to copy it.
+    Ranks that hold one model agree, since they generate in the same way."""
+    pays = attends_in_place(decoder, page)
+    return pays if peers is None else all(peers.answers(int(pays)))

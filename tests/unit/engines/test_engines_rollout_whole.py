@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any, cast
 
 import pytest
@@ -106,6 +108,25 @@ def test_ended_sequences_leave_their_memory_to_others(monkeypatch: pytest.Monkey
     assert sizes[-1] <= growth_and_page_ends < int(output.lengths.sum()) / 5
 
 
+def test_the_memory_of_the_cache_is_free_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: on a GPU, training needs it before the garbage collector runs."""
+    caches: list[weakref.ref[PagedCache]] = []
+    grow = PagedCache.grow
+
+    def recorded(self: PagedCache, pages: int) -> None:
+        grow(self, pages)
+        caches.append(weakref.ref(self))
+
+    monkeypatch.setattr(PagedCache, "grow", recorded)
+    gc.disable()
+    try:
+        by_requests(decoder_of(), GenerationOptions(max_new_tokens=5), torch.arange(12))
+        assert caches
+        assert not any(cache() for cache in caches)
+    finally:
+        gc.enable()
+
+
 def test_products_have_one_of_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first product of a shape compiles code, which takes longer than most products."""
     assert packable(torch.zeros(2, 2))
@@ -162,7 +183,7 @@ def test_a_diverged_model_is_named() -> None:
 def test_engines_use_it_where_attention_reads_pages(
     in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elsewhere, as on GPUs, they generate with one slab for all rows; the samples are the same."""
+    """Elsewhere they generate with one slab for all rows; the samples are the same."""
     calls: list[int] = []
 
     def recorded(*arguments: Any, **options: Any) -> GenerationOutput:
@@ -174,7 +195,7 @@ def test_engines_use_it_where_attention_reads_pages(
     draws: dict[str, Any] = {"seed": 1, "step": 1, "keys": torch.arange(2 * len(batch.ids))}
     wanted = model.generate(batch, options, **draws)
     monkeypatch.setattr(generation_module, "generate_by_requests", recorded)
-    monkeypatch.setattr(generation_module, "reads_in_place", lambda cache: in_place)
+    monkeypatch.setattr(generation_module, "attends_in_place", lambda decoder, page: in_place)
     assert_same(model.generate(batch, options, **draws), wanted)
     assert len(calls) == in_place
     empty = SequenceSample.from_default([], [], {"prompt_ids": torch.zeros(0, dtype=torch.int64)})

@@ -81,8 +81,8 @@ def test_micro_batches_and_layers_wait_for_nothing(head: str, mode: str, budget:
 def test_generation_reads_what_has_ended_every_few_tokens(
     stops: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the whole batch has one slab for its cache, as on GPUs."""
-    monkeypatch.setattr(generation_module, "reads_in_place", lambda cache: False)
+    """Where the whole batch has one slab for its cache."""
+    monkeypatch.setattr(generation_module, "attends_in_place", lambda decoder, page: False)
     monkeypatch.setitem(generate_module.CHECK_TOKENS, "cpu", 8)
     model, batch = engine(), sample("prompt_ids")
     options = GenerationOptions(

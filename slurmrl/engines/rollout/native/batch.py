@@ -39,7 +39,7 @@ class ContinuousBatch:
         of a call are read while the next one runs (default: on a GPU)."""
         limits = bounded(limits, decoder)
         self._pool = PagePool(limits.page_tokens, limits.pages, keep=turns)
-        self._schedule = Schedule(limits, self._pool, self._settle)
+        self._schedule = Schedule(limits, self._pool)
         self._runner = Runner(decoder, limits, self._pool, support=support)
         self._limits, self._context, self._decode = limits, context, decode
         self._vocabulary = decoder.config.vocab_size
@@ -81,7 +81,7 @@ class ContinuousBatch:
 
     def step(self) -> list[Sequence]:
         """Call the model once; return the sequences that have ended since the last call."""
-        step = self._schedule.next()
+        step = self._schedule.next(self._settle)
         drawn = self._runner.run(step, self.version) if step.readings else None
         self.read += sum(reading.tokens for reading in step.readings)
         self._settle()  # what the call before has drawn, while this one runs

@@ -157,6 +157,7 @@ class Runner:
             rows=row[first:],
             lengths=position[first:] + 1,
             longest=max(positions[first:], default=0) + 1,
+            chunk=max((reading.tokens for reading in readings[fresh:]), default=1),
         )
         input_ids = self._rows.tokens(input_ids, row)
         return self._decoder.logits(input_ids, position, call, ending)[:draws]

@@ -81,9 +81,8 @@ class Step:
 class Schedule:
     """The sequences that wait and those that run."""
 
-    def __init__(self, limits: Limits, pool: PagePool, settle: Callable[[], None]) -> None:
-        """``settle`` reads all tokens that were drawn; sequences can be preempted only then."""
-        self._limits, self._pool, self._settle = limits, pool, settle
+    def __init__(self, limits: Limits, pool: PagePool) -> None:
+        self._limits, self._pool = limits, pool
         self._waiting: list[tuple[Rank, Sequence]] = []
         self.running: list[Sequence] = []
         """In the order of service."""
@@ -110,8 +109,9 @@ class Schedule:
         self._release(sequence)
         self.add(sequence)
 
-    def next(self) -> Step:
-        """Choose what to read next. Tokens and pages count as stored from now on."""
+    def next(self, settle: Callable[[], None]) -> Step:
+        """Choose what to read next. Tokens and pages count as stored from now on. ``settle`` reads
+        all tokens that were drawn; sequences can be preempted only then."""
         step = Step()
         budget = self._limits.step_tokens
         pending = [(ahead, sequence) for sequence in self.running if (ahead := sequence.ahead)]
@@ -121,12 +121,13 @@ class Schedule:
             if not count:
                 break
             # (one that was preempted for an earlier one has no row)
-            if sequence.row is not None and self._reserve(sequence, sequence.stored + count):
+            tokens = sequence.stored + count
+            if sequence.row is not None and self._reserve(sequence, tokens, settle):
                 self._read(sequence, count, step)
                 budget -= count
         while budget and self._waiting and self._rows:
             sequence = self._waiting[0][1]
-            if not self._admit(sequence):
+            if not self._admit(sequence, settle):
                 break
             count = min(sequence.ahead, budget)
             self._read(sequence, count, step)
@@ -171,7 +172,7 @@ class Schedule:
         step.forks.append((leader, follower))
         self._start(follower)
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Sequence, settle: Callable[[], None]) -> bool:
         """Give the first waiting sequence a row and the pages for all of its tokens, if there are
         enough and every other row can have another one."""
         shared = self._pool.find(sequence.tokens)
@@ -184,7 +185,7 @@ class Schedule:
         sequence.pages = shared
         sequence.stored, sequence.shared = len(shared) * self._pool.page, len(shared)
         self._start(sequence)
-        reserved = self._reserve(sequence, sequence.length)
+        reserved = self._reserve(sequence, sequence.length, settle)
         assert reserved, "the pages were counted"
         return True
 
@@ -192,14 +193,14 @@ class Schedule:
         sequence.row = self._rows.pop()
         insort(self.running, sequence, key=lambda other: other.rank)
 
-    def _reserve(self, sequence: Sequence, tokens: int) -> bool:
+    def _reserve(self, sequence: Sequence, tokens: int, settle: Callable[[], None]) -> bool:
         """Give it the pages for this many tokens, those of the last in the order of service if
         there are no others. False if it was the last itself, and is preempted."""
         while len(sequence.pages) < self._pages(tokens):
             if self._pool.available():
                 sequence.pages.append(self._pool.take())
                 continue
-            self._settle()
+            settle()
             if sequence.row is None:
                 return False  # it has ended
             if self._pool.available():

@@ -1,0 +1,150 @@
+"""Whether the kernels for pages are right on a device: the first use of each kind is compared with
+the torch form, since a wrong completion would be noticed by nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slurmrl import env, log
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.ops import paged_launch
+from slurmrl.ops.native.load import Choice
+from slurmrl.ops.paged_reference import reference
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+"""Largest difference of results that are about 1."""
+SHORT, LONG = paged_launch.MOST_CELLS - 3, 2 * paged_launch.MOST_CELLS + 40
+"""Lengths of rows that are not split, and of rows that are."""
+CHUNK = 7
+WINDOW = 50
+
+
+class Sizes(NamedTuple):
+    """What kernels are compiled for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    size: int
+    page: int
+
+
+def attends(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, page: int
+) -> bool:
+    """Whether attention by kernels can be used for these sizes.
+
+    Raises EnvironmentFailure with SLURMRL_OPS=native if it cannot.
+    """
+    sizes = Sizes(device, dtype, heads, kv_heads, size, page)
+    return _chosen(lambda: _attention_failure(sizes), device)
+
+
+def writes(device: torch.device, dtype: torch.dtype) -> bool:
+    """The same for writes of keys and values."""
+    return _chosen(lambda: _write_failure(device, dtype), device)
+
+
+def _chosen(failure: Callable[[], str], device: torch.device) -> bool:
+    choice = Choice(env.OPS.get())
+    if choice is Choice.TORCH:
+        return False
+    reason = failure()
+    if reason and choice is Choice.NATIVE:
+        raise EnvironmentFailure(
+            f"kernels for key-value caches cannot be used on {device}: {reason}"
+        )
+    return not reason
+
+
+@cache
+def _attention_failure(sizes: Sizes) -> str:
+    """Why attention cannot be used; empty if it can. Warns once."""
+    return _tried(
+        lambda: _wrong_attention(sizes),
+        f"Attention over pages copies the key-value cache, which is slower: with {sizes.heads} "
+        f"query and {sizes.kv_heads} key heads of {sizes.size} in {sizes.dtype} on {sizes.device}",
+    )
+
+
+@cache
+def _write_failure(device: torch.device, dtype: torch.dtype) -> str:
+    return _tried(
+        lambda: _wrong_writes(device, dtype),
+        f"Keys and values are written by pure torch in {dtype} on {device}",
+    )
+
+
+def _tried(wrong: Callable[[], str], consequence: str) -> str:
+    try:
+        reason = wrong()
+    except Exception as error:  # noqa: BLE001 - Triton, compilers and drivers raise any type
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        log.get(__name__).warning("%s the kernel cannot be used: %s", consequence, reason)
+    return reason
+
+
+@torch.no_grad()
+def _wrong_attention(sizes: Sizes) -> str:
+    """What is wrong with the kernels' results: single tokens and chunks, rows that are split and
+    that are not, with and without a window."""
+    for longest, chunk, window in (
+        (LONG, 1, None),
+        (SHORT, 1, WINDOW),
+        (LONG, CHUNK, WINDOW),
+        (SHORT, CHUNK, None),
+    ):
+        inputs = example(sizes, longest, chunk)
+        page, scale = sizes.page, sizes.size**-0.5
+        bounds: dict[str, Any] = {"page": page, "longest": longest, "chunk": chunk}
+        found = paged_launch.attend(*inputs, **bounds, scale=scale, window=window)
+        exact = [x.float() if x.is_floating_point() else x for x in inputs]
+        wanted = reference(*exact, page, longest, scale, window)
+        error = float((found.float() - wanted).abs().max())
+        if not error <= TOLERANCE[sizes.dtype]:
+            return (
+                f"for up to {longest} cells, chunks of {chunk} and a window of {window} its "
+                f"results differ from torch's by {error:.3g}"
+            )
+    return ""
+
+
+def example(sizes: Sizes, longest: int, chunk: int) -> tuple[Tensor, ...]:
+    """q, keys, values, tables, rows and lengths of random tokens: single ones of several rows, and
+    ``chunk`` of one row."""
+    device, dtype, heads, kv_heads, size, page = sizes
+    draw = torch.Generator().manual_seed(longest + chunk)
+    single = (1, page, page + 1, longest)
+    behind = tuple(range(longest - chunk + 1, longest + 1)) if chunk > 1 else ()
+    lengths = torch.tensor((*single, *behind))
+    rows = torch.tensor((*range(len(single)), *[len(single)] * len(behind)))
+    pages = -(-longest // page)
+    tables = torch.randperm((len(single) + 1) * pages, generator=draw).view(-1, pages)
+    cells = (tables.numel() * page, kv_heads, size)
+    numbers = (
+        torch.randn(shape, generator=draw) for shape in ((len(rows), heads, size), cells, cells)
+    )
+    q, keys, values = (x.to(device, dtype) for x in numbers)
+    return q, keys, values, *(x.to(device) for x in (tables, rows, lengths))
+
+
+@torch.no_grad()
+def _wrong_writes(device: torch.device, dtype: torch.dtype) -> str:
+    shape = (5, 2, 24)
+    draw = torch.Generator().manual_seed(1)
+    both = torch.randn((shape[0], 2 * shape[1], shape[2]), generator=draw).to(device, dtype)
+    k, v = both.split_with_sizes((shape[1], shape[1]), 1)
+    slots = torch.tensor([7, 0, 3, 8, 4], device=device)
+    found = [torch.zeros((9, *shape[1:]), dtype=dtype, device=device) for _ in range(2)]
+    paged_launch.write(*found, slots, k, v)
+    for own, wanted in zip(found, (k, v), strict=True):
+        if not torch.equal(own, torch.zeros_like(own).index_copy_(0, slots, wanted)):
+            return "it writes other numbers than torch"
+    return ""

@@ -1,0 +1,129 @@
+"""Kernels for key-value caches in pages compile for a GPU, and generation launches few of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.rollout.native import whole as whole_module
+from slurmrl.engines.rollout.native.batch import ContinuousBatch
+from slurmrl.models.generate import GenerationOptions
+from slurmrl.ops import paged_check, paged_launch
+from slurmrl.ops.paged_attention import paged_attention, write_cells
+from slurmrl.ops.paged_check import Sizes, example
+from tests.null_gpu import cases, device
+from tests.null_gpu.values import SmallValues
+
+UNIT_TESTS = Path(__file__).parents[1] / "unit" / "ops" / "test_ops_paged_kernels.py"
+LAYERS = 4
+FOUR_LAYERS = {**cases.QWEN_1_5B, "num_hidden_layers": LAYERS}
+ROWS, PROMPT = 4, 64
+FEW, MORE = 9, 25
+LAUNCHES_OF_A_LAYER = 16
+"""Some 15 percent above what was measured: a token's keys and values are written by one, and
+attention over pages takes two."""
+LAUNCHES_BESIDE = 65
+
+
+@pytest.fixture
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing computes here, so results cannot be compared with torch's."""
+    monkeypatch.setenv("SLURMRL_OPS", "native")
+    monkeypatch.setattr(paged_check, "_attention_failure", lambda sizes: "")
+    monkeypatch.setattr(paged_check, "_write_failure", lambda device, dtype: "")
+
+
+@pytest.mark.parametrize("dtype", paged_check.TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(12, 2, 128), (4, 4, 64), (8, 1, 256)])
+def test_the_kernels_compile_and_fit(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, trusted: None
+) -> None:
+    """One launch for rows that are not split, two for rows that are; nothing waits."""
+    sizes = Sizes(torch.device("cuda", 0), dtype, heads, kv_heads, size, 16)
+    for longest, chunk, window, launches in (
+        (paged_check.LONG, 1, None, 2),
+        (paged_check.SHORT, 1, 50, 1),
+        (paged_check.LONG, 7, 50, 1),
+        (paged_check.LONG, 7, None, 2),
+    ):
+        inputs = example(sizes, longest, chunk)
+        with device.counted() as counts:
+            paged_attention(
+                *inputs, page=16, longest=longest, chunk=chunk, scale=0.1, window=window
+            )
+        assert (counts["launches"], counts["waits"]) == (launches, 0)
+    q, keys, values, *_ = inputs
+    slots = torch.arange(len(q)).cuda()
+    k = torch.zeros((len(q), kv_heads, size), dtype=dtype).cuda()
+    with device.counted() as counts:
+        write_cells(keys, values, slots, k, k)
+    assert (counts["launches"], counts["waits"]) == (1, 0)
+
+
+def test_a_device_that_computes_nothing_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = (torch.device("cuda", 0), torch.bfloat16, 6, 3, 32, 16)
+    assert not paged_check.attends(*sizes)
+    (record,) = caplog.records
+    assert "copies the key-value cache" in record.getMessage()
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    with cases.first_of(8), SmallValues():
+        yield
+
+
+def test_a_token_of_a_whole_batch(
+    trusted: None, ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole batches on a GPU are served as requests; without graphs, each call of the model launches
+    a few kernels for each layer, and the host waits for what the call before has drawn."""
+    made: list[ContinuousBatch] = []
+
+    class Recorded(ContinuousBatch):
+        def __init__(self, *arguments: object, **options: object) -> None:
+            super().__init__(*arguments, **options)  # type: ignore[arg-type]
+            self._runner._decode._capture = None
+            made.append(self)
+
+    monkeypatch.setattr(whole_module, "ContinuousBatch", Recorded)
+    engine = cases.engine(FOUR_LAYERS, trained=False)
+
+    def generate(new_tokens: int) -> None:
+        sample = SequenceSample(
+            tuple(f"item{index}" for index in range(ROWS)),
+            {"prompt_ids": [[PROMPT]] * ROWS},
+            data={"prompt_ids": torch.arange(PROMPT * ROWS) % 100},
+        )
+        options = GenerationOptions(max_new_tokens=new_tokens, stop_token_ids=(151645,))
+        engine.generate(sample, options, seed=1, step=1, keys=torch.arange(ROWS))
+
+    generate(FEW)
+    with device.counted() as few, device.waits() as sites_of_few:
+        generate(FEW)
+    with device.counted() as more, device.waits() as sites:
+        generate(MORE)
+    assert [batch.drawn for batch in made] == [ROWS * FEW, ROWS * FEW, ROWS * MORE]
+    steps = MORE - FEW
+    launches = sum(more[name] - few[name] for name in ("launches", "products")) / steps
+    assert launches <= LAYERS * LAUNCHES_OF_A_LAYER + LAUNCHES_BESIDE
+    assert (more["waits"] - few["waits"]) / steps <= 1, sites - sites_of_few
+
+
+def test_the_interpreter_finds_their_numbers_right() -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("LD_")}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"]
+    command += ["-W", "ignore:CUDA initialization"]
+    done = subprocess.run(
+        [*command, str(UNIT_TESTS)], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout
+    assert "skipped" not in done.stdout

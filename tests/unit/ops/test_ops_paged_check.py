@@ -1,0 +1,125 @@
+"""Kernels for pages are compared with torch before they are used; here others take their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.ops import paged_check, paged_launch
+from slurmrl.ops.paged_attention import paged_attention, reads_in_place, write_cells
+from slurmrl.ops.paged_check import Sizes, example
+from slurmrl.ops.paged_reference import reference
+
+SIZES = Sizes(torch.device("cpu"), torch.bfloat16, 4, 2, 8, 16)
+BOUNDS: dict[str, Any] = {"page": 16, "longest": 200, "scale": 0.3, "window": None}
+
+
+def right(*inputs: Tensor, chunk: int, **options: Any) -> Tensor:
+    exact = [x.float() if x.is_floating_point() else x for x in inputs]
+    return reference(*exact, **options).to(inputs[0].dtype)
+
+
+def wrong_in_chunks(*inputs: Tensor, chunk: int, **options: Any) -> Tensor:
+    out = right(*inputs, chunk=chunk, **options)
+    if chunk > 1:
+        out[-1] += 0.1
+    return out
+
+
+def not_a_number(*inputs: Tensor, **options: Any) -> Tensor:
+    return torch.full_like(inputs[0], torch.nan)
+
+
+def out_of_memory(*inputs: Tensor, **options: Any) -> Tensor:
+    raise RuntimeError("out of resource: shared memory, Required: 300000")
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(paged_launch, "supported", lambda like: like.dtype == torch.bfloat16)
+    for function in (paged_check._attention_failure, paged_check._write_failure):
+        function.cache_clear()
+    yield
+    for function in (paged_check._attention_failure, paged_check._write_failure):
+        function.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (wrong_in_chunks, r"chunks of 7 and a window of 50 its results differ from torch's by 0.1"),
+        (not_a_number, "differ from torch's by nan"),
+        (out_of_memory, "RuntimeError: out of resource: shared memory, Required: 300000"),
+    ],
+)
+def test_attention_that_is_wrong_or_fails_is_not_used(
+    kernel: Callable[..., Tensor],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Torch's form is, after one warning; with SLURMRL_OPS=native it is an error."""
+    monkeypatch.setattr(paged_launch, "attend", kernel)
+    inputs = example(SIZES, 200, 3)
+    for _ in range(2):
+        found = paged_attention(*inputs, **BOUNDS, chunk=3)
+        assert torch.equal(found, reference(*inputs, *BOUNDS.values()))
+        assert not reads_in_place(inputs[1], 4, 16)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("Attention over pages copies the key-value cache, which is slower")
+    assert "4 query and 2 key heads of 8" in message
+    monkeypatch.setenv("SLURMRL_OPS", "native")
+    with pytest.raises(EnvironmentFailure, match=reason):
+        paged_attention(*inputs, **BOUNDS)
+
+
+def test_attention_that_is_right_is_tried_once_for_each_kind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+
+    def counted(*inputs: Tensor, **options: Any) -> Tensor:
+        calls.append(inputs[0].shape[1])
+        return right(*inputs, **options)
+
+    monkeypatch.setattr(paged_launch, "attend", counted)
+    inputs, tried = example(SIZES, 200, 3), 4
+    for _ in range(3):
+        paged_attention(*inputs, **BOUNDS)
+    assert reads_in_place(inputs[1], 4, 16)
+    assert len(calls) == tried + 3
+    assert reads_in_place(inputs[1], 8, 16)
+    assert calls[tried + 3 :] == [8] * tried
+    monkeypatch.setenv("SLURMRL_OPS", "torch")
+    paged_attention(*inputs, **BOUNDS)
+    assert not reads_in_place(inputs[1], 4, 16)
+    assert len(calls) == 2 * tried + 3
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_writes_are_tried_too(
+    failing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+
+    def write(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        calls.append(len(slots))
+        keys.index_copy_(0, slots, k)
+        if not failing:
+            values.index_copy_(0, slots, v)
+
+    monkeypatch.setattr(paged_launch, "write", write)
+    k, v, slots = torch.ones(2, 2, 8).bfloat16(), torch.ones(2, 2, 8).bfloat16() * 2, [3, 1]
+    keys, values = torch.zeros(2, 5, 2, 8).bfloat16()
+    for _ in range(2):
+        write_cells(keys, values, torch.tensor(slots), k, v)
+    assert torch.equal(keys[slots], k)
+    assert torch.equal(values[slots], v)
+    assert calls == ([5] if failing else [5, 2, 2])
+    assert len(caplog.records) == failing

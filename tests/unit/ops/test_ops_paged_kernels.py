@@ -1,0 +1,203 @@
+"""The kernels for key-value caches in pages, run by Triton's interpreter, equal float64 references.
+Compiled and on a GPU they are tested by tests/null_gpu and tests/gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slurmrl.engines.rollout.native import decode as decode_module
+from slurmrl.engines.rollout.native import runner as runner_module
+from slurmrl.engines.rollout.native.schedule import Limits
+from slurmrl.engines.rollout.native.whole import generate_by_requests
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.generate import GenerationOptions, GenerationOutput
+from slurmrl.ops import paged_check, paged_launch
+from slurmrl.ops.paged_attention import paged_attention, write_cells
+from tests.support.recorded_graphs import RecordedGraphs
+from tests.unit.models.conftest import BASE, ODD, random_decoder
+
+with pytest.MonkeyPatch.context() as environment:
+    environment.setenv("TRITON_INTERPRET", "1")  # Triton's own functions read it on import
+    pytest.importorskip("triton", reason="CPU builds of torch come without Triton")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""Absolute; results are about 1."""
+PAGE = 16
+MANY_PROCESSORS = 1000
+"""Rows are split as far as they can be."""
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Run the kernels in Triton's interpreter. The tokens and the splits of each call."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("SLURMRL_OPS", "native")
+    calls: list[tuple[int, int]] = []
+    splits_of = paged_launch._splits
+
+    def recorded(programs: int, longest: int, device: torch.device) -> int:
+        calls.append((programs, splits_of(programs, longest, device)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(paged_launch, "_splits", recorded)
+    return calls
+
+
+def case(
+    lengths: Sequence[int], rows: Sequence[int], heads: int, kv_heads: int, size: int
+) -> tuple[Any, ...]:
+    """q, keys, values, tables, rows and lengths; pages in random order, and cells that no row has
+    read are not numbers."""
+    draw = torch.Generator().manual_seed(sum(lengths) + size)
+    width = -(-max(lengths) // PAGE) + 1
+    count = max(rows) + 1
+    tables = torch.randperm(count * width + 3, generator=draw)[: count * width].view(count, width)
+    keys, values = torch.full((2, (count * width + 3) * PAGE, kv_heads, size), torch.nan)
+    for row in range(count):
+        stored = max((n for n, own in zip(lengths, rows, strict=True) if own == row), default=0)
+        cells = [int(tables[row, c // PAGE]) * PAGE + c % PAGE for c in range(stored)]
+        for slab in (keys, values):
+            slab[cells] = torch.randn((stored, kv_heads, size), generator=draw)
+    q = torch.randn((len(lengths), heads, size), generator=draw)
+    return q, keys, values, tables, torch.tensor(rows), torch.tensor(lengths)
+
+
+def exact(inputs: tuple[Any, ...], scale: float, window: int | None) -> Tensor:
+    """Softmax attention in float64, token by token; zeros for a token that sees nothing."""
+    q, keys, values, tables, rows, lengths = (
+        x.double() if x.is_floating_point() else x for x in inputs
+    )
+    out = torch.zeros_like(q)
+    group = q.shape[1] // keys.shape[1]
+    for token, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+        places = torch.arange(0 if window is None else max(0, length - window), length)
+        cells = tables[row, places // PAGE] * PAGE + places % PAGE
+        k, v = (x[cells].repeat_interleave(group, 1) for x in (keys, values))
+        weights = (torch.einsum("hd,chd->hc", q[token], k) * scale).softmax(-1)
+        out[token] = torch.einsum("hc,chd->hd", weights, v)
+    return out
+
+
+LENGTHS = (0, 1, PAGE - 1, PAGE, PAGE + 1, 130, 300, 1)
+"""Those of single tokens; the last one is of a row that pads the call."""
+CHUNKS = ((5, 3), (60, 9), (296, 5), (16, 1), (0, 1))
+"""First lengths and numbers of adjacent tokens."""
+
+
+@pytest.mark.parametrize(
+    ("processors", "window"), [(MANY_PROCESSORS, None), (1, None), (MANY_PROCESSORS, 40), (1, 1)]
+)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "dtype"),
+    [
+        (3, 3, 64, torch.float32),
+        (6, 2, 20, torch.bfloat16),
+        (20, 1, 96, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_attention_equals_float64(
+    heads: int,
+    kv_heads: int,
+    size: int,
+    dtype: torch.dtype,
+    window: int | None,
+    processors: int,
+    chunked: bool,
+    launched: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Single tokens of many rows, and chunks of prompts beside them; rows of 300 cells are split
+    where the card has more processors than the call has programs."""
+    lengths, rows = list(LENGTHS), list(range(len(LENGTHS)))
+    for first, count in CHUNKS if chunked else ():
+        rows += [max(rows) + 1] * count
+        lengths += range(first, first + count)
+    inputs = tuple(
+        x.to(dtype) if x.is_floating_point() else x
+        for x in case(lengths, rows, heads, kv_heads, size)
+    )
+    paged_check.attends(torch.device("cpu"), dtype, heads, kv_heads, size, PAGE)
+    monkeypatch.setattr(paged_launch, "_multiprocessors", lambda device: processors)
+    launched.clear()
+    options: dict[str, Any] = {"page": PAGE, "longest": 300, "scale": 0.3, "window": window}
+    found = paged_attention(*inputs, **options, chunk=9 if chunked else 1)
+    assert found.dtype == dtype
+    assert (found.double() - exact(inputs, 0.3, window)).abs().max() <= TOLERANCE[dtype]
+    ((_, splits),) = launched
+    assert splits == 2 if processors == MANY_PROCESSORS and window is None else splits <= 2
+
+
+def test_queries_may_be_a_part_of_a_wider_tensor_and_scores_large() -> None:
+    q, *others = case((40, 200), (0, 1), 4, 2, 32)
+    wider = torch.cat((q, torch.full_like(q, torch.nan)), 1)[:, :4]
+    assert not wider.is_contiguous()
+    options: dict[str, Any] = {"page": PAGE, "longest": 200, "scale": 40.0, "window": None}
+    found = paged_attention(wider, *others, **options)
+    assert (found - exact((q, *others), 40.0, None)).abs().max() < 1e-4
+    none = paged_attention(q[:0], *others[:3], *(x[:0] for x in others[3:]), **options)
+    assert none.shape == (0, 4, 32)
+
+
+def test_many_splits_of_one_long_row(
+    launched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that are left without cells, since the bound of a graph is not reached."""
+    inputs = case((1500, 3), (0, 1), 2, 1, 16)
+    options: dict[str, Any] = {"page": PAGE, "longest": 8192, "scale": 0.3, "window": None}
+    paged_attention(*inputs, **options)
+    monkeypatch.setattr(paged_launch, "_multiprocessors", lambda device: MANY_PROCESSORS)
+    found = paged_attention(*inputs, **options)
+    assert launched[-1][1] == paged_launch.MOST_SPLITS
+    assert (found - exact(inputs, 0.3, None)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_writes_are_those_of_torch(dtype: torch.dtype) -> None:
+    """Parts of a wider tensor are written where they belong, and nothing else is."""
+    wider = torch.randn(5, 7, 1000).to(dtype)
+    k, v = wider[:, 2:4], wider[:, 4:6]
+    slots = torch.tensor([3, 0, 7, 8, 5])
+    slabs, wanted = torch.zeros(2, 9, 2, 1000, dtype=dtype), torch.zeros(2, 9, 2, 1000, dtype=dtype)
+    write_cells(*slabs, slots, k, v)
+    for slab, x in zip(wanted, (k, v), strict=True):
+        slab.index_copy_(0, slots, x)
+    assert torch.equal(slabs, wanted)
+
+
+def generated(name: str, options: GenerationOptions, limits: Limits) -> GenerationOutput:
+    draw = torch.Generator().manual_seed(5)
+    lengths = torch.tensor([3, 14, 1])
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    ids = torch.randint(4, 37, (int(lengths.sum()),), generator=draw)
+    decoder = random_decoder(ModelConfig.from_hf({**BASE, **ODD[name]}), 0)
+    keys = torch.arange(6)
+    return generate_by_requests(
+        decoder, ids, ends, options, seed=1, step=2, keys=keys, limits=limits
+    )
+
+
+@pytest.mark.parametrize(("name", "graphs"), [("qwen3", True), ("qwen2-windows", False)])
+def test_completions_are_those_of_torch(
+    name: str, graphs: bool, launched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prompts that are read in parts, shared prompts, and decode in graphs of fixed shapes."""
+    options = GenerationOptions(max_new_tokens=8, temperature=0.8, stop_token_ids=(3,))
+    limits = Limits(rows=8, step_tokens=12, page_tokens=4)
+    found: list[GenerationOutput] = []
+    for choice, make in (("torch", False), ("native", graphs)):
+        recorded = RecordedGraphs() if make else None
+        monkeypatch.setattr(runner_module, "capture_for", lambda decoder, made=recorded: made)
+        monkeypatch.setattr(decode_module, "LEAST_CELLS", 32)
+        monkeypatch.setenv("SLURMRL_OPS", choice)
+        launched.clear()
+        found.append(generated(name, options, limits))
+        assert bool(launched) == (choice == "native")
+        assert recorded is None or recorded.replayed > recorded.captured > 0
+    wanted, own = found
+    assert torch.equal(own.tokens, wanted.tokens)
+    assert (own.logprobs - wanted.logprobs).abs().max() < 1e-5
