@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from slurmrl import env, log
 from slurmrl.errors import EnvironmentFailure
@@ -57,9 +56,7 @@ def _chosen(failure: Callable[[], str], device: torch.device) -> bool:
         return False
     reason = failure()
     if reason and choice is Choice.NATIVE:
-        raise EnvironmentFailure(
-            f"kernels for key-value caches cannot be used on {device}: {reason}"
-        )
+        raise EnvironmentFailure(f"kernels for pages cannot be used on {device}: {reason}")
     return not reason
 
 
@@ -93,8 +90,8 @@ def _tried(wrong: Callable[[], str], consequence: str) -> str:
 
 @torch.no_grad()
 def _wrong_attention(sizes: Sizes) -> str:
-    """What is wrong with the kernels' results: single tokens and chunks, rows that are split and
-    that are not, with and without a window."""
+    """What is wrong with the kernels' results, by a computation on the host: single tokens and
+    chunks, rows that are split and that are not, with and without a window."""
     for longest, chunk, window in (
         (LONG, 1, None),
         (SHORT, 1, WINDOW),
@@ -104,10 +101,12 @@ def _wrong_attention(sizes: Sizes) -> str:
         inputs = example(sizes, longest, chunk)
         page, scale = sizes.page, sizes.size**-0.5
         bounds: dict[str, Any] = {"page": page, "longest": longest, "chunk": chunk}
-        found = paged_launch.attend(*inputs, **bounds, scale=scale, window=window)
-        exact = [x.float() if x.is_floating_point() else x for x in inputs]
-        wanted = reference(*exact, page, longest, scale, window)
-        error = float((found.float() - wanted).abs().max())
+        there = tuple(x.to(sizes.device) for x in inputs)
+        found = paged_launch.attend(*there, **bounds, scale=scale, window=window).float().cpu()
+        exact = tuple(x.float() if x.is_floating_point() else x for x in inputs)
+        settings: tuple[Any, ...] = (page, longest, scale, window)
+        wanted = reference(*exact, *settings)
+        error = float((found - wanted).abs().max())
         if not error <= TOLERANCE[sizes.dtype]:
             return (
                 f"for up to {longest} cells, chunks of {chunk} and a window of {window} its "
@@ -116,10 +115,10 @@ def _wrong_attention(sizes: Sizes) -> str:
     return ""
 
 
-def example(sizes: Sizes, longest: int, chunk: int) -> tuple[Tensor, ...]:
-    """q, keys, values, tables, rows and lengths of random tokens: single ones of several rows, and
-    ``chunk`` of one row."""
-    device, dtype, heads, kv_heads, size, page = sizes
+def example(sizes: Sizes, longest: int, chunk: int) -> tuple[Any, ...]:
+    """q, keys, values, tables, rows and lengths of random tokens, in host memory: single ones of
+    several rows, and ``chunk`` of one row."""
+    _, dtype, heads, kv_heads, size, page = sizes
     draw = torch.Generator().manual_seed(longest + chunk)
     single = (1, page, page + 1, longest)
     behind = tuple(range(longest - chunk + 1, longest + 1)) if chunk > 1 else ()
@@ -128,23 +127,19 @@ def example(sizes: Sizes, longest: int, chunk: int) -> tuple[Tensor, ...]:
     pages = -(-longest // page)
     tables = torch.randperm((len(single) + 1) * pages, generator=draw).view(-1, pages)
     cells = (tables.numel() * page, kv_heads, size)
-    numbers = (
-        torch.randn(shape, generator=draw) for shape in ((len(rows), heads, size), cells, cells)
-    )
-    q, keys, values = (x.to(device, dtype) for x in numbers)
-    return q, keys, values, *(x.to(device) for x in (tables, rows, lengths))
+    shapes = ((len(rows), heads, size), cells, cells)
+    q, keys, values = (torch.randn(shape, generator=draw).to(dtype) for shape in shapes)
+    return q, keys, values, tables, rows, lengths
 
 
 @torch.no_grad()
 def _wrong_writes(device: torch.device, dtype: torch.dtype) -> str:
-    shape = (5, 2, 24)
-    draw = torch.Generator().manual_seed(1)
-    both = torch.randn((shape[0], 2 * shape[1], shape[2]), generator=draw).to(device, dtype)
-    k, v = both.split_with_sizes((shape[1], shape[1]), 1)
-    slots = torch.tensor([7, 0, 3, 8, 4], device=device)
-    found = [torch.zeros((9, *shape[1:]), dtype=dtype, device=device) for _ in range(2)]
-    paged_launch.write(*found, slots, k, v)
-    for own, wanted in zip(found, (k, v), strict=True):
-        if not torch.equal(own, torch.zeros_like(own).index_copy_(0, slots, wanted)):
+    both = torch.randn((5, 4, 24), generator=torch.Generator().manual_seed(1)).to(dtype)
+    slots, cells = torch.tensor([7, 0, 3, 8, 4]), torch.zeros((9, 2, 24), dtype=dtype)
+    keys, values = cells.to(device, copy=True), cells.to(device, copy=True)
+    there = both.to(device)
+    paged_launch.write(keys, values, slots.to(device), there[:, :2], there[:, 2:])
+    for found, wanted in ((keys, both[:, :2]), (values, both[:, 2:])):
+        if not torch.equal(found.cpu(), cells.index_copy(0, slots, wanted)):
             return "it writes other numbers than torch"
     return ""

@@ -1,0 +1,145 @@
+"""Kernels for key-value caches in pages on a real card, against float64 on the CPU; in CUDA graphs;
+and whole batches, which are served as requests with them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from slurmrl.engines.rollout.native.schedule import Limits
+from slurmrl.engines.rollout.native.whole import generate_by_requests
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.generate import GenerationOptions, generate
+from slurmrl.models.paged import attends_in_place
+from slurmrl.ops import paged_check, paged_launch
+from slurmrl.ops.paged_attention import paged_attention, write_cells
+from slurmrl.ops.paged_check import Sizes, example
+from slurmrl.ops.paged_reference import reference
+from tests.unit.models.conftest import BASE, ODD, random_decoder
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine"
+)
+DTYPES = pytest.mark.parametrize("dtype", paged_check.TOLERANCE)
+SHAPES = pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(12, 2, 128), (7, 1, 64), (4, 4, 96), (8, 1, 256), (40, 2, 80)]
+)
+
+
+@pytest.fixture(autouse=True)
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that cannot run, or is wrong, is an error, not its torch form."""
+    monkeypatch.setenv("SLURMRL_OPS", "native")
+
+
+def exact(inputs: tuple[Any, ...], longest: int, window: int | None) -> torch.Tensor:
+    wide = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    settings: tuple[Any, ...] = (16, longest, 0.1, window)
+    return reference(*wide, *settings)
+
+
+@DTYPES
+@SHAPES
+@pytest.mark.parametrize(
+    ("longest", "chunk", "window"),
+    [
+        (40, 1, None),
+        (300, 1, 1),
+        (9000, 1, None),
+        (9000, 1, 1000),
+        (300, 37, None),
+        (300, 37, 1),
+        (3000, 37, 1000),
+        (3000, 37, None),
+    ],
+)
+def test_attention_equals_float64(
+    heads: int,
+    kv_heads: int,
+    size: int,
+    dtype: torch.dtype,
+    window: int | None,
+    chunk: int,
+    longest: int,
+) -> None:
+    inputs = example(
+        Sizes(torch.device("cuda", 0), dtype, heads, kv_heads, size, 16), longest, chunk
+    )
+    there = tuple(x.cuda() for x in inputs)
+    options: dict[str, Any] = {"page": 16, "scale": 0.1, "window": window, "chunk": chunk}
+    found = paged_attention(*there, longest=longest, **options)
+    wanted = exact(inputs, longest, window)
+    assert (found.cpu().double() - wanted).abs().max() <= paged_check.TOLERANCE[dtype]
+    again = paged_attention(*there, longest=longest, **options)
+    assert torch.equal(found, again)
+
+
+@DTYPES
+def test_graphs_follow_lengths_and_tables(dtype: torch.dtype) -> None:
+    """A graph of one shape computes what other lengths, rows and pages ask for."""
+    sizes, bound = Sizes(torch.device("cuda", 0), dtype, 12, 2, 128, 16), 4096
+    first, other = example(sizes, bound, 1), example(sizes, bound, 1)
+    other = (*other[:3], other[3].flip(0), other[4].flip(0), other[5] // 3 + 1)
+    memory = tuple(x.cuda() for x in first)
+    k, slots = memory[1][:4].clone(), torch.arange(4).cuda()
+
+    def compute() -> torch.Tensor:
+        write_cells(memory[1], memory[2], slots, k, k)
+        return paged_attention(*memory, page=16, longest=bound, scale=0.1, window=None)
+
+    compute()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compute()
+    for inputs in (first, other):
+        for target, source in zip(memory, inputs, strict=True):
+            target.copy_(source)
+        graph.replay()
+        changed = [x.clone() for x in inputs]
+        changed[1][:4] = changed[2][:4] = k.cpu()
+        wanted = exact(tuple(changed), bound, None)
+        assert (out.cpu().double() - wanted).abs().max() <= paged_check.TOLERANCE[dtype]
+
+
+@DTYPES
+def test_writes_are_those_of_torch(dtype: torch.dtype) -> None:
+    wider = torch.randn(500, 7, 1000, device="cuda").to(dtype)
+    k, v = wider[:, 2:4], wider[:, 4:6]
+    slots = torch.randperm(900, device="cuda")[:500]
+    slabs = torch.zeros(2, 900, 2, 1000, dtype=dtype, device="cuda")
+    write_cells(*slabs, slots, k, v)
+    for slab, x in zip(slabs, (k, v), strict=True):
+        assert torch.equal(slab, torch.zeros_like(slab).index_copy_(0, slots, x))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-windows", "mixtral-windows", "gpt2"])
+def test_whole_batches_are_those_of_one_slab(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In float32, with prompts that are read in parts, preempted rows, and CUDA graphs, none of
+    which is given up."""
+    decoder = random_decoder(ModelConfig.from_hf({**BASE, **ODD[name]}), 0).cuda()
+    draw = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 21, (12,), generator=draw)
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    ids = torch.randint(4, 37, (int(lengths.sum()),), generator=draw).cuda()
+    options = GenerationOptions(max_new_tokens=20, temperature=0.7, stop_token_ids=(3,))
+    draws: dict[str, Any] = {"seed": 1, "step": 2, "keys": torch.arange(60).cuda()}
+    limits = Limits(rows=16, step_tokens=24, page_tokens=4, cache_tokens=400)
+    assert attends_in_place(decoder, limits.page_tokens)
+    with caplog.at_level(logging.WARNING), torch.no_grad():
+        found = generate_by_requests(decoder, ids, ends, options, limits=limits, **draws)
+        wanted = generate(decoder, ids, ends, options, **draws)
+    assert not caplog.records
+    assert torch.equal(found.tokens, wanted.tokens)
+    assert torch.equal(found.lengths, wanted.lengths)
+    assert torch.equal(found.finished, wanted.finished)
+    assert (found.logprobs - wanted.logprobs).abs().max() < 1e-4
+
+
+def test_rows_are_split_to_fill_the_card() -> None:
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    device = torch.device("cuda", 0)
+    assert paged_launch._splits(2, 32_768, device) == paged_launch.MOST_SPLITS
+    assert paged_launch._splits(8 * processors, 32_768, device) == 1
