@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Compare the speed of generation on one CPU thread: tokens per second of CPU time.
+"""Compare the speed of generation on one CPU thread (tokens per second of CPU time), or on a GPU.
 
 scripts/bench/generate.py [--model small|medium] [--requests 16 128 512] [--n 1 8] [--seed 0]
     [--engines native whole slab padded transformers continuous trl sglang vllm]
     [--trl-python PYTHON] [--sglang-python PYTHON] [--vllm-python PYTHON]
+scripts/bench/generate.py --gpu [--model 0.5b|1.5b] [--requests 1 64 256]
+    [--engines whole slab continuous]
+scripts/bench/generate.py --floors
 
 native        the native engine: continuous batching over a paged cache, for single requests
 whole         the same for a whole batch: generation of the trainers' world on CPUs
-slab          the same on GPUs and for split models: all rows at once, in one slab
+slab          a whole batch with all rows at once, in one slab
 padded        a plain loop around transformers: prompts padded on the left, rows stay to the end
 transformers  transformers' generate() on one padded batch
 continuous    transformers' generate_batch(), continuous batching over a paged cache
@@ -25,6 +28,11 @@ engine (starting a server and a first small batch do not count), the wall time, 
 prompts that were read as a share of all prompts times n (where it is known), the peak of resident
 memory beyond that before generation, and beside it the keys and values of each prompt, once, and of
 all completions. Servers reserve their caches when they start, which is not counted.
+
+--gpu measures decode in bfloat16 of a model with the sizes of Qwen2.5: milliseconds of a token of
+all sequences, behind prompts of 512 tokens, from the difference of two generations, and the share
+that the least time for weights, keys and values has of it, at the bandwidth of a copy. --floors
+prints these bytes, and the time for them at an H100's bandwidth; it needs no GPU.
 """
 
 from __future__ import annotations
@@ -40,6 +48,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import generate_gpu
 from generate_peers import sglang, trl, vllm
 from generation import (
     LIMIT,
@@ -239,8 +248,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=SIZES, default="small")
-    parser.add_argument("--requests", type=int, nargs="+", default=[16, 128, 512])
+    parser.add_argument("--model", choices=SIZES, help="default: small; 1.5b on a GPU")
+    parser.add_argument("--requests", type=int, nargs="+", help="default: 16 128 512; 1 64 256")
     parser.add_argument("--n", type=int, nargs="+", default=[1, 8])
     parser.add_argument(
         "--engines",
@@ -251,11 +260,23 @@ def main() -> None:
     for engine in ELSEWHERE:
         parser.add_argument(f"--{engine}-python", help=f"Python of an environment with {engine}")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpu", action="store_true", help="decode on this machine's GPU")
+    parser.add_argument("--floors", action="store_true", help="print the least bytes of decode")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        print(json.dumps(measure(Case(**json.loads(options.case)))))
+        case = Case(**json.loads(options.case))
+        found = generate_gpu.measure(case, "cuda") if options.gpu else measure(case)
+        print(json.dumps(found))
         return
+    if options.floors:
+        generate_gpu.print_floors()
+        return
+    if options.gpu:
+        measure_gpu(parser, options)
+        return
+    options.model = options.model or "small"
+    options.requests = options.requests or [16, 128, 512]
     pythons = {name: getattr(options, f"{name}_python") for name in ELSEWHERE}
     pythons = {name: pythons.get(name, sys.executable) for name in ENGINES}
     engines = options.engines or [name for name, python in pythons.items() if python]
@@ -274,10 +295,28 @@ def main() -> None:
                 show(case, measured(case))
 
 
-def measured(case: Case) -> dict[str, Any] | None:
+def measure_gpu(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    import torch
+
+    engines = options.engines or list(generate_gpu.ENGINES)
+    if unknown := [name for name in engines if name not in generate_gpu.ENGINES]:
+        parser.error(f"--gpu measures {', '.join(generate_gpu.ENGINES)}, not {', '.join(unknown)}")
+    if not torch.cuda.is_available():
+        sys.exit("generate: torch sees no GPU")
+    print(torch.cuda.get_device_name())
+    print(generate_gpu.title())
+    for count in options.requests or generate_gpu.REQUESTS:
+        for engine in engines:
+            case = Case(engine, options.model or "1.5b", count, 1, options.seed, sys.executable)
+            found = measured(case, "--gpu")
+            failed = f"{engine:12}{case.model:>7}{count:9}  failed"
+            print(failed if found is None else generate_gpu.line(case, found), flush=True)
+
+
+def measured(case: Case, *more: str) -> dict[str, Any] | None:
     """The figures of one process; None if it failed."""
     python = case.python if case.engine == "trl" else sys.executable
-    command = [python, __file__, "--case", json.dumps(case._asdict())]
+    command = [python, __file__, *more, "--case", json.dumps(case._asdict())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:

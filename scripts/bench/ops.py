@@ -8,10 +8,10 @@ CPU: 512 sequences of 1,000 to 8,000 tokens in float32, each form in turn, round
 are ns per token of process CPU time and wall time, each as median (least to most), on one thread
 with the ratios of the CPU medians to the loop of numba and to a copy of as many float32 numbers.
 
-GPU: GAE at three shapes, and gather and scatter over intervals of four sizes, as shares of the
-bandwidth of a device-to-device copy in the same run, as median (least to most); and the time of GAE
-with one thread per sequence (written here, compiled by nvcc at run time) over ours. Times are of
-the device alone.
+GPU: GAE at three shapes, gather and scatter over intervals of four sizes, and attention over pages
+of keys and values at three shapes, as shares of the bandwidth of a device-to-device copy in the
+same run, as median (least to most); and the time of GAE with one thread per sequence (written here,
+compiled by nvcc at run time) over ours. Times are of the device alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["SLURMRL_OPS"] = "native"
@@ -39,9 +40,13 @@ from torch import Tensor
 from slurmrl.ops.gae import packed_gae, reference
 from slurmrl.ops.intervals import Intervals, gather, scatter
 from slurmrl.ops.native import toolchain
+from slurmrl.ops.paged_attention import paged_attention
 
 GAMMA, LAM = 0.99, 0.95
 GAE_SHAPES = ((64, 131_072), (512, 8_192), (65_536, 64))
+PAGED_SHAPES = ((1, 32_768), (64, 1_024), (256, 1_024))
+"""Rows and cells of each, for one layer with the heads of Qwen2.5's 1.5 billion parameters."""
+PAGE, HEADS, KV_HEADS, HEAD_SIZE = 16, 12, 2, 128
 INTERVAL_BYTES = (16, 256, 4_096, 1 << 20)
 COPIED_BYTES = 1 << 30
 BATCHES = 4
@@ -227,6 +232,8 @@ def measure_gpu(rounds: int) -> None:
         measure_gae(sequences, length, bandwidth, one_thread, rounds)
     for size in INTERVAL_BYTES:
         measure_intervals(size, bandwidth, rounds)
+    for shape in PAGED_SHAPES:
+        measure_pages(*shape, bandwidth, rounds)
 
 
 def measure_gae(
@@ -264,6 +271,23 @@ def measure_intervals(size: int, bandwidth: float, rounds: int) -> None:
     ):
         took = seconds([call], rounds)
         print(f"{name:7} {size:8} B: {of_copy(moved, took, bandwidth)} of copy")
+
+
+def measure_pages(count: int, cells: int, bandwidth: float, rounds: int) -> None:
+    """Several caches in turn, together more than the card's own caches hold."""
+    pages = count * cells // PAGE
+    lengths = torch.full((count,), cells, device="cuda")
+    options: dict[str, Any] = {"page": PAGE, "longest": cells, "scale": 0.1, "window": None}
+    calls: list[Callable[[], object]] = []
+    for _ in range(BATCHES):
+        cache = torch.randn((2, pages * PAGE, KV_HEADS, HEAD_SIZE), device="cuda").bfloat16()
+        q = torch.randn((count, HEADS, HEAD_SIZE), device="cuda").bfloat16()
+        tables = torch.randperm(pages, device="cuda").view(count, -1)
+        rows = torch.arange(count, device="cuda")
+        calls.append(partial(paged_attention, q, *cache, tables, rows, lengths, **options))
+    took = seconds(calls, rounds)
+    moved = cache.numel() * cache.element_size()
+    print(f"pages {count} x {cells}: {of_copy(moved, took, bandwidth)} of copy")
 
 
 def main() -> None:

@@ -1,0 +1,193 @@
+"""Decode on a GPU against what its memory's bandwidth allows (rows of generate.py --gpu).
+
+A token of all sequences reads every weight of the model once and all of its keys and values, and
+writes one key and value of each layer and sequence: the floor is the time for these bytes, at the
+bandwidth of a device-to-device copy that is measured beside it. Activations and logits are left
+out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from generation import SIZES, Case, own_decoder, reference
+
+MODELS = ("0.5b", "1.5b")
+REQUESTS = (1, 64, 256)
+PROMPT = 512
+FEW, MORE = 32, 288
+"""New tokens of two generations; their difference is that of as many calls."""
+WIDTH = 2
+"""Bytes of a bfloat16 number."""
+H100_BYTES_PER_S = 3.35e12
+"""By the data sheet."""
+COPIED_BYTES = 1 << 30
+
+Generate = Callable[[Case, int], None]
+"""Generates so many new tokens for each request."""
+
+
+class Floor(NamedTuple):
+    """Bytes that one token of all sequences moves."""
+
+    weights: int
+    cache: int
+
+    @property
+    def bytes(self) -> int:
+        return self.weights + self.cache
+
+
+def floor(model: str, requests: int) -> Floor:
+    """For the mean length of the sequences between the two generations."""
+    size = SIZES[model]
+    hidden, layers = size["hidden_size"], size["num_hidden_layers"]
+    kv = size["num_key_value_heads"] * (hidden // size["num_attention_heads"])
+    attention = 2 * hidden * hidden + 2 * hidden * kv + hidden + 2 * kv
+    layer = attention + 3 * hidden * size["intermediate_size"] + 2 * hidden
+    weights = layers * layer + size["vocab_size"] * hidden + hidden
+    read = PROMPT + (FEW + MORE) // 2
+    return Floor(WIDTH * weights, WIDTH * requests * 2 * layers * kv * (read + 1))
+
+
+def print_floors() -> None:
+    """The computed bytes of a token, and the time for them on an H100 by its data sheet."""
+    print("| model | requests | weights GB | cache GB | MB per token of a request | floor ms |")
+    print("|---|---|---|---|---|---|")
+    for model in MODELS:
+        for requests in REQUESTS:
+            found = floor(model, requests)
+            parts = (found.weights / 1e9, found.cache / 1e9, found.bytes / requests / 1e6)
+            columns = " | ".join(f"{part:.3g}" for part in parts)
+            milliseconds = 1e3 * found.bytes / H100_BYTES_PER_S
+            print(f"| {model.upper()} | {requests} | {columns} | {milliseconds:.3g} |")
+
+
+def prompts(case: Case) -> list[list[int]]:
+    vocabulary = SIZES[case.model]["vocab_size"]
+    draw = torch.Generator().manual_seed(case.seed)
+    drawn: list[list[int]] = torch.randint(
+        vocabulary, (case.requests, PROMPT), generator=draw
+    ).tolist()
+    return drawn
+
+
+def whole(case: Case, device: str) -> Generate:
+    """Whole batches as requests: attention reads pages, decode is CUDA graphs."""
+    from slurmrl.engines.rollout.native.schedule import Limits
+    from slurmrl.engines.rollout.native.whole import generate_by_requests
+
+    return _trainers(case, device, generate_by_requests, limits=Limits(step_tokens=8192))
+
+
+def slab(case: Case, device: str) -> Generate:
+    from slurmrl.models.generate import generate
+
+    return _trainers(case, device, generate, prefill_tokens=8192)
+
+
+def _trainers(case: Case, device: str, generate: Callable[..., Any], **more: Any) -> Generate:
+    from slurmrl.models.generate import GenerationOptions
+    from slurmrl.models.inference import join_matrices
+
+    decoder = own_decoder(case).to(device, torch.bfloat16)
+    join_matrices(decoder)
+
+    @torch.no_grad()
+    def run(case: Case, new_tokens: int) -> None:
+        ends = PROMPT * torch.arange(case.requests + 1, dtype=torch.int32)
+        ids = torch.tensor(prompts(case)).flatten().to(device)
+        keys = torch.arange(case.requests, device=device)
+        options = GenerationOptions(max_new_tokens=new_tokens)
+        out = generate(decoder, ids, ends, options, seed=case.seed, step=0, keys=keys, **more)
+        assert int((out.lengths - out.prompt_lengths).sum()) == case.requests * new_tokens
+
+    return run
+
+
+def continuous(case: Case, device: str) -> Generate:
+    """transformers' generate_batch()."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model = reference(case).to(device, torch.bfloat16)
+    cache = ContinuousBatchingConfig(page_size=256, num_blocks=1024, max_batch_tokens=8192)
+
+    def run(case: Case, new_tokens: int) -> None:
+        settings = GenerationConfig(
+            max_new_tokens=new_tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
+        )
+        out = model.generate_batch(
+            inputs=prompts(case),
+            generation_config=settings,
+            continuous_batching_config=cache,
+            progress_bar=False,
+        )
+        made = sum(len(result.generated_tokens) for result in out.values())
+        assert made == case.requests * new_tokens
+
+    return run
+
+
+ENGINES: dict[str, Callable[[Case, str], Generate]] = {
+    "whole": whole,
+    "slab": slab,
+    "continuous": continuous,
+}
+
+
+def measure(case: Case, device: str) -> dict[str, float]:
+    """Seconds of one token of all sequences, and the bandwidth of a copy."""
+    generate = ENGINES[case.engine](case, device)
+    generate(case, FEW)  # warm up: kernels are compiled, and tried
+    few, more = (_seconds(generate, case, new_tokens, device) for new_tokens in (FEW, MORE))
+    return {"token_s": (more - few) / (MORE - FEW), "bandwidth": _bandwidth(device)}
+
+
+def _seconds(generate: Generate, case: Case, new_tokens: int, device: str) -> float:
+    found = []
+    for _ in range(3):
+        _wait(device)
+        began = time.perf_counter()
+        generate(case, new_tokens)
+        _wait(device)
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def _bandwidth(device: str) -> float:
+    source = torch.empty(COPIED_BYTES if device == "cuda" else 1 << 26, dtype=torch.uint8)
+    source = source.to(device)
+    target = torch.empty_like(source)
+    found = []
+    for _ in range(5):
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(10):
+            target.copy_(source)
+        _wait(device)
+        found.append(time.perf_counter() - began)
+    return 10 * 2 * source.numel() / min(found)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def title() -> str:
+    return (
+        f"{'engine':12}{'model':>7}{'requests':>9}{'ms a token':>12}{'tokens/s':>10}"
+        f"{'floor ms':>10}{'of the floor':>14}"
+    )
+
+
+def line(case: Case, found: dict[str, float]) -> str:
+    least_s = floor(case.model, case.requests).bytes / found["bandwidth"]
+    return (
+        f"{case.engine:12}{case.model:>7}{case.requests:9}{1e3 * found['token_s']:12.3f}"
+        f"{case.requests / found['token_s']:10.0f}{1e3 * least_s:10.3f}"
+        f"{least_s / found['token_s']:14.1%}"
+    )
