@@ -19,6 +19,77 @@ def _product(a, b, total, interpreted: tl.constexpr):
     return tl.dot(a, b, total, input_precision="ieee")
 
 
+@triton.jit
+def _attended(
+    asked,
+    keys,
+    values,
+    table,
+    known,
+    first,
+    last,
+    seen_by,
+    cell_stride,
+    scale,
+    window,
+    page: tl.constexpr,
+    windowed: tl.constexpr,
+    columns: tl.constexpr,
+    block: tl.constexpr,
+    interpreted: tl.constexpr,
+):
+    """Queries [M, columns] over the cells from ``first`` to ``last`` of a row, of which each sees
+    the first ``seen_by`` [M]: the largest score, the sum of the weights relative to it, and the
+    values' sum with these weights. keys, values: those of a head in cell 0, by column."""
+    peak = tl.full([asked.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([asked.shape[0]], tl.float32)
+    mixed = tl.zeros([asked.shape[0], columns], tl.float32)
+    for start in range(first, last, block):
+        cell = start + tl.arange(0, block)
+        stored = cell < last
+        number = tl.load(table + cell // page, mask=stored, other=0)
+        base = (number * page + cell % page) * cell_stride
+        k = tl.load(keys[:, None] + base[None, :], mask=stored[None, :] & known[:, None], other=0.0)
+        none = tl.zeros([asked.shape[0], block], tl.float32)
+        scores = _product(asked, k, none, interpreted) * scale
+        seen = stored[None, :] & (cell[None, :] < seen_by[:, None])
+        if windowed:
+            seen = seen & (cell[None, :] >= seen_by[:, None] - window)
+        scores = tl.where(seen, scores, -float("inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        shift = tl.where(higher == -float("inf"), 0.0, higher)
+        weight = tl.exp2(scores - shift[:, None])
+        fade = tl.exp2(peak - shift)
+        total = total * fade + tl.sum(weight, 1)
+        v = tl.load(
+            values[None, :] + base[:, None], mask=stored[:, None] & known[None, :], other=0.0
+        )
+        mixed = _product(weight.to(v.dtype), v, mixed * fade[:, None], interpreted)
+        peak = higher
+    return peak, total, mixed
+
+
+@triton.jit
+def _together(rows, lengths, token, row, length, known):
+    """Where a ``known`` token is one of this row that sees so many cells."""
+    same = tl.load(rows + token, mask=known, other=-1) == row
+    return known & same & (tl.load(lengths + token, mask=known, other=-1) == length)
+
+
+@triton.jit
+def _store(target, norms, entry, inside, column, size, peak, total, mixed, split: tl.constexpr):
+    """The weighted sums as rows ``entry`` of target [·, size], zeros where nothing was seen; with
+    ``split`` also norms, and only the rows that saw anything."""
+    divisor = tl.where(total > 0.0, total, 1.0)
+    if split:
+        norm = tl.where(total > 0.0, peak + tl.log2(divisor), -float("inf"))
+        tl.store(norms + entry, norm, mask=inside)
+        inside = inside & (total > 0.0)
+    result = (mixed / divisor[:, None]).to(target.dtype.element_ty)
+    place = entry[:, None] * size + column[None, :]
+    tl.store(target + place, result, mask=inside[:, None] & (column < size)[None, :])
+
+
 @triton.jit(do_not_specialize=["tokens", "table_stride", "window"])
 def attend(
     q,
@@ -68,15 +139,10 @@ def attend(
     end = length
     seen_by = length + offset
     if tile > 1:
-        before = tl.maximum(token - 1, 0)
-        follows = (token > 0) & (tl.load(rows + before) == row)
-        follows = follows & (tl.load(lengths + before) + 1 == length)
-        if follows & (length % tile != 0):
+        if (length % tile != 0) & _together(rows, lengths, token - 1, row, length - 1, token > 0):
             return
-        inside = inside & (member < tokens)
-        inside = inside & (tl.load(rows + member, mask=inside, other=-1) == row)
-        inside = inside & (tl.load(lengths + member, mask=inside, other=-1) == seen_by)
-        inside = inside & (seen_by // tile == length // tile)
+        inside = inside & (member < tokens) & (seen_by // tile == length // tile)
+        inside = _together(rows, lengths, member, row, seen_by, inside)
         end = tl.max(tl.where(inside, seen_by, 0), 0)
     begin = tl.zeros_like(end)
     if windowed:
@@ -93,46 +159,17 @@ def attend(
     )
     cell_stride = tl.num_programs(1) * size
     own = head * size + column
-    peak = tl.full([tile * heads], -float("inf"), tl.float32)
-    total = tl.zeros([tile * heads], tl.float32)
-    mixed = tl.zeros([tile * heads, columns], tl.float32)
-    for start in range(first, last, block):
-        cell = start + tl.arange(0, block)
-        stored = cell < last
-        number = tl.load(tables + row * table_stride + cell // page, mask=stored, other=0)
-        base = (number * page + cell % page) * cell_stride
-        k = tl.load(
-            keys + base[None, :] + own[:, None], mask=stored[None, :] & known[:, None], other=0.0
-        )
-        scores = _product(asked, k, tl.zeros([tile * heads, block], tl.float32), interpreted)
-        seen = stored[None, :] & (cell[None, :] < seen_by[:, None])
-        if windowed:
-            seen = seen & (cell[None, :] >= seen_by[:, None] - window)
-        scores = tl.where(seen, scores * scale, -float("inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        shift = tl.where(higher == -float("inf"), 0.0, higher)
-        weight = tl.exp2(scores - shift[:, None])
-        fade = tl.exp2(peak - shift)
-        total = total * fade + tl.sum(weight, 1)
-        v = tl.load(
-            values + base[:, None] + own[None, :], mask=stored[:, None] & known[None, :], other=0.0
-        )
-        mixed = _product(weight.to(v.dtype), v, mixed * fade[:, None], interpreted)
-        peak = higher
-
-    divisor = tl.where(total > 0.0, total, 1.0)
-    result = mixed / divisor[:, None]
-    entry = member * tl.num_programs(1) * group + head * group + within
+    table = tables + row * table_stride
+    peak, total, mixed = _attended(
+        *(asked, keys + own, values + own, table, known, first, last, seen_by),
+        *(cell_stride, scale, window, page, windowed, columns, block, interpreted),
+    )
+    entry = (member * tl.num_programs(1) + head) * group + within
     if split:
         entry = entry * tl.num_programs(2) + tl.program_id(2)
-        norm = tl.where(total > 0.0, peak + tl.log2(divisor), -float("inf"))
-        tl.store(norms + entry, norm, mask=inside)
-        inside = inside & (total > 0.0)
-        target = parts + entry[:, None] * size + column[None, :]
-        tl.store(target, result, mask=inside[:, None] & known[None, :])
+        _store(parts, norms, entry, inside, column, size, peak, total, mixed, split)
     else:
-        target = out + entry[:, None] * size + column[None, :]
-        tl.store(target, result.to(out.dtype.element_ty), mask=inside[:, None] & known[None, :])
+        _store(out, norms, entry, inside, column, size, peak, total, mixed, split)
 
 
 @triton.jit

@@ -100,9 +100,9 @@ def served(setup: Setup, *, late: bool, timeout_s: float | None = None) -> Any:
         batch._late = late
         step, preempt = batch._schedule.next, batch._schedule.preempt
 
-        def next_step() -> Any:
+        def next_step(settle: Any) -> Any:
             counted.steps += 1
-            return step()
+            return step(settle)
 
         def preempted(sequence: Any) -> None:
             counted.preempted += 1
@@ -391,7 +391,7 @@ def disagreeing(setup: Setup, way: str, token: int) -> None:
         return tokens, logprobs
 
     module.sample = other_token
-    generation_module._pages_pay = lambda _: way == "pages"
+    generation_module._pages_pay = lambda *_: way == "pages"
     options = GenerationOptions(max_new_tokens=8, stop_token_ids=(3, 4))
     try:
         engine.generate(prompts(batch()), options, seed=3, step=0, keys=torch.arange(30))
@@ -414,6 +414,38 @@ def test_ranks_that_draw_different_tokens_of_a_whole_batch_end(
         ranks(2, f"{HERE}:disagreeing", LAYOUTS[layout], way, token)
     message = "RunFailedError: rank 1 of a model that is split has drawn other tokens"
     assert str(caught.value).count(message) == 2
+
+
+def copied_on_one_rank(setup: Setup) -> tuple[int, list[int]]:
+    """A whole batch, where attention of the second rank cannot read pages in place: the calls of
+    the paged decoder, and the completions."""
+    engine: Any = make(setup)
+    generation_module.attends_in_place = lambda *_: dist.get_rank() == 0
+    options = GenerationOptions(max_new_tokens=8, stop_token_ids=(3, 4))
+    read, calls = PagedDecoder.logits, count()
+
+    def counted(self: PagedDecoder, *args: Any) -> Any:
+        next(calls)
+        return read(self, *args)
+
+    PagedDecoder.logits = counted  # type: ignore[method-assign]
+    try:
+        out = engine.generate(prompts(batch()), options, seed=3, step=0, keys=torch.arange(30))
+    finally:
+        generation_module.attends_in_place = ATTENDS_IN_PLACE
+        PagedDecoder.logits = read  # type: ignore[method-assign]
+    return next(calls), out.tokens.tolist()
+
+
+ATTENDS_IN_PLACE = generation_module.attends_in_place
+
+
+def test_ranks_agree_on_how_they_generate(ranks: RankPool) -> None:
+    """One that cannot use the kernel for pages would wait for the others' collectives, and they
+    for its own."""
+    whole = Setup(model=model(), split=[range(10)])
+    (((_, wanted, _), _),) = ranks(1, f"{HERE}:whole_batch", whole)
+    assert ranks(2, f"{HERE}:copied_on_one_rank", LAYOUTS["t2"]) == [(0, wanted)] * 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
