@@ -9,7 +9,7 @@ scripts/bench/generate.py --gpu [--model 0.5b|1.5b] [--requests 1 64 256]
 scripts/bench/generate.py --floors
 
 native        the native engine: continuous batching over a paged cache, for single requests
-whole         the same for a whole batch: generation of the trainers' world on CPUs
+whole         the same for a whole batch: generation of the trainers' world
 slab          a whole batch with all rows at once, in one slab
 padded        a plain loop around transformers: prompts padded on the left, rows stay to the end
 transformers  transformers' generate() on one padded batch

@@ -19,6 +19,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 """Largest difference of results that are about 1."""
 SHORT, LONG = paged_launch.MOST_CELLS - 3, 2 * paged_launch.MOST_CELLS + 40
 """Lengths of rows that are not split, and of rows that are."""
+BOUND = paged_launch.MOST_SPLITS * paged_launch.MOST_CELLS
+"""A bound of lengths with which rows are split as far as possible."""
 CHUNK = 7
 WINDOW = 50
 
@@ -65,7 +67,7 @@ def _attention_failure(sizes: Sizes) -> str:
     """Why attention cannot be used; empty if it can. Warns once."""
     return _tried(
         lambda: _wrong_attention(sizes),
-        f"Attention over pages copies the key-value cache, which is slower: with {sizes.heads} "
+        f"Attention over pages copies the key-value cache, which is slower, with {sizes.heads} "
         f"query and {sizes.kv_heads} key heads of {sizes.size} in {sizes.dtype} on {sizes.device}",
     )
 
@@ -84,7 +86,7 @@ def _tried(wrong: Callable[[], str], consequence: str) -> str:
     except Exception as error:  # noqa: BLE001 - Triton, compilers and drivers raise any type
         reason = f"{type(error).__name__}: {error}"
     if reason:
-        log.get(__name__).warning("%s the kernel cannot be used: %s", consequence, reason)
+        log.get(__name__).warning("%s. The kernel cannot be used: %s", consequence, reason)
     return reason
 
 
@@ -92,15 +94,15 @@ def _tried(wrong: Callable[[], str], consequence: str) -> str:
 def _wrong_attention(sizes: Sizes) -> str:
     """What is wrong with the kernels' results, by a computation on the host: single tokens and
     chunks, rows that are split and that are not, with and without a window."""
-    for longest, chunk, window in (
-        (LONG, 1, None),
-        (SHORT, 1, WINDOW),
-        (LONG, CHUNK, WINDOW),
-        (SHORT, CHUNK, None),
+    for longest, bound, chunk, window in (
+        (LONG, BOUND, 1, None),
+        (SHORT, SHORT, 1, WINDOW),
+        (LONG, LONG, CHUNK, None),
+        (SHORT, SHORT, CHUNK, WINDOW),
     ):
         inputs = example(sizes, longest, chunk)
         page, scale = sizes.page, sizes.size**-0.5
-        bounds: dict[str, Any] = {"page": page, "longest": longest, "chunk": chunk}
+        bounds: dict[str, Any] = {"page": page, "longest": bound, "chunk": chunk}
         there = tuple(x.to(sizes.device) for x in inputs)
         found = paged_launch.attend(*there, **bounds, scale=scale, window=window).float().cpu()
         exact = tuple(x.float() if x.is_floating_point() else x for x in inputs)
