@@ -8,6 +8,7 @@ same as a freshly started one.
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -56,6 +57,10 @@ def preload(run: Path, group: str) -> None:
     for reference in used:
         if reference.startswith(OWN_PACKAGE):
             resolve(reference)
+    # What was imported lives as long as the workers. Each full collection would visit its million
+    # objects, and write to pages that they share with this process.
+    gc.collect()
+    gc.freeze()
 
 
 def serve(agent: Connection, rank: int) -> Connection | None:
