@@ -52,6 +52,53 @@ void paged_op(Tensor q, Tensor keys, Tensor values, Tensor tables, Tensor rows, 
           torch_pool());
 }
 
+void decode_op(Tensor heads, std::optional<Tensor> cos, std::optional<Tensor> sin, Tensor keys,
+               Tensor values, Tensor slots, Tensor tables, Tensor rows, Tensor lengths, Tensor out,
+               int64_t page, double scale, int64_t window) {
+    const int64_t kv_heads = keys.size(1);
+    decode({{nullptr, data_of<float>(keys), data_of<float>(values), data_of<int64_t>(tables),
+             data_of<int64_t>(rows), data_of<int64_t>(lengths), data_of<float>(out), heads.size(0),
+             tables.size(1), page, heads.size(1) - 2 * kv_heads, kv_heads, heads.size(2), window,
+             static_cast<float>(scale)},
+            data_of<float>(heads), static_cast<const float*>(pointer(cos)),
+            static_cast<const float*>(pointer(sin)), data_of<int64_t>(slots), data_of<float>(keys),
+            data_of<float>(values)},
+           torch_pool());
+}
+
+void norm_op(Tensor x, Tensor weight, Tensor out, Tensor scales, double eps, double offset) {
+    norm({data_of<float>(x), data_of<float>(weight), data_of<float>(out), data_of<float>(scales),
+          scales.numel(), weight.numel(), static_cast<float>(eps), static_cast<float>(offset)},
+         torch_pool());
+}
+
+void norm_gradient_op(Tensor grad, Tensor x, Tensor weight, Tensor scales, Tensor grad_x,
+                      Tensor grad_weight, double offset) {
+    norm_gradient({data_of<float>(grad), data_of<float>(x), data_of<float>(weight),
+                   data_of<float>(scales), data_of<float>(grad_x), data_of<float>(grad_weight),
+                   scales.numel(), weight.numel(), static_cast<float>(offset)},
+                  torch_pool());
+}
+
+void gated_op(Tensor gate, Tensor up, Tensor product) {
+    gated({data_of<float>(gate), data_of<float>(up), nullptr, data_of<float>(product), nullptr,
+           product.size(0), product.size(1), gate.stride(0)},
+          torch_pool());
+}
+
+void gated_gradient_op(Tensor gate, Tensor up, Tensor grad, Tensor product, Tensor gradients) {
+    gated_gradient({data_of<float>(gate), data_of<float>(up), data_of<float>(grad),
+                    data_of<float>(product), data_of<float>(gradients), product.size(0),
+                    product.size(1), gate.stride(0)},
+                   torch_pool());
+}
+
+void rotate_op(Tensor x, Tensor cos, Tensor sin, Tensor out, double sign) {
+    rotate({data_of<float>(x), data_of<float>(cos), data_of<float>(sin), data_of<float>(out),
+            x.size(0), x.size(1), x.size(2), x.stride(0), static_cast<float>(sign)},
+           torch_pool());
+}
+
 constexpr const char* paged_schema =
     "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor tables, Tensor rows, "
     "Tensor lengths, Tensor(a!) out, int page, float scale, int window) -> ()";
@@ -63,6 +110,17 @@ STABLE_TORCH_LIBRARY(slurmrl_cpu, m) {
     m.def(scan_schema);
     m.def(copy_schema);
     m.def(paged_schema);
+    m.def("decode(Tensor heads, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, "
+          "Tensor slots, Tensor tables, Tensor rows, Tensor lengths, Tensor(c!) out, int page, "
+          "float scale, int window) -> ()");
+    m.def("norm(Tensor x, Tensor weight, Tensor(a!) out, Tensor(b!) scales, float eps, "
+          "float offset) -> ()");
+    m.def("norm_gradient(Tensor grad, Tensor x, Tensor weight, Tensor scales, Tensor(a!) grad_x, "
+          "Tensor(b!) grad_weight, float offset) -> ()");
+    m.def("gated(Tensor gate, Tensor up, Tensor(a!) product) -> ()");
+    m.def("gated_gradient(Tensor gate, Tensor up, Tensor grad, Tensor(a!) product, "
+          "Tensor(b!) gradients) -> ()");
+    m.def("rotate(Tensor x, Tensor cos, Tensor sin, Tensor(a!) out, float sign) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(slurmrl_cpu, CPU, m) {
@@ -70,6 +128,12 @@ STABLE_TORCH_LIBRARY_IMPL(slurmrl_cpu, CPU, m) {
     m.impl("scan", TORCH_BOX(&scan_op));
     m.impl("copy", TORCH_BOX(&copy_op));
     m.impl("paged_attention", TORCH_BOX(&paged_op));
+    m.impl("decode", TORCH_BOX(&decode_op));
+    m.impl("norm", TORCH_BOX(&norm_op));
+    m.impl("norm_gradient", TORCH_BOX(&norm_gradient_op));
+    m.impl("gated", TORCH_BOX(&gated_op));
+    m.impl("gated_gradient", TORCH_BOX(&gated_gradient_op));
+    m.impl("rotate", TORCH_BOX(&rotate_op));
 }
 
 }  // namespace slurmrl::cpu

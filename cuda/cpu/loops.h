@@ -30,10 +30,69 @@ struct Paged {
     float scale;
 };
 
+// The same where each token's queries, key and value lie side by side: the key is turned by the
+// token's angles and written with the value into the token's cell, then the turned queries attend.
+struct Decode {
+    Paged paged;          // without q
+    const float* heads;   // [T, heads + 2 kv_heads, D]
+    const float* cos;     // [T, D], every angle twice; null where nothing is turned
+    const float* sin;     // the same, negated in the first half
+    const int64_t* slots; // [T]
+    float* keys;          // those of `paged`
+    float* values;        // the same
+};
+
+// Rows x / sqrt(mean(x^2) + eps) * (weight + offset).
+struct Norm {
+    const float* x;       // [rows, size]
+    const float* weight;  // [size]
+    float* out;           // [rows, size]
+    float* scales;        // [rows]: 1 / sqrt(mean(x^2) + eps)
+    int64_t rows, size;
+    float eps, offset;
+};
+
+struct NormGradient {
+    const float* grad;    // [rows, size]
+    const float* x;       // the same
+    const float* weight;  // [size]
+    const float* scales;  // [rows]
+    float* grad_x;        // [rows, size]
+    float* grad_weight;   // [size]
+    int64_t rows, size;
+    float offset;
+};
+
+// Rows silu(gate) * up.
+struct Gated {
+    const float* gate;  // [rows, size], `stride` from row to row
+    const float* up;    // the same
+    const float* grad;  // [rows, size], of the product; for the gradients only
+    float* product;     // [rows, size]
+    float* gradients;   // [rows, 2 size]: of gate and of up
+    int64_t rows, size, stride;
+};
+
+// The pairs (i, i + size / 2) of each head, turned by the angles of its token.
+struct Rotation {
+    const float* x;    // [tokens, heads, size], `stride` from token to token
+    const float* cos;  // [tokens, size], every angle twice
+    const float* sin;  // the same, negated in the first half
+    float* out;        // [tokens, heads, size]
+    int64_t tokens, heads, size, stride;
+    float sign;  // -1 turns back
+};
+
 void gae(const Gae& arguments, const Pool& pool);
 void scan(const Scan& arguments, const Pool& pool);
 void move(const Move& arguments, const Pool& pool);
 void blend(const Blend& arguments, const Pool& pool);
 void paged(const Paged& arguments, const Pool& pool);
+void decode(const Decode& arguments, const Pool& pool);
+void norm(const Norm& arguments, const Pool& pool);
+void norm_gradient(const NormGradient& arguments, const Pool& pool);
+void gated(const Gated& arguments, const Pool& pool);
+void gated_gradient(const Gated& arguments, const Pool& pool);
+void rotate(const Rotation& arguments, const Pool& pool);
 
 }  // namespace slurmrl::cpu

@@ -5,50 +5,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <vector>
 
+#include "lanes.h"
 #include "loops.h"
-
-#if defined(__x86_64__) && defined(__gnu_linux__)
-#define SLURMRL_WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define SLURMRL_WIDEST
-#endif
-#define SLURMRL_INLINE __attribute__((always_inline)) inline
 
 namespace slurmrl::cpu {
 namespace {
-
-constexpr int64_t lanes = 16;
-typedef float Lanes __attribute__((vector_size(sizeof(float) * lanes)));
-typedef int32_t Bits __attribute__((vector_size(sizeof(int32_t) * lanes)));
-
-SLURMRL_INLINE Lanes load(const float* from) {
-    Lanes x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
-}
-
-SLURMRL_INLINE void store(float* to, const Lanes& x) { std::memcpy(to, &x, sizeof x); }
-
-SLURMRL_INLINE Lanes load(const float* from, int64_t count) {
-    Lanes x{};
-    std::memcpy(&x, from, sizeof(float) * static_cast<size_t>(count));
-    return x;
-}
-
-SLURMRL_INLINE void store(float* to, const Lanes& x, int64_t count) {
-    std::memcpy(to, &x, sizeof(float) * static_cast<size_t>(count));
-}
-
-SLURMRL_INLINE float sum(Lanes x) {
-    x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    return x[0] + x[1];
-}
 
 SLURMRL_INLINE float largest(const Lanes& x) {
     float most = x[0];
@@ -84,28 +48,6 @@ SLURMRL_INLINE Lanes sums(const Lanes& a, const Lanes& b, const Lanes& c, const 
                                    27) +
            __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30,
                                    31);
-}
-
-// e^x for x <= 0, to about one unit in the last place; 0 below -87.
-SLURMRL_INLINE Lanes exponential(Lanes x) {
-    const Lanes low = Lanes{} - 87.0F;
-    const auto tiny = x < low;
-    x = tiny ? low : x;
-    // n = round(x / ln 2) by adding and subtracting 1.5 2^23; then e^x = 2^n e^r, |r| <= ln 2 / 2.
-    const Lanes shifted = x * 1.44269504F + 12582912.0F;
-    const Lanes n = shifted - 12582912.0F;
-    const Lanes r = (x - n * 0.693359375F) + n * 2.12194440e-4F;
-    Lanes p = r * 1.9875691500e-4F + 1.3981999507e-3F;
-    p = p * r + 8.3334519073e-3F;
-    p = p * r + 4.1665795894e-2F;
-    p = p * r + 1.6666665459e-1F;
-    p = p * r + 5.0000001201e-1F;
-    p = p * r * r + r + 1.0F;
-    const Bits power = (__builtin_convertvector(n, Bits) + 127) << 23;
-    Lanes scale;
-    std::memcpy(&scale, &power, sizeof scale);
-    p *= scale;
-    return tiny ? Lanes{} : p;
 }
 
 struct Row {
@@ -233,32 +175,79 @@ int64_t find_cells(const Paged& p, int64_t token, std::vector<int64_t>& cells) {
     return length - first;
 }
 
-void attend_token(const Paged& p, int64_t token, std::vector<int64_t>& cells,
+// q: the token's queries [heads, size].
+void attend_token(const Paged& p, int64_t token, const float* q, std::vector<int64_t>& cells,
                   std::vector<float>& scores) {
     const int64_t count = find_cells(p, token, cells), group = p.heads / p.kv_heads;
     const auto padded = static_cast<int64_t>(cells.size());
     scores.resize(static_cast<size_t>(group * (padded + 1)));
     for (int64_t head = 0; head < p.kv_heads; ++head) {
-        const int64_t own = (token * p.heads + head * group) * p.size;
-        attend({p.q + own, p.keys + head * p.size, p.values + head * p.size, cells.data(),
-                scores.data(), p.out + own, count, padded, group, p.size, p.scale},
+        const int64_t own = head * group * p.size;
+        attend({q + own, p.keys + head * p.size, p.values + head * p.size, cells.data(),
+                scores.data(), p.out + token * p.heads * p.size + own, count, padded, group,
+                p.size, p.scale},
                scores.data() + group * padded);
     }
 }
 
+// Writes the turned key and the value of a token into its cell.
+SLURMRL_WIDEST void keep(const Decode& d, int64_t token) {
+    const Paged& p = d.paged;
+    const int64_t row = p.kv_heads * p.size, cell = d.slots[token] * row;
+    const float* key = d.heads + token * (p.heads + 2 * p.kv_heads) * p.size + p.heads * p.size;
+    std::copy_n(key + row, row, d.values + cell);
+    if (!d.cos) {
+        std::copy_n(key, row, d.keys + cell);
+        return;
+    }
+    const float *cos = d.cos + token * p.size, *sin = d.sin + token * p.size;
+    for (int64_t head = 0; head < row; head += p.size) {
+        turn(key + head, cos, sin, 1.0F, p.size, d.keys + cell + head);
+    }
+}
+
+SLURMRL_WIDEST void turn_queries(const Decode& d, int64_t token, float* out) {
+    const Paged& p = d.paged;
+    const float* q = d.heads + token * (p.heads + 2 * p.kv_heads) * p.size;
+    const float *cos = d.cos + token * p.size, *sin = d.sin + token * p.size;
+    for (int64_t head = 0; head < p.heads * p.size; head += p.size) {
+        turn(q + head, cos, sin, 1.0F, p.size, out + head);
+    }
+}
+
+// Calls body(token) for all tokens, on the pool's threads.
+template <typename F>
+void for_each_token(int64_t tokens, const Pool& pool, F body) {
+    if (pool.threads > 1) {
+        pool.run(tokens, [](int64_t token, void* f) { (*static_cast<F*>(f))(token); }, &body);
+        return;
+    }
+    for (int64_t token = 0; token < tokens; ++token) body(token);
+}
+
+thread_local std::vector<int64_t> own_cells;
+thread_local std::vector<float> own_scores, own_queries;
+
 }  // namespace
 
 void paged(const Paged& p, const Pool& pool) {
-    const auto body = [](int64_t token, void* context) {
-        thread_local std::vector<int64_t> cells;
-        thread_local std::vector<float> scores;
-        attend_token(*static_cast<const Paged*>(context), token, cells, scores);
-    };
-    if (pool.threads > 1) {
-        pool.run(p.tokens, body, const_cast<Paged*>(&p));
-        return;
-    }
-    for (int64_t token = 0; token < p.tokens; ++token) body(token, const_cast<Paged*>(&p));
+    for_each_token(p.tokens, pool, [&](int64_t token) {
+        attend_token(p, token, p.q + token * p.heads * p.size, own_cells, own_scores);
+    });
+}
+
+void decode(const Decode& d, const Pool& pool) {
+    const Paged& p = d.paged;
+    for_each_token(p.tokens, pool, [&](int64_t token) { keep(d, token); });
+    for_each_token(p.tokens, pool, [&](int64_t token) {
+        const float* q = d.heads + token * (p.heads + 2 * p.kv_heads) * p.size;
+        if (d.cos) {
+            own_queries.resize(static_cast<size_t>(p.heads * p.size));
+            turn_queries(d, token, own_queries.data());
+            q = own_queries.data();
+        }
+        attend_token(p, token, q, own_cells, own_scores);
+    });
 }
 
 }  // namespace slurmrl::cpu

@@ -11,27 +11,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slurmrl.models.attention import Attention, AttentionCore
+from slurmrl.models.attention import Attention, AttentionSpec
 from slurmrl.models.decoder import Decoder, ResidualLayer
 from slurmrl.models.mlp import GatedMLP
 from slurmrl.models.norm import RMSNorm
 from slurmrl.models.parallel.linear import RowLinear
 from slurmrl.models.rotary import Rotation
-from slurmrl.ops.gated import ACTIVATIONS, gated_halves
+from slurmrl.ops import rows
+from slurmrl.ops.gated import ACTIVATIONS, COMPILED, gated_halves
 from slurmrl.ops.products import PackedMatrix, packable, wide_product
 from slurmrl.ops.rotary import rotate
 
 Apply = Callable[[Tensor], Tensor]
-Forward = Callable[[Tensor, Tensor, AttentionCore], Tensor]
-"""(input_ids [T], positions [T], core) -> hidden states [T, h]."""
 PACKED_BYTES = 256 * 2**20
 """Models of up to this size are copied for faster products, where there are any."""
+
+
+class HeadsCore(Protocol):
+    """Attention of tokens whose heads come as one tensor."""
+
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As an ``AttentionCore``."""
+        ...
+
+    def of_heads(self, spec: AttentionSpec, heads: Tensor, rotation: Rotation | None) -> Tensor:
+        """heads [T, Hq + 2 Hkv, D], before the rotation of queries and keys -> [T, Hq, D]."""
+        ...
+
+
+Forward = Callable[[Tensor, Tensor, HeadsCore], Tensor]
+"""(input_ids [T], positions [T], core) -> hidden states [T, h]."""
 
 
 def short_forward(decoder: Decoder) -> Forward | None:
@@ -45,7 +60,7 @@ def short_forward(decoder: Decoder) -> Forward | None:
     packed = packs(decoder)
     layers = [_Layer(cast(ResidualLayer, layer), packed) for layer in decoder.layers]
 
-    def run(input_ids: Tensor, positions: Tensor, core: AttentionCore) -> Tensor:
+    def run(input_ids: Tensor, positions: Tensor, core: HeadsCore) -> Tensor:
         x = decoder.embed(embedding(input_ids), positions)
         rotation = decoder.rotation(positions, x.dtype)
         for layer in layers:
@@ -115,24 +130,20 @@ class _Layer:
         self._plain_heads = isinstance(attention.q_norm, nn.Identity)
         self._feed_forward = _feed_forward(layer.mlp, packed)
 
-    def __call__(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Rotation | None, core: HeadsCore) -> Tensor:
         heads = self._qkv(self._before(x)).view(x.shape[0], -1, self._attention.head_dim)
-        q, k, v = self._rotated(heads, rotation)
-        x = self._mixed(x, core(self._attention.spec, q, k, v).flatten(1))
+        x = self._mixed(x, self._attended(heads, rotation, core).flatten(1))
         return self._feed_forward(x, self._between(x))
 
-    def _rotated(self, heads: Tensor, rotation: Rotation | None) -> Sequence[Tensor]:
+    def _attended(self, heads: Tensor, rotation: Rotation | None, core: HeadsCore) -> Tensor:
+        attention = self._attention
+        if self._plain_heads:
+            return core.of_heads(attention.spec, heads, rotation)
         q, k, v = heads.split_with_sizes(self._sizes, 1)
-        if not self._plain_heads:
-            q, k = self._attention.q_norm(q), self._attention.k_norm(k)
-        if rotation is None:
-            return q, k, v
-        if heads.is_cuda or not self._plain_heads:
-            return rotate(q, *rotation), rotate(k, *rotation), v
-        both = heads[:, : sum(self._sizes[:2])]
-        cos, sin = rotation
-        turned = (both * cos).addcmul_(both.roll(both.shape[-1] // 2, -1), sin)
-        return *turned.split_with_sizes(self._sizes[:2], 1), v
+        q, k = attention.q_norm(q), attention.k_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        return core(attention.spec, q, k, v)
 
 
 def _norm(module: nn.Module) -> Apply:
@@ -140,6 +151,8 @@ def _norm(module: nn.Module) -> Apply:
     if not isinstance(module, RMSNorm) or module.offset or module.weight.dtype.itemsize < 4:
         return module
     weight, eps = module.weight, module.eps
+    if rows.fits(weight):
+        return lambda x: rows.rms_norm(x, weight, eps, 0.0)[0]
     return lambda x: F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -179,13 +192,14 @@ def _feed_forward(block: nn.Module, packed: bool) -> Callable[[Tensor, Tensor], 
     both = _product((block.gate_proj, block.up_proj), packed)
     down = _add_product(block.down_proj, packed)
     name, value = block.activation, ACTIVATIONS[block.activation].value
+    compiled = name == COMPILED and rows.fits(block.down_proj.weight)
 
     def run(residual: Tensor, x: Tensor) -> Tensor:
         halves = both(x)
         if halves.is_cuda:
             return down(residual, gated_halves(halves, name))
         gate, up = halves.chunk(2, -1)
-        return down(residual, value(gate).mul_(up))
+        return down(residual, rows.gated_product(gate, up) if compiled else value(gate).mul_(up))
 
     return run
 

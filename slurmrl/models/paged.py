@@ -7,6 +7,7 @@ cache, Hkv key and value heads, D head size, h hidden size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,15 @@ from slurmrl.models.attention import AttentionSpec, kv_heads
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.inference import Apply, Forward, head_product, packs, short_forward
 from slurmrl.models.parallel.heads import rows_of
+from slurmrl.models.rotary import Rotation
 from slurmrl.ops.attention import Packing, packed_attention
-from slurmrl.ops.paged_attention import paged_attention, reads_in_place, write_cells
+from slurmrl.ops.paged_attention import (
+    attend_heads,
+    paged_attention,
+    reads_in_place,
+    write_cells,
+)
+from slurmrl.ops.rotary import rotate
 
 PADDED = 8
 """Calls with packed matrices read a multiple of this many tokens; from 64 on, of a quarter of the
@@ -114,17 +122,31 @@ class PagedCore:
             own = (q[:fresh], k[:fresh], v[:fresh])
             parts.append(packed_attention(*own, call.fresh, spec.scale, spec.window))
         if fresh < q.shape[0]:
-            parts.append(
-                paged_attention(
-                    *(q[fresh:], keys, values, call.tables, call.rows, call.lengths),
-                    page=self._cache.page,
-                    longest=call.longest,
-                    chunk=call.chunk,
-                    scale=spec.scale,
-                    window=spec.window,
-                )
-            )
+            places = (call.tables, call.rows, call.lengths)
+            parts.append(paged_attention(q[fresh:], keys, values, *places, **self._sizes(spec)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def of_heads(self, spec: AttentionSpec, heads: Tensor, rotation: Rotation | None) -> Tensor:
+        """heads [T, Hq + 2 Hkv, D] -> [T, Hq, D]."""
+        call, (keys, values) = self._call, self._cache.layers[spec.layer]
+        if not call.fresh_tokens:
+            places = (call.slots, call.tables, call.rows, call.lengths)
+            return attend_heads(heads, rotation, keys, values, *places, **self._sizes(spec))
+        kv_heads = keys.shape[1]
+        q, k, v = heads.split_with_sizes([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        return self(spec, q, k, v)
+
+    def _sizes(self, spec: AttentionSpec) -> dict[str, Any]:
+        call = self._call
+        return {
+            "page": self._cache.page,
+            "longest": call.longest,
+            "chunk": call.chunk,
+            "scale": spec.scale,
+            "window": spec.window,
+        }
 
 
 class PagedDecoder:

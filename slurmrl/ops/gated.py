@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from slurmrl.ops import fused
+from slurmrl.ops import fused, rows
 
 aten: Any = torch.ops.aten
 
@@ -40,6 +40,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu": Activation(F.relu, partial(aten.threshold_backward, threshold=0)),
 }
 """By the names of configs."""
+COMPILED = "silu"
+"""The activation of which CPUs have a compiled form."""
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -115,6 +117,8 @@ class _GatedLinear(torch.autograd.Function):
 def _product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if fused.fits(gate):
         return fused.gated_product(gate, up, activation)
+    if activation == COMPILED and rows.fits(gate):
+        return rows.gated_product(gate, up)
     return ACTIVATIONS[activation].value(gate) * up
 
 
@@ -123,6 +127,8 @@ def _gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> tuple
     [T, 2i]."""
     if fused.fits(gate):
         return fused.gated_gradient(gate, up, grad, activation)
+    if activation == COMPILED and rows.fits(gate):
+        return rows.gated_gradient(gate, up, grad)
     function = ACTIVATIONS[activation]
     value = function.value(gate)
     return value * up, torch.cat((function.gradient(grad * up, gate), grad * value), -1)

@@ -1,4 +1,5 @@
-"""Root-mean-square norm: torch's fused kernel on GPUs, else few passes in both directions."""
+"""Root-mean-square norm: torch's fused kernel on GPUs, one compiled pass on CPUs in float32, else
+few passes in both directions."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from slurmrl.ops import rows
 from slurmrl.ops.checks import wide
 
 
@@ -31,11 +33,15 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        ctx.offset = offset
+        if rows.fits(x, weight):
+            out, scale = rows.rms_norm(x, weight, eps, offset)
+            ctx.save_for_backward(x, weight, scale)
+            return out
         exact = x.to(wide(x.dtype))
         mean_square = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_() / x.shape[-1]
         scale = mean_square.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        ctx.offset = offset
         normed: Tensor = exact * scale
         if offset:
             return normed.mul_(weight.to(exact.dtype) + offset).to(x.dtype)
@@ -45,6 +51,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, scale = ctx.saved_tensors
+        if rows.fits(x, weight):
+            return *rows.rms_norm_gradient(grad, x, weight, scale, ctx.offset), None, None
         grad, factor = grad.to(scale.dtype), weight.to(scale.dtype)
         if ctx.offset:
             factor = factor + ctx.offset

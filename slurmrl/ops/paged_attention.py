@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from slurmrl.ops import paged_check, paged_launch
-from slurmrl.ops.native.load import SMALL_ELEMENTS, operators
+from slurmrl.ops.native.load import BUILT, operators
 from slurmrl.ops.paged_reference import reference
-
-BUILT = SMALL_ELEMENTS
-"""The compiled form is used for any size: a token's result must not depend on how many others there
-are."""
+from slurmrl.ops.rotary import rotate
 
 
 def reads_in_place(cache: Tensor, heads: int, page: int) -> bool:
@@ -58,7 +55,7 @@ def paged_attention(
         return reference(q, keys, values, tables, rows, lengths, page, longest, scale, window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     inputs = (q.contiguous(), keys, values, tables, rows, lengths)
-    native.paged_attention(*inputs, out, page, scale, window or 0)
+    native.paged_attention.default(*inputs, out, page, scale, window or 0)
     return out
 
 
@@ -70,6 +67,46 @@ def write_cells(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tenso
         return
     keys.index_copy_(0, slots, k)
     values.index_copy_(0, slots, v)
+
+
+def attend_heads(
+    heads: Tensor,
+    rotation: tuple[Tensor, Tensor] | None,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    *,
+    page: int,
+    longest: int,
+    scale: float,
+    window: int | None,
+    chunk: int = 1,
+) -> Tensor:
+    """`paged_attention` of tokens whose keys and values are not in the cache yet.
+
+    heads [T, Hq + 2 Hkv, D]: the queries, the key and the value of each token; queries and keys are
+    rotated by ``rotation``, as `ops.rotary.rotate` does it. Keys and values are written into the
+    cells ``slots`` [T] int64.
+    """
+    native = _compiled(heads)
+    count, size = heads.shape[1] - 2 * keys.shape[1], heads.shape[2]
+    if native is not None:
+        out = heads.new_empty((heads.shape[0], count, size))
+        cos, sin = rotation or (None, None)
+        where = (keys, values, slots, tables, rows, lengths, out)
+        native.decode.default(heads.contiguous(), cos, sin, *where, page, scale, window or 0)
+        return out
+    q, k, v = heads.split_with_sizes([count, *[keys.shape[1]] * 2], 1)
+    if rotation is not None:
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+    write_cells(keys, values, slots, k, v)
+    sizes: dict[str, Any] = {"page": page, "longest": longest, "chunk": chunk}
+    return paged_attention(
+        *(q, keys, values, tables, rows, lengths), **sizes, scale=scale, window=window
+    )
 
 
 def _attends(cache: Tensor, heads: int, page: int) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slurmrl.ops import fused
+from slurmrl.ops import fused, rows
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -39,4 +39,6 @@ class _Rotate(torch.autograd.Function):
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     if fused.fits(x):
         return fused.rotate(x, cos, sin, sign)
+    if rows.fits(x):
+        return rows.rotate(x, cos, sin, sign)
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin, value=sign)

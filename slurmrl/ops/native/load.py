@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from functools import cache
 from typing import Any
@@ -15,6 +16,10 @@ from slurmrl.ops.native.recipe import Half
 
 SMALL_ELEMENTS = 2**18
 """Below this size torch takes under 10 ms on a CPU, with the same bits: not worth a build."""
+
+BUILT = SMALL_ELEMENTS
+"""For operators whose compiled form is used for tensors of any size: what a token gets must not
+depend on how many others there are."""
 
 HALVES = {"cpu": Half.CPU, "cuda": Half.CUDA}
 """The half for each device type."""
@@ -103,4 +108,9 @@ def _ready_or_warn(device: torch.device) -> Any | None:
 
 
 def _choice() -> Choice:
-    return Choice(env.OPS.get())
+    return _parsed(os.environ.get(env.OPS.name, ""))
+
+
+@cache
+def _parsed(text: str) -> Choice:
+    return Choice(env.OPS.get({env.OPS.name: text}))

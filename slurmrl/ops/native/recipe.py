@@ -43,7 +43,13 @@ class Half(StrEnum):
 
 
 FILES: dict[Half, tuple[str, ...]] = {
-    Half.CPU: ("cpu/binding.cpp", "cpu/scan.cpp", "cpu/intervals.cpp", "cpu/paged.cpp"),
+    Half.CPU: (
+        "cpu/binding.cpp",
+        "cpu/scan.cpp",
+        "cpu/intervals.cpp",
+        "cpu/paged.cpp",
+        "cpu/rows.cpp",
+    ),
     Half.CUDA: ("gpu/binding.cpp", "gpu/scan.cu", "gpu/intervals.cu"),
 }
 """The compiled files; headers are in the same folders."""
