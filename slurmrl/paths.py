@@ -187,8 +187,9 @@ class RunPaths:
         """The scores of the items of evaluations during training."""
         return self.run / "evaluations"
 
-    def evaluation(self, step: int) -> Path:
-        return self.evaluations / f"step-{step:08d}.json"
+    def evaluation(self, step: int, suite: str = "") -> Path:
+        name = f".{suite}" if suite else ""
+        return self.evaluations / f"step-{step:08d}{name}.json"
 
     @property
     def metrics(self) -> Path:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from slurmrl.config.schema import Dataset
     from slurmrl.data.sample import SequenceSample
     from slurmrl.engines.base import GenerateEngine, TrainEngine
     from slurmrl.plan.settings import Settings
@@ -33,7 +34,8 @@ class CallContext:
     """Values of the master's scalar controller."""
     tokenizer: PreTrainedTokenizerBase
     settings: Settings
-    """``settings.config`` is the whole configuration, ``settings.algorithm`` the schema."""
+    """``settings.config`` is the whole configuration, ``settings.algorithm`` the schema. In the
+    evaluation of a suite, ``config.evaluation`` and ``config.reward`` are the suite's."""
     stop_token_ids: tuple[int, ...]
     """The tokens that end a completion."""
     batch: tuple[str, ...]
@@ -47,6 +49,13 @@ class CallContext:
     stored: Callable[[str], SampleGroup] | None = None
     """Reads the completions of an item, by its id, where rollout tasks have made them. Raises
     SampleFileError, EnvironmentFailure."""
+
+    @property
+    def dataset(self) -> Dataset:
+        """The section of the dataset whose items the call gets."""
+        config = self.settings.config
+        evaluates = self.evaluation and config.evaluation is not None
+        return config.held_out if evaluates else config.dataset
 
 
 @dataclass(frozen=True)

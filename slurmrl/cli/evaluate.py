@@ -8,7 +8,7 @@ import click
 
 from slurmrl.cli import completion
 from slurmrl.cli.options import common, examples, submitting
-from slurmrl.cli.start import carry_out
+from slurmrl.cli.start import carry_out_all
 
 
 @click.command(
@@ -27,12 +27,20 @@ from slurmrl.cli.start import carry_out
     help="The model: a checkpoint of a trial (default: its newest), the folder of a model, or "
     "hf://org/name.",
 )
+@click.option(
+    "--suite",
+    "suites",
+    multiple=True,
+    metavar="NAME",
+    help="A suite of CONFIG's evaluation; may be repeated. Default: all of them.",
+)
 @submitting
 @click.option("--new", is_flag=True, help="Start a new trial under the next free name.")
 @common
 def evaluate(
     config: Path,
     checkpoint: str,
+    suites: tuple[str, ...],
     overrides: tuple[str, ...],
     scheduler: str | None,
     wait: bool | None,
@@ -49,14 +57,26 @@ def evaluate(
     rows of its dataset, or one of algorithm evaluate. Overrides are those of algorithm evaluate:
     rollout.n=16, dataset.path=FILE, trial=NAME.
 
-    The trial is EXPERIMENT-eval/CHECKPOINT. The same command again continues it if it was
-    interrupted.
+    The trial is EXPERIMENT-eval/CHECKPOINT; of an evaluation with suites, each has a trial
+    EXPERIMENT-eval/CHECKPOINT-SUITE. The same command again continues what was interrupted.
     """
-    from slurmrl.submission.evaluating import evaluation_of
+    from slurmrl.errors import UsageError
+    from slurmrl.submission.evaluating import choose_suites, evaluation_of
     from slurmrl.submission.proposal import propose
     from slurmrl.submission.trials import chosen_root
 
-    derive = evaluation_of(checkpoint, chosen_root(root))
-    proposal = propose(config, overrides, root=root, scheduler=scheduler, new=new, derive=derive)
+    chosen = choose_suites(config, suites)
+    if len(chosen) > 1 and any(override.startswith("trial=") for override in overrides):
+        raise UsageError("trial=NAME is for one suite: each has a trial of its own; add --suite")
+    proposals = [
+        propose(
+            *(config, overrides),
+            root=root,
+            scheduler=scheduler,
+            new=new,
+            derive=evaluation_of(checkpoint, chosen_root(root), suite),
+        )
+        for suite in chosen
+    ]
     check_s = None if no_check else check_timeout
-    return carry_out(proposal, check_s=check_s, dry_run=dry_run, wait=wait, as_json=as_json)
+    return carry_out_all(proposals, check_s=check_s, dry_run=dry_run, wait=wait, as_json=as_json)

@@ -18,7 +18,9 @@ from slurmrl.cli.options import common, examples, json_option
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
 @click.option(
-    "--evaluation", is_flag=True, help="Show the graph of an evaluation, not of a training step."
+    "--evaluation",
+    is_flag=True,
+    help="Show the graph of an evaluation (of its first suite), not of a training step.",
 )
 @click.option("--svg", type=click.Path(path_type=Path), help="Write the graph to this SVG file.")
 @json_option
@@ -51,7 +53,8 @@ def graph(
     if evaluation:
         if settings.config.evaluation is None:
             raise UsageError(f"{config} has no evaluation section")
-        calls, dataset = plan.evaluation_calls, settings.config.evaluation.dataset
+        suite, own = next(iter(settings.config.evaluations.items()))
+        calls, dataset = plan.evaluation(suite), own.held_out
     warnings = unread(calls, dataset.kind, evaluation=evaluation)
     models = {name: model.backend for name, model in plan.models.items()}
     shown = values(calls, DATASET_KEYS[dataset.kind], models, warnings)

@@ -58,8 +58,16 @@ def progress(status: Status) -> str:
 def metrics(values: Mapping[str, Any]) -> str:
     """Return ``reward 0.41  kl 0.003  …``."""
     estimates = dict(_estimates(values))
-    alone = (name for name in SHOWN if name in values and name not in estimates)
+    shown = [*SHOWN, *(name for name in values if _of_suite(name) in SHOWN)]
+    alone = (name for name in shown if name in values and name not in estimates)
     return "  ".join([*(f"{name} {number(values[name])}" for name in alone), *estimates.values()])
+
+
+def _of_suite(name: str) -> str:
+    """Return ``eval/reward`` for ``eval/gsm8k/reward``, the metric of a suite."""
+    first, _, rest = name.partition("/")
+    _, _, own = rest.partition("/")
+    return f"eval/{own}" if first == "eval" and own else ""
 
 
 def _estimates(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -45,13 +45,30 @@ def carry_out(
     as_json: bool,
 ) -> int:
     """Check (None: do not) and start a trial, or show what a ``dry_run`` would start."""
+    return carry_out_all([proposal], check_s=check_s, dry_run=dry_run, wait=wait, as_json=as_json)
+
+
+def carry_out_all(
+    proposals: Sequence[Proposal],
+    *,
+    check_s: float | None,
+    dry_run: bool,
+    wait: bool | None,
+    as_json: bool,
+) -> int:
+    """`carry_out` for several trials: all are checked before the first one starts, and none starts
+    after one that was watched and did not finish."""
     from slurmrl.cli.dry_run import show
     from slurmrl.submission.submit import rehearse
 
-    checked = look_over(proposal, check_s)
-    if dry_run:
-        return show(proposal, checked, rehearse(proposal), as_json=as_json)
-    return start(proposal, checked, wait=wait, as_json=as_json)
+    checked = [look_over(proposal, check_s) for proposal in proposals]
+    code = 0
+    for proposal, findings in zip(proposals, checked, strict=True):
+        if dry_run:
+            code = show(proposal, findings, rehearse(proposal), as_json=as_json) or code
+        elif code == 0:
+            code = start(proposal, findings, wait=wait, as_json=as_json)
+    return code
 
 
 def start(

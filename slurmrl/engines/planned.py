@@ -42,7 +42,7 @@ def moves(settings: Settings, plan: Plan) -> Iterator[dict[str, Any]]:
     """
     budget = settings.config.transfer.staging_mib << 20
     calls: dict[Reallocation, list[CallPlan]] = defaultdict(list)
-    for call in (*plan.calls, *plan.evaluation_calls):
+    for call in plan.all_calls:
         for hook in (*call.pre_hooks, *call.post_hooks):
             if isinstance(hook, Reallocation):
                 calls[hook].append(call)

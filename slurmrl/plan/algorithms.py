@@ -6,7 +6,7 @@ it makes. Schemas are torch-free; implementations are separate modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final, Literal, Protocol, Self, TypeAlias, get_args
 
 from slurmrl.config.schema import Config
@@ -47,12 +47,17 @@ ALGORITHMS = Registry(
 
 def uses_of(config: Config, algorithm: Algorithm) -> tuple[RoleUse, ...]:
     """The models of a trial: those of the algorithm, and the reward model if a call uses it."""
-    calls = list(algorithm.calls(config))
-    if config.evaluation is not None:
-        calls += algorithm.evaluation_calls(config)
+    calls = list(all_calls(config, algorithm))
     if all(call.role != REWARD_MODEL for call in calls):
         return algorithm.roles()
     return (*algorithm.roles(), RoleUse(REWARD_MODEL, trained=False, head="value"))
+
+
+def all_calls(config: Config, algorithm: Algorithm) -> Iterator[Call]:
+    """The calls of a step and of the evaluation of each suite, some of them more than once."""
+    yield from algorithm.calls(config)
+    for own in config.evaluations.values():
+        yield from algorithm.evaluation_calls(own)
 
 
 class Algorithm(Protocol):

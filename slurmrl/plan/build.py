@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from slurmrl.allocation import Allocation
-from slurmrl.config.schema import Config
+from slurmrl.config.schema import WHOLE, Config
 from slurmrl.graph.call import DATASET_KEYS, Call, Method, RoleUse
 from slurmrl.graph.graph import Graph
 from slurmrl.plan import placement, resources
@@ -53,10 +53,10 @@ def make_plan(settings: Settings, *, scheduler: str, hosts: resources.Hosts | No
     calls: Sequence[Call] = Graph(algorithm.calls(config), DATASET_KEYS[config.dataset.kind]).order
     if len(of_trainers) < len(models):
         calls = [_stored(call) for call in calls]
-    evaluation_calls: Sequence[Call] = ()
-    if config.evaluation is not None:
-        keys = DATASET_KEYS[config.evaluation.dataset.kind]
-        evaluation_calls = Graph(algorithm.evaluation_calls(config), keys).order
+    evaluations = {
+        suite: Graph(algorithm.evaluation_calls(own), DATASET_KEYS[own.held_out.kind]).order
+        for suite, own in config.evaluations.items()
+    }
     return Plan(
         experiment=config.experiment,
         trial=config.trial,
@@ -66,7 +66,8 @@ def make_plan(settings: Settings, *, scheduler: str, hosts: resources.Hosts | No
         ),
         models=models,
         calls=tuple(map(planned, calls)),
-        evaluation_calls=tuple(map(planned, evaluation_calls)),
+        evaluation_calls=tuple(map(planned, evaluations.pop(WHOLE, ()))),
+        suite_calls={suite: tuple(map(planned, own)) for suite, own in evaluations.items()},
     )
 
 

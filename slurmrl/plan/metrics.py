@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from slurmrl.config.schema import WHOLE
+
 STEP_METRICS: Final = ("tokens", "tokens_per_s")
 ROLLOUT_SUMS: Final = (
     "rollout/refused_late",
@@ -22,3 +24,10 @@ WAITED_S: Final = "rollout/waited_s"
 """For the groups of a step."""
 ROLLOUT_METRICS: Final = (*ROLLOUT_SUMS, STALENESS_MEAN, STALENESS_MAX, WAITED_S)
 """Of trials with rollout tasks."""
+EVALUATION_S: Final = "time/evaluation"
+"""Of a whole evaluation; with ``/<suite>`` of one of its suites."""
+
+
+def evaluation_metric(suite: str) -> str:
+    """What the names of the metrics of a suite's evaluation begin with."""
+    return "eval/" if suite == WHOLE else f"eval/{suite}/"

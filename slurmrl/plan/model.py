@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from slurmrl.config.schema import WHOLE
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.failures import corrupt
@@ -154,6 +155,9 @@ class Plan(_PlanPart):
     models: dict[str, ModelPlan]
     calls: tuple[CallPlan, ...]
     evaluation_calls: tuple[CallPlan, ...]
+    """Those of an evaluation without suites."""
+    suite_calls: dict[str, tuple[CallPlan, ...]] = {}
+    """Those of the evaluation of each suite, by its name."""
 
     @model_validator(mode="after")
     def _has_trainers(self) -> Plan:
@@ -164,6 +168,16 @@ class Plan(_PlanPart):
         if wrong:
             raise ValueError(f"groups {wrong}: all groups but '{TRAINERS}' must be elastic")
         return self
+
+    @property
+    def all_calls(self) -> tuple[CallPlan, ...]:
+        """The calls of a step and of all evaluations."""
+        suites = (call for calls in self.suite_calls.values() for call in calls)
+        return (*self.calls, *self.evaluation_calls, *suites)
+
+    def evaluation(self, suite: str) -> tuple[CallPlan, ...]:
+        """The calls of the evaluation of a suite, in the order of `Config.evaluations`."""
+        return self.evaluation_calls if suite == WHOLE else self.suite_calls[suite]
 
     @property
     def filtered(self) -> int:
@@ -199,8 +213,7 @@ class Plan(_PlanPart):
     @property
     def generating(self) -> frozenset[str]:
         """The models whose weights move there before a call."""
-        calls = (*self.calls, *self.evaluation_calls)
-        return frozenset(hook.target for call in calls for hook in call.pre_hooks)
+        return frozenset(hook.target for call in self.all_calls for hook in call.pre_hooks)
 
     @property
     def reallocations(self) -> tuple[Reallocation, ...]:
@@ -210,8 +223,7 @@ class Plan(_PlanPart):
 
     @property
     def _hooks(self) -> list[Reallocation | Offloading]:
-        calls = (*self.calls, *self.evaluation_calls)
-        return [hook for call in calls for hook in (*call.pre_hooks, *call.post_hooks)]
+        return [hook for call in self.all_calls for hook in (*call.pre_hooks, *call.post_hooks)]
 
     def group(self, name: str) -> GroupPlan:
         """Raises KeyError for an unknown name."""

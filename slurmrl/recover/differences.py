@@ -49,6 +49,10 @@ MAY_CHANGE = frozenset(
         "evaluation.keep_last",
         "evaluation.pass_score",
         "evaluation.vote_pattern",
+        "evaluation.suites.*.pass_score",
+        "evaluation.suites.*.vote_pattern",
+        "evaluation.suites.*.reward.pool",
+        "evaluation.suites.*.reward.parts.*.pool",
     }
 )
 """Dotted keys, including all keys below them (`*` is any text), that change how a run is executed,

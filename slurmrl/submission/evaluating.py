@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from slurmrl.algorithms.offline.schema import MEASURED
-from slurmrl.config.load import Derive
+from slurmrl.config.load import Derive, load
+from slurmrl.config.schema import WHOLE, evaluation_key
 from slurmrl.config.schema.model import TRIAL_PREFIX
 from slurmrl.config.source import KeyPath, Source
 from slurmrl.errors import ConfigError, UsageError
@@ -19,6 +20,7 @@ from slurmrl.history.state import fold
 from slurmrl.hub.reference import PREFIX as HUB_PREFIX
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.resolve.trial_references import LAST, parse
+from slurmrl.registry import near
 from slurmrl.submission.trials import DEFAULT_ROOT
 
 EVALUATE: Final = "evaluate"
@@ -92,12 +94,30 @@ def _as_name(text: str) -> str:
     return name[-LONGEST_NAME:].lstrip(".-_") or "model"
 
 
-def evaluation_of(checkpoint: str, root: Path | None) -> Derive:
-    """The change of a configuration into that of an evaluation of ``checkpoint``, see
-    `find_checkpoint`. ``root`` overrides the configuration's own.
+def choose_suites(config: Path, wanted: Sequence[str]) -> Sequence[str]:
+    """The suites of a configuration's evaluation that are ``wanted``, or all of them; `WHOLE` for
+    an evaluation without suites.
 
-    One of algorithm `evaluate` gets the model alone. Any other gives its `evaluation` section: the
-    dataset and how completions are sampled and judged; everything that trains is left out.
+    Raises UsageError for unknown ones.
+    """
+    evaluation = load(config).values.get("evaluation")
+    suites = evaluation.get("suites") if isinstance(evaluation, dict) else None
+    known = [str(name) for name in suites] if isinstance(suites, dict) else []
+    for name in wanted:
+        if name not in known:
+            hint = near(name, known) if known else f"{config} has no evaluation.suites"
+            raise UsageError(f"--suite {name}: no such suite; {hint}")
+    return list(dict.fromkeys(wanted)) or known or [WHOLE]
+
+
+def evaluation_of(checkpoint: str, root: Path | None, suite: str = WHOLE) -> Derive:
+    """The change of a configuration into that of an evaluation of ``checkpoint``, see
+    `find_checkpoint`, on a ``suite`` of `choose_suites`. ``root`` overrides the configuration's
+    own.
+
+    One of algorithm `evaluate` gets the model, and of a suite its dataset, its reward and how
+    completions are sampled and judged. Any other gives its `evaluation` section; everything that
+    trains is left out.
     """
 
     def derive(source: Source) -> None:
@@ -105,11 +125,11 @@ def evaluation_of(checkpoint: str, root: Path | None) -> Derive:
             return  # reported when the values are checked
         folder = root or Path(str(source.values.get("root") or DEFAULT_ROOT)).expanduser()
         model = find_checkpoint(checkpoint, folder.absolute())
-        if algorithm.get("name") != EVALUATE:
-            _from_training(source, algorithm)
+        if suite != WHOLE or algorithm.get("name") != EVALUATE:
+            _from_evaluation(source, algorithm, suite)
         if "experiment" in source.values:  # else it is reported as required
             source.values["experiment"] = f"{source.values['experiment']}-eval"
-        source.values["trial"] = model.name
+        source.values["trial"] = _as_name(f"{model.name}-{suite}") if suite else model.name
         actor = source.values.setdefault("actor", {})
         if isinstance(actor, dict):
             actor["path"] = model.path
@@ -117,12 +137,14 @@ def evaluation_of(checkpoint: str, root: Path | None) -> Derive:
     return derive
 
 
-def _from_training(source: Source, algorithm: dict[str, Any]) -> None:
-    if not isinstance(evaluation := source.values.get("evaluation"), dict):
+def _from_evaluation(source: Source, algorithm: dict[str, Any], suite: str) -> None:
+    """Replace what trains by the evaluation of a suite."""
+    if not isinstance(source.values.get("evaluation"), dict):
         message = f"is required to evaluate a model of algorithm {algorithm.get('name')}"
         raise ConfigError((source.problem(("evaluation",), message),))
-    measure = _measure(source, evaluation)
-    values: dict[str, Any] = {"algorithm": {"name": EVALUATE, "measure": measure}}
+    where = evaluation_key(suite)
+    measure = _measure(source, where)
+    values: dict[str, Any] = {"algorithm": {"name": EVALUATE}}
     marks: dict[KeyPath, str] = {}
 
     def take(old: KeyPath, new: KeyPath, without: Sequence[str] = ()) -> None:
@@ -137,21 +159,29 @@ def _from_training(source: Source, algorithm: dict[str, Any]) -> None:
             {new + at[count:]: mark for at, mark in source.marks.items() if at[:count] == old}
         )
 
-    for key in ("experiment", *KEPT):
-        take((key,), (key,))
-    take(("actor",), ("actor",), OF_TRAINING)
-    take(("evaluation", "dataset"), ("dataset",))
-    take(("algorithm", "batch_size"), ("algorithm", "batch_size"))
-    if measure == "completions":
-        values["rollout"] = {}
-        take(("rollout",), ("rollout",), (*OF_ROLLOUTS, *OF_TRAINING_SAMPLES))
-        for name in SAMPLING:
-            take(("evaluation", name), ("rollout", name))
-        for name in SCORING:
-            take(("evaluation", name), ("algorithm", name))
+    if algorithm.get("name") == EVALUATE:
+        for key in source.values:
+            take((key,), (key,))
+        values.pop("evaluation", None)
     else:
-        values.pop("reward", None)
-        values.pop("reward_model", None)
+        for key in ("experiment", *KEPT):
+            take((key,), (key,))
+        take(("actor",), ("actor",), OF_TRAINING)
+        take(("algorithm", "batch_size"), ("algorithm", "batch_size"))
+        take(("rollout",), ("rollout",), (*OF_ROLLOUTS, *OF_TRAINING_SAMPLES))
+    values["algorithm"]["measure"] = measure
+    take((*where, "dataset"), ("dataset",))
+    if measure == "completions":
+        values.setdefault("rollout", {})
+        take((*where, "reward"), ("reward",))
+        for section in dict.fromkeys((("evaluation",), where)):
+            for name in SAMPLING:
+                take((*section, name), ("rollout", name))
+            for name in SCORING:
+                take((*section, name), ("algorithm", name))
+    else:
+        for key in ("rollout", "reward", "reward_model"):
+            values.pop(key, None)
     source.values, source.marks = values, marks
 
 
@@ -163,9 +193,9 @@ def _at(values: dict[str, Any], path: KeyPath) -> Any:
     return found
 
 
-def _measure(source: Source, evaluation: dict[str, Any]) -> str:
-    """What is measured on a dataset of the evaluation's type."""
-    dataset = evaluation.get("dataset")
+def _measure(source: Source, evaluation: KeyPath) -> str:
+    """What is measured on a dataset of the type of an evaluation."""
+    dataset = _at(source.values, (*evaluation, "dataset"))
     kind = dataset.get("like") or dataset.get("type") if isinstance(dataset, dict) else None
     for measure, kinds in MEASURED.items():
         if kind in kinds:
@@ -175,4 +205,4 @@ def _measure(source: Source, evaluation: dict[str, Any]) -> str:
         f"{kind!r} cannot be evaluated by a trial of its own; allowed: {allowed}. With "
         "total_steps=0 a trial evaluates as in training"
     )
-    raise ConfigError((source.problem(("evaluation", "dataset", "type"), message),))
+    raise ConfigError((source.problem((*evaluation, "dataset", "type"), message),))

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.reward import ALONE
-from slurmrl.config.source import Source
+from slurmrl.config.source import Source, dotted
 from slurmrl.errors import ConfigError, Problem, UsageError
-from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.algorithms import Algorithm, all_calls
 from slurmrl.plan.own_algorithm import is_own
 from slurmrl.submission import copying
 from slurmrl.submission.reachable import with_imported
@@ -93,17 +93,14 @@ def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:
 
 def _references(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the modules that settings name as ``package.module:Class``."""
-    parts = config.reward.functions if config.reward is not None else {}
-    for name, part in parts.items():
-        if ":" in part.name:
-            key = "reward.name" if name == ALONE else f"reward.parts.{name}.name"
-            yield key, part.name.partition(":")[0]
-    sections = {"dataset": config.dataset}
-    if config.evaluation is not None:
-        sections["evaluation.dataset"] = config.evaluation.dataset
-    for key, section in sections.items():
-        if ":" in section.type:
-            yield f"{key}.type", section.type.partition(":")[0]
+    for where, reward in config.rewards().items():
+        for name, part in reward.functions.items():
+            if ":" in part.name:
+                last = f"parts.{name}.name" if name != ALONE else "name"
+                yield f"{dotted(where)}.{last}", part.name.partition(":")[0]
+    for where, dataset in config.datasets().items():
+        if ":" in dataset.type:
+            yield dotted((*where, "type")), dataset.type.partition(":")[0]
     for key, name in config.rollout.episode.own.items():
         yield f"rollout.episode.{key}", name.partition(":")[0]
 
@@ -112,10 +109,7 @@ def _of_algorithm(config: Config, algorithm: Algorithm | None) -> Iterator[tuple
     """Yield the modules of a user's own algorithm: its schema's, and those that this one names."""
     if algorithm is None or not is_own(algorithm.name):
         return
-    calls = list(algorithm.calls(config))
-    if config.evaluation is not None:
-        calls += algorithm.evaluation_calls(config)
-    interfaces = [call.interface for call in calls]
+    interfaces = [call.interface for call in all_calls(config, algorithm)]
     for reference in dict.fromkeys([algorithm.name, *interfaces, algorithm.controller()]):
         yield "algorithm.name", reference.partition(":")[0]
 

@@ -175,8 +175,8 @@ def propose_resume(
 
 def _own_names(config: Config) -> list[str]:
     """Return the names of the user's own algorithm, rewards, types of dataset and episodes."""
-    functions = config.reward.functions.values() if config.reward is not None else ()
-    sections = [config.dataset, *([config.evaluation.dataset] if config.evaluation else [])]
+    functions = [part for reward in config.rewards().values() for part in reward.functions.values()]
+    sections = config.datasets().values()
     algorithm = str(config.algorithm["name"])
     names = [algorithm, *(part.name for part in functions), *(part.type for part in sections)]
     return [*(name for name in names if ":" in name), *config.rollout.episode.own.values()]

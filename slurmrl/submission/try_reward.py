@@ -59,8 +59,9 @@ class RewardData:
                 (settings.source.problem(("reward",), "the configuration has no reward"),)
             )
         self.reward: Reward = config.reward
-        evaluation = [config.evaluation.dataset] if config.evaluation else []
-        prompts = [data for data in (config.dataset, *evaluation) if data.kind == "prompt"]
+        judged = [own for own in config.evaluations.values() if own.reward == config.reward]
+        sections = (config.dataset, *(own.held_out for own in judged))
+        prompts = [data for data in sections if data.kind == "prompt"]
         if not prompts:
             message = "has no prompts for a reward to judge: type 'prompt' is required"
             raise ConfigError((settings.source.problem(("dataset",), message),))

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar
 from slurmrl.channel import frame
 from slurmrl.channel.bell import BellAddress
 from slurmrl.checkpoint.tensors import SavedFile
+from slurmrl.config.schema import WHOLE
 from slurmrl.data.ledger import ItemSample
 from slurmrl.fsio import objects
 from slurmrl.fsio.failures import corrupt
@@ -55,6 +56,8 @@ class LoadBatch(Order):
     """(epoch, index)"""
     evaluation: bool = False
     """Whether items and calls are those of an evaluation."""
+    suite: str = WHOLE
+    """Of an evaluation: the name of its suite."""
     candidates: bool = False
     """Whether these items go through the calls up to the filter only. The step's last `LoadBatch`
     then has those that were accepted, which keep what these calls made of them."""
@@ -70,6 +73,7 @@ class RunCall(Order):
     name: str
     scalars: Mapping[str, Annotated[float, MEASURE]]
     evaluation: bool = False
+    suite: str = WHOLE
     part: str = ""
     """Of a call that records: what the names of the ranks' part files begin with."""
 
@@ -137,16 +141,26 @@ class Preparing:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """The dataset of an evaluation."""
+
+    suite: str = WHOLE
+    size: Annotated[int, SIZE]
+    left_out: Annotated[int, SIZE] = 0
+    """Rows that are too long."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ready:
     """A worker has its models and data. All ranks see the same data and tokens."""
 
     rank: Annotated[int, COUNT]
     size: Annotated[int, SIZE]
     fingerprint: str
-    evaluation_size: Annotated[int, SIZE] = 0
     left_out: Annotated[int, SIZE] = 0
     """Rows that are too long."""
-    evaluation_left_out: Annotated[int, SIZE] = 0
+    held_out: tuple[HeldOut, ...] = ()
+    """The datasets of `Config.evaluations`."""
     stop_tokens: tuple[tuple[int, str], ...] = ()
     """Ids and texts of the tokens that end a completion."""
     directories: tuple[str, ...] = ()

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurmrl.paths import RunPaths
-from tests.support.evaluation_hooks import MASTER_STEP, WORKER_STEP
+from tests.support.evaluation_hooks import MASTER_STEP, SUITES, WORKER_STEP
 from tests.support.hooks import hooked
 from tests.support.trials import ADDITION, Site, is_timing, ppo_config
 
-STEPS, ITEMS, COMPLETIONS = 6, 5, 3
+STEPS = 6
+ITEMS = dict(zip(SUITES, (5, 4), strict=True))
+COMPLETIONS = dict(zip(SUITES, (3, 2), strict=True))
 KILLS = "tests.support.evaluation_hooks:processes_die_once"
 
 
 def run(site: Site, **cluster: Any) -> RunPaths:
-    """A trial that is evaluated at each step and commits every second one."""
+    """A trial whose suites are evaluated at each step; it commits every second one."""
+    own = {"dataset": {"type": "prompt", "path": str(ADDITION / "heldout.jsonl")}}
+    other = {
+        "dataset": {"type": "prompt", "path": str(ADDITION / "train.jsonl")},
+        "reward": {"parts": {"right": {"name": "math"}, "same": {"name": "exact_match"}}},
+        "samples": ITEMS[SUITES[1]],
+        "n": COMPLETIONS[SUITES[1]],
+        "pass_score": 2.0,
+    }
     evaluation = {
-        "dataset": {"type": "prompt", "path": str(ADDITION / "heldout.jsonl")},
-        "samples": ITEMS,
-        "n": COMPLETIONS,
+        "suites": dict(zip(SUITES, (own, other), strict=True)),
+        "samples": ITEMS[SUITES[0]],
+        "n": COMPLETIONS[SUITES[0]],
         "every_steps": 1,
     }
     config = ppo_config(total_steps=STEPS, trial="1", evaluation=evaluation)
@@ -48,26 +59,30 @@ def test_each_evaluation_has_one_file_whoever_was_killed(tmp_path: Path) -> None
     calm = run(sites[0])
     killed = run(sites[1], **hooked(sites[1], tmp_path, "ppo.1", "slurmrl.workers.messages", KILLS))
     steps = range(STEPS + 1)
-    assert sorted(content(calm)) == [calm.evaluation(step).name for step in steps]
+    files = {calm.evaluation(step, suite).name for step in steps for suite in SUITES}
+    assert content(calm).keys() == files
     assert content(killed) == content(calm)
     kept = [f"eval-step-{step:08d}.jsonl" for step in steps]
     assert sorted(path.name for path in calm.samples.glob("eval-*")) == kept
     for name in kept:  # the completions that are kept, too
         assert (killed.samples / name).read_bytes() == (calm.samples / name).read_bytes() != b""
-    assert (tmp_path / "master").read_bytes() == calm.evaluation(MASTER_STEP).read_bytes()
+    written = calm.evaluation(MASTER_STEP, SUITES[-1])
+    assert (tmp_path / "master").read_bytes() == written.read_bytes()
     assert (tmp_path / "worker").stat().st_size > 0, f"killed in step {WORKER_STEP}"
     assert list(killed.run.glob("parts/*")) == []
     lines = sites[1].metrics("ppo/1")
     assert without_times(lines) == without_times(sites[0].metrics("ppo/1"))
-    for step, line in zip(steps, lines, strict=True):
-        found = json.loads(killed.evaluation(step).read_bytes())
-        assert (found["step"], found["items"], len(found["scores"])) == (step, ITEMS, ITEMS)
-        assert len({score["id"] for score in found["scores"]}) == ITEMS
-        assert all(len(score["rewards"]) == COMPLETIONS for score in found["scores"])
+    for (step, line), suite in product(zip(steps, lines, strict=True), SUITES):
+        found = json.loads(killed.evaluation(step, suite).read_bytes())
+        items, n = ITEMS[suite], COMPLETIONS[suite]
+        assert (found["step"], found["items"], len(found["scores"])) == (step, items, items)
+        assert len({score["id"] for score in found["scores"]}) == items
+        assert all(len(score["rewards"]) == n for score in found["scores"])
         for name, estimate in found["estimates"].items():
-            ends = [line[f"eval/{name}{end}"] for end in ("", "/low", "/high")]
+            ends = [line[f"eval/{suite}/{name}{end}"] for end in ("", "/low", "/high")]
             assert ends == list(estimate.values())
-        assert {"reward", "pass@1", "pass@3", "maj@3"} <= found["estimates"].keys()
+        assert {"reward", "pass@1", f"pass@{n}", f"maj@{n}"} <= found["estimates"].keys()
+        assert (f"eval/{suite}/reward/right" in line) is (suite == SUITES[1])
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

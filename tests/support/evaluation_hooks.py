@@ -13,6 +13,7 @@ from slurmrl.paths import EVALUATION, RunPaths
 from slurmrl.workers import parts
 from tests.support.hooks import FOLDER
 
+SUITES = ("sampled", "other.reward")
 MASTER_STEP, WORKER_STEP = 3, 5
 """Steps that are evaluated but not committed when the master or a worker is killed."""
 
@@ -35,7 +36,7 @@ def processes_die_once() -> None:
     def recorded(self: MetricsRecorder, line: Mapping[str, Any]) -> None:
         if line["step"] == MASTER_STEP:
             run = RunPaths(self._file._path.parent)
-            die_with(run.evaluation(MASTER_STEP), "master")
+            die_with(run.evaluation(MASTER_STEP, SUITES[-1]), "master")
         record(self, line)
 
     def written(path: Path, *arguments: Any) -> None:

@@ -179,9 +179,7 @@ def _extras(
 def _places(sample: SequenceSample, context: CallContext) -> list[str]:
     """Source line of each completion: ``data.jsonl:17 (sample 17@0)``; with ``, index 2`` if the
     sample has several."""
-    config = context.settings.config
-    evaluation = config.evaluation if context.evaluation else None
-    path = (evaluation or config).dataset.title
+    path = context.dataset.title
     return [
         f"{path}:{line} (sample {name}{f', index {place}' if count > 1 else ''})"
         for line, name, count in zip(

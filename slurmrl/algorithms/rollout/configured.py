@@ -53,11 +53,8 @@ class ConfiguredEpisodes:
         return await self._runner.run(items, engine, dialogue, draws, waiting, slots=slots)
 
     def _dialogue(self, context: CallContext) -> Dialogue:
-        config = context.settings.config
-        evaluation = config.evaluation if context.evaluation else None
         if context.evaluation not in self._dialogues:
-            dataset = (evaluation or config).dataset
-            self._dialogues[context.evaluation] = Dialogue(dataset, context.tokenizer)
+            self._dialogues[context.evaluation] = Dialogue(context.dataset, context.tokenizer)
         return self._dialogues[context.evaluation]
 
 

@@ -11,15 +11,17 @@ from slurmrl.config.schema.base import (
     Section,
 )
 from slurmrl.config.schema.cluster import Cluster, Slurm
-from slurmrl.config.schema.config import Config, role_key
+from slurmrl.config.schema.config import Config, evaluation_key, role_key
 from slurmrl.config.schema.data import Dataset, DataSource
 from slurmrl.config.schema.episode import EnvironmentChoice, EpisodeSettings, ToolChoice
 from slurmrl.config.schema.frequency import (
+    WHOLE,
     Checkpoint,
     Evaluation,
     Logging,
     Mlflow,
     Notify,
+    Suite,
     Wandb,
 )
 from slurmrl.config.schema.lora import Lora
@@ -30,6 +32,7 @@ from slurmrl.config.schema.reward import Reward, RewardPart, RewardPool
 from slurmrl.config.schema.rollout import Publish, Rollout, Transfer
 
 __all__ = [
+    "WHOLE",
     "Checkpoint",
     "Cluster",
     "Config",
@@ -58,8 +61,10 @@ __all__ = [
     "Rollout",
     "Section",
     "Slurm",
+    "Suite",
     "ToolChoice",
     "Transfer",
     "Wandb",
+    "evaluation_key",
     "role_key",
 ]

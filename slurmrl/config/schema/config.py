@@ -25,7 +25,7 @@ from slurmrl.config.schema.base import (
 from slurmrl.config.schema.cluster import Cluster
 from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.episode import EARNS_NOTHING
-from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging, Notify
+from slurmrl.config.schema.frequency import WHOLE, Checkpoint, Evaluation, Logging, Notify
 from slurmrl.config.schema.model import Model
 from slurmrl.config.schema.reward import Reward
 from slurmrl.config.schema.rollout import Rollout, Transfer
@@ -54,6 +54,11 @@ RoleName = Annotated[str, AfterValidator(_check_role)]
 def role_key(role: str) -> KeyPath:
     """The key of a role's section."""
     return (role,) if role in ROLES else ("models", role)
+
+
+def evaluation_key(suite: str) -> KeyPath:
+    """The key of the section of a suite; of an evaluation without suites, that of the whole."""
+    return ("evaluation",) if suite == WHOLE else ("evaluation", "suites", suite)
 
 
 class Config(Section):
@@ -141,10 +146,48 @@ class Config(Section):
         return self.model_copy(update={**known, "models": {**self.models, **own}})
 
     @property
+    def evaluations(self) -> dict[str, Config]:
+        """The configuration as the evaluation of each suite sees it, by the suite's name: with its
+        dataset, settings and reward. `WHOLE` for an evaluation without suites."""
+        if self.evaluation is None or not self.evaluation.suites:
+            return {} if self.evaluation is None else {WHOLE: self}
+        return {
+            name: self.model_copy(
+                update={
+                    "evaluation": part,
+                    "reward": self.evaluation.suites[name].reward or self.reward,
+                }
+            )
+            for name, part in self.evaluation.parts.items()
+        }
+
+    @property
+    def held_out(self) -> Dataset:
+        """The dataset of the evaluation of one suite, see `evaluations`."""
+        assert self.evaluation is not None, "the caller evaluates"
+        assert self.evaluation.dataset is not None, "one of `evaluations`"
+        return self.evaluation.dataset
+
+    def datasets(self) -> dict[KeyPath, Dataset]:
+        """All datasets by the keys of their sections: of training, and of each evaluation."""
+        held_out = {
+            (*evaluation_key(suite), "dataset"): own.held_out
+            for suite, own in self.evaluations.items()
+        }
+        return {("dataset",): self.dataset, **held_out}
+
+    def rewards(self) -> dict[KeyPath, Reward]:
+        """All rewards by the keys of their sections: the trial's, and those of suites."""
+        found: dict[KeyPath, Reward | None] = {("reward",): self.reward}
+        for name, suite in (self.evaluation.suites if self.evaluation else {}).items():
+            found[*evaluation_key(name), "reward"] = suite.reward
+        return {key: reward for key, reward in found.items() if reward is not None}
+
+    @property
     def evaluates_completions(self) -> bool:
         """Whether evaluations of a model that learns from given answers generate completions of
         held-out prompts, instead of reading held-out answers."""
-        return self.evaluation is None or self.evaluation.dataset.kind == "prompt"
+        return self.evaluation is None or self.held_out.kind == "prompt"
 
     @property
     def default_pass_score(self) -> float | None:
@@ -157,7 +200,7 @@ class Config(Section):
 
     def data_paths(self) -> tuple[str, ...]:
         """The files and folders of all datasets."""
-        sections = [self.dataset, *([self.evaluation.dataset] if self.evaluation else [])]
+        sections = self.datasets().values()
         paths = [part.path for section in sections for part in section.parts.values()]
         return tuple(dict.fromkeys(paths))
 

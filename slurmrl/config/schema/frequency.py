@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from slurmrl.config.schema.base import (
     NonNegativeInt,
@@ -16,6 +16,7 @@ from slurmrl.config.schema.base import (
     Word,
 )
 from slurmrl.config.schema.data import Dataset
+from slurmrl.config.schema.reward import PART_NAME, Reward
 from slurmrl.config.schema.rollout import SAME_COMPLETIONS, subset_sizes
 
 
@@ -35,6 +36,15 @@ def _check_variable(name: str) -> str:
     return name
 
 
+def _check_suite_name(name: str) -> str:
+    if not PART_NAME.fullmatch(name):
+        raise ValueError(
+            "a suite has a name of 1 to 64 letters, digits, '.', '_' or '-' that starts with a "
+            "letter or a digit"
+        )
+    return name
+
+
 def _check_tracking_uri(uri: str) -> str:
     """The secret of a server must not stand in files that others may read."""
     parts = urlsplit(uri)
@@ -50,8 +60,11 @@ def _check_tracking_uri(uri: str) -> str:
 
 
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+SuiteName = Annotated[str, AfterValidator(_check_suite_name)]
 VariableName = Annotated[Word, AfterValidator(_check_variable)]
 Pattern = Annotated[Word, AfterValidator(_check_pattern)]
+WHOLE: Final = ""
+"""Name of the only part of an evaluation without suites."""
 ExportDtype = Literal["source", "float32", "bfloat16", "float16"]
 ExportForm = Literal["merged", "adapter"]
 
@@ -85,11 +98,38 @@ class Checkpoint(Section):
     adapters alone, to be loaded onto the model of `actor.path`."""
 
 
-class Evaluation(Section):
-    """Evaluation on held-out prompts, with the run's reward and a separate random stream."""
+class Suite(Section):
+    """One of several held-out sets. What it leaves at null is as in `evaluation`."""
 
     dataset: Dataset
     """The held-out prompts."""
+    reward: Reward | None = None
+    """The reward that judges their completions. Default: the trial's."""
+    samples: PositiveInt | None = None
+    """Number of prompts, from the start of the dataset."""
+    n: PositiveInt | None = None
+    """Completions of each prompt."""
+    pass_score: float | None = None
+    """Reward from which on a completion counts as correct. Default: `evaluation.pass_score`, or 1
+    where every reward of the suite is 1 or 0."""
+    vote_pattern: Pattern | None = None
+    """Regular expression of the answer that a completion votes for in maj@k."""
+    temperature: PositiveFloat | None = None
+    """Divides the logits before sampling."""
+    greedy: bool | None = None
+    """Always take the most probable token."""
+    max_new_tokens: PositiveInt | None = None
+    """Maximum number of tokens in a completion."""
+
+
+class Evaluation(Section):
+    """Evaluation on held-out prompts, with the run's reward and a separate random stream."""
+
+    dataset: Dataset | None = None
+    """The held-out prompts. Required without `suites`."""
+    suites: dict[SuiteName, Suite] = Field(default_factory=dict)
+    """Several held-out sets in place of `dataset`, by names of your choice. Each evaluation goes
+    through all of them; the metrics of one are `eval/<suite>/…` (docs/howto/suites.md)."""
     samples: PositiveInt | None = 512
     """Number of prompts, from the start of the dataset; null uses all."""
     n: PositiveInt = 1
@@ -135,10 +175,37 @@ class Evaluation(Section):
         agreed = (f"maj@{k}" for k in self.attempts[1:])
         return (*(f"pass@{k}" for k in self.attempts), *agreed)
 
+    @property
+    def parts(self) -> dict[str, Evaluation]:
+        """An evaluation of a single dataset for each suite, by its name; `WHOLE` for one without
+        suites."""
+        if not self.suites:
+            return {WHOLE: self}
+        return {name: self._of(suite) for name, suite in self.suites.items()}
+
+    def _of(self, suite: Suite) -> Evaluation:
+        own: dict[str, Any] = {
+            name: value
+            for name in Suite.model_fields
+            if name != "reward" and (value := getattr(suite, name)) is not None
+        }
+        return self.model_copy(update={**own, "suites": {}})
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Evaluation:
+        if self.dataset is None and not self.suites:
+            raise ValueError("needs a dataset, or suites")
+        if self.dataset is not None and self.suites:
+            raise ValueError("has both dataset and suites; a dataset belongs to each suite")
+        return self
+
     @model_validator(mode="after")
     def _completions_differ(self) -> Evaluation:
-        if self.greedy and self.n > 1:
-            raise ValueError(f"n {self.n} is not allowed with greedy: {SAME_COMPLETIONS}")
+        for name, own in self.parts.items():
+            if own.greedy and own.n > 1:
+                where = f"suite '{name}': " if name else ""
+                message = f"n {own.n} is not allowed with greedy: {SAME_COMPLETIONS}"
+                raise ValueError(where + message)
         return self
 
 

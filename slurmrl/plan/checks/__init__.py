@@ -31,6 +31,7 @@ from slurmrl.plan.checks.sections import (
     sampling,
     something_to_do,
     stop_when,
+    suite_rewards,
     untrained_steps,
 )
 from slurmrl.plan.checks.weights import implementations, lengths, stop_tokens, tokenizer, weights
@@ -51,6 +52,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     dataset_chats,
     conflicts,
     reward,
+    suite_rewards,
     episodes,
     sampling,
     publication,

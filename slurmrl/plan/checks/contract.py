@@ -67,9 +67,9 @@ def violations(
             uses, calls = tuple(algorithm.roles()), tuple(algorithm.calls(config))
             evaluation: tuple[Call, ...] = ()
             measures: dict[str, Measure] = {}
-            if config.evaluation is not None:
-                evaluation = tuple(algorithm.evaluation_calls(config))
-                measures = dict(algorithm.evaluation_measures(config))
+            for own in config.evaluations.values():
+                evaluation += tuple(algorithm.evaluation_calls(own))
+                measures |= algorithm.evaluation_measures(own)
             numbers = {name: getattr(algorithm, name) for name in NUMBERS}
             numbers["sequences_per_item()"] = algorithm.sequences_per_item(config)
             list(algorithm.conflicts(config))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slurmrl.config.schema import Config
+from slurmrl.config.schema import Config, evaluation_key
+from slurmrl.config.source import dotted
 from slurmrl.errors import Problem
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
@@ -12,12 +13,13 @@ from slurmrl.plan.checks.draft import Draft
 
 def votes(draft: Draft) -> Iterator[Problem]:
     """maj@k counts votes for correct answers."""
-    evaluation = draft.config.evaluation
-    if evaluation is None or evaluation.vote_pattern is None:
-        return
-    if evaluation.n > 1 and evaluation.pass_score is None:
-        message = useless_pattern(evaluation.vote_pattern, "evaluation.pass_score")
-        yield draft.problem(("evaluation", "vote_pattern"), message)
+    for suite, own in draft.config.evaluations.items():
+        evaluation, key = own.evaluation, evaluation_key(suite)
+        if evaluation is None or evaluation.vote_pattern is None:
+            continue
+        if evaluation.n > 1 and evaluation.pass_score is None:
+            message = useless_pattern(evaluation.vote_pattern, dotted((*key, "pass_score")))
+            yield draft.problem((*key, "vote_pattern"), message)
 
 
 def useless_pattern(pattern: str, key: str) -> str:
@@ -30,11 +32,13 @@ def useless_pattern(pattern: str, key: str) -> str:
 
 def notes(config: Config, algorithm: Algorithm) -> Iterator[str]:
     """What the evaluations of a trial leave out."""
-    evaluation = config.evaluation
-    if evaluation is not None and evaluation.n > 1 and evaluation.pass_score is None:
-        calls = algorithm.evaluation_calls(config)
-        judged = any("rewards" in call.outputs for call in calls)
-        yield from [no_rates(config, "evaluation.pass_score")] if judged else []
+    for suite, own in config.evaluations.items():
+        evaluation = own.evaluation
+        if evaluation is not None and evaluation.n > 1 and evaluation.pass_score is None:
+            calls = algorithm.evaluation_calls(own)
+            judged = any("rewards" in call.outputs for call in calls)
+            key = dotted((*evaluation_key(suite), "pass_score"))
+            yield from [no_rates(own, key)] if judged else []
     yield from algorithm.notes(config)
 
 

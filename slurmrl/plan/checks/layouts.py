@@ -12,11 +12,12 @@ from typing import Final
 from slurmrl.allocation import parse
 from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.allocation.gpus import format_gpus
-from slurmrl.config.schema import Model
+from slurmrl.config.schema import Model, evaluation_key
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem
 from slurmrl.graph.call import Method
 from slurmrl.plan import placement
+from slurmrl.plan.algorithms import all_calls
 from slurmrl.plan.checks import fit
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.memory import memory
@@ -71,9 +72,7 @@ def generation(draft: Draft) -> Iterator[Problem]:
     """If a call generates, the actor's own engine or that of ``rollout.backend`` does so."""
     allocation = draft.allocations().get("actor")
     config, algorithm = draft.config, draft.algorithm
-    calls = [*algorithm.calls(config)]
-    if config.evaluation is not None:
-        calls += algorithm.evaluation_calls(config)
+    calls = all_calls(config, algorithm)
     generates = any(call.method is Method.GENERATE for call in calls)
     if config.rollout.tasks is not None:
         generates = config.evaluation is not None  # on the actor's ranks, the rest in tasks
@@ -142,14 +141,13 @@ def batches(draft: Draft) -> Iterator[Problem]:
                 f"data-parallel size of {role}.backend '{placed.allocation}'"
             )
             yield draft.problem(("algorithm", "batch_size"), message)
-    evaluation = draft.config.evaluation
-    if evaluation is None or evaluation.samples is None:
-        return
     used = [draft.placements().get(role) for role in ("actor", ROLLOUTS)]
     size = max((p.allocation.sizes["dp"] for p in used if p and p.group == TRAINERS), default=1)
-    if evaluation.samples < size:
-        message = f"{evaluation.samples} is not allowed: must be at least {size}, one for each rank"
-        yield draft.problem(("evaluation", "samples"), message)
+    for suite, own in draft.config.evaluations.items():
+        samples = own.evaluation.samples if own.evaluation is not None else None
+        if samples is not None and samples < size:
+            message = f"{samples} is not allowed: must be at least {size}, one for each rank"
+            yield draft.problem((*evaluation_key(suite), "samples"), message)
 
 
 def hosts(draft: Draft) -> Iterator[Problem]:

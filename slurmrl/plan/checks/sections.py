@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from slurmrl.config.conditions import StopWhen
-from slurmrl.config.schema import Config, Dataset
+from slurmrl.config.schema import WHOLE, Config, Dataset, Reward, evaluation_key
 from slurmrl.config.schema.config import FOLLOWERS
 from slurmrl.config.schema.optimizer import USERS
 from slurmrl.config.schema.reward import ALONE, OWN_REWARD
-from slurmrl.config.source import KeyPath
+from slurmrl.config.source import KeyPath, dotted
 from slurmrl.errors import GraphError, Problem
 from slurmrl.graph.call import DATASET_KEYS, Call, Method
 from slurmrl.graph.graph import Graph
@@ -21,13 +22,18 @@ from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.estimates.memory import SHARDED
 from slurmrl.plan.estimates.shape import shape_of
-from slurmrl.plan.metrics import ROLLOUT_METRICS, STEP_METRICS
+from slurmrl.plan.metrics import (
+    EVALUATION_S,
+    ROLLOUT_METRICS,
+    STEP_METRICS,
+    evaluation_metric,
+)
 from slurmrl.registry import near, resolve
 
 SAVED_DATA: Final = ("dataset_dict.json", "state.json")
 """Files of folders that Hugging Face `datasets` saves."""
 
-RATES: Final = ("eval/pass@", "eval/maj@")
+RATES: Final = re.compile(r"eval/([^/]+/)?(pass|maj)@")
 """What evaluations of several completions report."""
 
 REWARDS: Final = "slurmrl.rewards:REWARDS"
@@ -37,9 +43,9 @@ REWARDS: Final = "slurmrl.rewards:REWARDS"
 def _datasets(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, Sequence[str]]]:
     """The datasets of a trial with their keys and the types that they may have."""
     config, algorithm = draft.config, draft.algorithm
-    yield ("dataset",), config.dataset, algorithm.dataset_types
-    if config.evaluation is not None:
-        yield ("evaluation", "dataset"), config.evaluation.dataset, algorithm.evaluation_types
+    for where, dataset in config.datasets().items():
+        types = algorithm.dataset_types if where == ("dataset",) else algorithm.evaluation_types
+        yield where, dataset, types
 
 
 def _sources(draft: Draft) -> Iterator[tuple[KeyPath, Dataset]]:
@@ -105,21 +111,39 @@ def dataset_chats(draft: Draft) -> Iterator[Problem]:
 def reward(draft: Draft) -> Iterator[Problem]:
     """Completions need a reward that judges them, and its name must be known."""
     config = draft.config
-    users = {draft.algorithm.name: draft.algorithm.calls(config)}
-    if config.evaluation is not None:
-        users["evaluation"] = draft.algorithm.evaluation_calls(config)
-    judging = [user for user, calls in users.items() if _makes_rewards(calls)]
+    users = {draft.algorithm.name: (config, draft.algorithm.calls(config))}
+    for suite, own in config.evaluations.items():
+        user = dotted(evaluation_key(suite))
+        users[user] = (own, draft.algorithm.evaluation_calls(own))
+    judging = [
+        user for user, (own, calls) in users.items() if _makes_rewards(calls) and own.reward is None
+    ]
     if judging and not draft.writes("reward") and not config.rollout.episode.has_turns:
         message = f"is required: it judges the completions of {' and '.join(judging)}"
         yield draft.problem(("reward",), message)
+    for where, judge in config.rewards().items():
+        yield from _unknown_functions(draft, where, judge)
+
+
+def _unknown_functions(draft: Draft, where: KeyPath, judge: Reward) -> Iterator[Problem]:
     known = sorted(resolve(REWARDS))
-    parts = config.reward.functions if config.reward is not None else {}
-    for name, part in parts.items():
+    for name, part in judge.functions.items():
         if part.name not in known and not OWN_REWARD.fullmatch(part.name):
-            where = ("reward", "name") if name == ALONE else ("reward", "parts", name, "name")
+            key = ("name",) if name == ALONE else ("parts", name, "name")
             own = "or module:name of your own"
             message = f"'{part.name}' is not allowed; {near(part.name, known)}, {own}"
-            yield draft.problem(where, message)
+            yield draft.problem((*where, *key), message)
+
+
+def suite_rewards(draft: Draft) -> Iterator[Problem]:
+    """A reward of a suite judges completions."""
+    for suite, own in draft.config.evaluations.items():
+        key = (*evaluation_key(suite), "reward")
+        if key not in draft.config.rewards():
+            continue
+        if not _makes_rewards(draft.algorithm.evaluation_calls(own)):
+            message = f"is not allowed: the evaluation of a dataset of type {own.held_out.type} "
+            yield draft.problem(key, f"{message}generates nothing that it could judge")
 
 
 def unused_roles(draft: Draft) -> Iterator[Problem]:
@@ -137,12 +161,11 @@ def completions(draft: Draft) -> Iterator[Problem]:
     if config.rollout.n > 1 and not _generates(draft.algorithm.calls(config)):
         message = f"{config.rollout.n} is not allowed: {draft.algorithm.name} does not generate"
         yield draft.problem(("rollout", "n"), f"{message} in training (see evaluation.n)")
-    evaluation = config.evaluation
-    if evaluation is None or evaluation.n == 1:
-        return
-    if not _generates(draft.algorithm.evaluation_calls(config)):
-        message = f"{evaluation.n} is not allowed: this evaluation does not generate"
-        yield draft.problem(("evaluation", "n"), message)
+    for suite, own in config.evaluations.items():
+        n = own.evaluation.n if own.evaluation is not None else 1
+        if n > 1 and not _generates(draft.algorithm.evaluation_calls(own)):
+            message = f"{n} is not allowed: this evaluation does not generate"
+            yield draft.problem((*evaluation_key(suite), "n"), message)
 
 
 def _generates(calls: Sequence[Call]) -> bool:
@@ -270,9 +293,9 @@ def stop_when(draft: Draft) -> Iterator[Problem]:
     metric = StopWhen.parse(text).metric
     never = list(_stops_by_evaluation(draft, text)) if metric.startswith("eval/") else []
     yield from never
-    reward = draft.config.reward
+    rewards = draft.config.rewards().values()
     known = known_metrics(draft.config, draft.algorithm)
-    own = reward is not None and reward.has_own and not metric.startswith(RATES)
+    own = any(reward.has_own for reward in rewards) and not RATES.match(metric)
     if metric not in known and not own and not never:
         message = f"'{text}' is not allowed: no step records '{metric}'; {near(metric, known)}"
         yield draft.problem(("stop_when",), message)
@@ -281,19 +304,26 @@ def stop_when(draft: Draft) -> Iterator[Problem]:
 def known_metrics(config: Config, algorithm: Algorithm) -> list[str]:
     """The metrics that lines of ``metrics.jsonl`` can have; a user's own reward may add more."""
     calls = algorithm.calls(config)
-    parts = {f"reward/{name}" for name in config.reward.parts} if config.reward else set()
+    parts = _part_metrics(config)
     names = {"step", "epoch", *STEP_METRICS, "rows_left_out", "time/total", "time/checkpoint_stall"}
     names |= {f"time/{call.name}" for call in calls} | {"time/step"}
     names |= {name for call in calls for name in call.metrics}
     names |= parts if _makes_rewards(calls) else set()
     names |= set(ROLLOUT_METRICS) if config.rollout.tasks is not None else set()
-    if config.evaluation is not None:
-        judged = {name for call in algorithm.evaluation_calls(config) for name in call.metrics}
-        judged |= parts if _makes_rewards(algorithm.evaluation_calls(config)) else set()
-        measures = algorithm.evaluation_measures(config)
+    for suite, own in config.evaluations.items():
+        evaluation_calls = algorithm.evaluation_calls(own)
+        judged = {name for call in evaluation_calls for name in call.metrics}
+        judged |= _part_metrics(own) if _makes_rewards(evaluation_calls) else set()
+        measures = algorithm.evaluation_measures(own)
         judged |= {f"{name}{end}" for name in measures for end in ("", "/low", "/high")}
-        names |= {f"eval/{name}" for name in judged | set(STEP_METRICS)} | {"time/evaluation"}
+        prefix = evaluation_metric(suite)
+        names |= {f"{prefix}{name}" for name in judged | set(STEP_METRICS)} | {EVALUATION_S}
+        names |= set() if suite == WHOLE else {f"{EVALUATION_S}/{suite}"}
     return sorted(names)
+
+
+def _part_metrics(config: Config) -> set[str]:
+    return {f"reward/{name}" for name in config.reward.parts} if config.reward else set()
 
 
 def _stops_by_evaluation(draft: Draft, text: str) -> Iterator[Problem]:
@@ -306,9 +336,13 @@ def _stops_by_evaluation(draft: Draft, text: str) -> Iterator[Problem]:
     ):
         message = f"'{text}' is not allowed: no evaluation ever runs; set evaluation.every_steps"
         yield draft.problem(("stop_when",), message)
-    elif evaluation is not None and text.lstrip().startswith(RATES) and not evaluation.rates:
-        missing = "evaluation.n above 1" if evaluation.n == 1 else "evaluation.pass_score"
-        yield draft.problem(("stop_when",), f"'{text}' is not allowed: it needs {missing}")
+    elif evaluation is not None and RATES.match(text.lstrip()):
+        for suite, own in evaluation.parts.items():
+            rate = text.lstrip().removeprefix(evaluation_metric(suite))
+            if rate.startswith(("pass@", "maj@")) and not own.rates:
+                key = dotted((*evaluation_key(suite), "n" if own.n == 1 else "pass_score"))
+                missing = f"{key} above 1" if own.n == 1 else key
+                yield draft.problem(("stop_when",), f"'{text}' is not allowed: it needs {missing}")
 
 
 def graphs(draft: Draft) -> Iterator[Problem]:
@@ -318,18 +352,18 @@ def graphs(draft: Draft) -> Iterator[Problem]:
     if any(conflicts(draft)):
         return
     if config.dataset.kind in algorithm.dataset_types:
-        yield from _graph(draft, algorithm.calls(config), config.dataset, "algorithm")
-    evaluation = config.evaluation
-    if evaluation is not None and evaluation.dataset.kind in algorithm.evaluation_types:
-        calls = algorithm.evaluation_calls(config)
-        yield from _graph(draft, calls, evaluation.dataset, "evaluation")
+        yield from _graph(draft, algorithm.calls(config), config.dataset, ("algorithm",))
+    for suite, own in config.evaluations.items():
+        if own.held_out.kind in algorithm.evaluation_types:
+            calls = algorithm.evaluation_calls(own)
+            yield from _graph(draft, calls, own.held_out, evaluation_key(suite))
 
 
 def _graph(
-    draft: Draft, calls: Sequence[Call], dataset: Dataset, section: str
+    draft: Draft, calls: Sequence[Call], dataset: Dataset, section: KeyPath
 ) -> Iterator[Problem]:
     try:
         Graph(calls, DATASET_KEYS[dataset.kind])
     except GraphError as error:
         for problem in error.args:
-            yield draft.problem((section,), problem)
+            yield draft.problem(section, problem)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from slurmrl.config.schema import Config, Dataset
+from slurmrl.config.schema import Config, Dataset, evaluation_key
 from slurmrl.config.source import KeyPath
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
@@ -47,10 +47,10 @@ def bounded_parts(config: Config) -> Iterator[tuple[KeyPath, Dataset, int]]:
     """The keys of the datasets of training and evaluation, with the most new tokens of each."""
     new = config.rollout.most_tokens
     yield ("dataset",), config.dataset, new
-    evaluation = config.evaluation
-    if evaluation is not None:
-        own = None if config.rollout.episode.has_turns else evaluation.max_new_tokens
-        yield ("evaluation", "dataset"), evaluation.dataset, own or new
+    for suite, own in config.evaluations.items():
+        assert own.evaluation is not None, "one of `evaluations`"
+        limit = None if config.rollout.episode.has_turns else own.evaluation.max_new_tokens
+        yield (*evaluation_key(suite), "dataset"), own.held_out, limit or new
 
 
 def least_context(config: Config) -> int:

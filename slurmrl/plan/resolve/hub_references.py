@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurmrl import log
-from slurmrl.config.schema import Config, Dataset, Model, role_key
+from slurmrl.config.schema import (
+    WHOLE,
+    Config,
+    Dataset,
+    Evaluation,
+    Model,
+    evaluation_key,
+    role_key,
+)
 from slurmrl.config.source import KeyPath, Source, read
 from slurmrl.errors import EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import inputs
@@ -55,9 +63,7 @@ class HubResolver:
         config = self._config
         update: dict[str, Any] = {"dataset": self._dataset(("dataset",), config.dataset)}
         if config.evaluation is not None:
-            key = ("evaluation", "dataset")
-            held_out = self._dataset(key, config.evaluation.dataset)
-            update["evaluation"] = config.evaluation.model_copy(update={"dataset": held_out})
+            update["evaluation"] = self._evaluation(config.evaluation)
         models = {
             role: self._model(role_key(role), model)
             for role in config.roles
@@ -66,6 +72,18 @@ class HubResolver:
         return config.model_copy(update=update).with_models(models)
 
     # -- sections ----------------------------------------------------------------------------
+
+    def _evaluation(self, evaluation: Evaluation) -> Evaluation:
+        if evaluation.dataset is not None:
+            held_out = self._dataset((*evaluation_key(WHOLE), "dataset"), evaluation.dataset)
+            return evaluation.model_copy(update={"dataset": held_out})
+        suites = {
+            name: suite.model_copy(
+                update={"dataset": self._dataset((*evaluation_key(name), "dataset"), suite.dataset)}
+            )
+            for name, suite in evaluation.suites.items()
+        }
+        return evaluation.model_copy(update={"suites": suites})
 
     def _dataset(self, key: KeyPath, dataset: Dataset) -> Dataset:
         update: dict[str, Any] = {"path": self._rows(key, dataset.path, dataset.subset)}

@@ -74,7 +74,17 @@ def _with_pass_score(config: Config) -> Config:
     evaluation = config.evaluation
     if evaluation is None or evaluation.pass_score is not None:
         return config
-    update = {"pass_score": config.default_pass_score}
+    update: dict[str, Any] = {"pass_score": config.default_pass_score}
+    if evaluation.suites:  # each has its own, as its reward may be another one
+        evaluations = config.evaluations
+        update = {
+            "suites": {
+                name: suite.model_copy(update={"pass_score": evaluations[name].default_pass_score})
+                if suite.pass_score is None
+                else suite
+                for name, suite in evaluation.suites.items()
+            }
+        }
     return config.model_copy(update={"evaluation": evaluation.model_copy(update=update)})
 
 

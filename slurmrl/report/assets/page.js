@@ -409,8 +409,8 @@
   function groupsOf() {
     const groups = new Map();
     for (const trial of trials) for (const row of trial.samples.rows) {
-      const evaluation = row.evaluation === true, name = `${trial.name}\n${evaluation}\n${row.step}\n${row.id ?? groups.size}`;
-      if (!groups.has(name)) groups.set(name, { trial, evaluation, step: row.step, id: row.id, prompt: row.prompt, answer: row.answer, rows: [] });
+      const evaluation = row.evaluation === true, name = `${trial.name}\n${evaluation}\n${row.suite ?? ""}\n${row.step}\n${row.id ?? groups.size}`;
+      if (!groups.has(name)) groups.set(name, { trial, evaluation, suite: row.suite, step: row.step, id: row.id, prompt: row.prompt, answer: row.answer, rows: [] });
       groups.get(name).rows.push(row);
     }
     for (const group of groups.values()) {
@@ -504,7 +504,7 @@
       count.textContent = `${chosen.length.toLocaleString("en")} prompts, page ${state.page + 1} of ${pages.toLocaleString("en")}`;
       list.replaceChildren(...chosen.slice(state.page * PAGE, (state.page + 1) * PAGE).map((group) => el("div", { className: "group" },
         el("div", { className: "facts" }, several ? el("span", {}, swatch(group.trial.colour), group.trial.name) : null,
-          el("span", { textContent: group.evaluation ? `evaluation at step ${group.step}` : `step ${group.step}` }), el("span", { textContent: `id ${group.id ?? "–"}` }),
+          el("span", { textContent: group.evaluation ? `evaluation${group.suite ? ` of ${group.suite}` : ""} at step ${group.step}` : `step ${group.step}` }), el("span", { textContent: `id ${group.id ?? "–"}` }),
           group.mean === null ? null : el("span", { textContent: `mean reward ${number(group.mean)}` }),
           group.answer === undefined || group.answer === null ? null : el("span", { textContent: `answer: ${String(group.answer).slice(0, 300)}` })),
         el("div", { className: "said prompt", textContent: group.prompt }),

@@ -8,7 +8,7 @@ from slurmrl.algorithms.base import Interface
 from slurmrl.algorithms.scalars import ScalarController
 from slurmrl.config.schema import Config
 from slurmrl.graph.call import Call
-from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.algorithms import Algorithm, all_calls
 from slurmrl.registry import import_own, resolve
 
 
@@ -17,10 +17,7 @@ def wrong_code(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
     :raises UsageError: one of them cannot be imported.
     """
-    calls = list(algorithm.calls(config))
-    if config.evaluation is not None:
-        calls += algorithm.evaluation_calls(config)
-    for call in dict.fromkeys(calls):
+    for call in dict.fromkeys(all_calls(config, algorithm)):
         yield from _of_call(call)
     controller = algorithm.controller()
     if not _is_class_of(import_own("controller", controller), ScalarController):

@@ -15,9 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from slurmrl.config.schema import Config, EpisodeSettings, role_key
+from slurmrl.config.schema import Config, EpisodeSettings, Reward, evaluation_key, role_key
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.config.source import dotted
+from slurmrl.config.source import KeyPath, dotted
 from slurmrl.data.records import MOST_PROBLEMS
 from slurmrl.data.rows import DatasetRows
 from slurmrl.data.tokenizer import load_tokenizer, vocabulary
@@ -156,9 +156,10 @@ class CheckProcess:
                 yield Finding("data", Weight.WARNING, message, f"{key}.path")
 
     def _reward(self) -> Iterator[Finding]:
-        reward = self.config.reward
-        if reward is None:
-            return
+        for where, reward in self.config.rewards().items():
+            yield from self._one_reward(dotted(where), reward)
+
+    def _one_reward(self, key: str, reward: Reward) -> Iterator[Finding]:
         try:
             with closing(make_reward(reward)) as function:
                 function.check_rows([])
@@ -166,13 +167,13 @@ class CheckProcess:
                     message = (
                         f"'{reward.title}' asks for {MODEL_SCORES}: add a part with name: model"
                     )
-                    yield Finding("reward", Weight.FAILED, message, "reward")
-                yield from self._judged_rows(function)
+                    yield Finding("reward", Weight.FAILED, message, key)
+                yield from self._judged_rows(function, judged(self.config, key))
         except UsageError as error:
-            yield Finding("reward", *self._weighed(error), "reward")
+            yield Finding("reward", *self._weighed(error), key)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             message = f"reward '{reward.title}': {describe(error)}"
-            yield Finding("reward", Weight.FAILED, message, "reward")
+            yield Finding("reward", Weight.FAILED, message, key)
 
     def _episode(self) -> Iterator[Finding]:
         settings = self.config.rollout.episode
@@ -201,9 +202,11 @@ class CheckProcess:
         for dataset in chat:
             Dialogue(dataset, tokenizer).messages([(role, "")], None)
 
-    def _judged_rows(self, function: WeightedReward) -> Iterator[Finding]:
+    def _judged_rows(
+        self, function: WeightedReward, sections: Mapping[KeyPath, DatasetConfig]
+    ) -> Iterator[Finding]:
         """Yield the rows that the reward cannot judge."""
-        for key, dataset in datasets(self.config):
+        for key, dataset in sources(sections):
             rows = self.rows.get(key)
             if dataset.kind != "prompt" or rows is None:
                 continue
@@ -313,13 +316,25 @@ def _is_limited(dataset: DatasetConfig) -> bool:
 
 
 def datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
-    """Yield the sources of all data sets with the dotted keys of their sections."""
-    sections = {"dataset": config.dataset}
-    if config.evaluation is not None:
-        sections["evaluation.dataset"] = config.evaluation.dataset
+    """The sources of all data sets with the dotted keys of their sections."""
+    return sources(config.datasets())
+
+
+def sources(sections: Mapping[KeyPath, DatasetConfig]) -> Iterator[tuple[str, DatasetConfig]]:
     for key, section in sections.items():
         for name, part in section.parts.items():
-            yield f"{key}.sources.{name}" if name else key, part
+            yield dotted((*key, "sources", name) if name else key), part
+
+
+def judged(config: Config, reward: str) -> Mapping[KeyPath, DatasetConfig]:
+    """The data sets that the reward with this dotted key judges: that of the trial all but those of
+    suites that have their own."""
+    judges: dict[KeyPath, str] = {("dataset",): "reward"}
+    for suite in config.evaluations:
+        key = evaluation_key(suite)
+        own = (*key, "reward") in config.rewards()
+        judges[*key, "dataset"] = dotted((*key, "reward")) if own else "reward"
+    return {key: part for key, part in config.datasets().items() if judges[key] == reward}
 
 
 def limits(dataset: DatasetConfig) -> str:

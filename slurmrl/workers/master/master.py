@@ -215,13 +215,16 @@ class Master:
 
     def _wait_for_ranks(self) -> None:
         ready = self.channel.wait_ready(self.config.cluster.start_timeout_s)
+        held_out = {own.suite: own.size for own in ready[0].held_out}
         seen = {
-            (answer.size, answer.fingerprint, answer.evaluation_size) for answer in ready.values()
+            (answer.size, answer.fingerprint, *(own.size for own in answer.held_out))
+            for answer in ready.values()
         }
         if len(seen) > 1:
             raise CheckpointError(f"the ranks see different datasets: {sorted(seen)}")
         directories = [self.paths.data / name for name in ready[0].directories]
-        use = partial(self.progress.use_dataset, *seen.pop(), directories)
+        size, fingerprint = ready[0].size, ready[0].fingerprint
+        use = partial(self.progress.use_dataset, size, fingerprint, held_out, directories)
         retry("read the order of the dataset", use, timeout_s=READ_S)
         if self.rollouts is not None:
             self.rollouts.start(self.progress.items)
@@ -233,9 +236,10 @@ class Master:
         """Report rows that are longer than the configuration allows."""
         self.rows_left_out = ready.left_out
         found = [(self.config.dataset, ready.left_out, ready.size)]
-        if self.config.evaluation is not None:
-            evaluation = self.config.evaluation.dataset
-            found.append((evaluation, ready.evaluation_left_out, ready.evaluation_size))
+        evaluations = self.config.evaluations
+        found += [
+            (evaluations[rows.suite].held_out, rows.left_out, rows.size) for rows in ready.held_out
+        ]
         for dataset, left, size in found:
             if left:
                 where, total = dataset.title, size + left
@@ -262,8 +266,7 @@ class Master:
             raise CheckpointError(f"the ranks see different stop tokens: {sorted(seen)}")
         tokens = seen.pop()
         self.progress.stop_token_ids = [token for token, _ in tokens]
-        calls = (*self.plan.calls, *self.plan.evaluation_calls)
-        if any(call.method == Method.GENERATE for call in calls):
+        if any(call.method == Method.GENERATE for call in self.plan.all_calls):
             named = ", ".join(f"{text!r} ({token})" for token, text in tokens)
             logger.info("a completion ends with one of these tokens: %s", named)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from slurmrl.algorithms.scalars import ScalarController
 from slurmrl.config.conditions import Frequency, StopWhen
-from slurmrl.config.schema import Config
+from slurmrl.config.schema import WHOLE, Config
 from slurmrl.data.arrangement import order_of
 from slurmrl.data.ledger import Ledger, LedgerRecord
 from slurmrl.data.order import ItemOrder
@@ -138,7 +138,7 @@ class Progress:
         self.metrics: dict[str, Any] = {}
         """Those of the last step, evaluation included."""
         self.stop_when = StopWhen.parse(self.config.stop_when) if self.config.stop_when else None
-        self.evaluation_size = 0
+        self.held_out: Mapping[str, int] = {}
         self.stop_token_ids: list[int] = []
         """The tokens that end a completion; an export states them."""
         self.recorded: list[RecordedSteps] = []
@@ -187,10 +187,11 @@ class Progress:
         self,
         size: int,
         fingerprint: str,
-        evaluation_size: int,
+        held_out: Mapping[str, int],
         directories: Sequence[Path] = (),
     ) -> None:
         """Set the dataset that the ranks have read; ``directories`` hold its prepared rows.
+        ``held_out`` are the sizes of those of `Config.evaluations`.
 
         Raises:
             CheckpointError: it differs from the dataset that the last commit's ledger is about.
@@ -203,7 +204,7 @@ class Progress:
                 f"{self.dataset['size']} items then, {size} now; the data order cannot be kept"
             )
         self.dataset = dataset
-        self.evaluation_size = evaluation_size
+        self.held_out = held_out
         self._order = order_of(
             self.config.dataset, self.config.seed, self.batch_size, size, directories
         )
@@ -256,11 +257,11 @@ class Progress:
         left = set(numbers)
         self._batch = [number for number in self._batch if number not in left]
 
-    def evaluation_items(self) -> list[tuple[int, int]]:
-        """Items of an evaluation: always the same ones, from the top of the dataset."""
-        assert self.config.evaluation is not None
-        samples = self.config.evaluation.samples or self.evaluation_size
-        return [(0, index) for index in range(min(samples, self.evaluation_size))]
+    def evaluation_items(self, suite: str = WHOLE) -> list[tuple[int, int]]:
+        """Items of the evaluation of a suite: always the same ones, from the top of the dataset."""
+        evaluation, size = self.config.evaluations[suite].evaluation, self.held_out[suite]
+        assert evaluation is not None, "one of `evaluations`"
+        return [(0, index) for index in range(min(evaluation.samples or size, size))]
 
     # -- steps -------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from slurmrl.algorithms.offline.estimates import summarize
+from slurmrl.config.schema import WHOLE
 from slurmrl.errors import EnvironmentFailure, UsageError
 from slurmrl.fsio.atomic import (
     list_names,
@@ -24,7 +25,7 @@ from slurmrl.plan.settings import Settings
 from slurmrl.workers.master.results import summary_text
 from slurmrl.workers.parts import read_parts
 
-_FILE: Final = re.compile(r"step-(\d+)\.json")
+_FILE: Final = re.compile(r"step-(\d+)(?:\..+)?\.json")
 
 ITEM: Final = "id"
 """What every call says about an item: which one it is."""
@@ -39,8 +40,8 @@ class ScoringCall(NamedTuple):
 
 
 class EvaluationScores:
-    """Ranks write the scores of an evaluation to part files. The master makes one file of them
-    before it records the metrics of the step, and so before the commit of that step.
+    """Ranks write the scores of an evaluation to part files. The master makes one file of those of
+    each suite before it records the metrics of the step, and so before the commit of that step.
 
     ``check`` raises once a newer incarnation has begun.
     """
@@ -66,12 +67,14 @@ class EvaluationScores:
                 sweep_temporaries(folder)
         for step in self._steps():
             if step > last_step:
-                remove(self._paths.evaluation(step))
+                self._remove_step(step)
         self.keep(last_step)
 
-    def write(self, step: int, items: int, calls: Sequence[ScoringCall]) -> dict[str, float]:
-        """Write the file of an evaluation of ``items`` items, and remove its part files. Return the
-        estimates and the ends of their intervals.
+    def write(
+        self, step: int, items: int, calls: Sequence[ScoringCall], suite: str = WHOLE
+    ) -> dict[str, float]:
+        """Write the file of the evaluation of a suite with ``items`` items, and remove its part
+        files. Return the estimates and the ends of their intervals.
 
         Raises CorruptFileError for part files that are missing or damaged, UsageError for scores
         that cannot be measured, or that two calls give, EnvironmentFailure, StaleIncarnationError,
@@ -81,11 +84,12 @@ class EvaluationScores:
             return {}
         lines = [self._read(call, items) for call in calls]
         scores = [_merged(calls, records) for records in zip(*lines, strict=True)]
-        config, algorithm = self._settings.config, self._settings.algorithm
+        algorithm, config = self._settings.algorithm, self._settings.config.evaluations[suite]
         summary = summarize(scores, algorithm.evaluation_measures(config))
         self._check()
         make_private_directory(self._paths.evaluations)
-        replace_by_parts(self._paths.evaluation(step), summary_text(self._head(step), summary))
+        text = summary_text(self._head(step, suite), summary)
+        replace_by_parts(self._paths.evaluation(step, suite), text)
         self._remove(calls)
         return summary.metrics
 
@@ -96,7 +100,11 @@ class EvaluationScores:
         if evaluation is None or evaluation.keep_last is None:
             return
         for step in [step for step in self._steps() if step <= committed][: -evaluation.keep_last]:
-            remove(self._paths.evaluation(step))
+            self._remove_step(step)
+
+    def _remove_step(self, step: int) -> None:
+        for suite in self._settings.config.evaluations:
+            remove(self._paths.evaluation(step, suite))
 
     def _read(self, call: ScoringCall, items: int) -> list[Record]:
         """Raises CorruptFileError, EnvironmentFailure."""
@@ -106,15 +114,16 @@ class EvaluationScores:
             raise corrupt(self._paths.parts / call.prefix, problem)
         return records
 
-    def _head(self, step: int) -> dict[str, object]:
-        evaluation = self._settings.config.evaluation
-        assert evaluation is not None, "the caller evaluates"
+    def _head(self, step: int, suite: str) -> dict[str, object]:
+        config = self._settings.config.evaluations[suite]
+        assert config.evaluation is not None, "one of `evaluations`"
         return {
             "version": 1,
             "trial": f"{self._paths.experiment}/{self._paths.trial}",
             "step": step,
-            "evaluation": evaluation.model_dump(mode="json", exclude={"dataset"}),
-            "dataset": evaluation.dataset.title,
+            **({"suite": suite} if suite != WHOLE else {}),
+            "evaluation": config.evaluation.model_dump(mode="json", exclude={"dataset", "suites"}),
+            "dataset": config.held_out.title,
         }
 
     def _remove(self, calls: Sequence[ScoringCall]) -> None:
@@ -127,7 +136,7 @@ class EvaluationScores:
     def _steps(self) -> list[int]:
         """The steps that have files, in their order. Raises EnvironmentFailure."""
         matches = map(_FILE.fullmatch, _names(self._paths.evaluations))
-        return sorted(int(match[1]) for match in matches if match)
+        return sorted({int(match[1]) for match in matches if match})
 
 
 def _names(directory: Path) -> list[str]:

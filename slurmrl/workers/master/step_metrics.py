@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from slurmrl.config.schema import WHOLE
 from slurmrl.graph.call import Method
 from slurmrl.monitor.metrics import encode
+from slurmrl.plan.metrics import EVALUATION_S, evaluation_metric
 from slurmrl.plan.model import CallPlan
 from slurmrl.workers.messages import Done
 
@@ -57,12 +59,13 @@ def of_step(calls: Sequence[tuple[CallPlan, Answers]], step_s: float) -> dict[st
     return metrics
 
 
-def of_evaluation(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics of an evaluation, from those of its calls (`of_step`): of the times, only the
-    whole."""
+def of_evaluation(metrics: Mapping[str, Any], suite: str = WHOLE) -> dict[str, Any]:
+    """Metrics of the evaluation of a suite, from those of its calls (`of_step`): of the times, only
+    the whole."""
     own = {name: value for name, value in metrics.items() if not name.startswith("time/")}
-    named = {f"eval/{name}": value for name, value in own.items()}
-    return {**named, "time/evaluation": metrics["time/step"]}
+    named = {f"{evaluation_metric(suite)}{name}": value for name, value in own.items()}
+    seconds = EVALUATION_S if suite == WHOLE else f"{EVALUATION_S}/{suite}"
+    return {**named, seconds: metrics["time/step"]}
 
 
 def texts(calls: Sequence[tuple[CallPlan, Answers]]) -> list[Mapping[str, Any]]:

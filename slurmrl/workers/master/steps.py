@@ -12,11 +12,12 @@ from typing import Any
 
 from slurmrl import log
 from slurmrl.backoff import retry
+from slurmrl.config.schema import WHOLE
 from slurmrl.data.ledger import ItemSample
 from slurmrl.errors import UsageError
 from slurmrl.graph.call import Refill
 from slurmrl.paths import evaluation_prefix, part_prefix
-from slurmrl.plan.metrics import WAITED_S
+from slurmrl.plan.metrics import EVALUATION_S, WAITED_S
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.workers.master import step_metrics
 from slurmrl.workers.master.progress import Progress
@@ -109,19 +110,40 @@ class StepRunner:
         return samples
 
     def evaluate(self, step: int) -> Executed:
-        """Evaluate held-out items; the state of training does not change."""
+        """Evaluate held-out items of one suite after the other; the state of training does not
+        change."""
+        metrics: dict[str, Any] = {}
+        rows: list[Any] = []
+        answered: Answered = []
+        for suite in self._progress.config.evaluations:
+            executed = self._evaluate(step, suite, len(answered))
+            metrics |= executed.metrics
+            rows += [{"suite": suite, **row} if suite else row for row in executed.texts]
+            answered += executed.answered
+        if EVALUATION_S not in metrics:
+            metrics[EVALUATION_S] = sum(
+                metrics[f"{EVALUATION_S}/{suite}"] for suite in self._progress.config.evaluations
+            )
+        return Executed(metrics, rows, answered)
+
+    def _evaluate(self, step: int, suite: str, first: int) -> Executed:
+        """Evaluate a suite. ``first`` is the number of its first call among those of all suites:
+        each has part files of its own."""
         began = time.monotonic()
-        items, calls = self._progress.evaluation_items(), self._plan.evaluation_calls
-        answered = self._run(step, items, calls, evaluation=True)
+        items, calls = self._progress.evaluation_items(suite), self._plan.evaluation(suite)
+        parts = [
+            evaluation_prefix(step, self._incarnation, number)
+            for number in range(first, first + len(calls))
+        ]
+        answered = self._run(step, items, calls, evaluation=True, suite=suite, parts=parts)
         metrics = step_metrics.of_step(answered, time.monotonic() - began)
         scoring = []
-        for number, (call, answers) in enumerate(answered):
+        for (call, answers), prefix in zip(answered, parts, strict=True):
             if scored := [rank for rank in call.ranks if answers[rank].scored]:
-                prefix = evaluation_prefix(step, self._incarnation, number)
                 scoring.append(ScoringCall(call.name, prefix, scored))
-        write = partial(self._scores.write, step, len(items), scoring)
+        write = partial(self._scores.write, step, len(items), scoring, suite)
         estimates = retry("write the scores of the evaluation", write, self._channel.rest)
-        measured = step_metrics.of_evaluation({**metrics, **estimates})
+        measured = step_metrics.of_evaluation({**metrics, **estimates}, suite)
         return Executed(measured, step_metrics.texts(answered), answered)
 
     def _filtered(self, step: int, refill: Refill) -> tuple[Answered, dict[str, int]] | None:
@@ -179,15 +201,19 @@ class StepRunner:
         calls: Sequence[CallPlan],
         *,
         evaluation: bool = False,
+        suite: str = WHOLE,
+        parts: Sequence[str] = (),
         candidates: bool = False,
         samples: Sequence[ItemSample] = (),
     ) -> Answered:
-        """Post a batch and calls at once, in their fixed order, and collect the answers."""
+        """Post a batch and calls at once, in their fixed order, and collect the answers. ``parts``
+        are the prefixes of the calls' part files, where each call has its own."""
         scalars = self._progress.scalars()
         load = LoadBatch(
             step=step,
             items=tuple(items),
             evaluation=evaluation,
+            suite=suite,
             candidates=candidates,
             samples=tuple(samples),
         )
@@ -197,9 +223,8 @@ class StepRunner:
                 name=call.name,
                 scalars=scalars,
                 evaluation=evaluation,
-                part=evaluation_prefix(step, self._incarnation, number)
-                if evaluation
-                else part_prefix(step, self._incarnation),
+                suite=suite,
+                part=parts[number] if parts else part_prefix(step, self._incarnation),
             )
             for number, call in enumerate(calls)
         ]

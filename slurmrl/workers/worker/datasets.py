@@ -45,16 +45,14 @@ class Datasets:
         self._folder = folder
         self._incarnation = incarnation
         self._config = config
-        self._sections = [config.dataset]
-        if config.evaluation is not None:
-            self._sections.append(config.evaluation.dataset)
+        self._sections = list(config.datasets().values())
         self._store = store
         self._activity = activity
 
     def provide(
         self, tokenizer: PreTrainedTokenizerBase, rank: int, say: Callable[[Preparing], None]
     ) -> tuple[SampleRows, ...]:
-        """Return the training dataset and, if there is one, that of evaluations. ``say`` sends
+        """Return the training dataset and those of `Config.evaluations`. ``say`` sends
         `Preparing` to the master now and then while rank 0 tokenises."""
         if rank == 0:
             self._prepare(tokenizer, lambda: say(Preparing(rank=rank)))

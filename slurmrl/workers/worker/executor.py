@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from slurmrl.rollouts.sample_files import StoredGroup, read_group
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.workers.messages import (
     Done,
+    HeldOut,
     LoadBatch,
     Order,
     Ready,
@@ -75,7 +77,11 @@ class Executor:
         self.rank = rank
         self.engines = engines
         self.dataset = datasets[0]
-        self.evaluation_dataset = datasets[1] if len(datasets) > 1 else None
+        evaluations = settings.config.evaluations
+        self._held_out = dict(zip(evaluations, datasets[1:], strict=True))
+        self._settings_of = {
+            suite: replace(settings, config=own) for suite, own in evaluations.items()
+        }
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self._cores = cores
@@ -88,21 +94,23 @@ class Executor:
         self._reallocations = reallocations
         self._residence = residence
         self._activity = activity
-        self._interfaces: dict[str, Interface] = {}
+        self._interfaces: dict[tuple[str, str], Interface] = {}
+        """By suite and name: those of a suite hold its reward and its episodes."""
         self._saver = Saver(rank)
         self._versions = versions
 
     def ready(self) -> Ready:
         """Return what the master needs to know about data and tokens."""
-        evaluation = self.evaluation_dataset
         texts = map(self.tokenizer.convert_ids_to_tokens, self.stop_token_ids)
         return Ready(
             rank=self.rank,
             size=self.dataset.size,
             fingerprint=self.dataset.fingerprint,
-            evaluation_size=evaluation.size if evaluation is not None else 0,
             left_out=self.dataset.left_out,
-            evaluation_left_out=evaluation.left_out if evaluation is not None else 0,
+            held_out=tuple(
+                HeldOut(suite=suite, size=rows.size, left_out=rows.left_out)
+                for suite, rows in self._held_out.items()
+            ),
             directories=self.dataset.directories,
             stop_tokens=tuple(zip(self.stop_token_ids, map(str, texts), strict=True)),
         )
@@ -128,8 +136,7 @@ class Executor:
         began = time.monotonic()
         self._mail.finish()
         calls = self._calls(order)
-        dataset = self.evaluation_dataset if order.evaluation else self.dataset
-        assert dataset is not None
+        dataset = self._held_out[order.suite] if order.evaluation else self.dataset
         items = order.items
         meta = _read(lambda: dataset.meta(items))
 
@@ -192,7 +199,7 @@ class Executor:
             seed=self.settings.config.seed,
             scalars=order.scalars,
             tokenizer=self.tokenizer,
-            settings=self.settings,
+            settings=self._settings_of[order.suite] if order.evaluation else self.settings,
             stop_token_ids=self.stop_token_ids,
             batch=self.batch.ids,
             cores=self._cores,
@@ -200,7 +207,9 @@ class Executor:
             device=place.device,
             stored=self._read_stored if self._stored else None,
         )
-        result = self._run(call, sample, context) if call.role or place.is_leader else CallResult()
+        result = CallResult()
+        if call.role or place.is_leader:
+            result = self._run(call, order.suite, sample, context)
         if place.is_leader and call.method is Method.RECORD:
             path = self.paths.part(order.part, place.dp_rank)
             write_part(path, result.records, sample.ids, self.batch.ids)
@@ -255,7 +264,7 @@ class Executor:
         return retry("read samples", lambda: read_group(folder, group), timeout_s=READ_S)
 
     def _calls(self, order: LoadBatch | RunCall) -> Sequence[CallPlan]:
-        return self.plan.evaluation_calls if order.evaluation else self.plan.calls
+        return self.plan.evaluation(order.suite) if order.evaluation else self.plan.calls
 
     def _layout(self, call: CallPlan) -> str:
         """Return the model whose layout a call runs on. A call without a model has the actor's."""
@@ -270,10 +279,12 @@ class Executor:
         for model in self._residence.make_room(*needed):
             self._reallocations.discarded(model)
 
-    def _run(self, call: CallPlan, sample: SequenceSample, context: CallContext) -> CallResult:
-        if call.interface not in self._interfaces:
-            self._interfaces[call.interface] = resolve(call.interface)()
-        interface = self._interfaces[call.interface]
+    def _run(
+        self, call: CallPlan, suite: str, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        if (suite, call.interface) not in self._interfaces:
+            self._interfaces[suite, call.interface] = resolve(call.interface)()
+        interface = self._interfaces[suite, call.interface]
         engine = self.engines[self._layout(call)] if call.role is not None else None
         method = getattr(interface, call.method.value)
         with engine.base() if call.base and isinstance(engine, TrainEngine) else nullcontext():

@@ -53,7 +53,7 @@ def preload(run: Path, group: str) -> None:
         ENGINES.load(model.engine)
     used = [plan.group(group).worker]
     if group == TRAINERS:
-        used += [call.interface for call in (*plan.calls, *plan.evaluation_calls)]
+        used += [call.interface for call in plan.all_calls]
     for reference in used:
         if reference.startswith(OWN_PACKAGE):
             resolve(reference)

@@ -111,7 +111,7 @@ def test_whole_numbers_are_accepted_as_text(tmp_path: Path) -> None:
         ("actor.optimzer.lr=3", "unknown key; did you mean 'optimizer'?"),
         ("rollout.optimizer.lr=3", "unknown key; did you mean actor.optimizer or"),
         ("lr=3", "unknown key; did you mean actor.optimizer.lr or"),
-        ("evaluation.samples=3", "is required. The held-out prompts."),
+        ("evaluation.samples=3", "needs a dataset, or suites"),
     ],
 )
 def test_one_wrong_value_gives_one_message_with_value_rule_and_choices(

@@ -26,7 +26,10 @@ def overrides(example: Path, folder: Path) -> list[str]:
     data.touch()
     tokenizer.mkdir()
     values = load(example).values
-    evaluation = [f"evaluation.dataset.path={data}"] if "evaluation" in values else []
+    section = values.get("evaluation", {})
+    suites = [f"suites.{name}.dataset" for name in section.get("suites", ())]
+    held_out = suites or (["dataset"] if section else [])
+    evaluation = [f"evaluation.{key}.path={data}" for key in held_out]
     python = [f"rollout.python={sys.executable}"] if "server" in example.read_text() else []
     return [f"dataset.path={data}", f"actor.tokenizer={tokenizer}", *evaluation, *python]
 

@@ -12,7 +12,7 @@ from slurmrl.config.load import load
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.submission.evaluating import evaluation_of, find_checkpoint
+from slurmrl.submission.evaluating import choose_suites, evaluation_of, find_checkpoint
 from tests.support.committed import CommittedTrial
 from tests.support.trials import ARCHITECTURE
 
@@ -59,8 +59,8 @@ class Trained:
     def write(self, values: dict[str, Any]) -> None:
         self.file.write_text(json.dumps(values))
 
-    def evaluation(self, checkpoint: str, *overrides: str) -> Settings:
-        derive = evaluation_of(checkpoint, self.root)
+    def evaluation(self, checkpoint: str, *overrides: str, suite: str = "") -> Settings:
+        derive = evaluation_of(checkpoint, self.root, suite)
         return load_settings(self.file, overrides, root=self.root, planning=True, derive=derive)
 
 
@@ -128,6 +128,60 @@ def test_a_configuration_of_evaluate_gets_the_model_alone(trained: Trained) -> N
     config = trained.evaluation("trial:sft/1@4").config
     assert (config.experiment, config.trial) == ("judged-eval", "sft-1-step-4")
     assert (config.rollout.n, config.rollout.top_p) == (3, 0.9)
+
+
+SUITES = {
+    "n": 2,
+    "pass_score": 0.5,
+    "suites": {
+        "easy": {"dataset": PROMPTS},
+        "hard": {
+            "dataset": {**PROMPTS, "max_prompt_tokens": 5},
+            "reward": {"name": "math"},
+            "n": 4,
+            "pass_score": 1.0,
+            "max_new_tokens": 9,
+        },
+        "loss": {"dataset": {"type": "prompt_answer", "path": "rows.jsonl"}},
+    },
+}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_each_suite_is_a_trial_with_its_dataset_reward_and_sampling(
+    trained: Trained, *, trains: bool
+) -> None:
+    """Also of a configuration of algorithm `evaluate`, which needs no dataset of its own."""
+    values: dict[str, Any] = {**GRPO, "evaluation": SUITES}
+    if not trains:
+        judged = {"algorithm": {"name": "evaluate", "batch_size": 4}, "rollout": {"n": 1}}
+        values = {"experiment": "add", "reward": GRPO["reward"], **judged, "evaluation": SUITES}
+    trained.write(values)
+    assert choose_suites(trained.file, ()) == ["easy", "hard", "loss"]
+    easy, hard = (trained.evaluation("sft/1", suite=suite).config for suite in ("easy", "hard"))
+    assert (easy.experiment, easy.trial) == ("add-eval", "sft-1-step-8-easy")
+    assert (easy.rollout.n, easy.algorithm["pass_score"]) == (2, 0.5)
+    assert easy.reward is not None
+    assert easy.reward.title == "exact_match"
+    assert (hard.trial, hard.dataset.max_prompt_tokens) == ("sft-1-step-8-hard", 5)
+    assert (hard.rollout.n, hard.rollout.max_new_tokens) == (4, 9)
+    assert hard.algorithm["pass_score"] == 1.0
+    assert hard.reward is not None
+    assert hard.reward.title == "math"
+    assert hard.evaluation is None
+    loss = load(trained.file, (), evaluation_of("sft/1", trained.root, "loss")).values
+    assert (loss["algorithm"]["measure"], "reward" in loss) == ("likelihood", False)
+
+
+def test_suites_that_are_not_there_are_refused(trained: Trained) -> None:
+    trained.write({**GRPO, "evaluation": SUITES})
+    assert choose_suites(trained.file, ["hard", "hard"]) == ["hard"]
+    with pytest.raises(UsageError, match="--suite hrad: no such suite; did you mean 'hard'"):
+        choose_suites(trained.file, ["hrad"])
+    trained.write(GRPO)
+    assert choose_suites(trained.file, ()) == [""]
+    with pytest.raises(UsageError, match=r"has no evaluation\.suites"):
+        choose_suites(trained.file, ["hard"])
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,7 @@ class Site:
             path.write_text("\n".join(texts))
             sections[name] = Dataset(type="prompt", path=str(path))
         self.config: Any = SimpleNamespace(
-            dataset=sections["train"],
-            evaluation=SimpleNamespace(dataset=sections["held_out"]),
+            datasets=lambda: sections,
             cluster=SimpleNamespace(start_timeout_s=600.0),
         )
         self.tokenizer: Any = Characters(folder / "tokenizer")

@@ -29,7 +29,7 @@ from slurmrl.parallel.groups import ParallelContext
 from slurmrl.parallel.topology import ProcessTopology
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
-from slurmrl.workers.messages import Done, LoadBatch, Ready, RunCall, Save, Saved
+from slurmrl.workers.messages import Done, HeldOut, LoadBatch, Ready, RunCall, Save, Saved
 from slurmrl.workers.parts import read_parts
 from slurmrl.workers.worker import executor as executor_module
 from slurmrl.workers.worker.executor import Executor
@@ -169,6 +169,7 @@ class Ranks:
         plan: Plan,
         world: int,
         sizes: dict[str, int],
+        suites: int = 1,
     ) -> None:
         self.interfaces: list[FakeInterface] = []
         self.dataset, self.held_out = FakeDataset(40), FakeDataset(9)
@@ -184,7 +185,14 @@ class Ranks:
                     role: cast(TrainEngine, FakeEngine(role, rank, sizes, on))
                     for role in ("actor", "ref")
                 },
-                [cast(SampleRows, each) for each in (self.dataset, self.held_out)],
+                [
+                    cast(SampleRows, each)
+                    for each in (
+                        self.dataset,
+                        self.held_out,
+                        *(FakeDataset(9 + suite) for suite in range(1, suites)),
+                    )
+                ],
                 tokenizer=FakeTokenizer(),
                 stop_token_ids=(7, 2),
                 cores=3,
@@ -421,6 +429,38 @@ def test_evaluation_reads_the_held_out_items(make_ranks: Callable[..., Ranks]) -
     assert ranks.interfaces[0].given[0][2].evaluation is True
 
 
+def test_each_suite_has_its_rows_its_settings_and_its_reward(
+    make_settings: Any,
+    plans: Callable[..., Plan],
+    calls: Callable[..., CallPlan],
+    paths: RunPaths,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An interface of a suite, which holds the suite's reward, is no other suite's."""
+    section = make_settings().config.evaluation.model_dump(mode="json")
+    own = {"dataset": section.pop("dataset")}
+    suites = {"a": {**own, "n": 2}, "b": {**own, "n": 3, "reward": {"name": "math"}}}
+    settings = make_settings(evaluation={"every_steps": 2, "suites": suites})
+    held_out = calls("held_out", ranks=(0,), interface="fake:Judge")
+    plan = plans(per_host=1, calls=(calls("judge", ranks=(0,), interface="fake:Judge"),))
+    plan = plan.model_copy(update={"suite_calls": {"a": (held_out,), "b": (held_out,)}})
+    ranks = Ranks(paths, settings, plan, 1, {"dp": 1}, suites=2)
+    monkeypatch.setattr(executor_module, "resolve", lambda name: ranks.make_interface)
+    executor = ranks.executors[0]
+    sizes = {own.suite: own.size for own in executor.ready().held_out}
+    assert sizes == {"a": 9, "b": 10}
+    for suite in ("a", "b", "a"):
+        executor.load(LoadBatch(step=3, items=((0, 1),), evaluation=True, suite=suite))
+        order = {"step": 3, "name": "held_out", "scalars": {}, "part": f"part.{suite}"}
+        executor.call(RunCall(**order, evaluation=True, suite=suite))
+    seen = [
+        (context.settings.config.evaluation.n, context.settings.config.reward.title)
+        for interface in ranks.interfaces
+        for _, _, context in interface.given
+    ]
+    assert seen == [(2, "exact_match"), (2, "exact_match"), (3, "math")]
+
+
 def test_calls_of_an_evaluation_write_the_scores_of_their_items(
     make_ranks: Callable[..., Ranks], paths: RunPaths
 ) -> None:
@@ -499,9 +539,8 @@ def test_description_of_the_data(make_ranks: Callable[..., Ranks]) -> None:
         rank=0,
         size=40,
         fingerprint="of 40",
-        evaluation_size=9,
         left_out=3,
-        evaluation_left_out=3,
+        held_out=(HeldOut(size=9, left_out=3),),
         stop_tokens=((7, "<7>"), (2, "<2>")),
         directories=("rows-40",),
     )

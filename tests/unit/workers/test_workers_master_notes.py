@@ -12,7 +12,7 @@ from slurmrl.config.conditions import StopWhen
 from slurmrl.errors import ConfigError, Problem
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.master import Master
-from slurmrl.workers.messages import Ready
+from slurmrl.workers.messages import HeldOut, Ready
 
 
 class Events:
@@ -26,10 +26,11 @@ class Events:
 def test_lines_that_are_left_out_are_reported_by_file(caplog: pytest.LogCaptureFixture) -> None:
     config = SimpleNamespace(
         dataset=SimpleNamespace(title="/train"),
-        evaluation=SimpleNamespace(dataset=SimpleNamespace(title="/held")),
+        evaluations={"held": SimpleNamespace(held_out=SimpleNamespace(title="/held"))},
     )
     master: Any = SimpleNamespace(config=config, events=Events())
-    ready = Ready(rank=0, size=7, fingerprint="f", left_out=3, evaluation_size=4)
+    held_out = (HeldOut(suite="held", size=4),)
+    ready = Ready(rank=0, size=7, fingerprint="f", left_out=3, held_out=held_out)
     with caplog.at_level(logging.WARNING):
         Master._tell_left_out(master, ready)
     assert master.rows_left_out == 3

@@ -23,7 +23,7 @@ STATS = {"kl_sequence": 30.0, "completions": 4.0}
 
 def start(settings: Settings, state: dict[str, Any] | None = None, size: int = SIZE) -> Progress:
     progress = Progress(settings, state)
-    progress.use_dataset(size, FINGERPRINT, 7)
+    progress.use_dataset(size, FINGERPRINT, {"": 7})
     return progress
 
 
@@ -122,8 +122,16 @@ def test_evaluation_items_are_always_the_first_ones(make_settings: Any) -> None:
     assert progress.evaluation_items() == [(0, index) for index in range(5)]
     step(progress)
     assert progress.evaluation_items() == [(0, index) for index in range(5)]
-    progress.evaluation_size = 3
+    progress.held_out = {"": 3}
     assert progress.evaluation_items() == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_each_suite_has_its_own_items(make_settings: Any) -> None:
+    dataset = make_settings().config.evaluation.model_dump(mode="json")["dataset"]
+    suites = {"a": {"dataset": dataset, "samples": 2}, "b": {"dataset": dataset}}
+    progress = start(make_settings(evaluation={"every_steps": 2, "samples": 9, "suites": suites}))
+    progress.held_out = {"a": 7, "b": 3}
+    assert [len(progress.evaluation_items(suite)) for suite in ("a", "b")] == [2, 3]
 
 
 def test_finish_after_the_last_step(make_settings: Any) -> None:
@@ -189,7 +197,7 @@ def test_changed_dataset_is_refused(make_settings: Any, size: int, fingerprint: 
     step(progress)
     again = Progress(make_settings(), committed(progress))
     with pytest.raises(CheckpointError, match=f"{SIZE} items then, {size} now"):
-        again.use_dataset(size, fingerprint, 7)
+        again.use_dataset(size, fingerprint, {"": 7})
 
 
 def test_order_needs_the_dataset(make_settings: Any) -> None:

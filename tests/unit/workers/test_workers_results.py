@@ -44,7 +44,7 @@ class Incarnation:
         self._paths = paths
         self.number = number
         self.progress = Progress(settings, state)
-        self.progress.use_dataset(SIZE, "f1", 0)
+        self.progress.use_dataset(SIZE, "f1", {})
         self.results = Results(paths, settings, plan, self.progress, number)
 
     def step(self, text: str = "") -> None:
@@ -95,7 +95,7 @@ def test_the_steps_of_a_pass_are_known_once_its_dataset_was_read(
     """Then also in later incarnations, before they read it again; `total_steps` is a limit."""
     progress = Progress(settings, None)
     assert progress.known_steps is None
-    progress.use_dataset(SIZE, "f1", 0)
+    progress.use_dataset(SIZE, "f1", {})
     assert progress.known_steps == 3
     state = json.loads(json.dumps(progress.state()))
     assert Progress(settings, state).known_steps == 3

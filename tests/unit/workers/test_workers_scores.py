@@ -36,6 +36,15 @@ def settings(make_settings: Any, make_evaluation: Callable[..., dict[str, Any]])
 
 
 @pytest.fixture
+def several(make_settings: Any, make_evaluation: Callable[..., dict[str, Any]]) -> Settings:
+    """Settings of an evaluation of two suites."""
+    section = make_evaluation(n=2, pass_score=1.0, keep_last=1)
+    suite = {"dataset": section.pop("dataset")}
+    found: Settings = make_settings(evaluation={**section, "suites": {"a.1": suite, "b": suite}})
+    return found
+
+
+@pytest.fixture
 def make_evaluation(make_settings: Any) -> Callable[..., dict[str, Any]]:
     """The section of the settings, with changes."""
     section = make_settings().config.evaluation.model_dump(mode="json")
@@ -106,6 +115,21 @@ def test_rewards_that_are_not_1_or_0_have_a_normal_interval(
     assert metrics["reward"] == 1.0
     half = Z_95 * (7 / 3) ** 0.5  # the variance of the rewards is 7
     assert metrics["reward/low"] == pytest.approx(1.0 - half)
+
+
+def test_each_suite_has_a_file_which_is_kept_and_removed_with_the_step(
+    paths: RunPaths, several: Settings
+) -> None:
+    scores = scores_of(paths, several)
+    for step in (10, 20, 30):
+        for call, suite in enumerate(("a.1", "b")):
+            scores.write(step, 3, record(paths, step, 1, LINES, call), suite)
+    assert files(paths)[:2] == ["step-00000010.a.1.json", "step-00000010.b.json"]
+    head = json.loads(paths.evaluation(10, "b").read_text())
+    assert (head["suite"], head["evaluation"]["n"]) == ("b", 2)
+    assert "suites" not in head["evaluation"]
+    scores_of(paths, several).restart(20)
+    assert files(paths) == ["step-00000020.a.1.json", "step-00000020.b.json"]
 
 
 def test_an_evaluation_that_records_nothing_has_no_file(

@@ -99,6 +99,12 @@ def test_samples_are_json_whatever_they_hold() -> None:
     ]
 
 
+def test_the_metrics_of_a_suite_have_its_name() -> None:
+    metrics = {"reward": 0.5, "time/step": 3.0, "time/actor_gen": 1.0}
+    wanted = {"eval/gsm8k/reward": 0.5, "time/evaluation/gsm8k": 3.0}
+    assert step_metrics.of_evaluation(metrics, "gsm8k") == wanted
+
+
 def test_an_evaluation_keeps_all_metrics_but_the_times_of_its_calls() -> None:
     """Also those with a slash in their names, such as ``rewards/accuracies``."""
     metrics = {"rewards/accuracies": 0.5, "loss": 1.0, "time/step": 3.0, "time/actor_compare": 2.0}

@@ -102,7 +102,7 @@ def run(
         **refill: Any,
     ) -> tuple[StepRunner, Progress, Ranks]:
         progress = Progress(make_settings(), state, rollouts.ledger if rollouts else None)
-        progress.use_dataset(SIZE, "f1", 7)
+        progress.use_dataset(SIZE, "f1", {"": 7})
         progress.refill = Refill(**{"rounds": 10, **refill})
         ranks = Ranks(verdict)
         channel: Any = ranks

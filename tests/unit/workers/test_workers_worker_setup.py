@@ -36,7 +36,7 @@ def test_what_is_missing_on_a_host_is_the_hosts_failure(tmp_path: Path, missing:
     config = SimpleNamespace(
         actor=actor,
         model=lambda role: actor,
-        evaluation=SimpleNamespace(),
+        evaluations={},
         data_paths=lambda: [rows, heldout],
     )
     algorithm = SimpleNamespace(

@@ -1,0 +1,64 @@
+"""``slurmrl eval`` of an evaluation with suites."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slurmrl.cli.main import main
+from tests.support.trials import ADDITION, ARCHITECTURE
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(ARCHITECTURE))
+    dataset = {"type": "prompt", "path": str(ADDITION / "heldout.jsonl")}
+    suites = {"one": {"dataset": dataset, "n": 2}, "two": {"dataset": dataset}}
+    config = {
+        "experiment": "add",
+        "algorithm": {"name": "grpo", "batch_size": 8},
+        "actor": {"path": "absent", "tokenizer": str(ADDITION / "tokenizer")},
+        "reward": {"name": "exact_match"},
+        "dataset": dataset,
+        "evaluation": {"every_steps": 5, "suites": suites},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def evaluate(file: Path, *arguments: str) -> int:
+    model = str(file.parent / "model")
+    chosen = ["--checkpoint", model, "--root", str(file.parent / "runs"), "--scheduler", "slurm"]
+    return main(["eval", str(file), *chosen, "--no-check", *arguments])
+
+
+def test_each_suite_is_a_trial_with_a_name_of_its_own(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(file, "--dry-run", "--json") == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    name = f"{file.parent.name}-model"
+    wanted = [f"add-eval/{name}-{suite}"[:73] for suite in ("one", "two")]
+    assert [one["trial"] for one in shown] == wanted
+    assert evaluate(file, "--dry-run", "--json", "--suite", "two") == 0
+    [only] = map(json.loads, capsys.readouterr().out.splitlines())
+    assert only["trial"] == wanted[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("trial=mine",), "trial=NAME is for one suite"),
+        (("--suite", "tow"), "--suite tow: no such suite; did you mean 'two'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_queued(
+    file: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert evaluate(file, *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (file.parent / "runs").exists()
