@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DAMAGED_PREFIX = "damaged-"
+EVALUATED = "-eval"
+"""What follows the name of an experiment in that of the evaluations of its checkpoints."""
 EVALUATION = "evaluation-"
 """What part files of evaluations begin with."""
 
@@ -181,6 +183,11 @@ class RunPaths:
     def part(self, prefix: str, number: int) -> Path:
         """The ``number``-th part file of a step (see `part_prefix`)."""
         return self.parts / f"{prefix}.{number}.jsonl"
+
+    @property
+    def evaluated(self) -> Path:
+        """The folder of the trials in which ``slurmrl eval`` evaluates checkpoints of this one."""
+        return self.run.parent.with_name(f"{self.experiment}{EVALUATED}")
 
     @property
     def evaluations(self) -> Path:

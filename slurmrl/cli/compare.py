@@ -29,7 +29,7 @@ def compare(one: str, two: str, as_json: bool, root: str | None) -> int:
     metrics that both have."""
     from dataclasses import asdict
 
-    from slurmrl.monitor import metrics
+    from slurmrl.monitor import evaluated
     from slurmrl.report.collect import settings
     from slurmrl.report.comparison import Comparison, shared
     from slurmrl.report.curves import curves
@@ -38,7 +38,7 @@ def compare(one: str, two: str, as_json: bool, root: str | None) -> int:
 
     folder = trials.root_folder(root)
     pair = [trials.find(folder, name) for name in (one, two)]
-    first, second = (curves(metrics.read(paths.metrics)) for paths in pair)
+    first, second = (curves(evaluated.lines_of(paths)) for paths in pair)
     found = Comparison(differences([settings(paths) for paths in pair]), shared(first, second))
     click.echo(json.dumps(asdict(found)) if as_json else _text(found, one, two))
     return 0

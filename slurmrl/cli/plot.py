@@ -47,7 +47,7 @@ HEIGHT = 16
 def plot(words: tuple[str, ...], smooth: float, root: str | None) -> int:
     """Draw metrics in the terminal, those of several trials in one chart. METRIC is a name or a
     pattern such as 'eval/*'; without one, the metrics of the progress line are drawn."""
-    from slurmrl.monitor import metrics
+    from slurmrl.monitor import evaluated
     from slurmrl.report.contents import Curve
     from slurmrl.report.curves import curves, smoothed, thinned
     from slurmrl.report.terminal import chart
@@ -55,7 +55,7 @@ def plot(words: tuple[str, ...], smooth: float, root: str | None) -> int:
 
     chosen, patterns = _split(trials.root_folder(root), words)
     found = {
-        f"{paths.experiment}/{paths.trial}": curves(metrics.read(paths.metrics)) for paths in chosen
+        f"{paths.experiment}/{paths.trial}": curves(evaluated.lines_of(paths)) for paths in chosen
     }
     for number, name in enumerate(_names(found, patterns)):
         drawn = {

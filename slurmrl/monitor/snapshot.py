@@ -23,7 +23,7 @@ from slurmrl.fsio.shapes import (
     table,
 )
 from slurmrl.history.recent import Begun, Recent, recent
-from slurmrl.monitor import events, metrics, published, throughput
+from slurmrl.monitor import evaluated, events, metrics, published, throughput
 from slurmrl.monitor.events import Event
 from slurmrl.monitor.reports import Failure, Hang, Identity, Warned
 from slurmrl.name_resolve import make
@@ -131,6 +131,8 @@ class TrialSnapshot:
     """The newest lines of metrics."""
     evaluated: Mapping[str, Any]
     """The line of the newest evaluation, if it is not among these; else empty."""
+    checkpoint: Mapping[str, Any]
+    """The line of the newest evaluation of a checkpoint (see `evaluated`); else empty."""
     avoided: Sequence[BadHost]
     """The hosts that jobs avoid."""
     failed_starts: Sequence[BadHost]
@@ -145,7 +147,10 @@ class TrialSnapshot:
     @property
     def metrics(self) -> Mapping[str, Any]:
         """The newest line, completed by the newest evaluation."""
-        return metrics.newest([self.evaluated, *self.lines] if self.evaluated else self.lines)
+        lines = [self.evaluated, *self.lines] if self.evaluated else self.lines
+        last = lines[-1]["step"] if lines else -1
+        more = [self.checkpoint] if self.checkpoint and self.checkpoint["step"] <= last else []
+        return metrics.newest(evaluated.merged(lines, more))
 
     @property
     def total_steps(self) -> int | None:
@@ -199,6 +204,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
         traces,
         lines,
         {} if any(map(metrics.evaluates, lines)) else _evaluated(paths),
+        evaluated.newest(paths),
         hosts.avoided(paths),
         hosts.newest_failed_starts(paths),
         *(_times(paths, state.incarnation) if incarnations > GLANCE else (None, None)),

@@ -33,8 +33,8 @@ from slurmrl.fsio.shapes import (
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import place
+from slurmrl.monitor import evaluated, metrics, published
 from slurmrl.monitor import events as event_files
-from slurmrl.monitor import metrics, published
 from slurmrl.monitor.events import Event
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
@@ -79,6 +79,7 @@ def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
     A trial that runs is read as it stands. Raises CorruptFileError for a damaged history,
     EnvironmentFailure."""
     lines = metrics.read(paths.metrics)
+    shown = evaluated.merged(lines, evaluated.read(paths))
     events = event_files.read_all(paths)
     planned = _document(paths.estimates, PLANNED)
     timeline = _document(paths.timeline, TIMELINE)
@@ -87,7 +88,7 @@ def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
         name=f"{paths.experiment}/{paths.trial}",
         status=status,
         lines=len(lines),
-        curves={name: thinned(curve) for name, curve in curves(lines).items()},
+        curves={name: thinned(curve) for name, curve in curves(shown).items()},
         calls=call_times(
             lines, _document(paths.plan, PLAN).get("calls", []), planned.get("calls", {})
         ),

@@ -18,7 +18,7 @@ from slurmrl.errors import ConfigError, UsageError
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.hub.reference import PREFIX as HUB_PREFIX
-from slurmrl.paths import RunPaths, user_name
+from slurmrl.paths import EVALUATED, RunPaths, user_name
 from slurmrl.plan.resolve.trial_references import LAST, parse
 from slurmrl.registry import near
 from slurmrl.submission.trials import DEFAULT_ROOT
@@ -128,7 +128,7 @@ def evaluation_of(checkpoint: str, root: Path | None, suite: str = WHOLE) -> Der
         if suite != WHOLE or algorithm.get("name") != EVALUATE:
             _from_evaluation(source, algorithm, suite)
         if "experiment" in source.values:  # else it is reported as required
-            source.values["experiment"] = f"{source.values['experiment']}-eval"
+            source.values["experiment"] = f"{source.values['experiment']}{EVALUATED}"
         source.values["trial"] = _as_name(f"{model.name}-{suite}") if suite else model.name
         actor = source.values.setdefault("actor", {})
         if isinstance(actor, dict):
@@ -170,6 +170,8 @@ def _from_evaluation(source: Source, algorithm: dict[str, Any], suite: str) -> N
         take(("algorithm", "batch_size"), ("algorithm", "batch_size"))
         take(("rollout",), ("rollout",), (*OF_ROLLOUTS, *OF_TRAINING_SAMPLES))
     values["algorithm"]["measure"] = measure
+    if suite != WHOLE:
+        values["algorithm"]["suite"] = suite
     take((*where, "dataset"), ("dataset",))
     if measure == "completions":
         values.setdefault("rollout", {})

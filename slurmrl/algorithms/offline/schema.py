@@ -14,6 +14,7 @@ from slurmrl.algorithms.schema import (
     sequences_of_pairs,
 )
 from slurmrl.config.schema import Config
+from slurmrl.config.schema.base import Word
 from slurmrl.config.schema.frequency import Pattern
 from slurmrl.config.source import KeyPath
 from slurmrl.graph.call import Call, Method, Record, RoleUse, Summary
@@ -81,6 +82,10 @@ class Evaluate(AlgorithmSchema):
     """For `completions`: regular expression of the answer that a completion votes for in maj@k: its
     last match, or the group in it, as in `#### (.*)`. A completion without a match has no vote.
     Default: the whole completion."""
+
+    suite: Word | None = None
+    """The suite of `evaluation.suites` that `slurmrl eval` has made this trial of: its name in the
+    metrics of the trial whose checkpoint it evaluates."""
 
     dataset_types: ClassVar[tuple[str, ...]] = tuple(
         kind for kinds in MEASURED.values() for kind in kinds

@@ -1,0 +1,111 @@
+"""Evaluations of a trial's checkpoints by trials of ``slurmrl eval``, as its readers see them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.graph.call import Estimate, Summary
+from slurmrl.monitor import evaluated, snapshot
+from slurmrl.paths import RunPaths
+from slurmrl.workers.master.results import summary_text
+from tests.fake_runs import FakeRun
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    """A trial whose second incarnation continues from step 20."""
+    made = FakeRun(tmp_path)
+    made.begin()
+    made.commit(20)
+    made.begin(base="step-00000020.1")
+    made.metrics(*({"step": step, "reward": step / 100} for step in (19, 20, 30, 40)))
+    return made
+
+
+def evaluation(
+    paths: RunPaths,
+    trial: str,
+    model: str,
+    suite: str | None = None,
+    root: str = "/elsewhere",
+    **estimates: float,
+) -> Path:
+    """A finished trial that has evaluated a model."""
+    own = RunPaths(paths.evaluated / trial)
+    own.run.mkdir(parents=True)
+    folder = f"{root}/me/{paths.experiment}/{paths.trial}/export/{model}"
+    algorithm = {"name": "evaluate", "suite": suite}
+    head: dict[str, Any] = {"version": 1, "trial": trial, "algorithm": algorithm, "model": folder}
+    found = {name: Estimate(value, value - 0.1, float("nan")) for name, value in estimates.items()}
+    scores = [{"id": str(number), "rewards": [1.0]} for number in range(3)]
+    own.summary.write_bytes(b"".join(summary_text(head, Summary(found, scores))))
+    return own.summary
+
+
+def test_checkpoints_that_were_evaluated_have_lines(run: FakeRun) -> None:
+    """By the names of evaluations during training, and those of a suite by the suite's."""
+    paths = run.paths
+    several = {"avg@4": 0.5, "pass@4": 0.7}
+    evaluation(paths, "add-1-step-20", "step-00000020.1-checkpoint", **several)
+    evaluation(paths, "add-1-step-40-a", "step-00000040.2-checkpoint", "a", **{"avg@1": 0.25})
+    evaluation(paths, "add-1-step-40-b-1", "step-00000040", "b-1", loss=2.0)
+    assert evaluated.read(paths) == [
+        {
+            "step": 20,
+            "eval/reward": 0.5,
+            "eval/reward/low": 0.4,
+            "eval/reward/high": None,
+            "eval/pass@4": 0.7,
+            "eval/pass@4/low": pytest.approx(0.6),
+            "eval/pass@4/high": None,
+        },
+        {
+            "step": 40,
+            "eval/a/reward": 0.25,
+            "eval/a/reward/low": 0.15,
+            "eval/a/reward/high": None,
+            "eval/b-1/loss": 2.0,
+            "eval/b-1/loss/low": 1.9,
+            "eval/b-1/loss/high": None,
+        },
+    ]
+    assert evaluated.newest(paths)["eval/b-1/loss"] == 2.0
+    merged = evaluated.lines_of(paths)
+    assert [line["step"] for line in merged] == [19, 20, 30, 40]
+    assert (merged[1]["reward"], merged[1]["eval/reward"]) == (0.2, 0.5)
+    shown = snapshot.read(paths).metrics
+    assert (shown["step"], shown["reward"], shown["eval/a/reward"]) == (40, 0.4, 0.25)
+
+
+def test_what_says_nothing_about_the_trial_is_left_out(run: FakeRun, tmp_path: Path) -> None:
+    """Another trial's model, a checkpoint that training did not continue from, a trial that has not
+    finished, and a file that was cut."""
+    paths = run.paths
+    another = FakeRun(tmp_path, trial="2")
+    another.begin()
+    other = another.paths
+    evaluation(other, "add-2-step-20", "step-00000020.1-checkpoint", **{"avg@1": 0.1})
+    evaluation(paths, "add-1-step-30", "step-00000030.1-checkpoint", **{"avg@1": 0.2})
+    (paths.evaluated / "add-1-step-40").mkdir()
+    cut = evaluation(paths, "add-1-step-35", "step-00000035.2-checkpoint", **{"avg@1": 0.3})
+    cut.write_bytes(cut.read_bytes()[:90])
+    assert evaluated.read(paths) == []
+    assert evaluated.newest(paths) == {}
+    evaluation(paths, "add-1-step-10", "step-00000010.1-checkpoint", **{"avg@1": 0.4})
+    assert evaluated.newest(paths)["step"] == 10
+    assert len(evaluated.read(other)) == 1
+
+
+def test_the_trial_s_own_values_win_and_of_two_evaluations_the_later_one(run: FakeRun) -> None:
+    paths = run.paths
+    first = evaluation(paths, "add-1-step-40", "step-00000040.2-checkpoint", **{"avg@1": 0.1})
+    evaluation(paths, "add-1-step-40-2", "step-00000040.2-checkpoint", **{"avg@1": 0.2})
+    assert evaluated.newest(paths)["eval/reward"] == 0.2
+    os.utime(first, (4e9, 4e9))
+    assert evaluated.newest(paths)["eval/reward"] == 0.1
+    own = [{"step": 40, "eval/reward": 0.9}]
+    assert evaluated.merged(own, evaluated.read(paths))[-1]["eval/reward"] == 0.9
