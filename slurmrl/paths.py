@@ -184,10 +184,9 @@ class RunPaths:
         """The ``number``-th part file of a step (see `part_prefix`)."""
         return self.parts / f"{prefix}.{number}.jsonl"
 
-    @property
     def evaluated(self) -> Path:
         """The folder of the trials in which ``slurmrl eval`` evaluates checkpoints of this one."""
-        return self.run.parent.with_name(f"{self.experiment}{EVALUATED}")
+        return self.run.parent.parent / f"{self.experiment}{EVALUATED}"
 
     @property
     def evaluations(self) -> Path:
@@ -197,6 +196,11 @@ class RunPaths:
     def evaluation(self, step: int, suite: str = "") -> Path:
         name = f".{suite}" if suite else ""
         return self.evaluations / f"step-{step:08d}{name}.json"
+
+    def evaluation_mark(self, directory: str, suite: str) -> Path:
+        """Whose existence says that the evaluation of a commit, by its directory, is submitted."""
+        name = f".{suite}" if suite else ""
+        return self.run / "submitted_evaluations" / f"{directory}{name}"
 
     @property
     def metrics(self) -> Path:

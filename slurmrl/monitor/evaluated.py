@@ -37,7 +37,7 @@ _MEAN: Final = re.compile(r"avg@\d+")
 ENDS: Final = {"value": "", "low": "/low", "high": "/high"}
 
 
-class _Found(NamedTuple):
+class _Evaluation(NamedTuple):
     step: int
     written: float
     metrics: dict[str, float | None]
@@ -75,7 +75,7 @@ def merged(
 
 def _trials(paths: RunPaths) -> list[tuple[int, RunPaths]]:
     """The trials that may have evaluated a checkpoint, with its step, by step."""
-    folder = paths.evaluated
+    folder = paths.evaluated()
     try:
         names = atomic.list_names(folder)
     except (FileNotFoundError, EnvironmentFailure):
@@ -89,7 +89,7 @@ def _trials(paths: RunPaths) -> list[tuple[int, RunPaths]]:
 
 def _read(paths: RunPaths, trials: Iterable[tuple[int, RunPaths]]) -> list[dict[str, Any]]:
     lineage: Lineage | None = None
-    found: list[_Found] = []
+    found: list[_Evaluation] = []
     for _, trial in trials:
         try:
             head = _head(trial.summary)
@@ -100,7 +100,7 @@ def _read(paths: RunPaths, trials: Iterable[tuple[int, RunPaths]]) -> list[dict[
             step, incarnation = int(match[1]), match[2]
             if incarnation is None or lineage.has(step, int(incarnation)):
                 written = trial.summary.stat().st_mtime
-                found.append(_Found(step, written, _metrics(head)))
+                found.append(_Evaluation(step, written, _metrics(head)))
         except (FileNotFoundError, CorruptFileError, EnvironmentFailure):
             continue  # it has not finished, or says nothing
     found.sort(key=lambda each: each[:2])  # of two about the same, the later one counts

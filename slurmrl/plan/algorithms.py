@@ -54,9 +54,10 @@ def uses_of(config: Config, algorithm: Algorithm) -> tuple[RoleUse, ...]:
 
 
 def all_calls(config: Config, algorithm: Algorithm) -> Iterator[Call]:
-    """The calls of a step and of the evaluation of each suite, some of them more than once."""
+    """The calls of a step and of the evaluation of each suite by the trainers, some of them more
+    than once."""
     yield from algorithm.calls(config)
-    for own in config.evaluations.values():
+    for own in config.evaluations.values() if config.trainers_evaluate else ():
         yield from algorithm.evaluation_calls(own)
 
 

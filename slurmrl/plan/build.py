@@ -56,6 +56,7 @@ def make_plan(settings: Settings, *, scheduler: str, hosts: resources.Hosts | No
     evaluations = {
         suite: Graph(algorithm.evaluation_calls(own), DATASET_KEYS[own.held_out.kind]).order
         for suite, own in config.evaluations.items()
+        if config.trainers_evaluate
     }
     return Plan(
         experiment=config.experiment,

@@ -47,6 +47,7 @@ MAY_CHANGE = frozenset(
         "evaluation.at_start",
         "evaluation.at_end",
         "evaluation.keep_last",
+        "evaluation.tasks",
         "evaluation.pass_score",
         "evaluation.vote_pattern",
         "evaluation.suites.*.pass_score",

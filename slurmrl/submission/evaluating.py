@@ -42,6 +42,14 @@ KEPT: Final = (
 OF_TRAINING: Final = ("path", "architecture", "optimizer", "lora", "ema", "cpu_offload")
 """Settings of `actor` that only training has, and those that the checkpoint replaces."""
 OF_ROLLOUTS: Final = ("tasks", "publish", "slurm")
+OF_ENGINES: Final = (
+    *("backend", "gpus", "python", "server_args", "offload"),
+    *("tensor_parallel_size", "pipeline_parallel_size"),
+)
+"""What of `rollout` is about rollout tasks where there are some: the actor's engine generates."""
+OF_LAYOUT: Final = ("model", "gpus")
+OF_HOSTS: Final = ("hosts", "workers_per_host")
+"""What of `actor` and `cluster` is about the layout of the trainers."""
 OF_TRAINING_SAMPLES: Final = ("n", "temperature", "greedy", "top_p", "top_k")
 """Settings of `rollout` that evaluations do not have in common with it."""
 SAMPLING: Final = ("n", "temperature", "greedy", "max_new_tokens")
@@ -137,6 +145,29 @@ def evaluation_of(checkpoint: str, root: Path | None, suite: str = WHOLE) -> Der
     return derive
 
 
+class _Derived:
+    """The values of an evaluation, taken from those of a source with their marks."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.values: dict[str, Any] = {"algorithm": {"name": EVALUATE}}
+        self.marks: dict[KeyPath, str] = {}
+
+    def take(self, old: KeyPath, new: KeyPath, without: Sequence[str] = ()) -> None:
+        value, section = _at(self.source.values, old), _at(self.values, new[:-1])
+        if value is None or not isinstance(section, dict):
+            return  # what is no section is reported when the values are checked
+        if isinstance(value, dict):
+            value = {key: each for key, each in value.items() if key not in without}
+        section[str(new[-1])] = value
+        count = len(old)
+        marks = self.source.marks.items()
+        self.marks.update({new + at[count:]: mark for at, mark in marks if at[:count] == old})
+
+    def written(self, *key: str) -> Any:
+        return _at(self.source.values, key)
+
+
 def _from_evaluation(source: Source, algorithm: dict[str, Any], suite: str) -> None:
     """Replace what trains by the evaluation of a suite."""
     if not isinstance(source.values.get("evaluation"), dict):
@@ -144,47 +175,58 @@ def _from_evaluation(source: Source, algorithm: dict[str, Any], suite: str) -> N
         raise ConfigError((source.problem(("evaluation",), message),))
     where = evaluation_key(suite)
     measure = _measure(source, where)
-    values: dict[str, Any] = {"algorithm": {"name": EVALUATE}}
-    marks: dict[KeyPath, str] = {}
-
-    def take(old: KeyPath, new: KeyPath, without: Sequence[str] = ()) -> None:
-        value, section = _at(source.values, old), _at(values, new[:-1])
-        if value is None or not isinstance(section, dict):
-            return  # what is no section is reported when the values are checked
-        if isinstance(value, dict):
-            value = {key: each for key, each in value.items() if key not in without}
-        section[str(new[-1])] = value
-        count = len(old)
-        marks.update(
-            {new + at[count:]: mark for at, mark in source.marks.items() if at[:count] == old}
-        )
-
+    derived = _Derived(source)
     if algorithm.get("name") == EVALUATE:
         for key in source.values:
-            take((key,), (key,))
-        values.pop("evaluation", None)
+            derived.take((key,), (key,))
+        derived.values.pop("evaluation")
     else:
-        for key in ("experiment", *KEPT):
-            take((key,), (key,))
-        take(("actor",), ("actor",), OF_TRAINING)
-        take(("algorithm", "batch_size"), ("algorithm", "batch_size"))
-        take(("rollout",), ("rollout",), (*OF_ROLLOUTS, *OF_TRAINING_SAMPLES))
-    values["algorithm"]["measure"] = measure
+        _from_training(derived)
+    _for_tasks(derived)
+    derived.values["algorithm"]["measure"] = measure
     if suite != WHOLE:
-        values["algorithm"]["suite"] = suite
-    take((*where, "dataset"), ("dataset",))
+        derived.values["algorithm"]["suite"] = suite
+    derived.take((*where, "dataset"), ("dataset",))
     if measure == "completions":
-        values.setdefault("rollout", {})
-        take((*where, "reward"), ("reward",))
+        derived.values.setdefault("rollout", {})
+        derived.take((*where, "reward"), ("reward",))
         for section in dict.fromkeys((("evaluation",), where)):
             for name in SAMPLING:
-                take((*section, name), ("rollout", name))
+                derived.take((*section, name), ("rollout", name))
             for name in SCORING:
-                take((*section, name), ("algorithm", name))
+                derived.take((*section, name), ("algorithm", name))
     else:
         for key in ("rollout", "reward", "reward_model"):
-            values.pop(key, None)
-    source.values, source.marks = values, marks
+            derived.values.pop(key, None)
+    source.values, source.marks = derived.values, derived.marks
+
+
+def _from_training(derived: _Derived) -> None:
+    """What an evaluation has in common with the trial that trains."""
+    for key in ("experiment", *KEPT):
+        derived.take((key,), (key,))
+    derived.take(("actor",), ("actor",), OF_TRAINING)
+    derived.take(("algorithm", "batch_size"), ("algorithm", "batch_size"))
+    engine = OF_ENGINES if derived.written("rollout", "tasks") is not None else ()
+    derived.take(("rollout",), ("rollout",), (*OF_ROLLOUTS, *OF_TRAINING_SAMPLES, *engine))
+
+
+def _for_tasks(derived: _Derived) -> None:
+    """What `evaluation.tasks` changes in it."""
+    if derived.written("evaluation", "tasks", "backend"):
+        derived.take(("actor",), ("actor",), (*OF_TRAINING, *OF_LAYOUT))
+        derived.take(("cluster",), ("cluster",), OF_HOSTS)
+        derived.take(("evaluation", "tasks", "backend"), ("actor", "backend"))
+    changes = derived.written("evaluation", "tasks", "slurm")
+    cluster = derived.values.setdefault("cluster", {})
+    if not isinstance(changes, dict) or not isinstance(cluster, dict):
+        return
+    cluster["slurm"] = {}
+    derived.take(("cluster", "slurm"), ("cluster", "slurm"))
+    for key, value in changes.items():
+        derived.take(("evaluation", "tasks", "slurm", key), ("cluster", "slurm", key))
+        if value == "" and isinstance(cluster["slurm"], dict):  # the cluster's default
+            cluster["slurm"].pop(key)
 
 
 def _at(values: dict[str, Any], path: KeyPath) -> Any:

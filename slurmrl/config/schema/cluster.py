@@ -145,7 +145,7 @@ class Slurm(Section):
 
 
 class SlurmOfTasks(Section):
-    """Options of the array of rollout tasks. One that is left out is that of `cluster.slurm`; an
+    """Options of the jobs of tasks. One that is left out is that of `cluster.slurm`; an
     empty text (`reservation: ""`) takes the cluster's default instead."""
 
     partition: Line | None = None

@@ -162,6 +162,11 @@ class Config(Section):
         }
 
     @property
+    def trainers_evaluate(self) -> bool:
+        """Whether the trainers evaluate, rather than trials of their own or nobody."""
+        return self.evaluation is not None and self.evaluation.tasks is None
+
+    @property
     def held_out(self) -> Dataset:
         """The dataset of the evaluation of one suite, see `evaluations`."""
         assert self.evaluation is not None, "the caller evaluates"

@@ -9,12 +9,14 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from slurmrl.config.schema.base import (
+    Line,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
     Word,
 )
+from slurmrl.config.schema.cluster import SlurmOfTasks
 from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.reward import PART_NAME, Reward
 from slurmrl.config.schema.rollout import SAME_COMPLETIONS, subset_sizes
@@ -63,6 +65,15 @@ DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 SuiteName = Annotated[str, AfterValidator(_check_suite_name)]
 VariableName = Annotated[Word, AfterValidator(_check_variable)]
 Pattern = Annotated[Word, AfterValidator(_check_pattern)]
+OF_TRAINERS: Final = (
+    "every_steps",
+    "every_seconds",
+    "every_epochs",
+    "at_start",
+    "at_end",
+    "keep_last",
+)
+"""Settings of evaluations that the trainers make."""
 WHOLE: Final = ""
 """Name of the only part of an evaluation without suites."""
 ExportDtype = Literal["source", "float32", "bfloat16", "float16"]
@@ -122,9 +133,21 @@ class Suite(Section):
     """Maximum number of tokens in a completion."""
 
 
+class EvaluationTasks(Section):
+    """Evaluation of each checkpoint in a trial of its own, while training goes on
+    (docs/howto/checkpoint-evaluations.md)."""
+
+    backend: Line = ""
+    """Layout of the model there, for example `fsdp:d1`. Default: that of the actor."""
+    slurm: SlurmOfTasks = SlurmOfTasks()
+
+
 class Evaluation(Section):
     """Evaluation on held-out prompts, with the run's reward and a separate random stream."""
 
+    tasks: EvaluationTasks | None = None
+    """Evaluate each checkpoint in a trial of its own, `{}` or with settings, instead of on the
+    trainers. Default: the trainers evaluate."""
     dataset: Dataset | None = None
     """The held-out prompts. Required without `suites`."""
     suites: dict[SuiteName, Suite] = Field(default_factory=dict)
@@ -197,6 +220,16 @@ class Evaluation(Section):
             raise ValueError("needs a dataset, or suites")
         if self.dataset is not None and self.suites:
             raise ValueError("has both dataset and suites; a dataset belongs to each suite")
+        return self
+
+    @model_validator(mode="after")
+    def _one_trigger(self) -> Evaluation:
+        for name in OF_TRAINERS if self.tasks is not None else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} is not allowed with tasks, which evaluate each checkpoint; see "
+                    "checkpoint.every_steps"
+                )
         return self
 
     @model_validator(mode="after")

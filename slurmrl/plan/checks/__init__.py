@@ -14,6 +14,7 @@ from slurmrl.plan.checks.adapters import adapters, base_reference
 from slurmrl.plan.checks.correctness import votes
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.episodes import episodes
+from slurmrl.plan.checks.evaluation_tasks import evaluation_tasks
 from slurmrl.plan.checks.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
 from slurmrl.plan.checks.sections import (
     averages,
@@ -53,6 +54,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     conflicts,
     reward,
     suite_rewards,
+    evaluation_tasks,
     episodes,
     sampling,
     publication,

@@ -75,7 +75,7 @@ def generation(draft: Draft) -> Iterator[Problem]:
     calls = all_calls(config, algorithm)
     generates = any(call.method is Method.GENERATE for call in calls)
     if config.rollout.tasks is not None:
-        generates = config.evaluation is not None  # on the actor's ranks, the rest in tasks
+        generates = config.trainers_evaluate  # on the actor's ranks, the rest in tasks
     elif config.rollout.backend:
         if not generates:
             message = f"'{config.rollout.backend}' is not allowed: no call of this trial generates"

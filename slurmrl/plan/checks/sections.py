@@ -230,7 +230,8 @@ def length_of_run(draft: Draft) -> Iterator[Problem]:
 def something_to_do(draft: Draft) -> Iterator[Problem]:
     """A trial without steps evaluates."""
     evaluation = draft.config.evaluation
-    if draft.config.total_steps == 0 and (evaluation is None or not evaluation.at_start):
+    evaluates = evaluation is not None and evaluation.tasks is None and evaluation.at_start
+    if draft.config.total_steps == 0 and not evaluates:
         message = "0 is not allowed without an evaluation at the start: the trial would do nothing"
         yield draft.problem(("total_steps",), message)
 
@@ -330,6 +331,9 @@ def _stops_by_evaluation(draft: Draft, text: str) -> Iterator[Problem]:
     evaluation = draft.config.evaluation
     if evaluation is None and not draft.writes("evaluation"):
         message = f"'{text}' is not allowed: it needs an evaluation section"
+        yield draft.problem(("stop_when",), message)
+    elif evaluation is not None and evaluation.tasks is not None:
+        message = f"'{text}' is not allowed: evaluations of evaluation.tasks come too late for it"
         yield draft.problem(("stop_when",), message)
     elif evaluation is not None and not (
         evaluation.every_steps or evaluation.every_seconds or evaluation.every_epochs

@@ -9,11 +9,13 @@ from pydantic import ValidationError
 
 from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.allocation.gpus import format_gpus, parse_gpus
+from slurmrl.config.schema.cluster import SlurmOfTasks
+from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem
 from slurmrl.graph.call import Method
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engines import ENGINES
-from slurmrl.plan.placement import ROLLOUTS, slurm_of, tasks_inside, trainers
+from slurmrl.plan.placement import ROLLOUTS, tasks_inside, trainers
 
 OF_TRAINERS: Final = ("offload", "servers")
 """Settings of generation by the trainers, or by running servers."""
@@ -28,7 +30,7 @@ def tasks(draft: Draft) -> Iterator[Problem]:
             message = "is not allowed without rollout.tasks: it is about their jobs"
             yield draft.problem((ROLLOUTS, "slurm"), message)
         return
-    yield from _slurm(draft)
+    yield from wrong_slurm(draft, rollout.slurm, (ROLLOUTS, "slurm"))
     calls = algorithm.calls(draft.config)
     generating = [call for call in calls if call.method is Method.GENERATE]
     trains = any(use.role == "actor" and use.trained for use in algorithm.roles())
@@ -100,14 +102,13 @@ def _inside(draft: Draft) -> Iterator[Problem]:
         yield draft.problem((ROLLOUTS, "slurm"), message)
 
 
-def _slurm(draft: Draft) -> Iterator[Problem]:
+def wrong_slurm(draft: Draft, own: SlurmOfTasks, where: KeyPath) -> Iterator[Problem]:
     """Each option is allowed by itself; together with those of the trainers they may not be."""
     try:
-        slurm_of(draft.config, ROLLOUTS)
+        own.over(draft.config.cluster.slurm)
     except ValidationError as error:
         for details in error.errors():
-            message = details["msg"].removeprefix("Value error, ")
-            yield draft.problem((ROLLOUTS, "slurm"), message)
+            yield draft.problem(where, details["msg"].removeprefix("Value error, "))
 
 
 def _serving(size: int) -> Iterator[str]:

@@ -273,7 +273,7 @@ class Master:
     def _start(self) -> None:
         """Evaluate the initial model before the first step."""
         evaluation = self.config.evaluation
-        if evaluation is not None and evaluation.at_start:
+        if evaluation is not None and evaluation.tasks is None and evaluation.at_start:
             self._record(self._evaluate(self.progress.step))
 
     def _step(self) -> None:

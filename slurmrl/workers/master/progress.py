@@ -130,7 +130,8 @@ class Progress:
             settings.algorithm
         )
         self.commits = _frequency(self.config.checkpoint)
-        self.evaluations = _frequency(self.config.evaluation) if self.config.evaluation else None
+        own = self.config.trainers_evaluate
+        self.evaluations = _frequency(self.config.evaluation) if own else None
         self.log_lines = _frequency(self.config.logging)
         self.step = 0
         self.ledger = ledger or Ledger(None if state is None else ledger_of(state))

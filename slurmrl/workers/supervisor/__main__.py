@@ -42,6 +42,7 @@ from slurmrl.scheduler.upkeep import Upkeep
 from slurmrl.workers.link import end_as_failed, reason_to_leave
 from slurmrl.workers.supervisor import last_report
 from slurmrl.workers.supervisor.baton import Baton
+from slurmrl.workers.supervisor.checkpoint_evaluations import CheckpointEvaluations
 from slurmrl.workers.supervisor.job_hosts import JobHosts
 from slurmrl.workers.supervisor.notice import announce
 from slurmrl.workers.supervisor.rounds import Rounds, job_tag
@@ -97,12 +98,27 @@ def run(options: argparse.Namespace, paths: RunPaths) -> int:
     except SlurmrlError as error:
         return cannot_begin(link, error, in_chain=in_chain)
     try:
-        return run_link(link, rounds) if in_chain else rounds.run()
+        return run_link(link, rounds) if in_chain else run_rounds(rounds)
     except RunGoneError as error:
         logger.error("%s", error)
         if in_chain:
             end_chain(link)  # the queued links would have nothing to do
         return 1
+
+
+def run_rounds(rounds: Rounds) -> int:
+    """Run the rounds of the trainers, and submit evaluations of their checkpoints meanwhile."""
+    options = rounds.options
+    if options.group != TRAINERS:
+        return rounds.run()
+    kind = "local" if options.launcher == "direct" else "slurm"
+    evaluations = CheckpointEvaluations(
+        rounds.paths, kind, lambda event, data: rounds.events.write(event, **data)
+    )
+    evaluations.start()
+    code = rounds.run()
+    evaluations.stop(ended=reason_to_leave(rounds.paths, options.submission) is not None)
+    return code
 
 
 def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:
@@ -166,7 +182,7 @@ def run_link(link: Link, rounds: Rounds) -> int:
         return 0
     upkeep = Upkeep(link, elastic, lambda job: rounds.events.write("topped_up", job=job))
     upkeep.start()
-    code = rounds.run()
+    code = run_rounds(rounds)
     at_rest = upkeep.stop()
     if reason_to_leave(link.run, link.submission) is not None:
         end_chain(link)

@@ -35,7 +35,7 @@ def evaluation(
     **estimates: float,
 ) -> Path:
     """A finished trial that has evaluated a model."""
-    own = RunPaths(paths.evaluated / trial)
+    own = RunPaths(paths.evaluated() / trial)
     own.run.mkdir(parents=True)
     folder = f"{root}/me/{paths.experiment}/{paths.trial}/export/{model}"
     algorithm = {"name": "evaluate", "suite": suite}
@@ -90,7 +90,7 @@ def test_what_says_nothing_about_the_trial_is_left_out(run: FakeRun, tmp_path: P
     other = another.paths
     evaluation(other, "add-2-step-20", "step-00000020.1-checkpoint", **{"avg@1": 0.1})
     evaluation(paths, "add-1-step-30", "step-00000030.1-checkpoint", **{"avg@1": 0.2})
-    (paths.evaluated / "add-1-step-40").mkdir()
+    (paths.evaluated() / "add-1-step-40").mkdir()
     cut = evaluation(paths, "add-1-step-35", "step-00000035.2-checkpoint", **{"avg@1": 0.3})
     cut.write_bytes(cut.read_bytes()[:90])
     assert evaluated.read(paths) == []

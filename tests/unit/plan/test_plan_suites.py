@@ -129,6 +129,56 @@ def test_what_is_wrong_is_reported_at_its_suite(
     assert message in problem.message
 
 
+def test_trainers_have_no_models_and_no_calls_of_evaluations_in_trials_of_their_own(
+    load_ppo: Load, folder: Path
+) -> None:
+    """The reward model that the suite needs is not placed beside them."""
+    evaluation = {"every_steps": None, "tasks": {}, "suites": {"b": JUDGED}}
+    settings = load_ppo(text=text(evaluation))
+    plan = make_plan(settings, scheduler="local")
+    assert "reward_model" not in plan.models
+    assert plan.all_calls == plan.calls
+    with pytest.raises(ConfigError, match=r"come too late for it"):
+        load_ppo("stop_when=eval/b/reward >= 1", text=text(evaluation))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "key", "message"),
+    [
+        ({"backend": "fsdp:x2"}, "evaluation.tasks.backend", "x2"),
+        ({"backend": "sglang:d1"}, "evaluation.tasks.backend", "it is the layout of the actor"),
+        ({"slurm": {"time": "00:01:00"}}, "evaluation.tasks.slurm", "signal_lead_s 120"),
+        ({"slurm": {"partitoin": "x"}}, "evaluation.tasks.slurm.partitoin", "did you mean"),
+    ],
+)
+def test_trials_that_could_not_be_submitted_are_refused_before_training(
+    load_ppo: Load, tasks: dict[str, object], key: str, message: str
+) -> None:
+    evaluation = {**HELD_OUT, "every_steps": None, "tasks": tasks}
+    with pytest.raises(ConfigError) as caught:
+        load_ppo("cluster.slurm.signal_lead_s=120", text=text(evaluation))
+    [problem] = caught.value.problems
+    assert problem.key == key
+    assert message in problem.message
+
+
+def test_a_dataset_that_evaluate_cannot_measure_is_refused(load_ppo: Load) -> None:
+    pairs = {"dataset": {"type": "preference", "path": "held_out.jsonl"}}
+    dpo = text({**pairs, "every_steps": None, "tasks": {}}).replace("name: ppo", "name: dpo")
+    with pytest.raises(ConfigError, match="'preference' is not allowed"):
+        load_ppo("dataset.type=preference", "reward=", text=dpo)
+
+
+@pytest.mark.parametrize("setting", ["every_steps: 3", "at_end: false", "keep_last: 2"])
+def test_settings_of_evaluations_by_the_trainers_exclude_tasks(
+    load_ppo: Load, setting: str
+) -> None:
+    name, _, value = setting.partition(": ")
+    own = {**HELD_OUT, "every_steps": None, "tasks": {}, name: yaml.safe_load(value)}
+    with pytest.raises(ConfigError, match=f"{name} is not allowed with tasks"):
+        load_ppo(text=text(own))
+
+
 def test_a_reward_that_would_judge_nothing_is_refused(load_ppo: Load) -> None:
     answers = {"dataset": {"type": "prompt_answer", "path": "held_out.jsonl"}}
     reward = {"reward": {"name": "exact_match"}}

@@ -173,6 +173,25 @@ def test_each_suite_is_a_trial_with_its_dataset_reward_and_sampling(
     assert (loss["algorithm"]["measure"], "reward" in loss) == ("likelihood", False)
 
 
+def test_evaluations_in_tasks_have_their_own_layout_and_jobs(trained: Trained) -> None:
+    """Rollout tasks and the hosts of the trainers are left out."""
+    tasks = {"backend": "fsdp:d1", "slurm": {"partition": "spare", "qos": ""}}
+    evaluation = {"dataset": PROMPTS, "tasks": tasks}
+    cluster = {
+        "hosts": 3,
+        "workers_per_host": 4,
+        "slurm": {"partition": "gpu", "account": "us", "qos": "high"},
+    }
+    rollout = {"backend": "native:d4", "max_new_tokens": 6, "tasks": {"max": 4}}
+    changes = {"evaluation": evaluation, "cluster": cluster, "rollout": rollout}
+    trained.write({**GRPO, **changes})
+    config = trained.evaluation("sft/1").config
+    assert (config.actor.backend, config.cluster.hosts) == ("fsdp:d1", None)
+    slurm = config.cluster.slurm
+    assert (slurm.partition, slurm.account, slurm.qos) == ("spare", "us", None)
+    assert (config.rollout.backend, config.rollout.max_new_tokens) == ("", 6)
+
+
 def test_suites_that_are_not_there_are_refused(trained: Trained) -> None:
     trained.write({**GRPO, "evaluation": SUITES})
     assert choose_suites(trained.file, ["hard", "hard"]) == ["hard"]

@@ -1,0 +1,81 @@
+"""Checks of evaluations in trials of their own (`evaluation.tasks`): they are submitted when nobody
+looks, so what they would refuse is refused now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from slurmrl.allocation import parse
+from slurmrl.allocation.allocation import BACKENDS
+from slurmrl.config.schema import evaluation_key
+from slurmrl.errors import AllocationError, Problem
+from slurmrl.graph.call import Method
+from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.checks.tasks import wrong_slurm
+from slurmrl.plan.engines import ENGINES, rules_of
+
+TASKS: Final = ("evaluation", "tasks")
+MEASURED: Final = ("prompt", "prompt_answer", "messages")
+"""Types of dataset on which `evaluate` measures any model."""
+REWARD_MODEL: Final = "reward_model"
+
+
+def evaluation_tasks(draft: Draft) -> Iterator[Problem]:
+    config, algorithm = draft.config, draft.algorithm
+    settings = config.evaluation.tasks if config.evaluation is not None else None
+    if settings is None:
+        return
+    if not any(use.role == "actor" and use.trained for use in algorithm.roles()):
+        message = f"is not allowed: {algorithm.name} trains no actor whose checkpoints could be"
+        yield draft.problem(TASKS, f"{message} evaluated")
+    kinds = _measured(algorithm)
+    for suite, own in config.evaluations.items():
+        if own.held_out.kind not in kinds:
+            message = (
+                f"'{own.held_out.type}' is not allowed with evaluation.tasks and "
+                f"{algorithm.name}; allowed: {', '.join(kinds)}. Without evaluation.tasks the "
+                "trainers evaluate on it"
+            )
+            yield draft.problem((*evaluation_key(suite), "dataset", "type"), message)
+    yield from wrong_slurm(draft, settings.slurm, (*TASKS, "slurm"))
+    yield from _backend(draft, settings.backend)
+
+
+def _measured(algorithm: Algorithm) -> tuple[str, ...]:
+    return ("preference",) if algorithm.name == REWARD_MODEL else MEASURED
+
+
+def _backend(draft: Draft, text: str) -> Iterator[Problem]:
+    """The layout there, which is also that of generation."""
+    own = draft.allocations().get("actor")
+    if not text and own is None:
+        return  # that of the actor is reported at the actor
+    where = (*TASKS, "backend")
+    try:
+        allocation = parse(text) if text else own
+        assert allocation is not None, "see above"
+        if not BACKENDS[allocation.backend].trains:
+            able = ", ".join(name for name, engine in BACKENDS.items() if engine.trains)
+            message = f"'{text}' is not allowed: it is the layout of the actor; allowed: {able}"
+            yield draft.problem(where, message)
+            return
+        rules = rules_of(allocation)
+    except AllocationError as error:
+        yield draft.problem(where, str(error))
+        return
+    generates = any(
+        call.method is Method.GENERATE
+        for config in draft.config.evaluations.values()
+        for call in draft.algorithm.evaluation_calls(config)
+    )
+    if generates and not rules.generates:
+        able = ", ".join(
+            name for name, other in ENGINES.items() if other.generates and BACKENDS[name].trains
+        )
+        message = (
+            f"'{allocation}' is not allowed: the evaluation generates, which "
+            f"{allocation.backend} cannot; allowed: {able}"
+        )
+        yield draft.problem(where, message)

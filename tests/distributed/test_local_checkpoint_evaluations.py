@@ -1,0 +1,48 @@
+"""Checkpoints that trials of their own evaluate while training goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slurmrl.monitor import evaluated
+from tests.support.trials import ADDITION, Site, kill_one, ppo_config
+
+SAMPLES, COMPLETIONS = 16, 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_each_checkpoint_has_its_results_once_whoever_was_killed(tmp_path: Path) -> None:
+    """The trainers evaluate nothing and wait for nothing. An evaluation whose worker is killed goes
+    on; its results stand in the metrics of the trial, at the step of the checkpoint, once."""
+    site = Site(tmp_path)
+    evaluation = {
+        "dataset": {"type": "prompt", "path": str(ADDITION / "heldout.jsonl")},
+        "samples": SAMPLES,
+        "n": COMPLETIONS,
+        "tasks": {"backend": "fsdp:d1"},
+    }
+    config = ppo_config(total_steps=4, trial="1", evaluation=evaluation)
+    file = site.write("config.yaml", config)
+    site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
+    paths = site.paths("ppo/1")
+    trials = [f"ppo-eval/ppo-1-step-{step}" for step in (2, 4)]
+    kill_one(site.paths(trials[1]).run, "worker")
+    for trial in trials:
+        assert site.wait_for_end(trial)["state"] == "COMPLETED"
+    for step, line in zip((2, 4), evaluated.read(paths), strict=True):
+        assert line["step"] == step
+        assert {"eval/reward", "eval/reward/low", "eval/pass@2", "eval/maj@2"} <= line.keys()
+    summaries = [json.loads(site.paths(trial).summary.read_bytes()) for trial in trials]
+    assert [summary["items"] for summary in summaries] == [SAMPLES, SAMPLES]
+    own = site.metrics("ppo/1")
+    assert not [name for line in own for name in line if name.startswith("eval/")]
+    merged = evaluated.lines_of(paths)
+    assert [line["step"] for line in merged] == [1, 2, 3, 4]
+    for step, summary in zip((2, 4), summaries, strict=True):
+        for name, metric in (("avg@2", "reward"), ("pass@2", "pass@2")):
+            assert merged[step - 1][f"eval/{metric}"] == summary["estimates"][name]["value"]
+    assert "eval/pass@2" in site.status("ppo/1")["metrics"]
