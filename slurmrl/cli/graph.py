@@ -53,6 +53,8 @@ def graph(
     if evaluation:
         if settings.config.evaluation is None:
             raise UsageError(f"{config} has no evaluation section")
+        if not settings.config.trainers_evaluate:
+            raise UsageError(f"{config}: trials of their own evaluate, see evaluation.tasks")
         suite, own = next(iter(settings.config.evaluations.items()))
         calls, dataset = plan.evaluation(suite), own.held_out
     warnings = unread(calls, dataset.kind, evaluation=evaluation)

@@ -256,3 +256,16 @@ def test_rates_are_shown_with_their_confidence_intervals() -> None:
     }
     shown = "eval/pass@8 0.5 (0.42 to 0.58)  eval/margin -0.5 (-1 to -0.1)"
     assert render.metrics(values) == f"reward 1  eval/reward 0.5  {shown}"
+
+
+def test_what_a_suite_has_measured_is_shown_as_that_of_an_evaluation() -> None:
+    values = {
+        "reward": 0.5,
+        "eval/gsm8k/reward": 0.25,
+        "eval/gsm8k/response_length": 9.0,
+        "eval/a/reward": 0.5,
+        "eval/a/reward/low": 0.4,
+        "eval/a/reward/high": 0.6,
+    }
+    wanted = "reward 0.5  eval/gsm8k/reward 0.25  eval/a/reward 0.5 (0.4 to 0.6)"
+    assert render.metrics(values) == wanted

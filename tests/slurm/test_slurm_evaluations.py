@@ -1,0 +1,42 @@
+"""Evaluations of checkpoints in jobs of their own, which the job of the trainers submits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.monitor import evaluated
+from tests.support.trials import ADDITION, Site, sft_config
+
+
+@pytest.mark.long
+def test_a_job_submits_the_evaluation_of_its_checkpoint(tmp_path: Path, slurm_bed: Any) -> None:
+    """With its own layout and options of Slurm. Its result stands in the metrics of the trial."""
+    site = Site(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
+    config = sft_config(
+        total_steps=2,
+        trial="1",
+        cluster={
+            "workers_per_host": 1,
+            "gpus_per_worker": 0,
+            "interface": "lo",
+            "slurm": {"partition": "main", "time": "30"},
+        },
+        evaluation={
+            "dataset": {"type": "prompt_answer", "path": str(ADDITION / "heldout.jsonl")},
+            "samples": 16,
+            "tasks": {"backend": "fsdp:d1", "slurm": {"time": "20"}},
+        },
+    )
+    file = site.write("sft.yaml", config)
+    site.slurmrl("submit", str(file), "--scheduler", "slurm", "--wait", timeout_s=600)
+    site.wait_for_step("sft-eval/sft-1-step-2", 1, timeout_s=600)
+    assert site.wait_for_end("sft-eval/sft-1-step-2")["state"] == "COMPLETED"
+    [line] = evaluated.read(site.paths("sft/1"))
+    assert line["step"] == 2
+    assert line["eval/loss/low"] < line["eval/loss"] < line["eval/loss/high"]
+    status = site.status("sft-eval/sft-1-step-2")
+    [group] = status["groups"]
+    assert len(group["tasks"]) == 1
