@@ -34,6 +34,8 @@ _MODEL: Final = re.compile(r"step-(\d{1,9})(?:\.(\d{1,9})-checkpoint)?")
 """The folder of a step, and the incarnation that has written a checkpoint."""
 _MEAN: Final = re.compile(r"avg@\d+")
 """The mean reward, which evaluations during training call ``reward``."""
+LONG: Final = 60
+"""Characters of a name whose beginning may be cut off (`submission.evaluating`)."""
 ENDS: Final = {"value": "", "low": "/low", "high": "/high"}
 
 
@@ -80,7 +82,9 @@ def _trials(paths: RunPaths) -> list[tuple[int, RunPaths]]:
         names = atomic.list_names(folder)
     except (FileNotFoundError, EnvironmentFailure):
         return []
-    matches = ((_STEP.fullmatch(name), name) for name in names)
+    first = f"{paths.experiment}-{paths.trial}-step-"
+    own = (name for name in names if name.startswith(first) or len(name) >= LONG)
+    matches = ((_STEP.fullmatch(name), name) for name in own)
     return sorted(
         ((int(match[1]), RunPaths(folder / name)) for match, name in matches if match),
         key=lambda trial: (trial[0], trial[1].trial),

@@ -27,7 +27,7 @@ def test_a_job_submits_the_evaluation_of_its_checkpoint(tmp_path: Path, slurm_be
         evaluation={
             "dataset": {"type": "prompt_answer", "path": str(ADDITION / "heldout.jsonl")},
             "samples": 16,
-            "tasks": {"backend": "fsdp:d1", "slurm": {"time": "20"}},
+            "tasks": {"backend": "fsdp:d1", "slurm": {"partition": "low", "time": "20"}},
         },
     )
     file = site.write("sft.yaml", config)
@@ -37,6 +37,6 @@ def test_a_job_submits_the_evaluation_of_its_checkpoint(tmp_path: Path, slurm_be
     [line] = evaluated.read(site.paths("sft/1"))
     assert line["step"] == 2
     assert line["eval/loss/low"] < line["eval/loss"] < line["eval/loss/high"]
-    status = site.status("sft-eval/sft-1-step-2")
-    [group] = status["groups"]
-    assert len(group["tasks"]) == 1
+    script = site.paths("sft-eval/sft-1-step-2").submission_script(1, "trainer").read_text()
+    assert "#SBATCH --time=20\n" in script
+    assert "#SBATCH --partition=low\n" in script
