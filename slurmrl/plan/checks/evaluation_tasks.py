@@ -10,7 +10,7 @@ from slurmrl.allocation import parse
 from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.config.schema import evaluation_key
 from slurmrl.errors import AllocationError, Problem
-from slurmrl.graph.call import Method
+from slurmrl.graph.call import REWARD_MODEL, Call, Method
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.tasks import wrong_slurm
@@ -19,7 +19,6 @@ from slurmrl.plan.engines import ENGINES, rules_of
 TASKS: Final = ("evaluation", "tasks")
 MEASURED: Final = ("prompt", "prompt_answer", "messages")
 """Types of dataset on which `evaluate` measures any model."""
-REWARD_MODEL: Final = "reward_model"
 
 
 def evaluation_tasks(draft: Draft) -> Iterator[Problem]:
@@ -39,8 +38,17 @@ def evaluation_tasks(draft: Draft) -> Iterator[Problem]:
                 "trainers evaluate on it"
             )
             yield draft.problem((*evaluation_key(suite), "dataset", "type"), message)
+    used = {call.role for call in _calls(draft)}
+    if REWARD_MODEL in used and config.reward_model is None:
+        message = "is required: the reward of an evaluation asks this model"
+        yield draft.problem((REWARD_MODEL,), message)
     yield from wrong_slurm(draft, settings.slurm, (*TASKS, "slurm"))
     yield from _backend(draft, settings.backend)
+
+
+def _calls(draft: Draft) -> Iterator[Call]:
+    for config in draft.config.evaluations.values():
+        yield from draft.algorithm.evaluation_calls(config)
 
 
 def _measured(algorithm: Algorithm) -> tuple[str, ...]:
@@ -65,11 +73,7 @@ def _backend(draft: Draft, text: str) -> Iterator[Problem]:
     except AllocationError as error:
         yield draft.problem(where, str(error))
         return
-    generates = any(
-        call.method is Method.GENERATE
-        for config in draft.config.evaluations.values()
-        for call in draft.algorithm.evaluation_calls(config)
-    )
+    generates = any(call.method is Method.GENERATE for call in _calls(draft))
     if generates and not rules.generates:
         able = ", ".join(
             name for name, other in ENGINES.items() if other.generates and BACKENDS[name].trains

@@ -143,7 +143,7 @@ def batches(draft: Draft) -> Iterator[Problem]:
             yield draft.problem(("algorithm", "batch_size"), message)
     used = [draft.placements().get(role) for role in ("actor", ROLLOUTS)]
     size = max((p.allocation.sizes["dp"] for p in used if p and p.group == TRAINERS), default=1)
-    for suite, own in draft.config.evaluations.items():
+    for suite, own in draft.config.evaluations.items() if draft.config.trainers_evaluate else ():
         samples = own.evaluation.samples if own.evaluation is not None else None
         if samples is not None and samples < size:
             message = f"{samples} is not allowed: must be at least {size}, one for each rank"

@@ -149,6 +149,8 @@ def suite_rewards(draft: Draft) -> Iterator[Problem]:
 def unused_roles(draft: Draft) -> Iterator[Problem]:
     """Sections of models that no call uses: nothing would execute their settings."""
     used = {role for role, _ in draft.models()}
+    for own in draft.config.evaluations.values():  # also of trials of their own
+        used |= {call.role for call in draft.algorithm.evaluation_calls(own) if call.role}
     for role in FOLLOWERS:
         if role not in used and draft.source.values.get(role) is not None:
             reason = draft.algorithm.why_unused(role)

@@ -132,9 +132,11 @@ def test_what_is_wrong_is_reported_at_its_suite(
 def test_trainers_have_no_models_and_no_calls_of_evaluations_in_trials_of_their_own(
     load_ppo: Load, folder: Path
 ) -> None:
-    """The reward model that the suite needs is not placed beside them."""
+    """The reward model that the suite needs is not placed beside them, but must be there."""
     evaluation = {"every_steps": None, "tasks": {}, "suites": {"b": JUDGED}}
-    settings = load_ppo(text=text(evaluation))
+    with pytest.raises(ConfigError, match="reward_model: is required"):
+        load_ppo(text=text(evaluation))
+    settings = load_ppo(f"reward_model.path={folder / 'model'}", text=text(evaluation))
     plan = make_plan(settings, scheduler="local")
     assert "reward_model" not in plan.models
     assert plan.all_calls == plan.calls
