@@ -50,14 +50,10 @@ class CheckpointEvaluations:
         self._tries: Counter[Path] = Counter()
         self._stop = threading.Event()
         self._last = True
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="evaluations", daemon=True)
 
     def start(self) -> None:
-        """Start, if the configuration wants it. Signals stay with the caller's thread."""
-        config = load_resolved(self._paths.config)
-        if config.evaluation is None or config.evaluation.tasks is None:
-            return
-        self._thread = threading.Thread(target=self._run, args=(config,), daemon=True)
+        """Start. Signals stay with the caller's thread."""
         with signals_held_back():
             self._thread.start()
 
@@ -66,25 +62,31 @@ class CheckpointEvaluations:
         link does so, for which this one must not wait."""
         self._last = ended
         self._stop.set()
-        if self._thread is not None and ended:
+        if ended:
             self._thread.join(TIMEOUT_S)
 
-    def _run(self, config: Config) -> None:
-        while not self._stop.wait(LOOK_S):
-            self._look(config)
-        for _ in range(TRIES if self._last else 0):
-            self._look(config)
+    def _run(self) -> None:
+        wanted = True
+        while wanted and not self._stop.wait(LOOK_S):
+            wanted = self._look()
+        for _ in range(TRIES if wanted and self._last else 0):
+            self._look()
 
-    def _look(self, config: Config) -> None:
+    def _look(self) -> bool:
+        """Submit what is missing. Return whether the configuration wants any evaluation."""
         try:
+            config = load_resolved(self._paths.config)
+            if config.evaluation is None or config.evaluation.tasks is None:
+                return False
             state = fold(History(self._paths.history).read())
             if state.end is not None and state.end.kind is Kind.CANCELLED:
-                return
+                return True
             for commit in state.commits:
                 for suite, command in self._commands(config, commit):
                     self._submit(commit, suite, command)
         except SlurmrlError as error:
             logger.info("cannot look for a commit to evaluate, will try again: %s", error)
+        return True
 
     def _commands(self, config: Config, commit: Commit) -> Iterator[tuple[str, list[str]]]:
         """The command that submits the evaluation of each suite, on as many rows as an evaluation
