@@ -96,16 +96,17 @@ def test_how_many_tasks_generate_may_change(
 
 
 def test_every_key_that_may_change_exists() -> None:
-    from slurmrl.config.schema import Evaluation, Model, Reward, RewardPart, Rollout
+    from slurmrl.config.schema import Evaluation, Model, Reward, RewardPart, Rollout, Suite
     from slurmrl.config.schema.rollout import Tasks
     from slurmrl.recover.differences import MAY_CHANGE, SECTIONS
 
     fields = set(Config.model_fields)
     sections = {"evaluation": Evaluation, "rollout": Rollout, "rollout.tasks": Tasks}
-    sections |= dict.fromkeys(SECTIONS, Model)
+    sections |= {**dict.fromkeys(SECTIONS, Model), "evaluation.suites.*": Suite}
     for section, schema in sections.items():
         fields |= {f"{section}.{name}" for name in schema.model_fields}
-    pools = {"reward.pool", "reward.parts.*.pool"}
+    rewards = ("reward", "evaluation.suites.*.reward")
+    pools = {f"{key}.{pool}" for key in rewards for pool in ("pool", "parts.*.pool")}
     assert "pool" in Reward.model_fields
     assert "pool" in RewardPart.model_fields
     assert fields | pools >= MAY_CHANGE
