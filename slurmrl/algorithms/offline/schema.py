@@ -15,7 +15,7 @@ from slurmrl.algorithms.schema import (
 )
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.base import Word
-from slurmrl.config.schema.frequency import Pattern
+from slurmrl.config.schema.evaluation import Pattern
 from slurmrl.config.source import KeyPath
 from slurmrl.graph.call import Call, Method, Record, RoleUse, Summary
 from slurmrl.plan.checks.correctness import no_rates, useless_pattern

@@ -14,17 +14,8 @@ from slurmrl.config.schema.cluster import Cluster, Slurm
 from slurmrl.config.schema.config import Config, evaluation_key, role_key
 from slurmrl.config.schema.data import Dataset, DataSource
 from slurmrl.config.schema.episode import EnvironmentChoice, EpisodeSettings, ToolChoice
-from slurmrl.config.schema.frequency import (
-    WHOLE,
-    Checkpoint,
-    Evaluation,
-    EvaluationTasks,
-    Logging,
-    Mlflow,
-    Notify,
-    Suite,
-    Wandb,
-)
+from slurmrl.config.schema.evaluation import WHOLE, Evaluation, EvaluationTasks, Suite
+from slurmrl.config.schema.frequency import Checkpoint, Logging, Mlflow, Notify, Wandb
 from slurmrl.config.schema.lora import Lora
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.config.schema.optimizer import Optimizer

@@ -25,7 +25,8 @@ from slurmrl.config.schema.base import (
 from slurmrl.config.schema.cluster import Cluster
 from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.episode import EARNS_NOTHING
-from slurmrl.config.schema.frequency import WHOLE, Checkpoint, Evaluation, Logging, Notify
+from slurmrl.config.schema.evaluation import WHOLE, Evaluation
+from slurmrl.config.schema.frequency import Checkpoint, Logging, Notify
 from slurmrl.config.schema.model import Model
 from slurmrl.config.schema.reward import Reward
 from slurmrl.config.schema.rollout import Rollout, Transfer
