@@ -31,7 +31,7 @@ def main() -> None:
         return
     for line in requests:
         reply = _reply(reward, json.loads(line))
-        _send(replies, reply)
+        send(replies, reply)
         if reply.get("retire"):
             return
     reward.close()
@@ -50,13 +50,13 @@ def _made(setup: Mapping[str, Any], replies: IO[bytes]) -> CheckedReward | None:
         reward = make(name, setup["options"], cores=1)
     except SlurmrlError as error:
         unreadable = isinstance(error, UnreadableInputError)
-        _send(replies, {"failed": str(error), "unreadable": unreadable})
+        send(replies, {"failed": str(error), "unreadable": unreadable})
         return None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-        _send(replies, {"failed": f"reward '{name}': {_short(error)}"})
+        send(replies, {"failed": f"reward '{name}': {short(error)}"})
         return None
     facts = {"extras": list(reward.wanted()), "checks_rows": reward.checks_rows}
-    _send(replies, {"ready": True, **facts})
+    send(replies, {"ready": True, **facts})
     return reward
 
 
@@ -69,17 +69,19 @@ def _reply(reward: CheckedReward, request: Mapping[str, Any]) -> Message:
         [score] = reward.score(prompt, completion, row, place, request["extras"])
         return {"score": score, "stats": reward.stats()}
     except MemoryError as error:  # what it has allocated may be lost for good
-        return {"error": _short(error), "retire": True}
+        return {"error": short(error), "retire": True}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-        return {"error": _short(error)}
+        return {"error": short(error)}
 
 
-def _short(error: BaseException) -> str:
+def short(error: BaseException) -> str:
+    """What an error says; of the user's code, with its place there."""
     text = str(error) if isinstance(error, SlurmrlError) else describe(error)
     return text[:MOST_CHARACTERS]
 
 
-def _send(replies: IO[bytes], message: Message) -> None:
+def send(replies: IO[bytes], message: Message) -> None:
+    """Write one line."""
     replies.write(json.dumps(message).encode() + b"\n")
     replies.flush()
 

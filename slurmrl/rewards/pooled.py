@@ -22,7 +22,7 @@ CLOSING_S = 5.0
 MOST_LOGGED = 5
 """Failures of one call that the log shows."""
 MOST_SINGLE_FAILURES = 8
-"""Failures in a row, in calls of one completion each, that are an error."""
+"""Calls in a row, of one completion or of one prompt each, that may fail."""
 
 
 class PooledReward:
@@ -32,8 +32,19 @@ class PooledReward:
     ``pool.unjudged_score``.
     """
 
-    def __init__(self, name: str, options: Mapping[str, Any], pool: RewardPool, cores: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        pool: RewardPool,
+        cores: int,
+        *,
+        of_one_prompt: bool = False,
+    ) -> None:
+        """``of_one_prompt``: each call has the completions of one prompt alone, none of which may
+        be judged now and then."""
         self.name = name
+        self._of_one_prompt = of_one_prompt
         self._settings = pool
         self._cores = cores
         setup = {"name": name, "options": dict(options), "memory_bytes": pool.memory_mib << 20}
@@ -44,7 +55,7 @@ class PooledReward:
         )
         self._pool = JudgePool(program, pool.timeout_s, pool.processes)
         self._stats: Stats = {}
-        self._failures_in_a_row = 0
+        self._failed_calls = self._failures_in_a_row = 0
 
     @property
     def needs_answers(self) -> bool:
@@ -152,7 +163,9 @@ class PooledReward:
             )
         all_failed = len(failed) == len(errors)
         self._failures_in_a_row = self._failures_in_a_row + len(failed) if all_failed else 0
-        if all_failed and (len(errors) > 1 or self._failures_in_a_row >= MOST_SINGLE_FAILURES):
+        self._failed_calls = self._failed_calls + 1 if all_failed else 0
+        single = self._of_one_prompt or len(errors) == 1
+        if all_failed and (not single or self._failed_calls >= MOST_SINGLE_FAILURES):
             raise RewardError(
                 f"reward {self.name} could not judge any of {self._failures_in_a_row} completions "
                 f"in a row, the last one for {places[failed[-1]]}: {errors[failed[-1]]}"

@@ -11,6 +11,7 @@ from slurmrl.config.schema.reward import ALONE
 from slurmrl.data.fields import ABSENT, value_at
 from slurmrl.errors import RewardError
 from slurmrl.rewards import make
+from slurmrl.rewards.judged import Judged, added
 from slurmrl.rewards.pooled import PooledReward
 from slurmrl.rewards.reward import NO_EXTRAS, Extras, Stats, of_completion
 from slurmrl.rewards.scores import check_sum
@@ -101,11 +102,9 @@ class WeightedReward:
                 if name != ALONE:
                     self._scores[index][name] = score
                 terms[index].append(f"{settings.weight:g} * {score:g} ({name or settings.name})")
-            self._add(scorer.stats())
-            if name != ALONE:
-                self._add({METRIC + name: (sum(scores), float(len(scores)))})
-        for total, place, added in zip(totals, places, terms, strict=True):
-            check_sum(total, place, " + ".join(added))
+            self._stats = added([self._stats, scorer.stats()])
+        for total, place, summands in zip(totals, places, terms, strict=True):
+            check_sum(total, place, " + ".join(summands))
         return totals
 
     def check_rows(self, rows: Sequence[Row]) -> list[str]:
@@ -118,9 +117,21 @@ class WeightedReward:
                 problems[index] = problems[index] or problem
         return problems
 
+    def judge(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        rows: Sequence[Row],
+        places: Sequence[str],
+        extras: Extras = NO_EXTRAS,
+    ) -> Judged:
+        """`score` with all that it found. Raises as it does."""
+        scores = self.score(prompts, completions, rows, places, extras)
+        return Judged(scores=tuple(scores), parts=tuple(self._scores), stats=self._stats)
+
     def stats(self) -> Stats:
         """Additional metrics of the latest call: name to (sum, count)."""
-        return dict(self._stats)
+        return added([self._stats, part_stats(self._scores)])
 
     def parts(self) -> list[dict[str, float]]:
         """What each part gave each completion of the latest call, before its weight; nothing for a
@@ -130,11 +141,6 @@ class WeightedReward:
     def close(self) -> None:
         for part in self._parts.values():
             part.scorer.close()
-
-    def _add(self, stats: Stats) -> None:
-        for name, (total, count) in stats.items():
-            before = self._stats.get(name, (0.0, 0.0))
-            self._stats[name] = (before[0] + total, before[1] + count)
 
     def _judged_by_none(self, row: Row) -> str:
         """Why no part judges a row; "" if one does."""
@@ -146,19 +152,36 @@ class WeightedReward:
         return f"no part of the reward judges this row ({values}); see reward.parts.<name>.where"
 
 
-def make_reward(reward: Reward, *, cores: int | None = None) -> WeightedReward:
+def make_reward(
+    reward: Reward, *, cores: int | None = None, of_one_prompt: bool = False
+) -> WeightedReward:
     """Make the configured reward. Raises as `make` does, or in its first call for functions in a
-    pool."""
+    pool.
+
+    :param of_one_prompt: each call has the completions of one prompt alone.
+    """
     cores = cores or len(os.sched_getaffinity(0))
     return WeightedReward(
-        {name: WeightedPart(part, _scorer(part, cores)) for name, part in reward.functions.items()}
+        {
+            name: WeightedPart(part, _scorer(part, cores, of_one_prompt))
+            for name, part in reward.functions.items()
+        }
     )
 
 
-def _scorer(part: RewardPart, cores: int) -> Scorer:
+def _scorer(part: RewardPart, cores: int, of_one_prompt: bool) -> Scorer:
     if part.pool is not None:
-        return PooledReward(part.name, part.options, part.pool, cores)
+        return PooledReward(part.name, part.options, part.pool, cores, of_one_prompt=of_one_prompt)
     return make(part.name, part.options, cores=cores)
+
+
+def part_stats(parts: Sequence[Mapping[str, float]]) -> Stats:
+    """The metrics of the parts, from what they gave each completion."""
+    given: dict[str, list[float]] = {}
+    for each in parts:
+        for name, score in each.items():
+            given.setdefault(name, []).append(score)
+    return {METRIC + name: (sum(scores), float(len(scores))) for name, scores in given.items()}
 
 
 def applies(settings: RewardPart, row: Row) -> bool:

@@ -14,9 +14,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.fsio import documents
+from slurmrl.fsio import documents, objects
 from slurmrl.fsio.shapes import SIZE, TEXT, FieldType, list_of
 from slurmrl.layout.copy import Array
+from slurmrl.rewards.judged import Judged
 from slurmrl.weights.version import VERSION, VersionId
 
 if TYPE_CHECKING:
@@ -36,11 +37,10 @@ PER_COMPLETION = {
     "tool_calls": "<i4",
     "tool_failures": "<i4",
 }
-REWARDS = "rewards"
-"""Per completion, float32; missing where the trainers judge."""
 OWN = "group"
 """Key of the document's metadata, whose value is JSON."""
 _METADATA = {"item": SIZE, "lease": TEXT, "versions": list_of(VERSION)}
+_JUDGED = {"judged": objects.shape(Judged)}
 _HEAD = struct.Struct("<Q")
 
 
@@ -76,8 +76,8 @@ class SampleGroup:
     """float32 [T]: under the distribution that the token was drawn from; 0 for others."""
     turn_rewards: Array
     """float32 [T]: what a turn has earned, at its last token; 0 elsewhere."""
-    rewards: Array | None = None
-    """float32 [n]: by the task's judges; None: the trainers judge."""
+    judged: Judged | None = None
+    """What the reward gave the completions in the task; None: the trainers judge them."""
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -90,7 +90,6 @@ class SampleGroup:
         lease: str,
         outcomes: Sequence[EpisodeOutcome],
         held: str,
-        rewards: Sequence[float] | None = None,
     ) -> SampleGroup:
         """``held``: the version that the task had, which counts if none drew a token."""
         completions = [outcome.completions for outcome in outcomes]
@@ -116,15 +115,14 @@ class SampleGroup:
             ),
             logprobs=_joined([[0.0] * n + each.logprobs for n, each in pairs], np.float32),
             turn_rewards=_joined([[0.0] * n + each.rewards for n, each in pairs], np.float32),
-            rewards=None if rewards is None else np.array(rewards, np.float32),
         )
 
     def to_bytes(self) -> bytes:
         """One safetensors document, the same for the same group."""
         arrays = {name: getattr(self, name) for name in (*PER_TOKEN, *PER_COMPLETION)}
-        if self.rewards is not None:
-            arrays[REWARDS] = self.rewards
-        own = {"item": self.item, "lease": self.lease, "versions": self.versions}
+        own: dict[str, Any] = {"item": self.item, "lease": self.lease, "versions": self.versions}
+        if self.judged is not None:
+            own["judged"] = objects.to_json(self.judged)
         return save(arrays, {OWN: json.dumps(own)})
 
     @staticmethod
@@ -134,14 +132,19 @@ class SampleGroup:
             arrays = load(data)
             (size,) = _HEAD.unpack_from(data)
             header = documents.parse(data[_HEAD.size : _HEAD.size + size], "the header")
-            own = documents.parse(header["__metadata__"][OWN], "the header", _METADATA, _METADATA)
+            own = documents.parse(
+                header["__metadata__"][OWN], "the header", _METADATA | _JUDGED, _METADATA
+            )
+            found = own.get("judged")
+            judged = None if found is None else objects.from_json(Judged, found, "the header")
         except (SafetensorError, CorruptFileError, LookupError, TypeError) as error:
             raise ValueError(str(error)) from error
-        known = {*PER_TOKEN, *PER_COMPLETION, REWARDS}
-        if not known - {REWARDS} <= set(arrays) <= known:
+        if set(arrays) != {*PER_TOKEN, *PER_COMPLETION}:
             raise ValueError(f"has the arrays {sorted(arrays)}")
         versions = tuple(own["versions"])
-        return SampleGroup(item=own["item"], lease=own["lease"], versions=versions, **arrays)
+        return SampleGroup(
+            item=own["item"], lease=own["lease"], versions=versions, judged=judged, **arrays
+        )
 
     def _problem(self) -> str | None:
         if not SIZE.accepts(self.item) or not LEASE.accepts(self.lease):
@@ -153,8 +156,6 @@ class SampleGroup:
         tokens, count = int(self.lengths.sum(dtype=np.int64)), self.lengths.size
         wanted = {name: (dtype, tokens) for name, dtype in PER_TOKEN.items()}
         wanted |= {name: (dtype, count) for name, dtype in PER_COMPLETION.items()}
-        if self.rewards is not None:
-            wanted[REWARDS] = "<f4", count
         for name, (dtype, size) in wanted.items():
             array = getattr(self, name)
             if array.dtype != dtype or array.shape != (size,):
@@ -171,7 +172,7 @@ class SampleGroup:
             return "a token id is negative"
         if self.drawn_by.min() < -1 or self.drawn_by.max() >= len(found):
             return f"a token was drawn by none of the versions {self.versions}"
-        return None
+        return None if self.judged is None else self.judged.problem(self.lengths.size)
 
 
 def _joined(rows: Sequence[Sequence[Any]], dtype: type[np.generic]) -> Array:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.reward.interface import decode_completions
+from slurmrl.algorithms.reward.questions import decode_completions
 from slurmrl.algorithms.reward.turns import last_turns, transcript
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.algorithms.sequences import (

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slurmrl.algorithms.base import CallContext, CallResult, Interface, Stats
+from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.reward.attempts import attempt_rates, vote_of
-from slurmrl.algorithms.reward.turns import earned, last_turns, transcript
+from slurmrl.algorithms.reward.questions import Questions
+from slurmrl.algorithms.reward.turns import earned, transcript
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.algorithms.token_notes import token_texts
 from slurmrl.config.schema import Evaluation
-from slurmrl.data.meta import one_each, repeated
+from slurmrl.data.meta import one_each
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.graph.call import Record
-from slurmrl.rewards.reward import Extras, of_completion
+from slurmrl.rewards.judged import Judged, added
 from slurmrl.rewards.scores import check_sum
-from slurmrl.rewards.weighted import WeightedReward, make_reward
+from slurmrl.rewards.weighted import WeightedReward, make_reward, part_stats
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import TrainEngine
@@ -36,15 +37,14 @@ class RuleRewardInterface(Interface):
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """``rewards`` [S] float32, one for each completion: what the reward function gives its last
-        turn, and what an episode's turns have earned. A failed episode is not judged. The sample
-        carries the dataset's metadata."""
-        reward = self._prepare(context)
-        tokens = last_turns(sample)
-        completions = decode_completions(sample, tokens, context.tokenizer)
+        turn, and what an episode's turns have earned. A failed episode is not judged, nor is what
+        a rollout task has judged. The sample carries the dataset's metadata."""
+        questions = Questions.about(sample, context)
+        completions, places = questions.completions, questions.places
         counts = sample.sequence_counts("input_ids")
-        prompts, rows = (repeated(sample.metadata[key], counts) for key in ("prompt", "row"))
-        places, extras = _places(sample, context), _extras(sample, tokens, completions, context)
-        scores, parts, stats = _scores(reward, prompts, completions, rows, places, extras)
+        judged = self._judged(sample.ids, counts, questions, context)
+        scores: Sequence[float] = judged.scores
+        stats = added([judged.stats, part_stats(judged.parts)])
         if TURN_REWARDS in sample.keys:
             scores = _with_turns(scores, earned(sample), places)
         rewards = torch.tensor(scores, dtype=torch.float32)
@@ -60,7 +60,7 @@ class RuleRewardInterface(Interface):
                 data={"rewards": rewards},
             ),
             stats,
-            _texts(sample, completions, scores, parts, context),
+            _texts(sample, completions, scores, judged.parts, context),
             records=records,
         )
 
@@ -68,6 +68,29 @@ class RuleRewardInterface(Interface):
         if self._reward is not None:
             self._reward.close()
             self._reward = None
+
+    def _judged(
+        self,
+        ids: Sequence[str],
+        counts: Sequence[int],
+        questions: Questions,
+        context: CallContext,
+    ) -> Judged:
+        """What rollout tasks have said, and the reward function about all others."""
+        groups = [context.stored(name).judged if context.stored else None for name in ids]
+        ends = list(accumulate(counts))
+        left = [
+            place
+            for group, count, end in zip(groups, counts, ends, strict=True)
+            if group is None
+            for place in range(end - count, end)
+        ]
+        reward = self._prepare(context) if left else None
+        if reward is None:
+            return Judged().spread([], len(left)).filled(groups, counts)
+        judge = reward.judge
+        found = questions.of(left).answered(lambda asked: judge(**vars(asked)))
+        return found.filled(groups, counts)
 
     def _prepare(self, context: CallContext) -> WeightedReward | None:
         """The reward function; None where only episodes give rewards."""
@@ -103,33 +126,6 @@ def score_records(
     return records
 
 
-def _scores(
-    reward: WeightedReward | None,
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    rows: Sequence[Mapping[str, Any]],
-    places: Sequence[str],
-    extras: Extras,
-) -> tuple[list[float], list[dict[str, float]], Stats]:
-    """The reward function's scores, 0 for completions without a token; those of its parts; and its
-    metrics."""
-    scores = [0.0] * len(completions)
-    parts: list[dict[str, float]] = [{} for _ in completions]
-    judged = [place for place, tokens in enumerate(extras["token_ids"]) if tokens]
-    if reward is None or not judged:
-        return scores, parts, {}
-    given = reward.score(
-        [prompts[place] for place in judged],
-        [completions[place] for place in judged],
-        [rows[place] for place in judged],
-        [places[place] for place in judged],
-        of_completion(extras, judged),
-    )
-    for place, score, terms in zip(judged, given, reward.parts(), strict=True):
-        scores[place], parts[place] = score, terms
-    return scores, parts, reward.stats()
-
-
 def _with_turns(
     scores: Sequence[float], earned: Sequence[float], places: Sequence[str]
 ) -> list[float]:
@@ -140,60 +136,11 @@ def _with_turns(
     return sums
 
 
-def decode_completions(
-    sample: SequenceSample, tokens: Sequence[Sequence[int]], tokenizer: Any
-) -> list[str]:
-    """The text of each completion, without special tokens and without the stop token that ended it
-    (which need not be a special token)."""
-    finished = sample.tensor("finished").tolist()
-    return [
-        tokenizer.decode(each[: len(each) - bool(ended)], skip_special_tokens=True)
-        for each, ended in zip(tokens, finished, strict=True)
-    ]
-
-
-def _extras(
-    sample: SequenceSample,
-    tokens: list[list[int]],
-    completions: Sequence[str],
-    context: CallContext,
-) -> Extras:
-    """What a reward may ask for besides texts and rows (docs/rewards.md)."""
-    counts = sample.sequence_counts("input_ids")
-    ends = list(accumulate(counts))
-    groups = [list(completions[end - count : end]) for end, count in zip(ends, counts, strict=True)]
-    extras: dict[str, Any] = {
-        "token_ids": tokens,
-        "finished": [bool(ended) for ended in sample.tensor("finished").tolist()],
-        "sample_ids": repeated(sample.ids, counts),
-        "indices": [index for count in counts for index in range(count)],
-        "siblings": repeated(groups, counts),
-        "step": context.step,
-        "evaluation": context.evaluation,
-    }
-    if "model_scores" in sample.keys:
-        extras["model_scores"] = sample.tensor("model_scores").tolist()
-    return extras
-
-
-def _places(sample: SequenceSample, context: CallContext) -> list[str]:
-    """Source line of each completion: ``data.jsonl:17 (sample 17@0)``; with ``, index 2`` if the
-    sample has several."""
-    path = context.dataset.title
-    return [
-        f"{path}:{line} (sample {name}{f', index {place}' if count > 1 else ''})"
-        for line, name, count in zip(
-            sample.metadata["line"], sample.ids, sample.sequence_counts("input_ids"), strict=True
-        )
-        for place in range(count)
-    ]
-
-
 def _texts(
     sample: SequenceSample,
-    completions: list[str],
-    scores: list[float],
-    parts: list[dict[str, float]],
+    completions: Sequence[str],
+    scores: Sequence[float],
+    parts: Sequence[Mapping[str, float]],
     context: CallContext,
 ) -> list[dict[str, Any]]:
     """Rows of the samples table: the first `logging.samples` completions, those of one prompt side

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,20 +33,22 @@ class StoredInterface(Interface):
         groups = [read(name) for name in sample.ids]
         episode = context.settings.config.rollout.episode
         turns, tools = episode.has_turns, bool(episode.tools)
-        made = _as_sample(sample.ids, groups, context.device, turns=turns)
+        made = as_sample(sample.ids, groups, context.device, turns=turns)
         stats = Totals.of_groups(groups).stats(turns=turns, tools=tools)
         kept = context.settings.config.logging
         return CallResult(made, stats, notes=_versions(sample.ids, groups, kept))
 
 
-def _as_sample(
+def as_sample(
     ids: tuple[str, ...],
     groups: Sequence[SampleGroup],
-    device: torch.device | None,
+    device: torch.device | None = None,
     *,
     turns: bool,
+    metadata: Mapping[str, list[Any]] | None = None,
 ) -> SequenceSample:
-    """Tensors of tokens are where the models compute, as those of their own generation."""
+    """The groups' keys. Tensors of tokens are where the models compute, as those of their own
+    generation."""
     data: dict[str, Tensor | None] = {
         "input_ids": _packed([each.input_ids for each in groups], torch.int64),
         "prompt_mask": _packed([each.drawn_by < 0 for each in groups], torch.bool),
@@ -57,7 +59,7 @@ def _as_sample(
     data = {key: None if value is None else value.to(device) for key, value in data.items()}
     rows = [each.lengths.tolist() for each in groups]
     finished = _packed([each.finished for each in groups], torch.bool)
-    return SequenceSample.grouped(rows, ids, data, per_sequence={"finished": finished})
+    return SequenceSample.grouped(rows, ids, data, metadata, per_sequence={"finished": finished})
 
 
 def _versions(

@@ -23,6 +23,8 @@ OWN_REWARD: Final = re.compile(r"[\w.]+:\w+")
 """The name of a user's own reward."""
 BINARY: Final = ("exact_match", "math", "code")
 """The built-in rewards that can tell right from wrong."""
+WITH_PROCESSES: Final = ("math", "code")
+"""The built-in rewards that judge in processes of their own."""
 MODEL: Final = "model"
 """The name of the reward that a model computes."""
 ALONE: Final = ""
@@ -76,6 +78,11 @@ class RewardPart(Section):
     where: dict[Word, Scalar | Sequence[Scalar]] = Field(default_factory=dict)
     """Rows that it judges, by their fields: `{source: gsm8k}`, `{source: [gsm8k, math]}`. A field
     inside an object is written with dots: `extra_info.source`. Default: all rows."""
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether it judges in processes of its own."""
+        return self.pool is not None or self.name in WITH_PROCESSES
 
     @property
     def is_binary(self) -> bool:

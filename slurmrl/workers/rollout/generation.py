@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.rollout.configured import ConfiguredEpisodes, episode_items
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.rollout.base import RolloutEngine
-from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.policy import Waiting
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.rollouts.tools.toolbox import in_thread
 from slurmrl.workers.rollout.rows import TaskRows
 from slurmrl.workers.rollout_messages import RequestedItem
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 class Generation:
     """Runs the configured episodes of items on one engine. Holds their tools until it is closed."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        rows: TaskRows,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_token_ids: Sequence[int],
-        engine: RolloutEngine,
-    ) -> None:
-        """Made in a running asyncio loop."""
-        self._settings, self._rows, self._tokenizer = settings, rows, tokenizer
-        self._stop_token_ids = tuple(stop_token_ids)
+    def __init__(self, rows: TaskRows, call: CallContext, engine: RolloutEngine) -> None:
+        """``call``: of any step. Made in a running asyncio loop."""
+        self._settings, self._rows, self._call = call.settings, rows, call
         self._engine = engine
-        self._episodes = ConfiguredEpisodes(settings.config)
-        self._slots = asyncio.Semaphore(settings.config.rollout.episode.concurrency)
+        self._episodes = ConfiguredEpisodes(self._settings.config)
+        self._slots = asyncio.Semaphore(self._settings.config.rollout.episode.concurrency)
         self.counts = {"tokens": 0.0, "items": 0.0, "episodes_failed": 0.0}
         """Sums over all items: tokens that were drawn, items, episodes."""
 
@@ -68,13 +55,5 @@ class Generation:
 
     def _context(self, row: RequestedItem) -> CallContext:
         """That of the step that trains the item if the trainers never wait for samples."""
-        config = self._settings.config
-        return CallContext(
-            step=row.item // self._settings.algorithm.batch_size + 1,
-            seed=config.seed,
-            scalars={},
-            tokenizer=self._tokenizer,
-            settings=self._settings,
-            stop_token_ids=self._stop_token_ids,
-            batch=(),
-        )
+        step = row.item // self._settings.algorithm.batch_size + 1
+        return replace(self._call, step=step)

@@ -54,8 +54,8 @@ class Session:
     """
 
     def __init__(self, *, most_begun: int, most_unwritten: int) -> None:
-        """``most_begun``: items that are made at a time; ``most_unwritten``: items whose samples
-        may wait to be recorded before no further one begins."""
+        """``most_begun``: items that are drawn at a time; ``most_unwritten``: items whose samples
+        may wait to be judged or recorded before no further one begins."""
         self.incarnation: int | None = None
         self.held: VersionId | None = None
         """The weights that draw the next token."""
@@ -66,6 +66,8 @@ class Session:
         self._confirmed = self._expired = False
         self._waiting: dict[Key, Work] = {}
         self._begun: dict[Key, Work] = {}
+        self._drawn: dict[Key, SampleGroup] = {}
+        """Whose tokens are there, and whose rewards are not."""
         self._finished: dict[Key, SampleGroup] = {}
         self._returned: dict[Key, str] = {}
         """What is to be given back, with the reasons."""
@@ -103,12 +105,15 @@ class Session:
         self._return(self._waiting)
 
     def expire(self, now: float) -> None:
-        """Give back what is unfinished at the deadline."""
+        """Give back what is unfinished at the deadline. What is drawn is recorded without
+        rewards."""
         if self.retirement is None or now < self.retirement.until:
             return
         self._expired = True
-        self._aborted += self._begun
+        self._aborted += (*self._begun, *self._drawn)
         self._return(self._begun)
+        self._finished |= self._drawn
+        self._drawn.clear()
 
     # -- what to do --------------------------------------------------------------------------
 
@@ -117,7 +122,7 @@ class Session:
         if not self._confirmed or self.paused or self.held is None or self.retirement is not None:
             return []
         room = self._most_begun - len(self._begun)
-        if len(self._finished) >= self._most_unwritten:
+        if len(self._drawn) + len(self._finished) >= self._most_unwritten:
             room = 0
         ready = [work for work in self._waiting.values() if not self.held < work.oldest]
         chosen = ready[: max(room, 0)]
@@ -151,9 +156,15 @@ class Session:
 
     # -- what has happened -------------------------------------------------------------------
 
-    def finish(self, key: Key, group: SampleGroup) -> None:
-        """The samples of an item are there; no-op if nobody wants them any more."""
+    def drew(self, key: Key, group: SampleGroup) -> None:
+        """The tokens of an item are there, and are to be judged; no-op if nobody wants them any
+        more. `finish` follows."""
         if self._begun.pop(key, None) is not None:
+            self._drawn[key] = group
+
+    def finish(self, key: Key, group: SampleGroup) -> None:
+        """All of an item is there; no-op if nobody wants it any more."""
+        if self._drawn.pop(key, None) is not None:
             self._finished[key] = group
 
     def recorded(self) -> None:
@@ -169,7 +180,7 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """Whether no item is being made."""
+        """Whether no item is being drawn."""
         return not self._begun
 
     @property
@@ -181,7 +192,8 @@ class Session:
     def over(self) -> bool:
         """Whether the task retires and owes nothing: also at the deadline while nobody says
         which leases hold."""
-        if self.retirement is None or self._waiting or self._begun or self._recording:
+        at_work = self._waiting or self._begun or self._drawn or self._recording
+        if self.retirement is None or at_work:
             return False
         unknown = self._expired and not self._confirmed
         return unknown or not (self._finished or self._returned)
@@ -190,7 +202,7 @@ class Session:
 
     def _confirm(self, request: Confirm) -> None:
         named = {(one.lease, row.item) for one in request.leases for row in one.items}
-        known = {*self._waiting, *self._begun, *self._finished, *self._returned}
+        known = {*self._waiting, *self._begun, *self._drawn, *self._finished, *self._returned}
         self._forget(known - named)
         self._confirmed = True
         for lease in request.leases:
@@ -200,7 +212,7 @@ class Session:
         oldest = VersionId.parse(request.oldest)
         for row in request.items:
             work = Work(request.lease, row, oldest)
-            known = (self._begun, self._finished, self._returned, self._answered)
+            known = (self._begun, self._drawn, self._finished, self._returned, self._answered)
             if any(work.key in each for each in known):
                 continue
             if work.key in self._recording:
@@ -212,9 +224,12 @@ class Session:
 
     def _forget(self, keys: set[Key]) -> None:
         for key in keys:
-            if self._begun.pop(key, None) is not None:
+            if key in self._begun or key in self._drawn:
                 self._aborted.append(key)
-            for each in (self._waiting, self._finished, self._returned):
+            for each in (
+                *(self._waiting, self._begun, self._drawn),
+                *(self._finished, self._returned),
+            ):
                 each.pop(key, None)
 
     def _return(self, works: dict[Key, Work]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from slurmrl.algorithms.base import CallContext
 from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.backoff import READ_S, retry
 from slurmrl.channel.pipe import Connection
@@ -24,7 +26,7 @@ from slurmrl.parallel import device
 from slurmrl.parallel.activity import Activity
 from slurmrl.paths import RunPaths
 from slurmrl.plan.checks import memory
-from slurmrl.plan.model import Plan
+from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.workers import gpus
@@ -32,6 +34,7 @@ from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, St
 from slurmrl.workers.poll_intervals import PollIntervals
 from slurmrl.workers.rollout.engines import MakeEngine, native, served, undefined_decoder
 from slurmrl.workers.rollout.generation import Generation
+from slurmrl.workers.rollout.judging import judging_of
 from slurmrl.workers.rollout.merging import MergingHost
 from slurmrl.workers.rollout.rows import TaskRows
 from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
@@ -71,7 +74,10 @@ def build_rollout(
     intervals = PollIntervals.of(plan.hosts, settings.config.cluster.heartbeat_s)
     poll_s = intervals.task_s, max(intervals.task_s, intervals.poll_s)
     options = TaskOptions(interruptible=tasks.interruptible, poll_s=poll_s)
-    return TaskWorker(paths, start, settings, make, config, accelerator.device, options)
+    return TaskWorker(
+        *(paths, start, settings, make, config, accelerator.device, options),
+        cores=_cores(plan.trainers),
+    )
 
 
 class TaskWorker:
@@ -86,8 +92,11 @@ class TaskWorker:
         config: ModelConfig,
         device: torch.device,
         options: TaskOptions,
+        *,
+        cores: int,
     ) -> None:
-        """``config``: of the weights that the engine is given."""
+        """``config``: of the weights that the engine is given; ``cores``: CPU cores for rewards."""
+        self._cores = cores
         self._paths, self._agent, self._settings = paths, start.agent, settings
         self._make_engine, self._config, self._options = make_engine, config, options
         self._device = device
@@ -115,10 +124,15 @@ class TaskWorker:
         config = self._settings.config
         engine = self._make_engine(host)
         rows = TaskRows(self._paths.data, config.dataset, self._tokenizer)
-        generation = Generation(self._settings, rows, self._tokenizer, self._stops, engine)
+        call = self._call()
+        generation = Generation(rows, call, engine)
+        judging = judging_of(call, rows)
         model = weights_config(self._config, config.actor.dtype)
         weights = TaskWeights(self._paths.versions, host, model, self._merging(host / "frozen"))
-        task = TaskAtWork(self._paths, self._agent, engine, weights, generation, self._options)
+        task = TaskAtWork(
+            *(self._paths, self._agent, engine, weights, generation, self._options),
+            judging=judging,
+        )
         listening = asyncio.create_task(_listen(agent, task))
         running = asyncio.create_task(task.run())
         try:
@@ -127,6 +141,8 @@ class TaskWorker:
         finally:
             for each in (listening, running):
                 each.cancel()
+            if judging is not None:
+                judging.close()
             generation.close()
             await engine.close()
 
@@ -137,6 +153,18 @@ class TaskWorker:
         assert actor.path is not None, "adapters without a path are refused at submission"
         source, device = Path(actor.path), self._device
         return MergingHost(source, folder, self._config, actor.dtype, actor.lora, device)
+
+    def _call(self) -> CallContext:
+        return CallContext(
+            step=0,
+            seed=self._settings.config.seed,
+            scalars={},
+            tokenizer=self._tokenizer,
+            settings=self._settings,
+            stop_token_ids=tuple(self._stops),
+            batch=(),
+            cores=self._cores,
+        )
 
 
 async def _listen(agent: Connection, task: TaskAtWork) -> None:
@@ -169,6 +197,15 @@ def actor_config(model: Model) -> ModelConfig:
     if not isinstance(config, ModelConfig):
         raise UsageError("rollout tasks need the built-in decoder, not 'implementation: hf'")
     return config
+
+
+def _cores(trainers: GroupPlan) -> int:
+    """CPU cores for the rewards of a task: the host's, or its share of those of the trainers' job
+    in which it runs."""
+    cores = len(os.sched_getaffinity(0))
+    if not trainers.tasks_per_host:
+        return cores
+    return max(1, cores * trainers.slots_per_task // trainers.slots_per_host)
 
 
 def _read(what: str, action: Callable[[], T]) -> T:

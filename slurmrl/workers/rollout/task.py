@@ -20,6 +20,7 @@ from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.rollouts.tools.toolbox import in_thread
 from slurmrl.weights.version import VersionId
 from slurmrl.workers.rollout.generation import Generation
+from slurmrl.workers.rollout.judging import Judging
 from slurmrl.workers.rollout.results import ResultWriter
 from slurmrl.workers.rollout.session import Key, Session, Work
 from slurmrl.workers.rollout.weights import TaskWeights
@@ -69,11 +70,14 @@ class TaskAtWork:
         generation: Generation,
         options: TaskOptions,
         *,
+        judging: Judging | None = None,
         calls: SystemCalls = REAL,
     ) -> None:
-        """Raises EnvironmentFailure if the attempt's files cannot be made."""
+        """``judging``: None leaves it to the trainers. Raises EnvironmentFailure if the attempt's
+        files cannot be made."""
         self._paths, self._agent = paths, agent
-        self._engine, self._weights, self._generation = engine, weights, generation
+        self._engine, self._weights = engine, weights
+        self._generation, self._judging = generation, judging
         self._options, self._calls = options, calls
         self._polls = Backoff(*options.poll_s, growth=POLL_GROWTH)
         self._results = ResultWriter(paths, agent, calls=calls)
@@ -210,6 +214,10 @@ class TaskAtWork:
         held = self._session.held
         assert held is not None, "items begin once there are weights"
         group = await self._generation.group(work.lease, work.row, held.name)
+        self._session.drew(work.key, group)
+        if self._judging is not None:
+            await self._tell()  # another item may begin
+            group = await self._judging.judged(work.row, group)
         self._making.pop(work.key)
         self._session.finish(work.key, group)
         await self._tell()

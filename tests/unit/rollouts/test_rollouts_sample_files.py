@@ -17,6 +17,7 @@ from safetensors.numpy import load
 
 from slurmrl.engines.rollout.base import Completion
 from slurmrl.errors import EnvironmentFailure, SampleFileError
+from slurmrl.rewards.judged import Judged
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.runner import EpisodeOutcome
 from slurmrl.rollouts.sample_files import SampleWriter, StoredGroup, read_group, remove_settled
@@ -58,7 +59,7 @@ def assert_same(found: SampleGroup, group: SampleGroup) -> None:
     for name in (*PER_TOKEN, *PER_COMPLETION):
         np.testing.assert_array_equal(getattr(found, name), getattr(group, name))
         assert getattr(found, name).dtype == getattr(group, name).dtype
-    np.testing.assert_equal(found.rewards, group.rewards)
+    assert found.judged == group.judged
 
 
 @given(
@@ -81,10 +82,16 @@ def test_completions_come_back_as_they_were_made(rows: list[Any], judged: bool) 
         )
         for number, each in enumerate(ended)
     ]
-    rewards = [0.5 * number for number in range(len(ended))] if judged else None
-    group = SampleGroup.of(7, "2.11", outcomes, "1.1", rewards)
+    group = SampleGroup.of(7, "2.11", outcomes, "1.1")
+    if judged:
+        given = Judged(
+            scores=tuple(0.1 * number for number in range(len(ended))),
+            parts=tuple({"right": 1 / (number + 3)} for number in range(len(ended))),
+            stats={"reward_unjudged": (1.0, 3.0)},
+        )
+        group = replace(group, judged=given)
     data = group.to_bytes()
-    assert data == SampleGroup.of(7, "2.11", outcomes, "1.1", rewards).to_bytes()
+    assert data == replace(group).to_bytes()
     found = SampleGroup.from_bytes(data)
     assert_same(found, group)
     start = 0
@@ -103,7 +110,7 @@ def test_completions_come_back_as_they_were_made(rows: list[Any], judged: bool) 
         start = stop
     used = {name for each in ended for name in each.versions if name}
     assert found.versions == (tuple(name for name in NAMES if name in used) or ("1.1",))
-    assert judged == (found.rewards is not None)
+    assert judged == (found.judged is not None)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +124,9 @@ def test_completions_come_back_as_they_were_made(rows: list[Any], judged: bool) 
         ({"drawn_by": np.full(5, 2, np.int32)}, "none of the versions"),
         ({"versions": VERSIONS[::-1]}, "from old to new"),
         ({"versions": ()}, "from old to new"),
-        ({"rewards": np.zeros(3, np.float32)}, "rewards is"),
+        ({"judged": Judged(scores=(1.0,), parts=({}, {}))}, "scores 1 completions of 2"),
+        ({"judged": Judged(scores=(1.0, np.inf), parts=({}, {}))}, "not finite"),
+        ({"judged": Judged(scores=(1, 1), parts=({}, {"right": np.nan}))}, "not finite"),
         ({"lease": "../x"}, "lease"),
         ({"input_ids": np.full(5, -1, np.int32)}, "negative"),
     ],

@@ -57,7 +57,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.wanted: set[Key] = set()
         self.making: set[Key] = set()
         self.doomed: set[Key] = set()
-        """Of these, what nobody waits for any more."""
+        """Of these and of those that are judged, what nobody waits for any more."""
+        self.judging: set[Key] = set()
+        """Whose tokens are there."""
         self.ready: set[Key] = set()
         """Samples that are there, wanted without a break and not answered."""
         self.writing: list[SampleGroup] | None = None
@@ -92,7 +94,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.session.take(Confirm(leases=lease_of(named, 0)), self.now)
         self.confirmed, self.wanted = True, named
         self.ever |= dict.fromkeys(named, 0)
-        self.doomed |= self.making - named
+        self.doomed |= (self.making | self.judging) - named
         self.ready = (self.ready | self.written()) & named
 
     @precondition(lambda self: self.confirmed)
@@ -112,7 +114,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.session.take(Abort(lease=lease, items=(item,)), self.now)
         self.wanted.discard((lease, item))
         self.ready.discard((lease, item))
-        self.doomed |= self.making & {(lease, item)}
+        self.doomed |= (self.making | self.judging) & {(lease, item)}
 
     @precondition(lambda self: self.held < 4)
     @rule()
@@ -140,7 +142,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.now += seconds
         self.session.expire(self.now)
         if self.deadline is not None and self.deadline <= self.now:
-            self.doomed |= self.making
+            self.ready |= self.judging - self.doomed
+            self.doomed |= self.making | self.judging
 
     def written(self) -> set[Key]:
         """What is about to be recorded."""
@@ -153,6 +156,7 @@ class AnyOrder(RuleBasedStateMachine):
         for key in self.session.aborted():
             self.doomed.remove(key)
             self.making.discard(key)
+            self.judging.discard(key)
         assert not self.doomed
         begun = [work.key for work in self.session.begin()]
         if begun:
@@ -161,17 +165,27 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.deadline is None
         for key in begun:
             assert key in self.wanted
-            assert key not in self.making | self.ready
+            assert key not in self.making | self.judging | self.ready
             assert not self.answers[key]
             assert self.held >= self.ever[key]
             self.making.add(key)
         assert len(self.making) <= MOST_BEGUN
+        assert self.session.idle == (not self.making)
 
     @precondition(lambda self: self.making)
     @rule(random=ANY)
-    def finishes(self, random: Random) -> None:
+    def draws(self, random: Random) -> None:
+        """The last token of an item. One that nobody wants is forgotten already."""
         lease, item = random.choice(sorted(self.making))
         self.making.discard((lease, item))
+        self.session.drew((lease, item), small_group(item, lease))
+        self.judging.add((lease, item))
+
+    @precondition(lambda self: self.judging)
+    @rule(random=ANY)
+    def finishes(self, random: Random) -> None:
+        lease, item = random.choice(sorted(self.judging))
+        self.judging.discard((lease, item))
         self.session.finish((lease, item), small_group(item, lease))
         if (lease, item) not in self.doomed:
             self.ready.add((lease, item))
@@ -180,10 +194,12 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(ends=st.just(True))
     def makes_and_records(self, ends: bool) -> None:
         self.works()
-        for lease, item in sorted(self.making - self.doomed):
-            self.making.discard((lease, item))
+        for lease, item in sorted(self.making | self.judging):
+            if (lease, item) in self.making:
+                self.session.drew((lease, item), small_group(item, lease))
             self.session.finish((lease, item), small_group(item, lease))
             self.ready.add((lease, item))
+        self.making, self.judging = set(), set()
         self.begins_to_record()
         if ends:
             self.ends_to_record(fails=False)
@@ -263,6 +279,7 @@ def test_a_task_leaves_at_its_deadline_if_no_master_says_which_leases_hold() -> 
     session.held = VersionId(0, 0)
     session.take(Confirm(leases=lease_of({("1.1", 0), ("1.1", 1)}, 0)), 0.0)
     (work,) = session.begin()
+    session.drew(work.key, small_group(0, "1.1"))
     session.finish(work.key, small_group(0, "1.1"))
     session.serve(2)
     assert (session.to_record(), session.begin()) == ([], [])

@@ -122,7 +122,7 @@ class Trial:
             AGENT,
             engine,
             TaskWeights(self.paths.versions, self.folder / "host", ARCHITECTURE),
-            Generation(self.settings, rows, self.tokenizer, (STOP,), engine),
+            Generation(rows, self.context(0), engine),
             TaskOptions(interruptible=interruptible, poll_s=(0.01, 0.01), gather_s=0.01),
         )
 

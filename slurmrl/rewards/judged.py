@@ -1,0 +1,66 @@
+"""What the reward gave completions, on the trainers' ranks or in a rollout task."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+
+Stats = Mapping[str, tuple[float, float]]
+"""Name of a metric to (sum, count)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One entry for each completion. Numbers keep all their bits, also in files."""
+
+    scores: tuple[float, ...] = ()
+    """The weighted sums."""
+    parts: tuple[Mapping[str, float], ...] = ()
+    """What each part of the reward gave, before its weight, by the names of the parts that judged
+    it; nothing for a reward that is not a sum."""
+    stats: Stats = field(default_factory=dict)
+    """What the functions have counted besides."""
+
+    def problem(self, count: int) -> str | None:
+        """Why these are not the finite scores of ``count`` completions; None if they are."""
+        if (len(self.scores), len(self.parts)) != (count, count):
+            return f"scores {len(self.scores)} completions of {count}"
+        given = [score for part in self.parts for score in part.values()]
+        counted = [number for pair in self.stats.values() for number in pair]
+        if not all(map(isfinite, (*self.scores, *given, *counted))):
+            return "holds a number that is not finite"
+        return None
+
+    def spread(self, places: Sequence[int], count: int) -> Judged:
+        """The same of ``count`` completions, of which these are at ``places``. Others score 0."""
+        scores, parts = [0.0] * count, [dict[str, float]() for _ in range(count)]
+        for place, score, part in zip(places, self.scores, self.parts, strict=True):
+            scores[place], parts[place] = score, dict(part)
+        return Judged(scores=tuple(scores), parts=tuple(parts), stats=self.stats)
+
+    def filled(self, groups: Sequence[Judged | None], counts: Sequence[int]) -> Judged:
+        """The groups in order, with these completions in the places of those that are None, which
+        have so many (``counts``)."""
+        found, start = [], 0
+        for group, count in zip(groups, counts, strict=True):
+            stop = start + (count if group is None else 0)
+            here = slice(start, stop)
+            found.append(group or Judged(scores=self.scores[here], parts=self.parts[here]))
+            start = stop
+        return Judged(
+            scores=tuple(score for each in found for score in each.scores),
+            parts=tuple(part for each in found for part in each.parts),
+            stats=added([self.stats, *(each.stats for each in found)]),
+        )
+
+
+def added(stats: Iterable[Stats]) -> dict[str, tuple[float, float]]:
+    """The sums of statistics, name by name."""
+    sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for each in stats:
+        for name, (total, count) in each.items():
+            before = sums[name]
+            sums[name] = before[0] + total, before[1] + count
+    return dict(sums)

@@ -1,0 +1,127 @@
+"""Judges what a rollout task has made, beside its generation."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Final
+
+from slurmrl import log
+from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.reward.questions import Questions
+from slurmrl.algorithms.rollout.stored import as_sample
+from slurmrl.data.sample import SequenceSample
+from slurmrl.errors import RewardError, SlurmrlError, UsageError
+from slurmrl.fsio import objects
+from slurmrl.rewards.group_judge import group_program
+from slurmrl.rewards.judged import Judged
+from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
+from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.rollouts.tools.toolbox import Job, in_thread
+from slurmrl.workers.rollout.rows import TaskRows
+from slurmrl.workers.rollout_messages import RequestedItem
+
+if TYPE_CHECKING:
+    from slurmrl.config.schema import Reward
+
+logger = log.get(__name__)
+
+UNKNOWN: Final = frozenset({"step", "model_scores"})
+"""What a reward may ask for that only the trainers know."""
+CLOSING_S: Final = 5.0
+
+
+class Judging:
+    """Judges groups in processes of its own, each of which has the whole reward and judges one
+    group at a time. What it cannot judge it leaves to the trainers, who meet the same error where
+    it is the reward's, and say so as if they judged everything."""
+
+    def __init__(
+        self, reward: Reward, rows: TaskRows, context: CallContext, *, timeout_s: float
+    ) -> None:
+        """``context``: of any call; ``timeout_s``: for one group."""
+        self._rows, self._context, self._timeout_s = rows, context, timeout_s
+        cores = context.cores
+        own = any(part.has_processes for part in reward.functions.values())
+        self._size = 1 if own else min(cores, MOST_JUDGES)
+        self._program = group_program(reward, cores)
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._asked = 0
+        """Groups without an answer."""
+        self._left = False
+        """Whether all is left to the trainers."""
+
+    async def judged(self, row: RequestedItem, group: SampleGroup) -> SampleGroup:
+        """The group with what the reward gave it, or unchanged. Raises CorruptFileError and
+        EnvironmentFailure for a row that cannot be read."""
+        if self._left:
+            return group
+        sample: SequenceSample = await in_thread(lambda: self._rows.sample(row))
+        turns = self._context.settings.config.rollout.episode.has_turns
+        made = as_sample(sample.ids, [group], turns=turns, metadata=sample.metadata)
+        questions = Questions.about(made, self._context)
+        try:
+            judged = await self._answer(questions)
+        except SlurmrlError as error:
+            logger.warning("item %d is left to the trainers to judge: %s", row.item, error)
+            return group
+        return replace(group, judged=judged)
+
+    def close(self) -> None:
+        """End the processes, at the latest when the threads end with this process."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(CLOSING_S)
+        self._threads.clear()
+
+    async def _answer(self, questions: Questions) -> Judged:
+        job = Job(lambda pool: questions.answered(lambda asked: self._ask(asked, pool)))
+        self._asked += 1
+        try:
+            if len(self._threads) < min(self._asked, self._size):
+                self._threads.append(threading.Thread(target=self._serve, daemon=True))
+                self._threads[-1].start()
+            self._jobs.put(job)
+            judged: Judged = await job.future
+            return judged
+        finally:
+            self._asked -= 1
+
+    def _serve(self) -> None:
+        """Run jobs with one process, which dies with the thread that has started it."""
+        pool = JudgePool(self._program, self._timeout_s, 1)
+        while (job := self._jobs.get()) is not None:
+            job.run(pool)
+        pool.close()
+
+    def _ask(self, questions: Questions, pool: JudgePool) -> Judged:
+        """Raises SlurmrlError: there is no judgement."""
+        try:
+            wanted = pool.start()["wanted"]
+        except UsageError:
+            self._left = True
+            raise
+        if unknown := UNKNOWN.intersection(wanted):
+            self._left = True
+            raise UsageError(f"the reward asks for {min(unknown)}, which only they know")
+        extras = {name: questions.extras[name] for name in wanted}
+        (verdict,) = pool.judge([vars(replace(questions, extras=extras))])
+        if isinstance(verdict, Unjudged):
+            raise RewardError(verdict.why)
+        if "error" in verdict:
+            raise RewardError(verdict["error"])
+        return objects.from_json(Judged, verdict["judged"], "the reply of the reward")
+
+
+def judging_of(call: CallContext, rows: TaskRows) -> Judging | None:
+    """None if there is no reward function, or if one needs the trainers' reward model.
+
+    :param call: of any step.
+    """
+    config = call.settings.config
+    if config.reward is None or config.reward.uses_model:
+        return None
+    return Judging(config.reward, rows, call, timeout_s=config.step_timeout_s)

@@ -1,0 +1,256 @@
+"""Rewards in a rollout task, by real processes, beside the trainers' own call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from slurmrl.algorithms.base import CallContext, CallResult
+from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.reward.interface import RuleRewardInterface
+from slurmrl.algorithms.rollout.stored import as_sample
+from slurmrl.config.schema import Config, Dataset, Model, Reward, Rollout
+from slurmrl.data.sample import SequenceSample
+from slurmrl.data.tokenizer import load_tokenizer
+from slurmrl.errors import RewardError
+from slurmrl.plan.settings import Settings
+from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.workers.rollout.judging import Judging, judging_of
+from slurmrl.workers.rollout.rows import TaskRows
+from slurmrl.workers.rollout_messages import RequestedItem
+from tests.unit.algorithms.conftest import ARCHITECTURE
+
+TOKENIZER = Path(__file__).parents[3] / "examples" / "addition" / "tokenizer"
+REWARDS = """
+import os
+import time
+from pathlib import Path
+
+
+class Lengths:
+    def __init__(self):
+        self.judged = 0
+
+    def __call__(self, prompts, completions, rows, *, token_ids, siblings, evaluation):
+        assert not evaluation
+        self.judged = len(completions)
+        assert all(completion in group for completion, group in zip(completions, siblings))
+        return [0.1 * len(tokens) + len(prompt) for tokens, prompt in zip(token_ids, prompts)]
+
+    def stats(self):
+        return {"judged_here": (float(self.judged), 1.0)}
+
+
+def digits(prompts, completions, rows):
+    return [sum(map(str.isdigit, completion)) / 3 for completion in completions]
+
+
+def by_row(prompts, completions, rows):
+    if rows[0]["id"] == "0":
+        time.sleep(60)
+    if rows[0]["id"] == "1":
+        os._exit(3)
+    if rows[0]["id"] == "2":
+        raise KeyError("x")
+    return [float("nan") if rows[0]["id"] == "3" else 1.0 for _ in rows]
+
+
+def late(prompts, completions, rows, *, step):
+    return [step for _ in rows]
+
+
+def waiting(prompts, completions, rows, *, folder):
+    place = Path(folder)
+    (place / rows[0]["id"]).touch()
+    while not (place / "go").exists():
+        time.sleep(0.01)
+    return [1.0 for _ in rows]
+"""
+GROUPS = [[[5, 6, 1], [7], []], [[8, 9], [10, 1], [11, 12, 13]]]
+"""The tokens of the completions of each item; 1 is the stop token. An episode has failed."""
+
+
+@pytest.fixture
+def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "judging_of_mine.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "judging_of_mine:"
+
+
+def call_with(reward: dict[str, Any], *, cores: int = 2) -> CallContext:
+    config = Config(
+        experiment="test",
+        total_steps=4,
+        algorithm={"name": "grpo"},
+        actor=Model(architecture={**ARCHITECTURE, "vocab_size": 64}),
+        rollout=Rollout(n=3, max_new_tokens=12),
+        reward=Reward.model_validate(reward),
+        dataset=Dataset(type="prompt", path="data.jsonl"),
+    )
+    settings = Settings(config, PolicyGradient(batch_size=2), cast(Any, None))
+    return CallContext(3, 1, {}, cast(Any, load_tokenizer(TOKENIZER)), settings, (1,), (), cores)
+
+
+def row_of(item: int) -> SequenceSample:
+    row = {"id": str(item), "prompt": f"{item}+{item}=", "answer": "1"}
+    facts = {"prompt": row["prompt"], "answer": row["answer"], "row": row, "line": item + 1}
+    return SequenceSample.from_default(
+        [2],
+        (f"{item}@0",),
+        {"prompt_ids": torch.tensor([3, 4])},
+        {name: [value] for name, value in facts.items()},
+    )
+
+
+class Rows:
+    def sample(self, row: RequestedItem) -> SequenceSample:
+        return row_of(row.item)
+
+
+def judging(call: CallContext, **changes: Any) -> Judging:
+    made = judging_of(call, cast(TaskRows, Rows()))
+    assert made is not None
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def group_of(item: int, tokens: Sequence[Sequence[int]] = GROUPS[1]) -> SampleGroup:
+    lengths = [2 + len(each) for each in tokens]
+    total, count = sum(lengths), len(tokens)
+    return SampleGroup(
+        item=item,
+        lease="1.0",
+        versions=("0.1",),
+        lengths=np.array(lengths, np.int32),
+        prompt_lengths=np.full(count, 2, np.int32),
+        finished=np.array([each[-1:] == [1] for each in tokens]),
+        failed=np.array([not each for each in tokens]),
+        turns=np.ones(count, np.int32),
+        tool_calls=np.zeros(count, np.int32),
+        tool_failures=np.zeros(count, np.int32),
+        input_ids=np.array([token for each in tokens for token in (3, 4, *each)], np.int32),
+        drawn_by=np.array([by for each in tokens for by in (-1, -1, *[0] * len(each))], np.int32),
+        logprobs=np.zeros(total, np.float32),
+        turn_rewards=np.zeros(total, np.float32),
+    )
+
+
+def asked(item: int) -> RequestedItem:
+    return RequestedItem(item=item, epoch=0, index=item)
+
+
+def all_judged(made: Judging, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+    async def judge() -> list[SampleGroup]:
+        async with asyncio.timeout(120):
+            return await asyncio.gather(*(made.judged(asked(one.item), one) for one in groups))
+
+    try:
+        return asyncio.run(judge())
+    finally:
+        made.close()
+
+
+def trained(call: CallContext, groups: Sequence[SampleGroup]) -> CallResult:
+    """What the trainers' call makes of groups."""
+    rows = [row_of(group.item) for group in groups]
+    joined = SequenceSample.gather(rows)
+    sample = as_sample(joined.ids, groups, turns=False, metadata=joined.metadata)
+    stored = dict(zip(joined.ids, groups, strict=True))
+    interface = RuleRewardInterface()
+    try:
+        return interface.inference(None, sample, replace(call, stored=stored.__getitem__))
+    finally:
+        interface.close()
+
+
+def test_the_trainers_take_what_tasks_have_judged_as_if_they_had(rewards: str) -> None:
+    """Scores, those of the parts, and metrics have the same bits; one item may be left to them."""
+    parts = {
+        "lengths": {"name": rewards + "Lengths", "weight": 0.3},
+        "digits": {"name": rewards + "digits", "where": {"id": "1"}, "pool": {}},
+    }
+    call = call_with({"parts": parts})
+    groups = [group_of(item, tokens) for item, tokens in enumerate(GROUPS)]
+    expected = trained(call, groups)
+    found = all_judged(judging(call), groups)
+    assert all(group.judged is not None for group in found)
+    for stored in (found, [found[0], groups[1]], [groups[0], found[1]]):
+        result = trained(call, [SampleGroup.from_bytes(one.to_bytes()) for one in stored])
+        assert result.sample is not None
+        assert expected.sample is not None
+        assert torch.equal(result.sample.tensor("rewards"), expected.sample.tensor("rewards"))
+        assert result.texts == expected.texts
+        own = result.stats.pop("judged_here")
+        assert own[0] == 5.0
+        wanted = {**expected.stats}
+        del wanted["judged_here"]
+        assert result.stats == wanted
+    assert expected.texts[0]["parts"]
+    assert expected.stats["reward/digits"][1] == 3.0
+
+
+def test_what_a_task_cannot_judge_is_left_to_the_trainers(
+    rewards: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reward that hangs, kills its process, raises, or gives no number costs nothing else. A pool
+    judges such completions itself."""
+    reward = {"name": rewards + "by_row"}
+    groups = [group_of(item) for item in range(5)]
+    found = all_judged(judging(call_with(reward, cores=1), _timeout_s=2.0), groups)
+    assert [group.judged is not None for group in found] == [False] * 4 + [True]
+    for reason in ("longer than 2 s", "exited with code 3", "KeyError: 'x'", "nan"):
+        assert reason in caplog.text
+    with pytest.raises(RewardError, match="finite"):
+        trained(call_with(reward), [found[3]])
+    pool = call_with({**reward, "pool": {"timeout_s": 2, "unjudged_score": -1}}, cores=3)
+    found = all_judged(judging(pool), groups)
+    scores = [group.judged and group.judged.scores for group in found]
+    assert scores == [(-1.0,) * 3] * 4 + [(1.0,) * 3]
+    assert found[1].judged is not None
+    assert found[1].judged.stats == {"reward_unjudged": (3.0, 3.0)}
+
+
+def test_a_reward_that_needs_the_trainers_is_left_to_them(
+    rewards: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = [group_of(item) for item in range(3)]
+    for name in ("late", "digits_"):
+        made = judging(call_with({"name": rewards + name}))
+        assert all_judged(made, groups[:1]) == groups[:1]
+        assert made._left
+        made._program = cast(Any, None)
+        assert all_judged(made, groups[1:]) == groups[1:], "it is not asked again"
+    assert "asks for step" in caplog.text
+    assert "has no" in caplog.text
+    result = trained(call_with({"name": rewards + "late"}), groups)
+    assert result.stats["reward"] == (27.0, 9.0)
+
+
+def test_groups_are_judged_side_by_side_and_a_call_that_waits_ends_with_the_task(
+    rewards: str, tmp_path: Path
+) -> None:
+    reward = {"name": rewards + "waiting", "options": {"folder": str(tmp_path)}}
+    made = judging(call_with(reward))
+
+    async def judge() -> None:
+        running = [asyncio.create_task(made.judged(asked(n), group_of(n))) for n in range(3)]
+        async with asyncio.timeout(60):
+            while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()):
+                await asyncio.sleep(0.01)
+            assert not (tmp_path / "2").exists(), "there are two cores"
+            running[0].cancel()
+            (tmp_path / "go").touch()
+            found = await asyncio.gather(*running, return_exceptions=True)
+        assert isinstance(found[0], asyncio.CancelledError)
+        assert all(isinstance(one, SampleGroup) and one.judged for one in found[1:])
+
+    asyncio.run(judge())
+    made.close()
