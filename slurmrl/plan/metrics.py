@@ -1,4 +1,4 @@
-"""Names of metrics that the master adds to those of the calls."""
+"""Names of metrics beside those that the calls of an algorithm declare."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ STALENESS_MAX: Final = "rollout/staleness_max"
 """Of the groups of a step."""
 WAITED_S: Final = "rollout/waited_s"
 """For the groups of a step."""
-ROLLOUT_METRICS: Final = (*ROLLOUT_SUMS, STALENESS_MEAN, STALENESS_MAX, WAITED_S)
+JUDGED: Final = "rollout/judged"
+"""The share of the completions of a step whose rewards come from tasks."""
+ROLLOUT_METRICS: Final = (*ROLLOUT_SUMS, STALENESS_MEAN, STALENESS_MAX, WAITED_S, JUDGED)
 """Of trials with rollout tasks."""
 EVALUATION_S: Final = "time/evaluation"
 """Of a whole evaluation; with ``/<suite>`` of one of its suites."""

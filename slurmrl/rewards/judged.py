@@ -12,7 +12,7 @@ Stats = Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class JudgedCompletions:
     """One entry for each completion. Numbers keep all their bits, also in files."""
 
     scores: tuple[float, ...] = ()
@@ -33,23 +33,27 @@ class Judged:
             return "holds a number that is not finite"
         return None
 
-    def spread(self, places: Sequence[int], count: int) -> Judged:
+    def spread(self, places: Sequence[int], count: int) -> JudgedCompletions:
         """The same of ``count`` completions, of which these are at ``places``. Others score 0."""
         scores, parts = [0.0] * count, [dict[str, float]() for _ in range(count)]
         for place, score, part in zip(places, self.scores, self.parts, strict=True):
             scores[place], parts[place] = score, dict(part)
-        return Judged(scores=tuple(scores), parts=tuple(parts), stats=self.stats)
+        return JudgedCompletions(scores=tuple(scores), parts=tuple(parts), stats=self.stats)
 
-    def filled(self, groups: Sequence[Judged | None], counts: Sequence[int]) -> Judged:
+    def filled(
+        self, groups: Sequence[JudgedCompletions | None], counts: Sequence[int]
+    ) -> JudgedCompletions:
         """The groups in order, with these completions in the places of those that are None, which
         have so many (``counts``)."""
         found, start = [], 0
         for group, count in zip(groups, counts, strict=True):
             stop = start + (count if group is None else 0)
             here = slice(start, stop)
-            found.append(group or Judged(scores=self.scores[here], parts=self.parts[here]))
+            found.append(
+                group or JudgedCompletions(scores=self.scores[here], parts=self.parts[here])
+            )
             start = stop
-        return Judged(
+        return JudgedCompletions(
             scores=tuple(score for each in found for score in each.scores),
             parts=tuple(part for each in found for part in each.parts),
             stats=added([self.stats, *(each.stats for each in found)]),

@@ -11,7 +11,7 @@ from slurmrl.config.schema.reward import ALONE
 from slurmrl.data.fields import ABSENT, value_at
 from slurmrl.errors import RewardError
 from slurmrl.rewards import make
-from slurmrl.rewards.judged import Judged, added
+from slurmrl.rewards.judged import JudgedCompletions, added
 from slurmrl.rewards.pooled import PooledReward
 from slurmrl.rewards.reward import NO_EXTRAS, Extras, Stats, of_completion
 from slurmrl.rewards.scores import check_sum
@@ -124,10 +124,10 @@ class WeightedReward:
         rows: Sequence[Row],
         places: Sequence[str],
         extras: Extras = NO_EXTRAS,
-    ) -> Judged:
+    ) -> JudgedCompletions:
         """`score` with all that it found. Raises as it does."""
         scores = self.score(prompts, completions, rows, places, extras)
-        return Judged(scores=tuple(scores), parts=tuple(self._scores), stats=self._stats)
+        return JudgedCompletions(scores=tuple(scores), parts=tuple(self._scores), stats=self._stats)
 
     def stats(self) -> Stats:
         """Additional metrics of the latest call: name to (sum, count)."""

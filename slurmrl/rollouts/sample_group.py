@@ -17,7 +17,7 @@ from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import documents, objects
 from slurmrl.fsio.shapes import SIZE, TEXT, FieldType, list_of
 from slurmrl.layout.copy import Array
-from slurmrl.rewards.judged import Judged
+from slurmrl.rewards.judged import JudgedCompletions
 from slurmrl.weights.version import VERSION, VersionId
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ PER_COMPLETION = {
 OWN = "group"
 """Key of the document's metadata, whose value is JSON."""
 _METADATA = {"item": SIZE, "lease": TEXT, "versions": list_of(VERSION)}
-_JUDGED = {"judged": objects.shape(Judged)}
+_JUDGED = {"judged": objects.shape(JudgedCompletions)}
 _HEAD = struct.Struct("<Q")
 
 
@@ -76,7 +76,7 @@ class SampleGroup:
     """float32 [T]: under the distribution that the token was drawn from; 0 for others."""
     turn_rewards: Array
     """float32 [T]: what a turn has earned, at its last token; 0 elsewhere."""
-    judged: Judged | None = None
+    judged: JudgedCompletions | None = None
     """What the reward gave the completions in the task; None: the trainers judge them."""
 
     def __post_init__(self) -> None:
@@ -136,7 +136,9 @@ class SampleGroup:
                 header["__metadata__"][OWN], "the header", _METADATA | _JUDGED, _METADATA
             )
             found = own.get("judged")
-            judged = None if found is None else objects.from_json(Judged, found, "the header")
+            judged = (
+                None if found is None else objects.from_json(JudgedCompletions, found, "the header")
+            )
         except (SafetensorError, CorruptFileError, LookupError, TypeError) as error:
             raise ValueError(str(error)) from error
         if set(arrays) != {*PER_TOKEN, *PER_COMPLETION}:

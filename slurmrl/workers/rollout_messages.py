@@ -115,6 +115,10 @@ class Unreadable:
     reason: str
 
 
+COUNTS_S: Final = 30.0
+"""An attempt says its counts this often, whatever it does."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutCounts:
     """Sums since the attempt began, such as ``tokens``."""

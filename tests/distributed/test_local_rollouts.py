@@ -54,7 +54,8 @@ def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
     site: Site,
 ) -> None:
     """A rollout worker, a rank of the trainers and the master are killed. The trainers' processes
-    come back to the same tasks; the weights are those of a trial that generates itself."""
+    come back to the same tasks; the weights are those of a trial that generates and judges
+    itself."""
     start(site, "alone", None, "--wait")
     start(site, "tasks", {"max": 2, "max_staleness": 0}, "--detach")
     trial = "grpo/tasks"
@@ -71,6 +72,7 @@ def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
     status = site.wait_for_end(trial)
     assert (status["state"], status["incarnation"]) == ("COMPLETED", 3)
     assert outcome(site, trial) == outcome(site, "grpo/alone")
+    assert all(line["rollout/judged"] == 1 for line in site.metrics(trial))
     told = events.read_all(site.paths(trial))
     assert any(one["kind"] == "rollout_task" and one["state"] == "lost" for one in told)
     wait_until("all processes to leave", lambda: not any(processes(site.paths(trial).run).values()))

@@ -19,7 +19,8 @@ from slurmrl.data.meta import one_each
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.graph.call import Record
-from slurmrl.rewards.judged import Judged, added
+from slurmrl.plan.metrics import JUDGED
+from slurmrl.rewards.judged import JudgedCompletions, added
 from slurmrl.rewards.scores import check_sum
 from slurmrl.rewards.weighted import WeightedReward, make_reward, part_stats
 
@@ -39,16 +40,21 @@ class RuleRewardInterface(Interface):
         """``rewards`` [S] float32, one for each completion: what the reward function gives its last
         turn, and what an episode's turns have earned. A failed episode is not judged, nor is what
         a rollout task has judged. The sample carries the dataset's metadata."""
+        groups = [context.stored(name).judged if context.stored else None for name in sample.ids]
+        reward = self._prepare(context) if any(group is None for group in groups) else None
         questions = Questions.about(sample, context)
         completions, places = questions.completions, questions.places
         counts = sample.sequence_counts("input_ids")
-        judged = self._judged(sample.ids, counts, questions, context)
+        judged = _judged(groups, counts, questions, reward)
         scores: Sequence[float] = judged.scores
         stats = added([judged.stats, part_stats(judged.parts)])
         if TURN_REWARDS in sample.keys:
             scores = _with_turns(scores, earned(sample), places)
         rewards = torch.tensor(scores, dtype=torch.float32)
         stats["reward"] = (float(sum(scores)), float(len(scores)))
+        if context.stored:
+            by_tasks = sum(count for count, group in zip(counts, groups, strict=True) if group)
+            stats[JUDGED] = (float(by_tasks), float(len(scores)))
         evaluation = context.settings.config.evaluation if context.evaluation else None
         records: dict[str, Record] = {}
         if evaluation is not None:
@@ -69,29 +75,6 @@ class RuleRewardInterface(Interface):
             self._reward.close()
             self._reward = None
 
-    def _judged(
-        self,
-        ids: Sequence[str],
-        counts: Sequence[int],
-        questions: Questions,
-        context: CallContext,
-    ) -> Judged:
-        """What rollout tasks have said, and the reward function about all others."""
-        groups = [context.stored(name).judged if context.stored else None for name in ids]
-        ends = list(accumulate(counts))
-        left = [
-            place
-            for group, count, end in zip(groups, counts, ends, strict=True)
-            if group is None
-            for place in range(end - count, end)
-        ]
-        reward = self._prepare(context) if left else None
-        if reward is None:
-            return Judged().spread([], len(left)).filled(groups, counts)
-        judge = reward.judge
-        found = questions.of(left).answered(lambda asked: judge(**vars(asked)))
-        return found.filled(groups, counts)
-
     def _prepare(self, context: CallContext) -> WeightedReward | None:
         """The reward function; None where only episodes give rewards."""
         if self._reward is None:
@@ -103,6 +86,25 @@ class RuleRewardInterface(Interface):
                 raise UsageError("the configuration has no reward")
             self._reward = make_reward(reward, cores=context.cores)
         return self._reward
+
+
+def _judged(
+    groups: Sequence[JudgedCompletions | None],
+    counts: Sequence[int],
+    questions: Questions,
+    reward: WeightedReward | None,
+) -> JudgedCompletions:
+    """What rollout tasks have said, and the reward function about all other items."""
+    left = [
+        place
+        for group, count, end in zip(groups, counts, accumulate(counts), strict=True)
+        if group is None
+        for place in range(end - count, end)
+    ]
+    if reward is None:
+        return JudgedCompletions().spread([], len(left)).filled(groups, counts)
+    judge = reward.judge
+    return questions.of(left).answered(lambda asked: judge(**vars(asked))).filled(groups, counts)
 
 
 def score_records(

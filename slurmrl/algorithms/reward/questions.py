@@ -11,7 +11,7 @@ from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.reward.turns import last_turns
 from slurmrl.data.meta import repeated
 from slurmrl.data.sample import SequenceSample
-from slurmrl.rewards.judged import Judged
+from slurmrl.rewards.judged import JudgedCompletions
 from slurmrl.rewards.reward import Extras, of_completion
 from slurmrl.rewards.weighted import Row
 
@@ -52,15 +52,15 @@ class Questions:
             extras=of_completion(self.extras, places),
         )
 
-    def answered(self, judge: Judge) -> Judged:
+    def answered(self, judge: Judge) -> JudgedCompletions:
         """What the judge says; it is not asked about completions without a token, which score 0:
         their episodes have failed."""
         asked = [place for place, tokens in enumerate(self.extras["token_ids"]) if tokens]
-        found = judge(self.of(asked)) if asked else Judged()
+        found = judge(self.of(asked)) if asked else JudgedCompletions()
         return found.spread(asked, len(self.completions))
 
 
-Judge: TypeAlias = Callable[[Questions], Judged]
+Judge: TypeAlias = Callable[[Questions], JudgedCompletions]
 
 
 def decode_completions(

@@ -39,6 +39,7 @@ from slurmrl.workers.master.task_attempts import (
 from slurmrl.workers.master.task_numbers import TaskNumbers
 from slurmrl.workers.poll_intervals import SHORTEST_RESULTS_S
 from slurmrl.workers.rollout_messages import (
+    COUNTS_S,
     Abort,
     Confirm,
     GaveBack,
@@ -63,6 +64,10 @@ POLL_GROWTH = 1.1
 LAG_S = 10.0
 """How much longer an attempt may take for new weights than twice what it took the last time, before
 its share of the items goes to others."""
+
+SILENT_S = 6 * COUNTS_S
+"""Without a message while its log can be read, after which a living attempt counts as unable to
+write."""
 
 JOINED: Final = "joined"
 LEFT: Final = "left"
@@ -305,7 +310,9 @@ class RolloutTasks:
                     attempt.heard_at = now
                     attempt.take(result)
                     self._take(attempt, result)
+                attempt.listened(now, self._pauses_s[1])
             except EnvironmentFailure as error:
+                attempt.silent_s = 0.0  # tasks cannot write either, perhaps
                 logger.warning("%s; will retry", error)
             except CorruptFileError as error:
                 self._end(attempt, LOST, str(error))
@@ -399,6 +406,11 @@ class RolloutTasks:
             self._post(attempt, Leave(within_s=0.0))
             attempt.send()
 
+    def _tell_silent(self, attempt: RolloutAttempt, items: int) -> None:
+        logger.warning("%s says nothing, %d items are queued again", attempt.name, items)
+        who = {"task": attempt.label, "attempt": attempt.number}
+        self._events.write("task_silent", **who, silent_s=attempt.silent_s, items=items)
+
     def _tell(self, attempt: RolloutAttempt, state: str, **more: object) -> None:
         who = {"task": attempt.label, "attempt": attempt.number}
         self._events.write("rollout_task", state=state, **who, **more)
@@ -438,18 +450,27 @@ class RolloutTasks:
             and since_s < LAG_S + 2 * one.lag_s
         }
 
+    def _silent(self) -> set[str]:
+        """The attempts that live and cannot write, if there are others that can work for them."""
+        silent = {one.name for one in self._living.values() if one.silent_s >= SILENT_S}
+        return silent if self._able().keys() - silent else set()
+
     def _take_back(self) -> None:
-        """Queue items again whose samples would be too stale for every step to come."""
-        oldest = self._ledger.oldest
+        """Queue items again whose samples would be too stale for every step to come, and those of
+        attempts that cannot write: without staleness a step waits for them alone."""
+        oldest, silent = self._ledger.oldest, self._silent()
         useless = oldest - self._of_use(oldest).keys()
-        for lease in self._ledger.leases if useless else ():
+        for lease in self._ledger.leases if useless or silent else ():
             attempt = self._attempts[lease.holder]
-            if lease.oldest not in useless or not attempt.is_read:
+            too_old = lease.oldest in useless and attempt.is_read
+            if not too_old and lease.holder not in silent:
                 continue  # it may have finished them
             returned = self._ledger.return_items(lease.lease, lease.items)
             self._counts["aborted"] += len(returned)
             if attempt.confirmed:
                 attempt.post(Abort(lease=lease.lease, items=lease.items))
+            if lease.holder in silent:
+                self._tell_silent(attempt, len(returned))
 
     def _confirm(self) -> None:
         """Tell attempts which leases hold, once all that they had said before is known."""
@@ -468,7 +489,8 @@ class RolloutTasks:
     def _grant(self) -> None:
         """Lease items to those who have the least to do, as far as their weights allow, and to none
         more than its share of what may be with tasks now."""
-        able = self._able()
+        silent = self._silent()
+        able = {name: held for name, held in self._able().items() if name not in silent}
         if not self._numbers.are_enough(len(self._joined())):
             return
         rooms = {
@@ -478,7 +500,7 @@ class RolloutTasks:
         room = max(rooms.values(), default=0)
         if not room:
             return
-        sharers = len(able.keys() | self._expected())
+        sharers = len(able.keys() | self._expected() - silent)
         share = -(-(self._ledger.leased + room) // sharers)
         loads = {name: self._ledger.leased_by(name) for name in able}
         granted = dealt(loads, {name: rooms[version] for name, version in able.items()}, share)

@@ -97,6 +97,8 @@ class RolloutAttempt:
     """When its log is to be read next, by the master's clock."""
     heard_at: float
     """When its last message was read, by the same clock."""
+    silent_s: float = 0.0
+    """How long it has said nothing while its log could be read."""
     counts: Mapping[str, float] = field(default_factory=dict)
     lag_s: float = 0.0
     """How much later than the first one it took the newest weights."""
@@ -112,6 +114,7 @@ class RolloutAttempt:
         self.label = f"{self.group}/{self.task}"
         path = self.paths.rollout_results(self.group, self.task, self.number)
         self._reader = LogReader(path, start=self.record.read)
+        self._read_at = self.heard_at
         self._nonce = uuid.uuid4().hex
         self._log: LogWriter | None = None
         self._outbox: list[frame.Message] = []
@@ -147,6 +150,13 @@ class RolloutAttempt:
         self.record = replace(self.record, read=self._reader.position)
         for values in news:
             yield RESULT_LOG.from_json(values)
+
+    def listened(self, now: float, most_s: float) -> None:
+        """Its log was read to the end, which is due every ``most_s``. A read that hung says
+        nothing about the time before."""
+        silent_s = self.silent_s + min(now - self._read_at, most_s)
+        self.silent_s = 0.0 if self.heard_at == now else silent_s
+        self._read_at = now
 
     def take(self, result: RolloutResult) -> None:
         """Keep what a result says about the task itself. Raises CorruptFileError."""

@@ -15,7 +15,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import RewardError, SlurmrlError, UsageError
 from slurmrl.fsio import objects
 from slurmrl.rewards.group_judge import group_program
-from slurmrl.rewards.judged import Judged
+from slurmrl.rewards.judged import JudgedCompletions
 from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.rollouts.tools.toolbox import Job, in_thread
@@ -77,7 +77,7 @@ class Judging:
             thread.join(CLOSING_S)
         self._threads.clear()
 
-    async def _answer(self, questions: Questions) -> Judged:
+    async def _answer(self, questions: Questions) -> JudgedCompletions:
         job = Job(lambda pool: questions.answered(lambda asked: self._ask(asked, pool)))
         self._asked += 1
         try:
@@ -85,7 +85,7 @@ class Judging:
                 self._threads.append(threading.Thread(target=self._serve, daemon=True))
                 self._threads[-1].start()
             self._jobs.put(job)
-            judged: Judged = await job.future
+            judged: JudgedCompletions = await job.future
             return judged
         finally:
             self._asked -= 1
@@ -97,7 +97,7 @@ class Judging:
             job.run(pool)
         pool.close()
 
-    def _ask(self, questions: Questions, pool: JudgePool) -> Judged:
+    def _ask(self, questions: Questions, pool: JudgePool) -> JudgedCompletions:
         """Raises SlurmrlError: there is no judgement."""
         try:
             wanted = pool.start()["wanted"]
@@ -113,7 +113,7 @@ class Judging:
             raise RewardError(verdict.why)
         if "error" in verdict:
             raise RewardError(verdict["error"])
-        return objects.from_json(Judged, verdict["judged"], "the reply of the reward")
+        return objects.from_json(JudgedCompletions, verdict["judged"], "the reply of the reward")
 
 
 def judging_of(call: CallContext, rows: TaskRows) -> Judging | None:

@@ -25,6 +25,7 @@ from slurmrl.workers.rollout.results import ResultWriter
 from slurmrl.workers.rollout.session import Key, Session, Work
 from slurmrl.workers.rollout.weights import TaskWeights
 from slurmrl.workers.rollout_messages import (
+    COUNTS_S,
     REQUEST_LOG,
     Holds,
     Leaving,
@@ -54,7 +55,7 @@ class TaskOptions:
     grow until there is news of either."""
     gather_s: float = 0.5
     """How long finished items wait for others, to share a file with them."""
-    counts_s: float = 30.0
+    counts_s: float = COUNTS_S
     """Between two records of the counts."""
 
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load
 
 from slurmrl.engines.rollout.base import Completion
 from slurmrl.errors import EnvironmentFailure, SampleFileError
-from slurmrl.rewards.judged import Judged
+from slurmrl.rewards.judged import JudgedCompletions
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.runner import EpisodeOutcome
 from slurmrl.rollouts.sample_files import SampleWriter, StoredGroup, read_group, remove_settled
@@ -84,7 +84,7 @@ def test_completions_come_back_as_they_were_made(rows: list[Any], judged: bool) 
     ]
     group = SampleGroup.of(7, "2.11", outcomes, "1.1")
     if judged:
-        given = Judged(
+        given = JudgedCompletions(
             scores=tuple(0.1 * number for number in range(len(ended))),
             parts=tuple({"right": 1 / (number + 3)} for number in range(len(ended))),
             stats={"reward_unjudged": (1.0, 3.0)},
@@ -124,9 +124,9 @@ def test_completions_come_back_as_they_were_made(rows: list[Any], judged: bool) 
         ({"drawn_by": np.full(5, 2, np.int32)}, "none of the versions"),
         ({"versions": VERSIONS[::-1]}, "from old to new"),
         ({"versions": ()}, "from old to new"),
-        ({"judged": Judged(scores=(1.0,), parts=({}, {}))}, "scores 1 completions of 2"),
-        ({"judged": Judged(scores=(1.0, np.inf), parts=({}, {}))}, "not finite"),
-        ({"judged": Judged(scores=(1, 1), parts=({}, {"right": np.nan}))}, "not finite"),
+        ({"judged": JudgedCompletions(scores=(1.0,), parts=({}, {}))}, "scores 1 completions of 2"),
+        ({"judged": JudgedCompletions(scores=(1.0, np.inf), parts=({}, {}))}, "not finite"),
+        ({"judged": JudgedCompletions(scores=(1, 1), parts=({}, {"right": np.nan}))}, "not finite"),
         ({"lease": "../x"}, "lease"),
         ({"input_ids": np.full(5, -1, np.int32)}, "negative"),
     ],

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from slurmrl.channel import frame
 from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.data.ledger import LedgerRecord
-from slurmrl.errors import CorruptFileError, SampleFileError
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, SampleFileError
 from slurmrl.fsio import objects
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.shapes import MOST_COUNT, wrong
@@ -29,7 +29,7 @@ from slurmrl.rollouts.sample_files import StoredGroup, read_group
 from slurmrl.scheduler import scale
 from slurmrl.weights.version import VersionId
 from slurmrl.workers.master.progress import STATE
-from slurmrl.workers.master.rollout_tasks import LEAVE_S, RolloutTasks
+from slurmrl.workers.master.rollout_tasks import LEAVE_S, SILENT_S, RolloutTasks
 from slurmrl.workers.master.task_attempts import RolloutAttempt, parse_name, rollouts_of
 from slurmrl.workers.master.task_numbers import TaskNumbers
 from slurmrl.workers.rollout_messages import (
@@ -38,6 +38,7 @@ from slurmrl.workers.rollout_messages import (
     GenerateItems,
     Leave,
     RequestedItem,
+    RolloutCounts,
     RolloutResult,
     Unreadable,
 )
@@ -424,6 +425,58 @@ def test_items_of_a_lost_task_go_to_another_and_its_results_are_late(
     assert sample.task == "rollout.8.0"
     assert bed.told()[-1] == ("rollout/7", "lost", "its agent no longer renews its lease")
     assert bed.tasks.agents.keys() == {"rollout/8"}
+
+
+def test_items_of_a_task_that_cannot_write_go_to_others(
+    beds: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without staleness the step waits for them alone. A task that says anything keeps its own, as
+    does the only one, and all do while nothing can be read."""
+    bed = beds(max_staleness=0, batch_size=4)
+    mute, other = bed.begin(0, "0.1"), bed.begin(1, "0.1")
+    other.hear(1)
+    assert sorted((*mute.open, *other.open)) == [0, 1, 2, 3]
+
+    def wait(seconds: float, *speaking: ScriptedTask) -> None:
+        for _ in range(round(seconds / LOOK_S)):
+            for one in speaking:
+                one.say(RolloutCounts(counts={"tokens": 1.0}))
+            bed.look()
+        for one in (mute, other):
+            one.hear(1)
+
+    kept = {**mute.open}
+    wait(2 * SILENT_S, mute, other)
+    wait(2 * SILENT_S)
+    assert mute.open == kept, "there is nobody who could work for it"
+    wait(LOOK_S, mute, other)
+    bed.now += 10 * SILENT_S  # the master hung
+    wait(SILENT_S - 2 * LOOK_S, other)
+    assert mute.open == kept
+    with monkeypatch.context() as outage:
+        outage.setattr(RolloutAttempt, "read", unreadable)
+        wait(2 * LOOK_S)
+    wait(SILENT_S - 2 * LOOK_S, other)
+    assert mute.open == kept
+    wait(4 * LOOK_S, other)
+    assert mute.open == {}
+    assert sorted(other.open) == [0, 1, 2, 3]
+    told = [one for one in read_all(bed.paths) if one["kind"] == "task_silent"]
+    assert [(one["task"], one["items"]) for one in told] == [("rollout/0", len(kept))]
+    mute.open = {**kept}
+    mute.finish(*kept)
+    other.finish(*other.open)
+    bed.look()
+    assert bed.ledger.refused["late"] == len(kept)
+    assert bed.train() == [0, 1, 2, 3]
+    mute.hold("1.1")
+    other.hold("1.1")
+    wait(2 * LOOK_S)
+    assert mute.open, "it has its share again"
+
+
+def unreadable(self: RolloutAttempt) -> Any:
+    raise EnvironmentFailure("the directory does not answer")
 
 
 def test_the_newest_attempt_at_a_task_is_the_only_one(beds: Callable[..., Bed]) -> None:
