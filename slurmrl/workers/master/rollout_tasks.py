@@ -15,7 +15,7 @@ from typing import Final
 
 from slurmrl import log
 from slurmrl.backoff import Backoff, Interval
-from slurmrl.data.leases import STALE, Admission, SampleLedger, oldest_step
+from slurmrl.data.leases import Admission, SampleLedger, oldest_step
 from slurmrl.data.ledger import ItemSample, LeasedItems, LedgerRecord
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
@@ -24,9 +24,9 @@ from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.reports import Identity
 from slurmrl.monitor.rollouts import RolloutsView
 from slurmrl.paths import RunPaths
-from slurmrl.plan.metrics import ROLLOUT_SUMS, STALENESS_MAX, STALENESS_MEAN
 from slurmrl.weights.version import VersionId
 from slurmrl.workers.master.sample_checks import SampleChecks
+from slurmrl.workers.master.sample_counts import SampleCounts
 from slurmrl.workers.master.sample_sweep import SampleSweep
 from slurmrl.workers.master.shares import dealt
 from slurmrl.workers.master.task_attempts import (
@@ -127,14 +127,7 @@ class RolloutTasks:
         self._checks.add(ledger.finished)
         self._snapshot: tuple[RolloutsRecord, LedgerRecord] | None = None
         """What the checkpoint holds that is being written."""
-        self._ages: Counter[int] = Counter()
-        """Groups that steps have taken, by staleness."""
-        self._counts: Counter[str] = Counter()
-        """``damaged``, ``aborted``, ``given_back`` and ``lost`` items."""
-        self._told = Counter({f"rollout/dropped_{STALE}": ledger.dropped.get(STALE, 0)})
-        """The sums that the last metrics included."""
-        self._taken: list[int] = []
-        """Staleness of the groups taken since then."""
+        self._counts = SampleCounts(ledger)
         for one in (record or RolloutsRecord()).attempts:
             attempt = self._add(one)
             if one.agent is not None and not attempt.over:
@@ -183,9 +176,7 @@ class RolloutTasks:
             return None
         self._wanted = 0
         self._checks.keep(self._ledger.finished)
-        ages = [step - 1 - oldest_step(sample) for sample in samples]
-        self._ages.update(ages)
-        self._taken += ages
+        self._counts.take([step - 1 - oldest_step(sample) for sample in samples])
         return samples
 
     def leave(self, name: str, within_s: float) -> None:
@@ -232,20 +223,7 @@ class RolloutTasks:
 
     def metrics(self) -> dict[str, float]:
         """Of the steps taken since the last call."""
-        sums = self._sums()
-        found = {name: float(sums[name] - self._told[name]) for name in ROLLOUT_SUMS}
-        self._told = sums
-        if self._taken:
-            found[STALENESS_MEAN] = sum(self._taken) / len(self._taken)
-            found[STALENESS_MAX] = float(max(self._taken))
-        self._taken = []
-        return found
-
-    def _sums(self) -> Counter[str]:
-        refused = self._ledger.refused.items()
-        sums = {f"refused_{why.replace(' ', '_')}": number for why, number in refused}
-        sums |= {f"dropped_{STALE}": self._ledger.dropped.get(STALE, 0), **self._counts}
-        return Counter({f"rollout/{name}": number for name, number in sums.items()})
+        return self._counts.metrics()
 
     def view(self) -> RolloutsView:
         """What the status tells."""
@@ -255,13 +233,13 @@ class RolloutTasks:
             wanted=self._numbers.allowed,
             waits_for=self.waits_for() if self._wanted else "",
             finished=_by_age(finished),
-            trained=_by_age(self._ages),
+            trained=_by_age(self._counts.ages),
             dropped=dict(self._ledger.dropped),
             refused=dict(self._ledger.refused),
-            damaged=self._counts["damaged"],
-            aborted=self._counts["aborted"],
-            given_back=self._counts["given_back"],
-            lost=self._counts["lost"],
+            damaged=self._counts.items["damaged"],
+            aborted=self._counts.items["aborted"],
+            given_back=self._counts.items["given_back"],
+            lost=self._counts.items["lost"],
             tasks=tuple(
                 one.view(now, self._ledger.leased_by(one.name)) for one in self._living.values()
             ),
@@ -332,7 +310,7 @@ class RolloutTasks:
                         self._checks.add([sample])
             case GaveBack():
                 returned = self._ledger.return_items(result.lease, result.items)
-                self._counts["given_back"] += len(returned)
+                self._counts.items["given_back"] += len(returned)
             case Holds():
                 self._note(attempt, result.version)
             case Unreadable():
@@ -367,7 +345,7 @@ class RolloutTasks:
         """Queue the item of a damaged sample again."""
         if not self._ledger.redo(sample):
             return  # it was dropped meanwhile
-        self._counts["damaged"] += 1
+        self._counts.items["damaged"] += 1
         group, task, attempt = parse_name(sample.task)
         logger.warning("item %d is made again: %s", sample.item, reason)
         self._events.write(
@@ -399,7 +377,7 @@ class RolloutTasks:
         if agent is not None and agent.attempt == attempt.number:
             del self.agents[attempt.label]
         lost = self._ledger.lose(attempt.name)
-        self._counts["lost"] += len(lost)
+        self._counts.items["lost"] += len(lost)
         logger.info("%s %s, %d items are queued again: %s", attempt.name, state, len(lost), reason)
         self._tell(attempt, state, reason=reason, items=len(lost))
         if state == LOST:  # it may live, and hold GPUs
@@ -466,7 +444,7 @@ class RolloutTasks:
             if not too_old and lease.holder not in silent:
                 continue  # it may have finished them
             returned = self._ledger.return_items(lease.lease, lease.items)
-            self._counts["aborted"] += len(returned)
+            self._counts.items["aborted"] += len(returned)
             if attempt.confirmed:
                 attempt.post(Abort(lease=lease.lease, items=lease.items))
             if lease.holder in silent:
