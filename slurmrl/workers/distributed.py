@@ -1,4 +1,4 @@
-"""The process group of an incarnation."""
+"""The process group of an incarnation, or of a rollout task."""
 
 from __future__ import annotations
 

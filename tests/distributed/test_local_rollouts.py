@@ -187,6 +187,28 @@ def test_with_staleness_each_item_is_trained_once_whoever_is_killed(site: Site) 
 
 
 @pytest.mark.long
+def test_ranks_of_a_task_draw_together_with_the_weights_of_each_step(site: Site) -> None:
+    """The decoder of the task is split over two processes, of which one is killed. The
+    log-probabilities of all samples are those of the weights that they train."""
+    config = config_of("split", {"max": 1, "max_staleness": 0})
+    config["rollout"]["backend"] = "native:t2"
+    config["total_steps"] = steps = 6
+    site.slurmrl("submit", str(site.write("split.yaml", config)), *LOCAL)
+    trial = "grpo/split"
+    site.wait_for_step(trial, 2)
+    workers = of_group(site, trial, "worker", "rollout")
+    assert len(workers) == 2
+    os.kill(max(workers), signal.SIGKILL)
+    status = site.wait_for_end(trial)
+    assert (status["state"], status["incarnation"]) == ("COMPLETED", 1)
+    assert settled(site, trial) == steps * BATCH
+    check_served(site.metrics(trial), steps)
+    told = [one for one in events.read_all(site.paths(trial)) if one["kind"] == "world_ready"]
+    assert len(told) == 2
+    wait_until("all processes to leave", lambda: not any(processes(site.paths(trial).run).values()))
+
+
+@pytest.mark.long
 def test_servers_of_tasks_draw_with_the_weights_of_each_step_whatever_is_killed(
     site: Site,
 ) -> None:

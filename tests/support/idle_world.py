@@ -13,9 +13,9 @@ from slurmrl.channel.pipe import Connection
 from slurmrl.parallel import device
 from slurmrl.parallel.activity import Activity
 from slurmrl.paths import RunPaths
+from slurmrl.workers.distributed import join
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
 from slurmrl.workers.rollout_messages import RESULT_LOG, Joined, Leaving, RolloutCounts
-from slurmrl.workers.worker.distributed import join
 
 WORKER = "tests.support.idle_world:IdleWorker"
 

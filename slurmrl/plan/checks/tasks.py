@@ -7,14 +7,12 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.allocation.gpus import format_gpus, parse_gpus
 from slurmrl.config.schema.cluster import SlurmOfTasks
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem
 from slurmrl.graph.call import Method
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.placement import ROLLOUTS, tasks_inside, trainers
 
 OF_TRAINERS: Final = ("offload", "servers")
@@ -71,13 +69,6 @@ def tasks(draft: Draft) -> Iterator[Problem]:
     if settings.min > (most := settings.max or copies):
         message = f"{settings.min} is not allowed: at most {most} tasks run (rollout.tasks.max)"
         yield draft.problem((ROLLOUTS, "tasks", "min"), message)
-    if allocation.instance_size > 1 and not BACKENDS[allocation.backend].serves:
-        message = (
-            f"'{rollout.backend}' is not allowed with rollout.tasks: a task of "
-            f"{allocation.backend} has one GPU; write {allocation.backend}:d{copies}, or keep "
-            f"servers over several GPUs: {' or '.join(_serving(allocation.instance_size))}"
-        )
-        yield draft.problem((ROLLOUTS, "backend"), message)
 
 
 def _inside(draft: Draft) -> Iterator[Problem]:
@@ -109,8 +100,3 @@ def wrong_slurm(draft: Draft, own: SlurmOfTasks, where: KeyPath) -> Iterator[Pro
     except ValidationError as error:
         for details in error.errors():
             yield draft.problem(where, details["msg"].removeprefix("Value error, "))
-
-
-def _serving(size: int) -> Iterator[str]:
-    """Backends of tasks with one server over this many GPUs."""
-    return (f"{name}:t{size}" for name in ENGINES if BACKENDS[name].serves)

@@ -14,11 +14,13 @@ import torch
 
 from slurmrl.engines import ENGINES
 from slurmrl.engines.rollout.base import RolloutEngine
+from slurmrl.engines.rollout.native.peers import Peers
 from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.engines.rollout.server_kind import VISIBLE, ServerKind
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder, build
+from slurmrl.models.parallel.split import WHOLE, Axis, Split
 from slurmrl.plan.estimates.servers import own_share, share_in_task
 from slurmrl.plan.model import ModelPlan
 from slurmrl.plan.settings import Settings
@@ -29,13 +31,14 @@ MakeEngine: TypeAlias = Callable[[Path], RolloutEngine]
 (mode 0700) in the host's memory."""
 
 
-def native(settings: Settings, decoder: Decoder) -> MakeEngine:
-    """``decoder``: with any weights, in ``actor.dtype``."""
+def native(settings: Settings, decoder: Decoder, peers: Peers | None = None) -> NativeRollout:
+    """``decoder``: with any weights, in ``actor.dtype``; ``peers``: the ranks of one that is
+    split."""
     config = settings.config
     rows, memory = config.rollout.episode.concurrency, config.rollout.episode.cache_bytes
     tokens = max(rows, config.actor.max_tokens_per_microbatch)
     limits = Limits(rows=rows, step_tokens=tokens, cache_bytes=memory)
-    return lambda _: NativeRollout(decoder, limits=limits)
+    return NativeRollout(decoder, limits=limits, peers=peers)
 
 
 def served(
@@ -50,10 +53,15 @@ def served(
     return lambda folder: kind.keep(serving, folder, name=f"{kind.name} server", visible=visible)
 
 
-def undefined_decoder(config: ModelConfig, dtype: str, target: torch.device) -> Decoder:
-    """A model with undefined weights."""
+def undefined_decoder(
+    config: ModelConfig, dtype: str, target: torch.device, peers: Peers | None = None
+) -> Decoder:
+    """A model with undefined weights, or this rank's part of it."""
+    split = WHOLE
+    if peers is not None:
+        split = Split(Axis(peers.group.rank(), peers.group.size(), peers.group))
     with torch.device("meta"):
-        decoder = build(config).to(getattr(torch, dtype))
+        decoder = build(config, split=split).to(getattr(torch, dtype))
     decoder.to_empty(device=target)
     decoder.requires_grad_(False)
     return decoder

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.allocation.allocation import BACKENDS
@@ -19,17 +20,21 @@ from slurmrl.config.schema.model import Model
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines.initial_weights import model_config
 from slurmrl.engines.rollout.host_folder import HostFolder
+from slurmrl.engines.rollout.native.peers import Peers
+from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.engines.rollout.server_kind import weights_config
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.parallel import device
 from slurmrl.parallel.activity import Activity
+from slurmrl.parallel.device import Accelerator
 from slurmrl.paths import RunPaths
 from slurmrl.plan.checks import memory
 from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.workers import gpus
+from slurmrl.workers.distributed import collective_timeout, join
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
 from slurmrl.workers.poll_intervals import PollIntervals
 from slurmrl.workers.rollout.engines import MakeEngine, native, served, undefined_decoder
@@ -45,9 +50,8 @@ T = TypeVar("T")
 
 def build_rollout(
     paths: RunPaths, rank: int, start: StartRollout, listener: int | None, activity: Activity
-) -> TaskWorker:
-    """Build the worker of a task with one rank. Its engine has no weights yet."""
-    assert start.world_size == 1, "the plan gives a rollout task one rank"
+) -> TaskWorker | FollowingRank:
+    """Build a rank of a task. Its engine has no weights yet."""
     settings = _read("the configuration", partial(load_run_settings, paths))
     plan = _read("the plan", lambda: Plan.read(paths.plan))
     group = plan.group(start.agent.group)
@@ -63,12 +67,18 @@ def build_rollout(
     activity.phase("making the model")
     (model,) = plan.models_of(group.name).values()
     config, dtype = actor_config(settings.config.actor), settings.config.actor.dtype
+    make: MakeEngine
     if BACKENDS[model.engine].serves:
+        assert start.world_size == 1, "one worker keeps the server of a task"
         agent = start.agent
         log = paths.logs / group.name / f"{model.engine}.{agent.task}.{agent.attempt}.log"
         make = served(settings, model, config, accelerator.device, log)
     else:
-        make = native(settings, undefined_decoder(config, dtype, accelerator.device))
+        peers = _peers(start, rank, listener, accelerator, settings.config.step_timeout_s)
+        decoder = undefined_decoder(config, dtype, accelerator.device, peers)
+        if rank:
+            return FollowingRank(rank, lambda: native(settings, decoder, peers))
+        make = lambda _: native(settings, decoder, peers)  # noqa: E731
     tasks = settings.config.rollout.tasks
     assert tasks is not None, "the plan has rollout tasks"
     intervals = PollIntervals.of(plan.hosts, settings.config.cluster.heartbeat_s)
@@ -80,8 +90,41 @@ def build_rollout(
     )
 
 
+def _peers(
+    start: StartRollout,
+    rank: int,
+    listener: int | None,
+    accelerator: Accelerator,
+    step_timeout_s: float,
+) -> Peers | None:
+    """The ranks of the task's decoder; None if there is one."""
+    if start.world_size == 1:
+        return None
+    join(start, rank, listener, accelerator, collective_timeout(step_timeout_s))
+    group = dist.group.WORLD
+    assert group is not None, "it was formed"
+    return Peers(group, accelerator.device)
+
+
+class FollowingRank:
+    """Another rank of a task whose decoder is split. What the task is asked for is the first
+    rank's, which says what to compute until it retires."""
+
+    def __init__(self, rank: int, make_engine: Callable[[], NativeRollout]) -> None:
+        self._rank, self._make_engine = rank, make_engine
+
+    def ready(self) -> Ready:
+        return Ready(rank=self._rank, size=0, fingerprint="")
+
+    def serve(self, agent: Connection) -> None:
+        """Compute until the first rank lets this one go. Raises RuntimeError if that one is
+        gone."""
+        with torch.no_grad():
+            self._make_engine().follow()
+
+
 class TaskWorker:
-    """The only rank of a rollout task."""
+    """The first rank of a rollout task."""
 
     def __init__(
         self,

@@ -37,6 +37,12 @@ from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.registry import resolve
 from slurmrl.workers import gpus
+from slurmrl.workers.distributed import (
+    collective_timeout,
+    host_group,
+    join,
+    wait_for_all,
+)
 from slurmrl.workers.messages import (
     Answer,
     Done,
@@ -50,12 +56,6 @@ from slurmrl.workers.messages import (
 from slurmrl.workers.serving import own_server, running_servers
 from slurmrl.workers.worker import reallocation, version_writing
 from slurmrl.workers.worker.datasets import Datasets
-from slurmrl.workers.worker.distributed import (
-    collective_timeout,
-    host_group,
-    join,
-    wait_for_all,
-)
 from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.reallocation import Reallocations
 from slurmrl.workers.worker.residence import Residence

@@ -37,20 +37,23 @@ SERVERS = (
 
 
 @pytest.mark.parametrize(
-    ("overrides", "tasks"),
+    ("overrides", "tasks", "ranks"),
     [
-        (("rollout.tasks={max: 3}",), 3),
-        (("rollout.tasks={}",), 1),
-        (("rollout.tasks={}", "rollout.backend=native:d2"), 2),
+        (("rollout.tasks={max: 3}",), 3, 1),
+        (("rollout.tasks={}",), 1, 1),
+        (("rollout.tasks={}", "rollout.backend=native:d2"), 2, 1),
+        (("rollout.tasks={}", "rollout.backend=native:d2t2"), 2, 2),
+        (("rollout.tasks={max: 3}", "rollout.backend=native:t2"), 3, 2),
     ],
 )
 def test_tasks_generate_and_the_trainers_read(
-    plan_ppo: Load, overrides: tuple[str, ...], tasks: int
+    plan_ppo: Load, overrides: tuple[str, ...], tasks: int, ranks: int
 ) -> None:
     settings = plan_ppo(*overrides)
     found = make_plan(settings, scheduler="slurm")
     trainers, rollout = found.groups
-    assert (rollout.elastic, rollout.hosts, rollout.workers_per_host) == (True, tasks, 1)
+    assert (rollout.elastic, rollout.hosts, rollout.workers_per_host) == (True, tasks, ranks)
+    assert rollout.world_size == ranks
     assert rollout.worker == ROLLOUT_WORKER
     generate = found.calls[0]
     assert (generate.role, generate.method, generate.interface) == (None, Method.GENERATE, STORED)
@@ -80,6 +83,13 @@ def test_tasks_on_gpus_of_the_trainers_job_fill_its_hosts(plan_ppo: Load) -> Non
     ]
     alone = make_plan(settings, scheduler="local").trainers
     assert (alone.hosts, alone.workers_per_host, alone.tasks_per_host) == (1, 12, 4)
+    split = plan_ppo(
+        "cluster.gpus_per_worker=1", "actor.backend=fsdp:d12", "rollout.tasks={}",
+        "rollout.gpus=12-15", "algorithm.batch_size=48", "rollout.backend=native:d2t2",
+    )  # fmt: skip
+    trainers, rollout = make_plan(split, scheduler="slurm").groups
+    assert (trainers.hosts, trainers.workers_per_host, trainers.tasks_per_host) == (2, 6, 1)
+    assert (trainers.slots_per_host, rollout.hosts, rollout.workers_per_host) == (8, 2, 2)
 
 
 def test_a_server_in_the_trainers_job_has_several_gpus(plan_ppo: Load) -> None:

@@ -181,11 +181,9 @@ KINDS = {
         "rollout.tasks.max", "3 is not allowed: rollout.backend 'native:d2' says 2 tasks",
         "rollout.tasks={max: 3}", "rollout.backend=native:d2",
     ),
-    "a task of two GPUs": wrong(
-        "rollout.backend",
-        "a task of native has one GPU; write native:d2, or keep servers over several GPUs: "
-        "sglang:t2 or vllm:t2",
-        "rollout.tasks={max: 2}", "rollout.backend=native:t2",
+    "a task of too many ranks": wrong(
+        "rollout.backend", "t5 does not divide num_attention_heads",
+        "rollout.tasks={max: 2}", "rollout.backend=native:t5",
     ),
     "weights too rarely for tasks": wrong(
         "rollout.tasks.max_staleness", "0 is not allowed: weights are published every 3 steps",

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import slurmrl
 from slurmrl.parallel import device
+from slurmrl.workers import distributed
+from slurmrl.workers.distributed import collective_timeout, join, wait_for_all
 from slurmrl.workers.messages import Start
-from slurmrl.workers.worker import distributed
-from slurmrl.workers.worker.distributed import collective_timeout, join, wait_for_all
 
 COLLECTIVES = ("barrier", "monitored_barrier", "all_reduce", "broadcast", "all_gather", "reduce")
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
