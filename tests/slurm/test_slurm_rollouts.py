@@ -13,7 +13,7 @@ import pytest
 from slurmrl.monitor import events
 from slurmrl.scheduler.submission import read_jobs
 from tests.support.rollout_trials import BATCH, STEPS, config_of, settled, site_in
-from tests.support.trials import processes, wait_until
+from tests.support.trials import Site, processes, wait_until
 
 
 @pytest.mark.long
@@ -39,6 +39,59 @@ def test_tasks_that_are_cancelled_are_replaced_and_nothing_is_lost(
     assert joined & {"rollout/0", "rollout/1"}
     assert joined & {"rollout/2", "rollout/3"}
     wait_until("an empty queue", lambda: not queue())
+
+
+SLOW_REWARD = """
+import time
+from pathlib import Path
+
+def different(prompts, completions, rows):
+    if not Path({go!r}).exists():
+        time.sleep(3)  # so that the trial does not end before it is paused
+    return [float(len(set(completion))) for completion in completions]
+"""
+
+
+@pytest.mark.long
+def test_tasks_come_and_go_with_their_number(tmp_path: Path, slurm_bed: Any) -> None:
+    """One task, two, none, and one again. While there is none, the trainers wait."""
+    site = site_in(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
+    go = tmp_path / "go"
+    (tmp_path / "reward_of_mine.py").write_text(SLOW_REWARD.format(go=str(go)))
+    config = config_of("scaled", {"max": 1, "max_staleness": 1})
+    config["cluster"] = {
+        "gpus_per_worker": 0, "interface": "lo", "heartbeat_s": 2, "lease_ttl_s": 20,
+        "slurm": {"partition": "main", "time": "30"},
+    }  # fmt: skip
+    site.slurmrl("submit", str(site.write("grpo.yaml", config)), "--scheduler", "slurm")
+    trial = "grpo/scaled"
+
+    def wait_for(state: str, count: int) -> None:
+        def told() -> bool:
+            found = (one for one in events.read_all(site.paths(trial)) if "state" in one)
+            return sum(one["state"] == state for one in found) >= count
+
+        wait_until(f"{count} tasks that {state}", told)
+
+    wait_for("joined", 1)
+    site.slurmrl("scale", trial, "2")
+    wait_for("joined", 2)
+    site.slurmrl("scale", trial, "0")
+    wait_for("left", 2)
+    go.touch()
+    wait_until("trainers that wait", lambda: waits_for(site, trial) == "for a rollout task")
+    assert site.status(trial)["state"] == "RUNNING"
+    site.slurmrl("scale", trial, "1")
+    status = site.wait_for_end(trial)
+    assert (status["state"], status["step"], status["incarnation"]) == ("COMPLETED", STEPS, 1)
+    assert settled(site, trial) == STEPS * BATCH
+    wait_for("joined", 3)
+    wait_until("an empty queue", lambda: not queue())
+
+
+def waits_for(site: Site, trial: str) -> str:
+    rollouts: dict[str, Any] = site.status(trial).get("rollouts") or {}
+    return str(rollouts.get("waits_for", ""))
 
 
 @pytest.mark.long
