@@ -22,6 +22,9 @@ class JudgedCompletions:
     it; nothing for a reward that is not a sum."""
     stats: Stats = field(default_factory=dict)
     """What the functions have counted besides."""
+    submission: int = 0
+    """Of the trial, with whose code and settings a rollout task has judged. Another one may have
+    another reward."""
 
     def problem(self, count: int) -> str | None:
         """Why these are not the finite scores of ``count`` completions; None if they are."""

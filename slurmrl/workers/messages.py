@@ -257,6 +257,8 @@ class Start:
     incarnation: Annotated[int, COUNT] = 0
     exclusive: bool = False
     """Whether the scheduler gives each GPU to one job."""
+    submission: Annotated[int, COUNT] = 0
+    """Of the trial, whose code and settings this is."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,6 +156,7 @@ class Incarnation:
                 base=state.base,
                 incarnation=self.number,
                 exclusive=host.deals_gpus,
+                submission=host.submission,
             )
             for slot in host.children.slots:
                 takes = listener if slot.rank == 0 else None

@@ -116,6 +116,7 @@ class RolloutTask:
                 world_size=host.group.world_size,
                 interface=address.interface_of(address.LOOPBACK),
                 exclusive=host.deals_gpus,
+                submission=host.submission,
                 agent=identity,
             )
             for slot in host.children.slots:

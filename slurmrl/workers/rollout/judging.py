@@ -38,9 +38,16 @@ class Judging:
     it is the reward's, and say so as if they judged everything."""
 
     def __init__(
-        self, reward: Reward, rows: TaskRows, context: CallContext, *, timeout_s: float
+        self,
+        reward: Reward,
+        rows: TaskRows,
+        context: CallContext,
+        *,
+        submission: int,
+        timeout_s: float,
     ) -> None:
-        """``context``: of any call; ``timeout_s``: for one group."""
+        """``context``: of any call; ``submission``: of the trial; ``timeout_s``: for one group."""
+        self._submission = submission
         self._rows, self._context, self._timeout_s = rows, context, timeout_s
         cores = context.cores
         own = any(part.has_processes for part in reward.functions.values())
@@ -67,7 +74,7 @@ class Judging:
         except SlurmrlError as error:
             logger.warning("item %d is left to the trainers to judge: %s", row.item, error)
             return group
-        return replace(group, judged=judged)
+        return replace(group, judged=replace(judged, submission=self._submission))
 
     def close(self) -> None:
         """End the processes, at the latest when the threads end with this process."""
@@ -116,12 +123,14 @@ class Judging:
         return objects.from_json(JudgedCompletions, verdict["judged"], "the reply of the reward")
 
 
-def judging_of(call: CallContext, rows: TaskRows) -> Judging | None:
+def judging_of(call: CallContext, rows: TaskRows, submission: int) -> Judging | None:
     """None if there is no reward function, or if one needs the trainers' reward model.
 
     :param call: of any step.
+    :param submission: of the trial.
     """
     config = call.settings.config
     if config.reward is None or config.reward.uses_model:
         return None
-    return Judging(config.reward, rows, call, timeout_s=config.step_timeout_s)
+    timeout_s = config.step_timeout_s
+    return Judging(config.reward, rows, call, submission=submission, timeout_s=timeout_s)

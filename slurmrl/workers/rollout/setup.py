@@ -141,6 +141,7 @@ class TaskWorker:
         """``config``: of the weights that the engine is given; ``cores``: CPU cores for rewards."""
         self._cores = cores
         self._paths, self._agent, self._settings = paths, start.agent, settings
+        self._submission = start.submission
         self._make_engine, self._config, self._options = make_engine, config, options
         self._device = device
         folder = settings.config.actor.tokenizer
@@ -169,7 +170,7 @@ class TaskWorker:
         rows = TaskRows(self._paths.data, config.dataset, self._tokenizer)
         call = self._call()
         generation = Generation(rows, call, engine)
-        judging = judging_of(call, rows)
+        judging = judging_of(call, rows, self._submission)
         model = weights_config(self._config, config.actor.dtype)
         weights = TaskWeights(self._paths.versions, host, model, self._merging(host / "frozen"))
         task = TaskAtWork(

@@ -70,6 +70,7 @@ class Executor:
         residence: Residence,
         activity: Activity,
         versions: VersionWriting | None = None,
+        submission: int = 0,
     ) -> None:
         self.paths = paths
         self.settings = settings
@@ -98,6 +99,7 @@ class Executor:
         """By suite and name: those of a suite hold its reward and its episodes."""
         self._saver = Saver(rank)
         self._versions = versions
+        self._submission = submission
 
     def ready(self) -> Ready:
         """Return what the master needs to know about data and tokens."""
@@ -258,10 +260,14 @@ class Executor:
     # -- parts -------------------------------------------------------------------------------
 
     def _read_stored(self, name: str) -> SampleGroup:
-        """Read what a rollout task has made of an item."""
+        """Read what a rollout task has made of an item. Scores of another submission do not count:
+        the reward may have changed since."""
         sample = self._stored[name]
-        folder, group = self.paths.samples_of(sample.task), StoredGroup.of(sample)
-        return retry("read samples", lambda: read_group(folder, group), timeout_s=READ_S)
+        folder, stored = self.paths.samples_of(sample.task), StoredGroup.of(sample)
+        group = retry("read samples", lambda: read_group(folder, stored), timeout_s=READ_S)
+        if group.judged is not None and group.judged.submission != self._submission:
+            return replace(group, judged=None)
+        return group
 
     def _calls(self, order: LoadBatch | RunCall) -> Sequence[CallPlan]:
         return self.plan.evaluation(order.suite) if order.evaluation else self.plan.calls

@@ -195,8 +195,7 @@ def build_trainer(
         mail,
         reallocations,
         residence,
-        activity,
-        versions,
+        *(activity, versions, start.submission),
     )
 
 

@@ -6,7 +6,7 @@ import itertools
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -23,12 +23,15 @@ from slurmrl.data.meta import SampleMeta
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TrainEngine
 from slurmrl.errors import UsageError
+from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.failures import explain
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.parallel.topology import ProcessTopology
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
+from slurmrl.rewards.judged import JudgedCompletions
+from slurmrl.rollouts.sample_files import SampleWriter
 from slurmrl.workers.messages import Done, HeldOut, LoadBatch, Ready, RunCall, Save, Saved
 from slurmrl.workers.parts import read_parts
 from slurmrl.workers.worker import executor as executor_module
@@ -36,6 +39,7 @@ from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.reallocation import Reallocations
 from slurmrl.workers.worker.residence import Residence
 from slurmrl.workers.worker.sharing import Mail
+from tests.support.sample_groups import small_group
 
 
 class FakeDataset:
@@ -579,3 +583,19 @@ def test_a_batch_keeps_what_was_made_of_its_candidates(
         assert context.batch == ("12@0", "8@0", "3@0", "4@0")
         assert sample.tensor("rewards").tolist() == [0.5] * sample.bs
         assert sample.keys == ("input_ids", "rewards")
+
+
+def test_scores_that_a_task_gave_for_another_submission_do_not_count(
+    make_ranks: Callable[..., Ranks], paths: RunPaths
+) -> None:
+    """Its reward may be another one, which the trainers then ask."""
+    ranks = make_ranks(world=1)
+    (executor,) = ranks.executors
+    make_private_directory(paths.rollouts)
+    scores = JudgedCompletions(scores=(1.0, 0.5), parts=({}, {}), submission=2)
+    folder = paths.rollout_samples("rollout", 0, 0)
+    (stored,) = SampleWriter(folder).write([replace(small_group(1), judged=scores)])
+    executor.load(LoadBatch(step=3, items=((0, 1),), samples=(stored.sample("rollout.0.0"),)))
+    for submission, expected in ((2, scores), (3, None)):
+        executor._submission = submission
+        assert executor._read_stored("1@0").judged == expected

@@ -115,7 +115,7 @@ class Rows:
 
 
 def judging(call: CallContext, **changes: Any) -> Judging:
-    made = judging_of(call, cast(TaskRows, Rows()))
+    made = judging_of(call, cast(TaskRows, Rows()), 2)
     assert made is not None
     for name, value in changes.items():
         setattr(made, name, value)
@@ -182,7 +182,7 @@ def test_the_trainers_take_what_tasks_have_judged_as_if_they_had(rewards: str) -
     expected = trained(call, groups)
     assert expected.stats.pop("rollout/judged") == (0.0, 6.0)
     found = all_judged(judging(call), groups)
-    assert all(group.judged is not None for group in found)
+    assert all(group.judged and group.judged.submission == 2 for group in found)
     for stored in (found, [found[0], groups[1]], [groups[0], found[1]]):
         result = trained(call, [SampleGroup.from_bytes(one.to_bytes()) for one in stored])
         assert result.sample is not None
