@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from pydantic import ValidationError
 
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.schema.presets import PRESETS
@@ -35,6 +36,22 @@ def test_a_preset_gives_defaults_that_the_user_may_override(name: str) -> None:
     assert (changed.kl.coef, changed.n_minibatches, changed.reward_clip) == (0.5, 3, 7.0)
     assert changed.kl.where == settings.kl.where
     assert changed.advantage == settings.advantage
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_kl_penalty_that_is_described_has_a_coefficient(name: str) -> None:
+    """Without one the settings would silently do nothing. An explicit 0 switches the penalty off,
+    and the settings of a trial that were resolved so can be read back."""
+    kl = {"where": "loss", "estimator": "k3"}
+    if PolicyGradient.model_validate({"batch_size": 8, "name": name}).uses_reference:
+        settings = PolicyGradient.model_validate({"batch_size": 8, "name": name, "kl": kl})
+        assert settings.penalises_in_loss
+    else:
+        reason = f"kl.where, kl.estimator is not allowed without kl.coef: {name} has no KL penalty"
+        with pytest.raises(ValidationError, match=re.escape(reason)):
+            PolicyGradient.model_validate({"batch_size": 8, "name": name, "kl": kl})
+    off = {"batch_size": 8, "name": name, "kl": {**kl, "coef": 0.0}}
+    assert not PolicyGradient.model_validate(off).uses_reference
 
 
 @pytest.mark.parametrize(

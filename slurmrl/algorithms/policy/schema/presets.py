@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from slurmrl.algorithms.policy.schema.advantages import Advantages
 from slurmrl.algorithms.policy.schema.objective import Objective
+from slurmrl.algorithms.policy.schema.rewards import KL
 from slurmrl.config.schema.base import Section
 
 
@@ -191,10 +192,15 @@ CHOICES: Final[dict[str, type[Section]]] = {
 
 def with_defaults(values: Mapping[str, Any], default: str) -> dict[str, Any]:
     """The values of an ``algorithm`` section over those of the preset that they name, or of the
-    ``default`` preset where they name a user's own algorithm."""
+    ``default`` preset where they name a user's own algorithm. Raises ValueError for settings of a
+    penalty that the preset does not have."""
     name = str(values.get("name", default))
     name = default if ":" in name else name
-    return _merged(settings_of(name, values), values) if name in PRESETS else dict(values)
+    if name not in PRESETS:
+        return dict(values)
+    settings = settings_of(name, values)
+    _refuse_kl_without_coefficient(name, settings, values)
+    return _merged(settings, values)
 
 
 def settings_of(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,6 +213,22 @@ def settings_of(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     }
     others = {key for key, choice in own.items() if values.get(key, choice) != choice}
     return {key: value for key, value in settings.items() if BELONGS_TO.get(key) not in others}
+
+
+def _refuse_kl_without_coefficient(
+    name: str, settings: Mapping[str, Any], values: Mapping[str, Any]
+) -> None:
+    """Whoever describes a penalty expects one. (An explicit ``coef: 0`` states that there is
+    none.)"""
+    kl = values.get("kl")
+    if not isinstance(kl, Mapping) or "coef" in kl or settings.get("kl", {}).get("coef") != 0:
+        return
+    unused = [f"kl.{key}" for key in KL.model_fields if key in kl]
+    if unused:
+        raise ValueError(
+            f"{', '.join(unused)} is not allowed without kl.coef: {name} has no KL penalty by "
+            "default; set kl.coef to a number greater than 0"
+        )
 
 
 def _merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class KL(Section):
     """`fixed` keeps the coefficient; `adaptive` steers the measured KL to `target`."""
     coef: NonNegativeFloat = 0.1
     """Initial coefficient: penalty per token for each nat of KL. With 0 there is no penalty and no
-    reference model."""
+    reference model. Required with other settings of `kl` for a preset whose coefficient is 0."""
     target: PositiveFloat = 6.0
     """Adaptive: target of the mean KL per completion, in nats."""
     horizon: PositiveFloat = 10000.0
