@@ -140,6 +140,7 @@ def test_a_greedy_baseline_generates_twice() -> None:
         ({"kl": {"kind": "adaptive", "coef": 0.0}}, "use more than 0"),
         ({"kl": {"where": "loss"}}, "allowed: k2, k3"),
         ({"overlong_buffer": 4, "mask_no_eos_with_zero": True}, "replaced by 0"),
+        ({"reward_scaling": 0.0}, "all rewards would be equal"),
         ({"overlong_penalty": 0.5}, "without overlong_buffer"),
         ({"mask_truncated": True, "max_truncated": 0.0}, "which drops every prompt"),
         ({"kl": {"target": 3.0}}, "target is not allowed with kind: fixed"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from slurmrl.algorithms.policy.schema.objective import refuse_unused
 from slurmrl.config.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
@@ -52,7 +52,7 @@ class RewardShaping(Section):
     reward_bias: float = 0.0
     """Subtracted from each reward, before scaling."""
     reward_scaling: float = 1.0
-    """Factor of each reward, before clipping."""
+    """Factor of each reward, before clipping; not 0, which would make all rewards equal."""
     reward_clip: PositiveFloat | None = 20.0
     """Rewards are clipped to this magnitude; null does not clip."""
     mask_no_eos_with_zero: bool = False
@@ -64,6 +64,13 @@ class RewardShaping(Section):
     overlong_penalty: PositiveFloat = 1.0
     """Largest penalty for the length of a completion."""
     kl: KL = KL()
+
+    @field_validator("reward_scaling")
+    @classmethod
+    def _keeps_rewards_apart(cls, value: float) -> float:
+        if value == 0:
+            raise ValueError("all rewards would be equal; use another number")
+        return value
 
     @model_validator(mode="after")
     def _judges_truncated_completions_once(self) -> RewardShaping:
