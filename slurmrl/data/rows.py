@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.encoder import Encoder
@@ -63,6 +64,15 @@ class RowTokenizer:
             raise ConfigError(tuple(self._problems))
 
 
+class LongRows(NamedTuple):
+    """How many rows of a dataset are too long."""
+
+    left_out: int
+    """Above the length limits."""
+    beyond: int
+    """Others with more tokens than the models have positions."""
+
+
 class DatasetRows:
     """The rows of a file in memory, each checked to have the keys of the dataset's type.
 
@@ -103,17 +113,39 @@ class DatasetRows:
         """Whether the prompts have reference answers: all have one, or none."""
         return value_at(self.records.rows[0], self._config.answer_key) is not ABSENT
 
-    def count_left_out(self, tokenizer: PreTrainedTokenizerBase) -> int:
-        """The number of rows above the length limits. Raises ConfigError, see `RowTokenizer`."""
+    def may_be_longer(self, most: int | None) -> bool:
+        """Whether a row may have more than ``most`` tokens, of which None is no limit."""
+        return most is not None and any(_may_be_longer(row, most) for row in self.records.rows)
+
+    def count_long(
+        self, tokenizer: PreTrainedTokenizerBase, most: int | None, *, limited: bool = True
+    ) -> LongRows:
+        """Tokenise all rows that are ``limited``, else those that may have more than ``most``
+        tokens. Raises ConfigError, see `RowTokenizer`."""
         made = RowTokenizer(row_type(self._config), tokenizer, self.records.where)
         numbered = self._numbered()
+        if not limited and most is not None:
+            numbered = [(number, row) for number, row in numbered if _may_be_longer(row, most)]
+        beyond = 0
         for start in range(0, len(numbered), CHUNK_ROWS):
-            made.tokens(numbered[start : start + CHUNK_ROWS])
+            kept = made.tokens(numbered[start : start + CHUNK_ROWS])
+            if most is not None:
+                beyond += sum(_longest(row) > most for row in kept if row is not None)
         made.finish()
-        return made.left_out
+        return LongRows(made.left_out, beyond)
 
     def _numbered(self) -> list[tuple[int, Row]]:
         return list(zip(self.records.numbers, self.records.rows, strict=True))
+
+
+def _may_be_longer(row: Row, most: int) -> bool:
+    """A text has no more tokens than bytes, and as JSON more bytes. The other half is for what
+    templates add."""
+    return len(json.dumps([*row.values()])) > most // 2
+
+
+def _longest(row: RowTokens) -> int:
+    return max((len(sequence.tokens) for sequence in row), default=0)
 
 
 def reference(config: DatasetConfig, row: Row) -> str:

@@ -26,6 +26,7 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.headers import mismatches, read_headers, unused
 from slurmrl.models.shapes import VALUE_HEAD
 from slurmrl.plan.algorithms import uses_of
+from slurmrl.plan.estimates.lengths import longest
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
@@ -268,29 +269,37 @@ class CheckProcess:
                 )
 
     def _lengths(self) -> Iterator[Finding]:
-        """Yield how many lines a length limit leaves out."""
-        limited = {
-            key: dataset
-            for key, dataset in datasets(self.config)
-            if key in self.rows and _is_limited(dataset)
-        }
-        if not limited or self.config.actor.tokenizer is None:
-            return
-        tokenizer = load_tokenizer(Path(self.config.actor.tokenizer))
-        for key, dataset in limited.items():
-            rows = self.rows[key]
+        """Yield how many lines a length limit leaves out, and how many the models cannot take."""
+        for key, dataset in datasets(self.config):
+            rows = self.rows.get(key)
+            if rows is None or self.config.actor.tokenizer is None:
+                continue
+            limited, most = _is_limited(dataset), self._most_tokens(dataset)
+            if not limited and not rows.may_be_longer(most):
+                continue
             try:
-                left = self.left_out[key] = rows.count_left_out(tokenizer)
+                tokenizer = load_tokenizer(Path(self.config.actor.tokenizer))
+                found = rows.count_long(tokenizer, most, limited=limited)
             except ConfigError as error:
                 yield from (_of_data(key, problem) for problem in error.problems)
                 continue
-            if left:
+            self.left_out[key] = found.left_out
+            if left := found.left_out:
                 weight = Weight.WARNING if 2 * left > len(rows) else Weight.NOTE
-                message = (
-                    f"{left} of {len(rows)} lines ({left / len(rows):.1%}) are longer than "
-                    f"{limits(dataset)} and are left out"
-                )
-                yield Finding("data", weight, message, key)
+                what = f"longer than {limits(dataset)} and are left out"
+                yield Finding("data", weight, f"{_share(left, rows)} are {what}", key)
+            if found.beyond:
+                yield _beyond(_share(found.beyond, rows), key, dataset, most)
+
+    def _most_tokens(self, dataset: DatasetConfig) -> int | None:
+        """The most tokens of a row that all models have positions for, and for a prompt's first
+        new token; None if no model states it, or if a setting bounds the rows: the plan's checks
+        compare that."""
+        if longest(dataset, 0) is not None:
+            return None
+        shapes = [shape_of(self.config.model(use.role)) for use in self.roles]
+        positions = [shape.positions for shape in shapes if shape and shape.positions]
+        return min(positions) - (dataset.kind == "prompt") if positions else None
 
     def _steps(self) -> Iterator[Finding]:
         """Yield the steps of a single pass, if all of its rows were read."""
@@ -341,6 +350,22 @@ def limits(dataset: DatasetConfig) -> str:
     """``max_prompt_tokens 512``"""
     named = {"max_prompt_tokens": dataset.max_prompt_tokens, "max_tokens": dataset.max_tokens}
     return " or ".join(f"{name} {value}" for name, value in named.items() if value is not None)
+
+
+def _share(lines: int, rows: DatasetRows) -> str:
+    return f"{lines} of {len(rows)} lines ({lines / len(rows):.1%})"
+
+
+def _beyond(lines: str, key: str, dataset: DatasetConfig, most: int | None) -> Finding:
+    setting, what = "max_tokens", "allows"
+    if dataset.kind == "prompt":
+        setting, what = "max_prompt_tokens", "allows before a completion"
+    message = (
+        f"{lines} of {dataset.path} have more than {most} tokens, the most that "
+        f"max_position_embeddings {what}; {setting}: {most} leaves them out"
+    )
+    section, _, _ = key.partition(".sources.")
+    return Finding("data", Weight.FAILED, message, f"{section}.{setting}")
 
 
 def _of_data(section: str, problem: Any) -> Finding:

@@ -61,7 +61,7 @@ def problems(kind: str, folder: Path, *rows: dict[str, Any], **options: Any) -> 
     ]
     config = Dataset(type=kind, path=str(folder / "rows.jsonl"), **options)
     with pytest.raises(ConfigError) as caught:
-        DatasetRows(config).count_left_out(TOKENIZER)
+        DatasetRows(config).count_long(TOKENIZER, None)
     assert len(caught.value.problems) == len(found)
     return found
 

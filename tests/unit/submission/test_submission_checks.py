@@ -320,6 +320,34 @@ def test_lines_that_are_left_out_are_counted(tmp_path: Path) -> None:
     )
 
 
+def test_lines_beyond_the_positions_of_the_model_are_refused(tmp_path: Path) -> None:
+    """The model would be trained at positions that it does not know, or could not write a token
+    after a prompt. Each dataset counts, also a source of several."""
+    rows = [{"prompt": "1" * n, "answer": "2"} for n in (1, 9, 10)]  # and the end of the text
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
+    settings = settings_of(
+        tmp_path,
+        "actor.architecture.max_position_embeddings=10",
+        f"dataset={{sources: {{a: {{path: {path}}}}}, type: prompt_answer}}",
+        f"evaluation={{dataset: {{type: prompt, path: {path}}}}}",
+        *("reward={name: exact_match}", "rollout.max_new_tokens=1"),
+    )
+    refused = [one for one in look(tmp_path, settings) if one.weight is Weight.FAILED]
+    assert [(one.key, one.message.partition(",")[0]) for one in refused] == [
+        ("dataset.max_tokens", f"2 of 3 lines (66.7%) of {path} have more than 10 tokens"),
+        (
+            "evaluation.dataset.max_prompt_tokens",
+            f"1 of 3 lines (33.3%) of {path} have more than 9 tokens",
+        ),
+    ]
+    bounded = settings_of(
+        tmp_path,
+        "actor.architecture.max_position_embeddings=10",
+        f"dataset={{type: prompt_answer, path: {path}, max_tokens: 10}}",
+    )
+    assert told(look(tmp_path, bounded)) == [("data", "warning")]
+
+
 def test_the_steps_of_a_single_pass_are_counted(tmp_path: Path) -> None:
     """Without the lines that are left out; with those of all sources."""
     passes = "algorithm={name: evaluate, measure: likelihood, batch_size: 2}"
