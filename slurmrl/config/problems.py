@@ -68,11 +68,12 @@ def _problem(
     elif details["type"] == "extra_forbidden":
         message = _unknown(schema, location, prefix)
     else:
-        message = _refused(details)
+        message = refused(details)
     return source.problem((*prefix, *location), message)
 
 
-def _refused(details: ErrorDetails) -> str:
+def refused(details: ErrorDetails) -> str:
+    """The value that breaks a rule, and the rule."""
     value = details["input"]
     context: Mapping[str, Any] = details.get("ctx", {})
     kind = details["type"]

@@ -6,13 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, get_args, get_origin
+from typing import Any, Final, Literal, cast, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from slurmrl.config.problems import refused
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.config import OWN_ROLE, ROLES
-from slurmrl.config.source import KeyPath
+from slurmrl.config.source import KeyPath, dotted
 from slurmrl.graph.call import DATASET_KEYS, Call, Measure, Method, RoleUse
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.own_algorithm import describe, is_own, without_torch
@@ -51,6 +52,22 @@ def wrong_class(schema: Any) -> str:
                 f"{schema.__name__}.{field} is {types!r}, must be a tuple of types of dataset; "
                 f"allowed: {', '.join(known)}"
             )
+    return _wrong_default(schema)
+
+
+def _wrong_default(schema: type[BaseModel]) -> str:
+    """Why a setting cannot have its default, which pydantic checks only on demand."""
+    strict = {"model_config": ConfigDict(validate_default=True)}
+    checked = cast(type[BaseModel], type(schema.__name__, (schema,), strict))
+    try:
+        checked.model_validate({})
+    except ValidationError as error:
+        wrong = [each for each in error.errors() if each["loc"] and each["type"] != "missing"]
+        for details in wrong:
+            setting, reason = dotted(details["loc"]), refused(details)
+            return f"the default of {schema.__name__}.{setting} is wrong: {reason}"
+    except Exception:  # noqa: BLE001 - a validator of the user's own may need the missing values
+        return ""
     return ""
 
 

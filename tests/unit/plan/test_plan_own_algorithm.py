@@ -234,6 +234,17 @@ def test_a_file_must_not_hide_another_module(load_own: Load, folder: Path) -> No
             "epochs: float = 0.5",
             "has the name of AlgorithmSchema.epochs",
         ),
+        (
+            "strength: PositiveFloat = 1.0",
+            'strength: PositiveFloat = "x"',
+            "the default of Mine.strength is wrong: 'x' is not allowed: must be a number",
+        ),
+        ("PositiveFloat = 1.0", "PositiveFloat = 0.0", "must be greater than 0"),
+        (
+            'based_on: ClassVar = "grpo"',
+            'based_on: ClassVar = "grop"',
+            "Grouped.based_on is 'grop', no preset; did you mean 'grpo'? allowed: cispo, dapo",
+        ),
     ],
 )
 def test_what_breaks_the_contract_is_one_problem_at_submission(
@@ -269,6 +280,22 @@ def test_training_in_a_single_pass_needs_a_number_of_steps(load_own: Load, code:
     code.write_text(CODE.replace("strength:", "one_pass: ClassVar = True\n    strength:"))
     found = problems(load_own, "total_steps=null", "evaluation=null")
     assert [problem.key for problem in found] == ["total_steps"]
+
+
+def test_a_validator_of_ones_own_is_not_run_without_values(load_own: Load, code: Path) -> None:
+    """The check of the defaults gives none."""
+    validator = """
+    @model_validator(mode="before")
+    @classmethod
+    def _doubled(cls, values):
+        return {**values, "strength": 2 * values["strength"]}
+
+    def roles"""
+    text = CODE.replace("\n    def roles", validator, 1)
+    code.write_text(
+        text.replace("import ClassVar", "import ClassVar\nfrom pydantic import model_validator")
+    )
+    assert attrgetter("algorithm.strength")(load_own("algorithm.strength=0.5")) == 1.0
 
 
 def test_an_inherited_list_of_names_is_explained(load_own: Load, code: Path) -> None:

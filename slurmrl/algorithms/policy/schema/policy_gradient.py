@@ -27,8 +27,10 @@ from slurmrl.algorithms.schema import (
 )
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
+from slurmrl.errors import UsageError
 from slurmrl.graph.call import REWARD_MODEL, Call, Method, RoleUse
 from slurmrl.plan.algorithms import PolicyGradientName
+from slurmrl.registry import near
 
 ACTOR_METRICS = (
     "actor/loss",
@@ -90,6 +92,13 @@ class PolicyGradient(
     """The preset of a subclass that is a user's own algorithm."""
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
     trains_on_samples: ClassVar[bool] = True
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        if cls.based_on not in PRESETS:
+            hint = near(str(cls.based_on), sorted(PRESETS))
+            raise UsageError(f"{cls.__name__}.based_on is {cls.based_on!r}, no preset; {hint}")
 
     @model_validator(mode="before")
     @classmethod
