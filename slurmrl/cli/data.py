@@ -74,6 +74,7 @@ def check(config: Path, overrides: tuple[str, ...], as_json: bool, root: str | N
             click.echo(json.dumps(asdict(each)))
     elif counts:
         click.echo("\n".join(table([TITLES, *map(_row, counts)])))
+        _warn(counts)
     report.finish()
     return 0
 
@@ -94,6 +95,13 @@ def _report(config: Path, overrides: tuple[str, ...], root: str | None) -> DataR
 def _row(counts: DataCounts) -> tuple[str, ...]:
     numbers = (counts.rows, counts.left_out, counts.tokens, counts.targets, counts.longest)
     return (counts.source, *map(str, numbers), counts.path)
+
+
+def _warn(counts: list[DataCounts]) -> None:
+    for each in counts:
+        if each.equal_pairs:
+            what = "pairs whose chosen and rejected answers are the same: they teach nothing"
+            click.echo(f"warning: {each.source}: {each.equal_pairs} {what}", err=True)
 
 
 def _print(sample: DataSample) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.template import DOUBLING, Template
-from slurmrl.data.fields import has, value_at
+from slurmrl.data.fields import ABSENT, has, value_at
 from slurmrl.data.text import kind_of, wrong_text
 from slurmrl.registry import near
 
@@ -46,6 +46,11 @@ class RowField:
     def key_in(self, row: Mapping[str, Any]) -> str:
         """The key that a row has."""
         return self.other if self.other and has(row, self.other) else self.key
+
+    def is_double(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has a value under both keys. (A column of a table may be null.)"""
+        keys = [key for key in (self.key, self.other) if key]
+        return sum(value_at(row, key) not in (ABSENT, None) for key in keys) > 1
 
     def value(self, row: Mapping[str, Any]) -> Any:
         """The value, or ABSENT."""

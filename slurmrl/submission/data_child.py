@@ -76,16 +76,17 @@ class DataReader:
 
     def _counts(self, key: str, part: Dataset) -> Iterator[dict[str, Any]]:
         reader = TokenReader(part, self._tokenizer, self._progress)
-        rows = tokens = longest = targets = 0
+        rows = tokens = longest = targets = equal = 0
         for _, row in reader:
             lengths = [len(sequence.tokens) for sequence in row]
             rows += 1
             tokens += sum(lengths)
             targets += sum(sum(sequence.runs[1::2]) for sequence in row)
             longest = max(longest, *lengths)
+            equal += reader.kind.equal_pairs(row)
         reader.finish()
         counts = {"rows": rows, "left_out": reader.left_out, "tokens": tokens}
-        counts |= {"targets": targets, "longest": longest}
+        counts |= {"targets": targets, "longest": longest, "equal_pairs": equal}
         yield {"source": key, "path": part.path, "counts": counts}
 
     def _progress(self, what: str) -> None:

@@ -55,6 +55,8 @@ class DataCounts:
     """Tokens that are trained on."""
     longest: int
     """Tokens of the longest sequence."""
+    equal_pairs: int
+    """Pairs whose chosen and rejected answers are the same tokens."""
 
 
 class DataReport:

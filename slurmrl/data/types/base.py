@@ -112,6 +112,10 @@ class RowType(ABC):
             for sequence in row
         )
 
+    def equal_pairs(self, row: RowTokens) -> int:
+        """How many pairs of answers are the same tokens, from which nothing can be learnt."""
+        return 0
+
     def convert(self, row: Row) -> Row:
         """A row of the file as one with the keys of the type. A type of a user's own overrides
         this; what it raises is a problem of the row."""

@@ -60,6 +60,9 @@ class Preferences(PromptAnswers):
             yield Problem("", "answer_template", message)
 
     def wrong_row(self, row: Row) -> tuple[str, str] | None:
+        for field in self._both():
+            if field.is_double(row):
+                return field.key, f"and '{field.other}' are both there; a line has one of them"
         chosen, rejected = (_answers(each.value(row)) for each in self._both())
         keys = [field.key_in(row) for field in self._both()]
         if len(chosen) != len(rejected):
@@ -75,6 +78,12 @@ class Preferences(PromptAnswers):
         answered = [[*chain.from_iterable(self._answered(row))] for row in rows]
         made = iter(super().tokens([*chain.from_iterable(answered)], encoder))
         return [joined([next(made) for _ in answers]) for answers in answered]
+
+    def equal_pairs(self, row: RowTokens) -> int:
+        return sum(
+            chosen.tokens == rejected.tokens
+            for chosen, rejected in zip(row[::2], row[1::2], strict=True)
+        )
 
     def _answered(self, row: Row) -> Iterator[tuple[Row, Row]]:
         """The row with the chosen answer of each pair, and with the rejected one."""

@@ -47,3 +47,20 @@ def test_a_check_names_every_wrong_line_and_counts_the_rest(
     assert error["exit_code"] == 2
     assert counts["source"] == "evaluation.dataset"
     assert (counts["rows"], counts["left_out"], counts["longest"]) == (512, 0, 6)
+
+
+def test_a_check_counts_pairs_of_the_same_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also among several pairs of a line."""
+    path = tmp_path / "pairs.jsonl"
+    rows = [
+        {"prompt": "1+2=", "chosen": "3", "rejected": "3"},
+        {"prompt": "1+2=", "chosen": ["3", "3"], "rejected": ["4", "3"]},
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    example = EXAMPLE.parent / "dpo.yaml"
+    tokenizer = f"actor.tokenizer={HELD_OUT.parent / 'tokenizer'}"
+    overrides = [f"dataset.path={path}", "evaluation=", tokenizer]
+    assert main(["data", "check", str(example), *overrides]) == 0
+    assert "warning: dataset: 2 pairs whose chosen and rejected" in capsys.readouterr().err

@@ -86,6 +86,13 @@ def test_pairs_stay_together_in_an_item(tmp_path: Path) -> None:
     assert made.sample([]).tensor("input_ids").shape == (0,)
 
 
+def test_a_table_has_both_spellings_with_one_of_them_null(tmp_path: Path) -> None:
+    pair = {"prompt": "1+2=", "chosen": None, "pos_answers": ["3"], "rejected": "4"}
+    assert texts(make("preference", tmp_path, pair), 0) == [
+        [("1+2=", "3<eos>"), ("1+2=", "4<eos>")]
+    ]
+
+
 def test_settings_choose_the_pairs(tmp_path: Path) -> None:
     row = {"q": "1+2", "good": ["3", "03"], "bad": ["4", "5"], "unit": "-"}
     made = make(
@@ -116,6 +123,8 @@ def test_a_row_with_one_sequence_above_the_limit_is_left_out_whole(tmp_path: Pat
         ({"rejected": [" "]}, "1 rejected answer 1 must not be empty"),
         ({"chosen": ["3", 4]}, "1 chosen answer 2 must be a string, but is a number (4)"),
         ({"prompt": ""}, "1 prompt must not be empty"),
+        ({"pos_answers": ["4"]}, "1 chosen and 'pos_answers' are both there; a line has one of"),
+        ({"neg_answers": "4"}, "1 rejected and 'neg_answers' are both there"),
     ],
 )
 def test_wrong_pairs_are_named(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
