@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from slurmrl.data.sources.base import RowSource
+from slurmrl.data.sources.encoding import wrong_beginning
 from slurmrl.data.sources.json_array import JsonArray, begins_array
 from slurmrl.data.sources.jsonl import JsonLines
 from slurmrl.errors import ConfigError, Problem
@@ -21,7 +22,8 @@ def open_source(
     """The rows of a file or folder. ``most_bytes``: only the first whole rows in about that many
     bytes.
 
-    :raises ConfigError: a folder without a dataset, or a split that is not there.
+    :raises ConfigError: a folder without a dataset, a split that is not there, or a file that is
+        compressed or not UTF-8 text.
     :raises MissingDependencyError: Parquet or Arrow files without pyarrow.
     :raises EnvironmentFailure: the files cannot be read.
     """
@@ -33,6 +35,8 @@ def open_source(
     if split is not None:
         message = f"'{split}' is not allowed: {path} is a single file, which has no splits"
         raise ConfigError((Problem("", "split", message),))
+    if message := wrong_beginning(path):
+        raise ConfigError((Problem(str(path), "", message),))
     if path.suffix not in LINES and begins_array(path):
         return JsonArray(path, (path,), most_bytes)
     return JsonLines(path, (path,), most_bytes)

@@ -20,6 +20,7 @@ from slurmrl.data.sources.base import (
     state_of_one,
     unreadable,
 )
+from slurmrl.data.sources.encoding import not_utf_8
 from slurmrl.errors import ConfigError, Problem
 
 SPACE = " \t\r\n"
@@ -144,7 +145,7 @@ class JsonArray(RowSource):
         try:
             text = self._decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
-            raise self._wrong(f"not UTF-8 text after this line: {error.reason}") from error
+            raise self._wrong(not_utf_8(error, " after this line")) from error
         self._text = self._text[self._at :] + text
         self._at = 0
         return bool(data)

@@ -16,6 +16,7 @@ from slurmrl.data.sources.base import (
     state_of_one,
     unreadable,
 )
+from slurmrl.data.sources.encoding import not_utf_8
 from slurmrl.errors import ConfigError, Problem
 
 
@@ -31,8 +32,11 @@ class JsonLines(RowSource):
             if len(line) > ROW_BYTES:
                 message = f"the line is longer than {ROW_BYTES >> 20} MiB; a row is one line"
                 raise ConfigError((Problem(self.where(number), "", message),))
-            if line.strip():
-                yield parsed(number, line.strip())
+            try:
+                if line.strip():
+                    yield parsed(number, line.strip())
+            except UnicodeDecodeError as error:  # so are the others, probably
+                raise ConfigError((Problem(self.where(number), "", not_utf_8(error)),)) from error
 
     def fingerprint(self) -> str:
         return self._digest.hexdigest()
@@ -60,7 +64,7 @@ class JsonLines(RowSource):
 
 
 def parsed(number: int, raw: bytes) -> SourceRow:
-    """A row from its JSON text."""
+    """A row from its JSON text. Raises UnicodeDecodeError."""
     message = NOT_AN_OBJECT
     try:
         row = json.loads(raw)
@@ -68,6 +72,8 @@ def parsed(number: int, raw: bytes) -> SourceRow:
             return SourceRow(number, raw, row, "")
     except RecursionError:
         message = "not JSON: nested too deeply"
+    except UnicodeDecodeError:
+        raise
     except ValueError as error:
         message = f"not JSON: {error}"
     return SourceRow(number, raw, None, message)

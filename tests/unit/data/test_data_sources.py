@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -126,6 +128,30 @@ def test_a_damaged_array_is_named_with_its_line(tmp_path: Path, text: str, messa
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=message):
         read_records(path, "id")
+
+
+TEXT = '{"prompt": "é", "answer": "e"}\n' * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", gzip.compress(TEXT.encode()), r"jsonl: is compressed with gzip; decompress"),
+        ("rows.jsonl.gz", gzip.compress(TEXT.encode()), r"gz: is compressed with gzip"),
+        ("rows.json", lzma.compress(TEXT.encode()), r"json: is compressed with xz"),
+        ("rows.jsonl", TEXT.encode("utf-16"), r"jsonl: is UTF-16 text; convert it to UTF-8"),
+        ("rows.jsonl", TEXT.encode("latin1"), r"jsonl:1: not UTF-8 text \(byte 0xe9: .* iconv -f"),
+        ("rows.json", f"[{TEXT}".encode("latin1"), r"json:1: not UTF-8 text after this line \(by"),
+    ],
+)
+def test_what_is_no_text_is_one_problem_that_says_what_to_do(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_records(path, "id")
+    assert len(caught.value.problems) == 1
 
 
 def test_columns_become_json(tmp_path: Path) -> None:
