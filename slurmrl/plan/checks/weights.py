@@ -16,6 +16,7 @@ from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.estimates.lengths import bounded_parts, longest
 from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
 from slurmrl.registry import resolve
 
 LENGTH_LIMIT = "slurmrl.models.length_limit:length_limit"
@@ -28,7 +29,7 @@ def weights(draft: Draft) -> Iterator[Problem]:
     for role, model in draft.models():
         inherited = (model.path, model.architecture) == (actor.path, actor.architecture)
         inherited &= model.implementation == actor.implementation
-        if role == "actor" or not inherited:
+        if role in ("actor", *OWN_WEIGHTS) or not inherited:
             yield from _of_role(draft, role, model)
 
 

@@ -60,9 +60,10 @@ def write_model(folder: Path) -> None:
 
 @pytest.fixture
 def load_ppo(folder: Path) -> Load:
-    def load(*overrides: str, text: str = PPO) -> Settings:
+    def load(*overrides: str, text: str = PPO, planning: bool = False) -> Settings:
         (folder / "ppo.yaml").write_text(text)
-        return load_settings(folder / "ppo.yaml", overrides, root=folder / "runs")
+        path, root = folder / "ppo.yaml", folder / "runs"
+        return load_settings(path, overrides, root=root, planning=planning)
 
     return load
 

@@ -104,6 +104,12 @@ def test_teachers_and_reward_models_have_weights_of_their_own(load: Load) -> Non
     required = "a path or an architecture is required"
     assert problems(load, "reward.name=model") == [("reward_model", required)]
     assert problems(load, DISTILL[0]) == [("teacher", required)]
+    nowhere = "actor.path=trial:sums/1"
+    assert problems(load, DISTILL[0], nowhere)[1:] == [("teacher", required)]
+    planned = load(DISTILL[0], nowhere, planning=True)
+    assert [(problem.key, problem.message) for problem in planned.missing][1:] == [
+        ("teacher", required)
+    ]
 
 
 def test_a_teacher_is_not_asked_about_tokens_of_a_restricted_distribution(load: Load) -> None:
