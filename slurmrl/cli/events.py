@@ -27,6 +27,14 @@ COMMON_KEYS = ("time", "writer", "kind")
 @click.option(
     "-f", "--follow", "following", is_flag=True, help="Print new events until the trial ends."
 )
+@click.option(
+    "-n",
+    "--lines",
+    "last",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Print the last N events.",
+)
 @since_option
 @click.option("--kind", multiple=True, help="Print only events of this kind. Repeatable.")
 @json_option
@@ -34,6 +42,7 @@ COMMON_KEYS = ("time", "writer", "kind")
 def events(
     trial: str | None,
     following: bool,
+    last: int | None,
     since: float | None,
     kind: tuple[str, ...],
     as_json: bool,
@@ -42,7 +51,7 @@ def events(
     """Print the events of a trial's processes in the order of their clocks: starts, commits,
     warnings, failures and ends."""
     paths = chosen_trial(root, trial)
-    printer = _EventPrinter(paths, since or 0.0, kind, as_json=as_json)
+    printer = _EventPrinter(paths, since or 0.0, kind, last, as_json=as_json)
 
     def look() -> Seen:
         ended = has_ended(paths)
@@ -51,7 +60,7 @@ def events(
 
     if following:
         follow(look)
-    elif not printer.print():
+    elif not printer.print() and last != 0:
         click.echo(_nothing(printer.read), err=True)
     return 0
 
@@ -60,13 +69,21 @@ class _EventPrinter:
     """Prints the chosen events that were written since the last time."""
 
     def __init__(
-        self, paths: RunPaths, earliest: float, kinds: Collection[str], *, as_json: bool
+        self,
+        paths: RunPaths,
+        earliest: float,
+        kinds: Collection[str],
+        last: int | None,
+        *,
+        as_json: bool,
     ) -> None:
+        """``last``: the most events of the first look; None for all."""
         from slurmrl.monitor.events import EventReader
 
         self._reader = EventReader(paths)
         self._earliest = earliest
         self._kinds = kinds
+        self._last = last
         self._as_json = as_json
         self._width = 0
         """Columns of kinds; they never shrink, so that followed lines stay aligned."""
@@ -77,6 +94,8 @@ class _EventPrinter:
         """Return the number of printed events."""
         self.read = self._reader.read()
         chosen = [event for event in self.read if self._is_chosen(event)]
+        if self._last is not None:
+            chosen, self._last = chosen[max(0, len(chosen) - self._last) :], None
         self._width = max([self._width, *(len(event["kind"]) for event in chosen)])
         for event in chosen:
             text = [json.dumps(event)] if self._as_json else lines(event, self._width, width())

@@ -188,6 +188,8 @@ def test_events_of_all_writers(root: Path, capsys: pytest.CaptureFixture[str]) -
     assert re.fullmatch(rf"{clock}  ready    step=0  \(master.1\)", first)
     assert re.match(rf"{clock}  failure  cause=died", second)
     assert second.endswith("cause=died  reason=worker [2J  1  rank=1  (agent.trainer.0.0)")
+    assert main(["events", "add/1", "-n", "1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [second]
     assert main(["events", "add/1", "--json", "--kind", "ready"]) == 0
     assert printed(capsys)["step"] == 0
     assert main(["events", "add/1", "--kind", "redy"]) == 0
