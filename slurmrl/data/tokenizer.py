@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +62,19 @@ def end_id(tokenizer: PreTrainedTokenizerBase) -> int:
     if tokenizer.eos_token_id is None:
         raise UsageError(f"tokenizer {tokenizer.name_or_path} has no end-of-text token (eos_token)")
     return int(tokenizer.eos_token_id)
+
+
+def decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    """What turns token ids into the text in which stop strings are looked for: special tokens
+    included, and without corrections of its spaces."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        text = tokenizer.decode(
+            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    return decode
 
 
 def text_ids(

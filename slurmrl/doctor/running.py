@@ -43,7 +43,7 @@ def settings_of(config: Config) -> dict[str, Any] | None:
         model = ModelConfig.from_hf(config_values(config.actor))
     except (AllocationError, UsageError):
         return None
-    needs = ServedModel.of(model, config.actor.dtype, text=rollout.min_new_tokens > 0)
+    needs = ServedModel.of(model, config.actor.dtype, text=rollout.needs_text)
     return {
         "backend": backend,
         "addresses": list(rollout.servers),

@@ -21,6 +21,7 @@ from slurmrl.checkpoint.shards import RoleSnapshot
 from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.rollout.base import RolloutEngine
+from slurmrl.engines.rollout.native.stops import Decode
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
 from slurmrl.models.config import Head, ModelConfig
@@ -198,10 +199,12 @@ class GenerateEngine(Engine):
         seed: int,
         step: int,
         keys: Tensor,
+        decode: Decode | None = None,
     ) -> GenerationOutput:
         """Continue the prompts of key ``prompt_ids``, each once for each of its ``keys``. These
         [S] int64, side by side for one prompt, identify each sequence's random stream, so that the
-        draws do not depend on the ranks' shares of a batch."""
+        draws do not depend on the ranks' shares of a batch. ``decode`` turns token ids into text,
+        for stop strings."""
 
 
 class ServingEngine(GenerateEngine):
@@ -215,12 +218,17 @@ class ServingEngine(GenerateEngine):
 
     @abstractmethod
     def serving(
-        self, version: str, *, rows: int, cache_bytes: int | None = None
+        self,
+        version: str,
+        *,
+        rows: int,
+        cache_bytes: int | None = None,
+        decode: Decode | None = None,
     ) -> AbstractContextManager[RolloutEngine | None]:
         """An engine that serves requests with the weights of now, whose name is ``version``, while
         entered. It extends up to ``rows`` sequences at a time; further ones wait. Their keys and
         values take no more than ``cache_bytes`` of this rank's memory (default: on a GPU most of
-        what is free, elsewhere what they need). Collective.
+        what is free, elsewhere what they need). ``decode`` is as for `generate`. Collective.
 
         Of the ranks that have the same samples the leader gets the engine. The others compute with
         it as they enter, until the leader leaves, and get None. Raises UsageError where the model

@@ -40,7 +40,7 @@ class GenerationOptions:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion after ``min_new_tokens``. The token that completes one is kept.
-    Only request engines support them."""
+    Request engines support them, `generate` does not."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -70,7 +70,7 @@ class GenerationOutput:
     """[T] log p(x_t | x_<t) at the sampling temperature; 0 on prompt tokens;
     float64 where the model is, else float32."""
     finished: Tensor
-    """[S] bool: ended with a stop token, not at the limit; in host memory."""
+    """[S] bool: ended with a stop token or stop string, not at the limit; in host memory."""
 
 
 @torch.no_grad()
@@ -94,8 +94,10 @@ def generate(
     sequence) and on the logits only. Parameters must be plain tensors: a sharded engine gathers
     them first. ``compare`` is called before each decision that depends on the tokens drawn.
     """
+    if options.stop_strings:
+        raise UsageError("this model generates whole batches with stop tokens, not stop strings")
     prompts: list[int] = cu_seqlens.diff().tolist()
-    copies = completions_of_each(prompts, keys, options)
+    copies = completions_of_each(prompts, keys)
     rows_of_prompts = [length for length in prompts for _ in range(copies)]
     batch = _Batch(rows_of_prompts, keys, options, compare)
     if not prompts:
@@ -114,13 +116,11 @@ def generate(
         logits = session.next(batch.last, batch.alive, batch.longest)
 
 
-def completions_of_each(prompts: list[int], keys: Tensor, options: GenerationOptions) -> int:
+def completions_of_each(prompts: list[int], keys: Tensor) -> int:
     """Continuations of each prompt, of which these are the lengths.
 
     Raises UsageError for arguments with which no whole batch can be generated.
     """
-    if options.stop_strings:
-        raise UsageError("generation of a whole batch supports stop tokens, not stop strings")
     copies = len(keys) // max(len(prompts), 1)
     if copies * len(prompts) != len(keys) or (prompts and not copies):
         raise UsageError(

@@ -39,14 +39,14 @@ class PolicyTurn:
     """What the policy wrote between two messages."""
 
     text: str
-    """Without special tokens and the stop token."""
+    """Without special tokens and the stop token; with the stop string that ended it."""
     tokens: tuple[int, ...]
     """With the stop token."""
     finish: Finish
 
     @property
     def stopped(self) -> bool:
-        """Whether it ended with a stop token, not at `rollout.max_new_tokens`."""
+        """Whether it ended with a stop token or stop string, not at `rollout.max_new_tokens`."""
         return self.finish == "stop"
 
 

@@ -37,7 +37,7 @@ class Completions:
         """What a turn has earned, at its last token; 0 elsewhere."""
         self.turns = 0
         self.stopped = False
-        """Whether the last turn ended with a stop token."""
+        """Whether the last turn ended with a stop token or stop string."""
         self.finished = False
         """Whether it did, and no limit ended the episode."""
         self._last_written = -1

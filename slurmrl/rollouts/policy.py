@@ -107,8 +107,9 @@ class Policy:
         completions.wrote(completion)
         if last and completion.finish == "length":
             raise self._limit(f"the episode has reached {self._limits.tokens} tokens")
-        stop = completion.finish == "stop"
-        text = self._dialogue.decode(completion.tokens[: len(completion.tokens) - stop])
+        stops = request.options.stop_token_ids
+        dropped = completion.finish == "stop" and completion.tokens[-1] in stops
+        text = self._dialogue.decode(completion.tokens[: len(completion.tokens) - dropped])
         return PolicyTurn(text=text, tokens=completion.tokens, finish=completion.finish)
 
     def close(self) -> None:

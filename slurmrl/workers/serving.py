@@ -24,7 +24,7 @@ def own_server(
     return Serving(
         python=rollout.python,
         arguments=tuple(rollout.server_args),
-        tokenizer=Path(tokenizer) if rollout.min_new_tokens else None,
+        tokenizer=Path(tokenizer) if rollout.needs_text else None,
         patience=_patience(rollout),
         log=log,
         memory_bytes=memory_bytes,
@@ -43,7 +43,7 @@ def running_servers(settings: Settings, paths: RunPaths) -> Running:
         weights=weights,
         keys=retry("read the keys of rollout.servers", lambda: read_keys(keys), timeout_s=READ_S),
         context=least_context(settings.config),
-        text=rollout.min_new_tokens > 0,
+        text=rollout.needs_text,
         patience=_patience(rollout),
     )
 

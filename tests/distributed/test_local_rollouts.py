@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -55,9 +56,11 @@ def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
 ) -> None:
     """A rollout worker, a rank of the trainers and the master are killed. The trainers' processes
     come back to the same tasks; the weights are those of a trial that generates and judges
-    itself."""
-    start(site, "alone", None, "--wait")
-    start(site, "tasks", {"max": 2, "max_staleness": 0}, "--detach")
+    itself, with the same stop strings."""
+    stops = ("12", "33", "5", "70")
+    settings = f"rollout.stop_strings={json.dumps(stops)}"
+    start(site, "alone", None, "--wait", settings)
+    start(site, "tasks", {"max": 2, "max_staleness": 0}, "--detach", settings)
     trial = "grpo/tasks"
     site.wait_for_step(trial, 2)
     os.kill(of_group(site, trial, "worker", "rollout")[0], signal.SIGKILL)
@@ -73,6 +76,10 @@ def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
     assert (status["state"], status["incarnation"]) == ("COMPLETED", 3)
     assert outcome(site, trial) == outcome(site, "grpo/alone")
     assert all(line["rollout/judged"] == 1 for line in site.metrics(trial))
+    samples = site.paths(trial).samples.glob("step-*.jsonl")
+    rows = [json.loads(row) for file in samples for row in file.read_text().splitlines()]
+    texts = [row["completion"] for row in rows]
+    assert {text.find("5") == len(text) - 1 for text in texts if "5" in text} == {True}
     told = events.read_all(site.paths(trial))
     assert any(one["kind"] == "rollout_task" and one["state"] == "lost" for one in told)
     wait_until("all processes to leave", lambda: not any(processes(site.paths(trial).run).values()))

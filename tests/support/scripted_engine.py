@@ -37,7 +37,8 @@ class ScriptedEngine(RolloutEngine):
         await asyncio.sleep(self._delay_s)
         self.at_once -= 1
         tokens = self._answer(request)[: request.options.max_new_tokens]
-        stopped = tokens[-1] in request.options.stop_token_ids
+        options = request.options  # an answer to one with stop strings ends with one
+        stopped = tokens[-1] in options.stop_token_ids or bool(options.stop_strings)
         return tuple(
             Completion(
                 tokens=tokens,

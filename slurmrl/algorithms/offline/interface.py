@@ -50,7 +50,7 @@ class CompletionRecords(Interface):
 
 
 def _completions(sample: SequenceSample, context: CallContext) -> Iterator[dict[str, Any]]:
-    texts = decode_completions(sample, last_turns(sample), context.tokenizer)
+    texts = decode_completions(sample, last_turns(sample), context)
     columns = {key: sample.tensor(key).tolist() for key in COLUMNS if key in sample.keys}
     finished = sample.tensor("finished").tolist()
     rewards = sample.tensor("rewards").tolist() if "rewards" in sample.keys else None

@@ -31,7 +31,7 @@ class Questions:
     def about(sample: SequenceSample, context: CallContext) -> Questions:
         """The sample has completions, and carries the dataset's metadata."""
         tokens = last_turns(sample)
-        completions = decode_completions(sample, tokens, context.tokenizer)
+        completions = decode_completions(sample, tokens, context)
         counts = sample.sequence_counts("input_ids")
         prompts, rows = (repeated(sample.metadata[key], counts) for key in ("prompt", "row"))
         return Questions(
@@ -64,15 +64,17 @@ Judge: TypeAlias = Callable[[Questions], JudgedCompletions]
 
 
 def decode_completions(
-    sample: SequenceSample, tokens: Sequence[Sequence[int]], tokenizer: Any
+    sample: SequenceSample, tokens: Sequence[Sequence[int]], context: CallContext
 ) -> list[str]:
     """The text of each completion, without special tokens and without the stop token that ended it
-    (which need not be a special token)."""
-    finished = sample.tensor("finished").tolist()
-    return [
-        tokenizer.decode(each[: len(each) - bool(ended)], skip_special_tokens=True)
+    (which need not be a special token). A stop string that ended it is part of the text."""
+    finished, stops = sample.tensor("finished").tolist(), context.stop_token_ids
+    tokenizer: Any = context.tokenizer
+    kept = (
+        each[:-1] if ended and each and each[-1] in stops else each
         for each, ended in zip(tokens, finished, strict=True)
-    ]
+    )
+    return [tokenizer.decode(each, skip_special_tokens=True) for each in kept]
 
 
 def _extras(

@@ -15,6 +15,7 @@ from slurmrl.algorithms.rollout.sampling import completions
 from slurmrl.algorithms.rollout.totals import Totals
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
+from slurmrl.data.tokenizer import decoding
 from slurmrl.engines.base import ServingEngine
 from slurmrl.engines.rollout.lockstep import LockstepEngine
 from slurmrl.rollouts.base import EpisodeItem
@@ -56,7 +57,8 @@ class EpisodeGeneration:
         if isinstance(engine, ServingEngine) and engine.serves_requests:
             episode = context.settings.config.rollout.episode
             rows, memory = episode.concurrency, episode.cache_bytes
-            with engine.serving(version, rows=rows, cache_bytes=memory) as served:
+            decode = decoding(context.tokenizer)
+            with engine.serving(version, rows=rows, cache_bytes=memory, decode=decode) as served:
                 if served is None:
                     return None
                 return asyncio.run(self._episodes.run(served, items, context, waiting))

@@ -16,6 +16,7 @@ from slurmrl.algorithms.rollout.sampling import (
     sampling_seed,
 )
 from slurmrl.data.sample import SequenceSample
+from slurmrl.data.tokenizer import decoding
 from slurmrl.models.generate import GenerationOutput
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class RolloutInterface(Interface):
     ) -> CallResult:
         """Each prompt's completions: prompt and completion as ``input_ids``, with ``prompt_mask``
         (True on what the policy did not write), ``logprobs`` under the sampling policy, and whether
-        the completion ``finished`` with a stop token."""
+        the completion ``finished`` with a stop token or stop string."""
         assert engine is not None
         if context.settings.config.rollout.episode.has_turns:
             if self._episodes is None:
@@ -44,6 +45,7 @@ class RolloutInterface(Interface):
             seed=sampling_seed(context),
             step=context.step,
             keys=sampling_keys(sample.ids, count),
+            decode=decoding(context.tokenizer),
         )
         return CallResult(_as_sample(sample.ids, output, count), _length_stats(output))
 

@@ -26,6 +26,7 @@ def generation_options(context: CallContext) -> GenerationOptions:
             temperature=evaluation.temperature,
             greedy=evaluation.greedy,
             stop_token_ids=context.stop_token_ids,
+            stop_strings=rollout.stop_strings,
         )
     return GenerationOptions(
         max_new_tokens=rollout.max_new_tokens,
@@ -35,6 +36,7 @@ def generation_options(context: CallContext) -> GenerationOptions:
         top_k=rollout.top_k,
         greedy=rollout.greedy,
         stop_token_ids=context.stop_token_ids,
+        stop_strings=rollout.stop_strings,
     )
 
 

@@ -15,6 +15,7 @@ from slurmrl.config.schema.base import (
     PositiveInt,
     Section,
     Sequence,
+    Text,
     Word,
 )
 from slurmrl.config.schema.cluster import SlurmOfTasks
@@ -33,6 +34,15 @@ def _check_address(text: str) -> str:
     return text.rstrip("/")
 
 
+def _check_stop_string(text: str) -> str:
+    if not text:
+        raise ValueError("must not be empty")
+    if any(character == "\ufffd" or "\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("must not have U+FFFD or surrogates, which stand for parts of characters")
+    return text
+
+
+StopString = Annotated[Text, AfterValidator(_check_stop_string)]
 ServerAddress = Annotated[Word, AfterValidator(_check_address)]
 
 
@@ -151,6 +161,10 @@ class Rollout(Section):
     """Additional tokens that end a completion. Every `eos_token_id` in the actor's
     `generation_config.json`, `config.json` and tokenizer ends one too. The log of the run lists all
     of them. The reward does not see the token that ended a completion."""
+    stop_strings: Sequence[StopString] = ()
+    """Texts that end a completion as a stop token does, once it has `min_new_tokens`:
+    `["</answer>"]`. One may begin and end within tokens. The token that completes it is kept and
+    trained on, and the reward sees its text. Not with `actor.implementation: hf`."""
 
     publish: Publish | None = None
     """Publication of the actor's weights while it is trained (docs/protocols.md). Default: none."""
@@ -162,6 +176,11 @@ class Rollout(Section):
     slurm: SlurmOfTasks = SlurmOfTasks()
 
     episode: EpisodeSettings = EpisodeSettings()
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether a server needs the tokenizer to draw completions."""
+        return self.min_new_tokens > 0 or bool(self.stop_strings)
 
     @property
     def most_tokens(self) -> int:

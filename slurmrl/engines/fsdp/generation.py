@@ -15,6 +15,7 @@ from slurmrl.engines.offload import Offload
 from slurmrl.engines.rollout.native.peers import Peers
 from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.engines.rollout.native.schedule import Limits
+from slurmrl.engines.rollout.native.stops import Decode
 from slurmrl.engines.rollout.native.whole import generate_by_requests
 from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
@@ -40,7 +41,12 @@ class GatheredGeneration(ServingEngine):
 
     @contextmanager
     def serving(
-        self, version: str, *, rows: int, cache_bytes: int | None = None
+        self,
+        version: str,
+        *,
+        rows: int,
+        cache_bytes: int | None = None,
+        decode: Decode | None = None,
     ) -> Iterator[NativeRollout | None]:
         """See `ServingEngine`. The weights stay gathered meanwhile, so no rank may call another
         method; every leader enters and leaves, with requests of its own or none.
@@ -56,7 +62,9 @@ class GatheredGeneration(ServingEngine):
                 )
             peers = self._peers()
             limits = self._limits(rows, cache_bytes)
-            rollout = NativeRollout(decoder, limits=limits, version=version, own=False, peers=peers)
+            rollout = NativeRollout(
+                decoder, limits=limits, version=version, decode=decode, own=False, peers=peers
+            )
             if peers is not None and not peers.leads:
                 rollout.follow()
                 yield None
@@ -81,6 +89,7 @@ class GatheredGeneration(ServingEngine):
         seed: int,
         step: int,
         keys: Tensor,
+        decode: Decode | None = None,
     ) -> GenerationOutput:
         self._offload.check()
         sample = sample.to(self.context.device)
@@ -90,7 +99,9 @@ class GatheredGeneration(ServingEngine):
         compare = None if peers is None else peers.compare
         with torch.no_grad(), self._shards.gathered() as decoder:
             limits = self._limits(ROWS)
-            if isinstance(decoder, Decoder) and _pages_pay(decoder, limits.page_tokens, peers):
+            if isinstance(decoder, Decoder) and (
+                options.stop_strings or _pages_pay(decoder, limits.page_tokens, peers)
+            ):
                 return generate_by_requests(
                     decoder,
                     *batch,
@@ -99,6 +110,7 @@ class GatheredGeneration(ServingEngine):
                     keys=keys,
                     limits=limits,
                     compare=compare,
+                    decode=decode,
                 )
             return generate(
                 decoder,

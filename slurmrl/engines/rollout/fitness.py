@@ -146,6 +146,6 @@ def _check_version(where: str, name: str, version: str, oldest: tuple[int, ...])
 def _check_tokenizer(where: str, settings: object, needs: ServedModel) -> None:
     if needs.text and field_of(where, settings, "skip_tokenizer_init"):
         raise UsageError(
-            f"{where}: --skip-tokenizer-init is not allowed: rollout.min_new_tokens and stop "
-            "strings need the server's tokenizer"
+            f"{where}: --skip-tokenizer-init is not allowed: rollout.min_new_tokens and "
+            "rollout.stop_strings need the server's tokenizer"
         )

@@ -50,8 +50,6 @@ class LockstepEngine(RolloutEngine):
         future: Answer = asyncio.get_running_loop().create_future()
         if not request.prompt:
             future.set_exception(UsageError(f"request {request.request_id} has an empty prompt"))
-        elif request.options.stop_strings:
-            future.set_exception(UsageError("this engine knows no stop strings"))
         elif request.request_id in self._waiting:
             future.set_exception(UsageError(f"there is a request {request.request_id} already"))
         else:

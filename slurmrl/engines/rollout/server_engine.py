@@ -24,6 +24,7 @@ from slurmrl.engines.fsdp.weights import constant_specs, whole_shapes
 from slurmrl.engines.initial_weights import model_config
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
 from slurmrl.engines.rollout.host_folder import HostFolder
+from slurmrl.engines.rollout.native.stops import Decode
 from slurmrl.engines.rollout.server import Running, Serving
 from slurmrl.engines.rollout.server_kind import VISIBLE, ServerKind
 from slurmrl.engines.rollout.servers import PlacedServer, RunningServers, Servers
@@ -201,7 +202,9 @@ class ServerEngine(GenerateEngine):
         seed: int,
         step: int,
         keys: Tensor,
+        decode: Decode | None = None,
     ) -> GenerationOutput:
+        """See `GenerateEngine`; the servers decode text by themselves."""
         if self._moved:
             self._install(step)
         assert not self._away, "weights move to a server that sleeps before it generates"

@@ -35,13 +35,21 @@ from slurmrl.plan.checks.sections import (
     suite_rewards,
     untrained_steps,
 )
-from slurmrl.plan.checks.weights import implementations, lengths, stop_tokens, tokenizer, weights
+from slurmrl.plan.checks.weights import (
+    implementations,
+    lengths,
+    stop_strings,
+    stop_tokens,
+    tokenizer,
+    weights,
+)
 
 Check: TypeAlias = Callable[[Draft], Iterable[Problem]]
 
 CHECKS: Final[tuple[Check, ...]] = (
     *LAYOUT_CHECKS,
     implementations,
+    stop_strings,
     engine_options,
     optimizers,
     averages,

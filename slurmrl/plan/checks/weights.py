@@ -153,6 +153,16 @@ def stop_tokens(draft: Draft) -> Iterator[Problem]:
             yield draft.problem(("rollout", "stop_token_ids"), message)
 
 
+def stop_strings(draft: Draft) -> Iterator[Problem]:
+    """They are found in the text of single requests, which models of transformers do not serve."""
+    if draft.config.rollout.stop_strings and draft.config.actor.implementation == "hf":
+        message = (
+            "is not allowed with actor.implementation hf: it generates whole batches, of which it "
+            "sees tokens only; use stop_token_ids, or the built-in decoder"
+        )
+        yield draft.problem(("rollout", "stop_strings"), message)
+
+
 def tokenizer(draft: Draft) -> Iterator[Problem]:
     """The actor needs a tokenizer, which all models of the run share."""
     folder = draft.config.actor.tokenizer

@@ -17,6 +17,7 @@ from slurmrl.engines.rollout.base import RolloutEngine
 from slurmrl.engines.rollout.native.peers import Peers
 from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.engines.rollout.native.schedule import Limits
+from slurmrl.engines.rollout.native.stops import Decode
 from slurmrl.engines.rollout.server_kind import VISIBLE, ServerKind
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder, build
@@ -31,14 +32,16 @@ MakeEngine: TypeAlias = Callable[[Path], RolloutEngine]
 (mode 0700) in the host's memory."""
 
 
-def native(settings: Settings, decoder: Decoder, peers: Peers | None = None) -> NativeRollout:
-    """``decoder``: with any weights, in ``actor.dtype``; ``peers``: the ranks of one that is
-    split."""
+def native(
+    settings: Settings, decoder: Decoder, decode: Decode, peers: Peers | None = None
+) -> NativeRollout:
+    """``decoder``: with any weights, in ``actor.dtype``; ``decode``: for stop strings; ``peers``:
+    the ranks of a decoder that is split."""
     config = settings.config
     rows, memory = config.rollout.episode.concurrency, config.rollout.episode.cache_bytes
     tokens = max(rows, config.actor.max_tokens_per_microbatch)
     limits = Limits(rows=rows, step_tokens=tokens, cache_bytes=memory)
-    return NativeRollout(decoder, limits=limits, peers=peers)
+    return NativeRollout(decoder, limits=limits, decode=decode, peers=peers)
 
 
 def served(

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.backoff import READ_S, retry
 from slurmrl.channel.pipe import Connection
 from slurmrl.config.schema.model import Model
-from slurmrl.data.tokenizer import end_id, load_tokenizer
+from slurmrl.data.tokenizer import decoding, end_id, load_tokenizer
 from slurmrl.engines.initial_weights import model_config
 from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.native.peers import Peers
@@ -45,6 +45,9 @@ from slurmrl.workers.rollout.rows import TaskRows
 from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
 from slurmrl.workers.rollout.weights import TaskWeights
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 T = TypeVar("T")
 
 
@@ -64,6 +67,9 @@ def build_rollout(
         threads=group.threads_per_worker,
         deterministic=bool(settings.config.deterministic),
     )
+    folder = settings.config.actor.tokenizer
+    assert folder is not None, "checked at submission"
+    tokenizer = _read("the tokenizer", lambda: load_tokenizer(Path(folder)))
     activity.phase("making the model")
     (model,) = plan.models_of(group.name).values()
     config, dtype = actor_config(settings.config.actor), settings.config.actor.dtype
@@ -76,16 +82,17 @@ def build_rollout(
     else:
         peers = _peers(start, rank, listener, accelerator, settings.config.step_timeout_s)
         decoder = undefined_decoder(config, dtype, accelerator.device, peers)
+        decode = decoding(tokenizer)
         if rank:
-            return FollowingRank(rank, lambda: native(settings, decoder, peers))
-        make = lambda _: native(settings, decoder, peers)  # noqa: E731
+            return FollowingRank(rank, lambda: native(settings, decoder, decode, peers))
+        make = lambda _: native(settings, decoder, decode, peers)  # noqa: E731
     tasks = settings.config.rollout.tasks
     assert tasks is not None, "the plan has rollout tasks"
     intervals = PollIntervals.of(plan.hosts, settings.config.cluster.heartbeat_s)
     poll_s = intervals.task_s, max(intervals.task_s, intervals.poll_s)
     options = TaskOptions(interruptible=tasks.interruptible, poll_s=poll_s)
     return TaskWorker(
-        *(paths, start, settings, make, config, accelerator.device, options),
+        *(paths, start, settings, tokenizer, make, config, accelerator.device, options),
         cores=_cores(plan.trainers),
     )
 
@@ -131,6 +138,7 @@ class TaskWorker:
         paths: RunPaths,
         start: StartRollout,
         settings: Settings,
+        tokenizer: PreTrainedTokenizerBase,
         make_engine: MakeEngine,
         config: ModelConfig,
         device: torch.device,
@@ -144,9 +152,7 @@ class TaskWorker:
         self._submission = start.submission
         self._make_engine, self._config, self._options = make_engine, config, options
         self._device = device
-        folder = settings.config.actor.tokenizer
-        assert folder is not None, "checked at submission"
-        self._tokenizer = _read("the tokenizer", lambda: load_tokenizer(Path(folder)))
+        self._tokenizer = tokenizer
         self._stops = _read(
             "the stop tokens", lambda: stop_tokens(settings.config, end_id(self._tokenizer))
         )

@@ -67,7 +67,7 @@ class OneProcess:
         return {**{name: value.item() for name, value in stats.items()}, **own}
 
     def generate(
-        self, sample: SequenceSample, options: GenerationOptions, **draws: Any
+        self, sample: SequenceSample, options: GenerationOptions, *, decode: Any, **draws: Any
     ) -> GenerationOutput:
         ids, cu_seqlens = sample.tensor("prompt_ids"), sample.cu_seqlens("prompt_ids")
         return generate(self.decoder, ids, cu_seqlens, options, **draws)

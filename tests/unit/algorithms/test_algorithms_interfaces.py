@@ -19,6 +19,8 @@ from slurmrl.algorithms.policy.greedy import (
     GreedyScoresInterface,
 )
 from slurmrl.algorithms.reward.interface import RuleRewardInterface
+from slurmrl.algorithms.reward.questions import decode_completions
+from slurmrl.algorithms.reward.turns import last_turns
 from slurmrl.algorithms.reward_model.scores import ScoresInterface
 from slurmrl.algorithms.rollout.interface import RolloutInterface
 from slurmrl.algorithms.rollout.sampling import (
@@ -34,6 +36,7 @@ from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.errors import RewardError, UsageError
 
 MakeWorld = Callable[..., Any]
+STOPS = ("45", "33", "6", "70")
 TOKENIZER = Path(__file__).parents[3] / "examples" / "addition" / "tokenizer"
 
 
@@ -148,10 +151,31 @@ def test_a_completion_ends_with_any_of_the_stop_tokens(make_world: MakeWorld) ->
 def test_a_reward_does_not_see_the_stop_token(make_world: MakeWorld) -> None:
     """Stop tokens need not be special ones; here the second completion ends with an 8."""
     context = judging(make_world().context(step=1), samples=2)
+    context = replace(context, stop_token_ids=(1, 11))
     sample = completed()
     sample.tensor("finished").fill_(True)
     result = RuleRewardInterface().inference(None, sample, context)
     assert [row["completion"] for row in result.texts] == ["3", ""]
+
+
+def test_a_completion_ends_with_a_stop_string(make_world: MakeWorld) -> None:
+    """In training and evaluation: with the token that completes it, of which the reward sees the
+    text."""
+    world = make_world()
+    context = judging(with_rollout(world.context(step=1), stop_strings=STOPS), samples=1)
+    for asked in (context, evaluating(context, max_new_tokens=9)):
+        sample = prompts([f"{n}@0" for n in range(64)])
+        made = RolloutInterface().generate(world.actor, sample, asked).sample
+        assert made is not None
+        rows, finished = last_turns(made), made.tensor("finished").tolist()
+        texts = decode_completions(made, rows, asked)
+        stopped = [text.endswith(STOPS) for text in texts]
+        assert [
+            string or row[-1] in world.stops for string, row in zip(stopped, rows, strict=True)
+        ] == finished
+        assert not any(stop in text[:-1] for stop in STOPS for text in texts)
+        assert 3 < sum(stopped) < sum(finished) < 64
+        assert generation_options(asked).stop_strings == STOPS
 
 
 def test_evaluation_has_settings_and_a_stream_of_its_own(make_world: MakeWorld) -> None:

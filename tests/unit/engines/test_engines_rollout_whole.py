@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp import generation as generation_module
+from slurmrl.engines.rollout.base import Completion, GenerationRequest, RolloutEngine
+from slurmrl.engines.rollout.lockstep import LockstepEngine
 from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.engines.rollout.native.whole import generate_by_requests
 from slurmrl.errors import RunFailedError, UsageError
@@ -20,6 +24,8 @@ from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
 from slurmrl.models.paged import PagedCache
 from slurmrl.ops.products import PackedMatrix, packable
+from slurmrl.rollouts.policy import Waiting
+from tests.unit.engines.test_engines_rollout_native import letters
 from tests.unit.engines.test_engines_waits import engine, sample
 from tests.unit.models.conftest import BASE, ODD, random_decoder
 
@@ -168,7 +174,9 @@ def test_arguments_are_checked_before_anything_is_computed() -> None:
     refused([0, 4, 10], 3, options, "3 keys for 2 prompts")
     refused([0, 10], 1, GenerationOptions(max_new_tokens=55), r"of 65 tokens .* for 64")
     strings = GenerationOptions(max_new_tokens=8, stop_strings=("x",))
-    refused([0, 10], 1, strings, "not stop strings")
+    refused([0, 10], 1, strings, "has stop strings, but the engine has no tokenizer")
+    with pytest.raises(UsageError, match="not stop strings"):
+        generate(decoder, *prompts(2), strings, seed=0, step=0, keys=torch.arange(2))
 
 
 def test_a_diverged_model_is_named() -> None:
@@ -177,6 +185,75 @@ def test_a_diverged_model_is_named() -> None:
         decoder.head_weight().fill_(float("nan"))
     with pytest.raises(RunFailedError, match="not finite"):
         by_requests(decoder, GenerationOptions(max_new_tokens=3), torch.arange(12))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_stop_strings_end_completions_of_a_whole_batch(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever in tokens they are, with any cache; and single requests draw the same bits, whether
+    they are served one by one or all at once."""
+    model, batch = engine(), sample("prompt_ids")
+    keys = torch.arange(4 * len(batch.ids))
+    options = GenerationOptions(max_new_tokens=30, stop_strings=("ab", "cccd", "hhij", "ff"))
+    draws: dict[str, Any] = {"seed": 1, "step": 1, "keys": keys}
+    free = model.generate(batch, GenerationOptions(max_new_tokens=30), **draws)
+    monkeypatch.setattr(generation_module, "attends_in_place", lambda decoder, page: in_place)
+    found = model.generate(batch, options, **draws, decode=letters)
+    drawn, whole = new_tokens(found), new_tokens(free)
+    stopped = [first_stop(tokens.tolist(), options.stop_strings) for tokens in whole]
+    assert 5 < sum(map(bool, stopped)) < len(stopped)
+    for tokens, all_tokens, wanted in zip(drawn, whole, stopped, strict=True):
+        assert torch.equal(tokens, all_tokens[:wanted])
+    assert found.finished.tolist() == list(map(bool, stopped))
+
+    with model.serving("1.0", rows=8, decode=letters) as served:
+        assert served is not None
+        answers = asyncio.run(answered(served, batch, options, keys))
+    assert [answer.tokens for answer in answers] == [tuple(each.tolist()) for each in drawn]
+    assert [answer.finish == "stop" for answer in answers] == found.finished.tolist()
+    logprobs = [value for answer in answers for value in answer.logprobs]
+    assert logprobs == [value for value in found.logprobs.tolist() if value]
+
+    generating = partial(model.generate, decode=letters)  # as servers do with their own tokenizer
+    monkeypatch.setattr(model, "generate", generating)
+    lockstep = LockstepEngine(model, "1.0")
+    together = lockstep.run(lambda: answered(lockstep, batch, options, keys), Waiting().settled)
+    assert together == answers
+
+
+def new_tokens(output: GenerationOutput) -> list[Tensor]:
+    whole = output.tokens.tensor_split(output.lengths.cumsum(0)[:-1])
+    begins = output.prompt_lengths.tolist()
+    return [tokens[begin:] for tokens, begin in zip(whole, begins, strict=True)]
+
+
+def first_stop(tokens: list[int], stops: tuple[str, ...]) -> int | None:
+    """The tokens up to the one that completes the first stop string."""
+    texts = ((count, letters(tokens[:count])) for count in range(1, len(tokens) + 1))
+    return next((count for count, text in texts if any(stop in text for stop in stops)), None)
+
+
+async def answered(
+    served: RolloutEngine, batch: SequenceSample, options: GenerationOptions, keys: Tensor
+) -> list[Completion]:
+    """Each completion by a request of its own."""
+    parts = batch.tensor("prompt_ids").tensor_split(batch.cu_seqlens("prompt_ids")[1:-1].long())
+    each = len(keys) // len(parts)
+    futures = [
+        served.submit(
+            GenerationRequest(
+                request_id=str(number),
+                prompt=tuple(parts[number // each].tolist()),
+                keys=(key,),
+                seed=1,
+                step=1,
+                options=options,
+            )
+        )
+        for number, key in enumerate(keys.tolist())
+    ]
+    return [completion for (completion,) in await asyncio.gather(*futures)]
 
 
 @pytest.mark.parametrize("in_place", [True, False])

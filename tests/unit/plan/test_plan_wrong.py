@@ -59,6 +59,21 @@ KINDS = {
         "300 is not allowed: it is a part of rollout.max_new_tokens, 256",
         "algorithm.overlong_buffer=300",
     ),
+    "stop strings of a transformers' model": wrong(
+        "rollout.stop_strings",
+        "is not allowed with actor.implementation hf: it generates whole batches",
+        "actor.implementation=hf", "rollout.stop_strings=[stop]",
+    ),
+    "an empty stop string": wrong(
+        "rollout.stop_strings.1", "must not be empty", 'rollout.stop_strings=[stop, ""]'
+    ),
+    "half of a character as a stop string": wrong(
+        "rollout.stop_strings.0", "must not have U+FFFD or surrogates",
+        r'rollout.stop_strings=["\ufffd"]',
+    ),
+    "one stop string, not a list": wrong(
+        "rollout.stop_strings", "must be a list", "rollout.stop_strings=stop"
+    ),
     "versions of no training": wrong(
         "rollout.publish", "is not allowed: generate trains no actor whose weights change",
         *("algorithm={name: generate, batch_size: 16}", "critic=", "ref=", "evaluation="),

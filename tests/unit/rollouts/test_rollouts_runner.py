@@ -79,13 +79,16 @@ def run(
     most: int = 4,
     turns: int = 8,
     tokens: int = 100,
+    stop_strings: tuple[str, ...] = (),
     **settings: Any,
 ) -> list[EpisodeOutcome]:
     configured = EpisodeSettings(**{"name": "my:own", **settings})
     limits = EpisodeLimits(turns=turns, tokens=tokens)
     runner = EpisodeRunner(episode, tools or Tools({}), configured, limits)
     dialogue = Dialogue(Dataset(type="prompt", path="x", chat_template=chat), tokenizer)
-    options = GenerationOptions(max_new_tokens=most, stop_token_ids=(STOP,))
+    options = GenerationOptions(
+        max_new_tokens=most, stop_token_ids=(STOP,), stop_strings=stop_strings
+    )
 
     def draws(item: EpisodeItem) -> Draws:
         return Draws(options=options, seed=1, step=1, key_of=lambda end: hash(item.sample_id + end))
@@ -169,6 +172,26 @@ def test_a_turn_that_was_cut_gets_the_end_that_it_lacks(tokenizer: Any) -> None:
     engine = ScriptedEngine(say(4, 4))
     run(rounds(2), engine, tokenizer, items(1), chat=True, most=2)
     assert engine.requests[1].prompt == (4, 4, 4, STOP, 2, 6, 1, 3)
+
+
+@pytest.mark.parametrize(("drawn", "text"), [((4, 5), "ab"), ((4, 5, STOP), "ab")])
+def test_the_text_of_a_turn_has_the_stop_string_that_ended_it(
+    drawn: tuple[int, ...], text: str, tokenizer: Any
+) -> None:
+    """Unlike a stop token. Either ends an episode as finished."""
+    turns: list[PolicyTurn] = []
+
+    async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+        completions = Completions(item.prompt)
+        turns.append(await policy(completions))
+        return completions
+
+    engine = ScriptedEngine(say(*drawn))
+    (outcome,) = run(episode, engine, tokenizer, items(1), stop_strings=("b",))
+    assert engine.requests[0].options.stop_strings == ("b",)
+    assert [(turn.text, turn.stopped) for turn in turns] == [(text, True)]
+    assert outcome.completions.finished
+    assert outcome.completions.tokens == list(drawn)
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,11 @@ class Filters(Section):
     completions are all truncated. Failed episodes do not count. Requires `rollout.n` of at least
     2."""
     max_truncated: Fraction | None = None
-    """Do not train on prompts of which more than this share of completions has no stop token; null
-    keeps them. Failed episodes do not count."""
+    """Do not train on prompts of which more than this share of completions has no stop token (or
+    stop string); null keeps them. Failed episodes do not count."""
     mask_truncated: bool = False
-    """Leave the tokens of completions without a stop token out of the losses. Their rewards still
-    count in the baselines and deviations of the others."""
+    """Leave the tokens of completions without a stop token (or stop string) out of the losses.
+    Their rewards still count in the baselines and deviations of the others."""
     filter_rounds: PositiveInt = 10
     """Rounds of generation in a step until enough prompts for a batch are left. 1 replaces no
     prompt."""

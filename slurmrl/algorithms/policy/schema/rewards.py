@@ -56,7 +56,8 @@ class RewardShaping(Section):
     reward_clip: PositiveFloat | None = 20.0
     """Rewards are clipped to this magnitude; null does not clip."""
     mask_no_eos_with_zero: bool = False
-    """Give completions without a stop token the reward 0 instead of the reward function's score."""
+    """Give completions without a stop token (or stop string) the reward 0 instead of the reward
+    function's score."""
     overlong_buffer: PositiveInt | None = None
     """Tokens before the longest completion (`rollout.max_new_tokens`, or what the policy may write
     in an episode) in which a completion's reward falls linearly, by `overlong_penalty` at the end

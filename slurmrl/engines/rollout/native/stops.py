@@ -15,13 +15,13 @@ def ends_with_stop(decode: Decode, tokens: Sequence[int], stop_strings: Sequence
     """Whether the last of a completion's ``tokens`` completes one of ``stop_strings``, which may
     begin and end within tokens.
 
-    A token is at least one byte of text, so only as many tokens as the string has bytes matter.
+    A token is at least one byte of text, so only as many tokens as the longest string has bytes
+    matter.
     """
-    for stop in stop_strings:
-        text = decode(tokens[-len(stop.encode()) - MARGIN :])
-        if stop not in text:
-            continue
-        before = decode(tokens[-len(stop.encode()) - MARGIN : -1])
-        if text.count(stop) > before.count(stop):
-            return True
-    return False
+    last = tokens[-max(len(stop.encode()) for stop in stop_strings) - MARGIN :]
+    text = decode(last)
+    found = [stop for stop in stop_strings if stop in text]
+    if not found:
+        return False
+    before = decode(last[:-1])
+    return any(text.count(stop) > before.count(stop) for stop in found)

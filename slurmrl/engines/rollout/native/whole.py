@@ -14,6 +14,7 @@ from slurmrl.engines.rollout.base import GenerationRequest
 from slurmrl.engines.rollout.native.batch import ContinuousBatch
 from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.engines.rollout.native.sequence import Sequence
+from slurmrl.engines.rollout.native.stops import Decode
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import (
     CHECK_TOKENS,
@@ -36,17 +37,21 @@ def generate_by_requests(
     keys: Tensor,
     limits: Limits,
     compare: Compare | None = None,
+    decode: Decode | None = None,
 ) -> GenerationOutput:
-    """The same as `models.generate.generate`, by requests that one decoder serves together.
+    """The same as `models.generate.generate`, by requests that one decoder serves together. With
+    ``decode`` also for stop strings.
 
     Nothing is kept between two calls, so a call with the same arguments, weights and limits gives
     the same bits.
     """
     lengths: list[int] = cu_seqlens.diff().tolist()
-    each = completions_of_each(lengths, keys, options)
+    each = completions_of_each(lengths, keys)
     if lengths:
         decoder.config.check_length(max(lengths) + options.max_new_tokens)
-    batch = ContinuousBatch(decoder, limits, context=None, support=False, turns=False)
+    batch = ContinuousBatch(
+        decoder, limits, context=None, decode=decode, support=False, turns=False
+    )
     tokens, streams = input_ids.tolist(), keys.tolist()
     sequences: list[Sequence] = []
     for prompt, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
