@@ -43,10 +43,11 @@ OF_TRAINING: Final = ("path", "architecture", "optimizer", "lora", "ema", "cpu_o
 """Settings of `actor` that only training has, and those that the checkpoint replaces."""
 OF_ROLLOUTS: Final = ("tasks", "publish", "slurm")
 OF_ENGINES: Final = (
-    *("backend", "gpus", "python", "server_args", "offload"),
-    *("tensor_parallel_size", "pipeline_parallel_size"),
+    *("backend", "gpus", "offload", "tensor_parallel_size", "pipeline_parallel_size"),
+    *("servers", "server_weights", "server_keys"),
+    *("python", "server_args", "server_start_s", "server_silence_s"),
 )
-"""What of `rollout` is about rollout tasks where there are some: the actor's engine generates."""
+"""What of `rollout` is about an engine for generation alone, see `_actor_generates`."""
 OF_LAYOUT: Final = ("model", "gpus")
 OF_HOSTS: Final = ("hosts", "workers_per_host")
 """What of `actor` and `cluster` is about the layout of the trainers."""
@@ -207,8 +208,19 @@ def _from_training(derived: _Derived) -> None:
         derived.take((key,), (key,))
     derived.take(("actor",), ("actor",), OF_TRAINING)
     derived.take(("algorithm", "batch_size"), ("algorithm", "batch_size"))
-    engine = OF_ENGINES if derived.written("rollout", "tasks") is not None else ()
+    engine = OF_ENGINES if _actor_generates(derived) else ()
     derived.take(("rollout",), ("rollout",), (*OF_ROLLOUTS, *OF_TRAINING_SAMPLES, *engine))
+
+
+def _actor_generates(derived: _Derived) -> bool:
+    """Whether the actor's engine generates, whatever does so in training: rollout tasks, another
+    layout than that of the evaluation, or running servers, whose weights are the trainers'."""
+    tasks = derived.written("evaluation", "tasks")
+    return bool(
+        derived.written("rollout", "tasks") is not None
+        or derived.written("evaluation", "tasks", "backend")
+        or (tasks is not None and derived.written("rollout", "servers"))
+    )
 
 
 def _for_tasks(derived: _Derived) -> None:

@@ -83,7 +83,8 @@ class EvaluationTasks(Section):
     (docs/howto/checkpoint-evaluations.md)."""
 
     backend: Line = ""
-    """Layout of the model there, for example `fsdp:d1`. Default: that of the actor."""
+    """Layout of the model there, for example `fsdp:d1`, in which its engine also generates.
+    Default: that of the actor, and `rollout.backend` generates as in training."""
     slurm: SlurmOfTasks = SlurmOfTasks()
 
 

@@ -56,8 +56,8 @@ def _measured(algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def _backend(draft: Draft, text: str) -> Iterator[Problem]:
-    """The layout there, which is also that of generation."""
-    own = draft.allocations().get("actor")
+    """The layout there, which is also that of generation unless this has an engine of its own."""
+    own, rollout = draft.allocations().get("actor"), draft.config.rollout
     if not text and own is None:
         return  # that of the actor is reported at the actor
     where = (*TASKS, "backend")
@@ -73,8 +73,9 @@ def _backend(draft: Draft, text: str) -> Iterator[Problem]:
     except AllocationError as error:
         yield draft.problem(where, str(error))
         return
+    others = rollout.backend and not (text or rollout.tasks or rollout.servers)
     generates = any(call.method is Method.GENERATE for call in _calls(draft))
-    if generates and not rules.generates:
+    if generates and not others and not rules.generates:
         able = ", ".join(
             name for name, other in ENGINES.items() if other.generates and BACKENDS[name].trains
         )

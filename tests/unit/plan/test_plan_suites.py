@@ -164,6 +164,21 @@ def test_trials_that_could_not_be_submitted_are_refused_before_training(
     assert message in problem.message
 
 
+@pytest.mark.parametrize(("backend", "refused"), [("", True), ("native:d2", False)])
+def test_an_actor_that_cannot_generate_needs_an_engine_that_can(
+    load_ppo: Load, backend: str, *, refused: bool
+) -> None:
+    """There as in training; that engine is one there, too."""
+    evaluation = {**HELD_OUT, "every_steps": None, "tasks": {}}
+    with pytest.raises(ConfigError) as caught:
+        load_ppo(
+            *("actor.backend=megatron:d2", f"rollout.backend={backend}", "rollout.top_k=3"),
+            text=text(evaluation),
+        )
+    keys = {problem.key for problem in caught.value.problems}
+    assert ("evaluation.tasks.backend" in keys) == refused
+
+
 def test_a_dataset_that_evaluate_cannot_measure_is_refused(load_ppo: Load) -> None:
     pairs = {"dataset": {"type": "preference", "path": "held_out.jsonl"}}
     dpo = text({**pairs, "every_steps": None, "tasks": {}}).replace("name: ppo", "name: dpo")

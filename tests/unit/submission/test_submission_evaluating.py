@@ -192,6 +192,25 @@ def test_evaluations_in_tasks_have_their_own_layout_and_jobs(trained: Trained) -
     assert (config.rollout.backend, config.rollout.max_new_tokens) == ("", 6)
 
 
+@pytest.mark.parametrize(
+    ("rollout", "tasks", "backend"),
+    [
+        ({"backend": "sglang:d2", "python": "/bin/sh", "server_start_s": 9, "tasks": {}}, None, ""),
+        ({"backend": "native:d2", "gpus": "2-3"}, {"backend": "fsdp:d1"}, ""),
+        ({"backend": "sglang", "servers": ["http://node:1"], "server_silence_s": 9}, {}, ""),
+        ({"backend": "native:d2", "gpus": "2-3"}, {}, "native:d2"),
+        ({"backend": "sglang", "servers": ["http://node:1"]}, None, "sglang:d1"),
+    ],
+)
+def test_the_actor_generates_where_the_engine_of_training_does_not_fit(
+    trained: Trained, rollout: dict[str, Any], tasks: dict[str, Any] | None, backend: str
+) -> None:
+    """Rollout tasks, another layout, and running servers whose weights are the trainers'."""
+    evaluation = {"dataset": PROMPTS, "tasks": tasks}
+    trained.write({**GRPO, "evaluation": evaluation, "rollout": rollout})
+    assert trained.evaluation("sft/1").config.rollout.backend == backend
+
+
 def test_suites_that_are_not_there_are_refused(trained: Trained) -> None:
     trained.write({**GRPO, "evaluation": SUITES})
     assert choose_suites(trained.file, ["hard", "hard"]) == ["hard"]
