@@ -7,6 +7,7 @@ where they leave it (`monitor.evaluated`).
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -15,7 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import slurmrl
 from slurmrl import log
+from slurmrl.config import profiles
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import WHOLE, Config
 from slurmrl.errors import SlurmrlError
@@ -28,6 +31,8 @@ from slurmrl.workers.supervisor.tasks_inside import signals_held_back, unblock
 
 logger = log.get(__name__)
 
+SNAPSHOT: Final = Path(slurmrl.__file__).parents[1]
+"""The folder of the code that this process runs."""
 LOOK_S: Final = 5.0
 """Seconds between two looks for a new commit."""
 TIMEOUT_S: Final = 120.0
@@ -90,17 +95,21 @@ class CheckpointEvaluations:
 
     def _commands(self, config: Config, commit: Commit) -> Iterator[tuple[str, list[str]]]:
         """The command that submits the evaluation of each suite, on as many rows as an evaluation
-        during training has, rounded up to whole batches."""
+        during training has, rounded up to whole batches, and with the code that the trial runs,
+        wherever that came from."""
         trial = f"{self._paths.experiment}/{self._paths.trial}@{commit.step}"
         root = str(self._paths.run.parents[2])
-        whole = [sys.executable, "-m", "slurmrl", "eval", str(self._paths.config)]
+        whole = [sys.executable, "-P", "-m", "slurmrl", "eval", str(self._paths.config)]
         whole += ["--checkpoint", trial, "--root", root, "--scheduler", self._kind]
+        whole += ["--profile", profiles.NONE]  # the configuration has what it set
+        copies = [str(SNAPSHOT / Path(path).name) for path in config.code]
+        own_code = [f"code={json.dumps(copies)}"] if copies else []
         for suite, own in config.evaluations.items():
             chosen = [] if suite == WHOLE else ["--suite", suite]
             samples = own.evaluation.samples if own.evaluation is not None else None
             steps = [] if samples is None else [-(-samples // config.algorithm["batch_size"])]
             limit = [f"total_steps={number}" for number in steps]
-            yield suite, [*whole, *chosen, "--detach", "--no-check", *limit]
+            yield suite, [*whole, *chosen, "--detach", "--no-check", *limit, *own_code]
 
     def _submit(self, commit: Commit, suite: str, command: list[str]) -> None:
         """Submit an evaluation, unless a link of this trial has done so. A failed submission is

@@ -60,7 +60,7 @@ def test_each_suite_of_each_checkpoint_is_submitted_once_whichever_link_does_so(
     site.link()
     site.run.commit(4)
     site.link()
-    shown = [command[3:] for command in site.commands]
+    shown = [command[4:] for command in site.commands]
     assert [command[:4] for command in shown] == [
         ["eval", str(site.run.paths.config), "--checkpoint", f"add/1@{step}"]
         for step in (2, 2, 4, 4)
@@ -69,6 +69,23 @@ def test_each_suite_of_each_checkpoint_is_submitted_once_whichever_link_does_so(
     assert shown[1][-5:] == ["--suite", "b", "--detach", "--no-check", "total_steps=3"]
     assert site.said[0] == ("evaluation", {"step": 2, "suite": "a"})
     assert len(site.said) == 4
+
+
+def test_evaluations_run_the_code_of_the_trial_and_need_no_site_profile(
+    site: Site, make_settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's files may have changed since, and their profiles may be several."""
+    dataset = make_settings().config.evaluation.dataset.model_dump(mode="json")
+    config = make_settings(evaluation={"dataset": dataset, "tasks": {}}).config
+    config = config.model_copy(update={"code": ("/home/me/rewards.py", "/home/me/own")})
+    site.run.paths.config.write_text(dump(config))
+    monkeypatch.setattr(checkpoint_evaluations, "SNAPSHOT", Path("/run/code"))
+    site.run.commit(2)
+    site.link()
+    [command] = site.commands
+    assert command[1:4] == ["-P", "-m", "slurmrl"]
+    assert command[command.index("--profile") + 1] == "none"
+    assert command[-1] == 'code=["/run/code/rewards.py", "/run/code/own"]'
 
 
 def test_a_submission_that_fails_is_tried_again_and_told(site: Site) -> None:
