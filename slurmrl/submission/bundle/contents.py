@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from slurmrl.config.load import paths_in
 from slurmrl.config.schema.model import TRIAL_PREFIX
-from slurmrl.config.source import KeyPath, dotted
+from slurmrl.config.source import KeyPath, Source, dotted
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.plan.settings import Settings
 from slurmrl.submission import copying
@@ -40,8 +40,8 @@ class Contents:
 
 def collect(settings: Settings, code: OwnCode) -> Contents:
     """Find what a configuration names. Raises ConfigError for what a bundle cannot hold."""
-    values = copy.deepcopy(settings.source.values)
     config, source = settings.config, settings.source
+    values = _without_profile(source)
     files, notes, problems = _Files(), [*code.notes], []
     for path in code.paths:
         files.add(path.name, path)
@@ -61,7 +61,10 @@ def collect(settings: Settings, code: OwnCode) -> Contents:
             _at(values, key[:-1])[key[-1]] = name
     if problems:
         raise ConfigError(tuple(problems))
-    _forget_subsets(values)
+    for key in config.datasets():
+        _forget_subsets(_at(values, key))
+    if source.of_profile():
+        notes.append(f"{source.profile} is not in the bundle: the cluster's own profile applies")
     if values.pop("root", None) is not None:
         notes.append("root is not in the bundle: give --root or SLURMRL_ROOT on the cluster")
     return Contents(_text(values), dict(sorted(files.found.items())), tuple(notes))
@@ -110,13 +113,23 @@ def _at(values: Any, key: KeyPath) -> Any:
     return values
 
 
-def _forget_subsets(values: dict[str, Any]) -> None:
+def _without_profile(source: Source) -> dict[str, Any]:
+    """The values without those of the site profile, which are about this machine's cluster."""
+    values = copy.deepcopy(source.values)
+    for key in source.of_profile():
+        del _at(values, key[:-1])[key[-1]]
+        for section in (key[:length] for length in range(len(key) - 1, 0, -1)):
+            if not _at(values, section) and source.is_of_profile(section):
+                del _at(values, section[:-1])[section[-1]]
+    return values
+
+
+def _forget_subsets(dataset: Any) -> None:
     """What was fetched of the hub is the subset alone, and local files have none."""
-    for section in (_at(values, ("dataset",)), _at(values, ("evaluation", "dataset"))):
-        if isinstance(section, dict):
-            section.pop("subset", None)
-            for part in (section.get("sources") or {}).values():
-                part.pop("subset", None)
+    if isinstance(dataset, dict):
+        dataset.pop("subset", None)
+        for part in (dataset.get("sources") or {}).values():
+            part.pop("subset", None)
 
 
 def _text(values: dict[str, Any]) -> bytes:

@@ -20,11 +20,14 @@ from slurmrl.config.load import load, load_resolved, parse
 from slurmrl.errors import ConfigError, EnvironmentFailure, UsageError
 from slurmrl.fsio import space
 from slurmrl.paths import RunPaths, user_name
+from slurmrl.plan.settings import load_settings
 from slurmrl.submission.bundle import unpack as unpacking
 from slurmrl.submission.bundle import wheels
+from slurmrl.submission.bundle.contents import collect
 from slurmrl.submission.bundle.make import make_bundle
 from slurmrl.submission.bundle.manifest import is_safe
 from slurmrl.submission.bundle.unpack import BUNDLES, is_bundle, unpack
+from slurmrl.submission.own_code import OwnCode
 from tests.fake_runs import FakeScheduler, write_config
 
 WHOLE = "bundle.tar"
@@ -92,6 +95,45 @@ def test_a_trial_of_this_machine_is_refused(tmp_path: Path) -> None:
             packages=None,
         )
     assert not (tmp_path / WHOLE).exists()
+
+
+def test_a_site_profile_stays_on_its_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the configuration sets itself goes along, and the cluster's own profile gives the
+    rest."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("SLURMRL_PROFILE", raising=False)
+    profile = tmp_path / "config/slurmrl/default.yaml"
+    profile.parent.mkdir(parents=True)
+    slurm = "slurm: {partition: here, account: us}"
+    profile.write_text(
+        f"root: /here\ncluster: {{interface: eth0, variables_file: secrets, {slurm}}}\n"
+    )
+    profile.chmod(0o600)
+    config = write_config(tmp_path)
+    with config.open("a") as file:
+        file.write("cluster: {slurm: {account: them}}\n")
+    file = tmp_path / WHOLE
+    made = make_bundle(config, [], root=None, output=file, packages=None)
+    assert made.notes == (f"{profile} is not in the bundle: the cluster's own profile applies",)
+    values = load(unpack(file, tmp_path / "runs")).values
+    assert values["cluster"] == {"slurm": {"account": "them"}}
+    assert "root" not in values
+    config = write_config(tmp_path)
+    make_bundle(config, [], root=None, output=file, packages=None)
+    assert "cluster" not in load(unpack(file, tmp_path / "runs")).values
+
+
+def test_files_of_a_subset_have_none(tmp_path: Path) -> None:
+    """Also those of the suites of an evaluation: what was fetched is the subset alone."""
+    config = write_config(tmp_path)
+    dataset = "{dataset: {type: prompt_answer, path: data.jsonl}}"
+    with config.open("a") as file:
+        file.write(f"evaluation: {{every_steps: 1, suites: {{a: {dataset}, b: {dataset}}}}}\n")
+    settings = load_settings(config)
+    suites = settings.source.values["evaluation"]["suites"]
+    for section in (settings.source.values, *suites.values()):
+        section["dataset"]["subset"] = "main"
+    assert b"subset" not in collect(settings, OwnCode()).config
 
 
 @pytest.mark.parametrize("kept", [300, 511, 2048, 6000])
