@@ -30,8 +30,9 @@ def submit(
     """Submit a configuration as ``slurmrl submit --detach`` does, and return its trial.
 
     ``overrides`` are ``dotted.key=value``. ``root`` is the folder of all runs, ``scheduler`` is
-    ``auto``, ``local`` or ``slurm``; by default both are the configuration's. ``new`` takes the
-    next free name. ``check=False`` leaves out the checks of data, weights, tokenizer and reward.
+    ``auto``, ``local`` or ``slurm``; by default both are those of the configuration or of the site
+    profile, which SLURMRL_PROFILE chooses as for commands. ``new`` takes the next free name.
+    ``check=False`` leaves out the checks of data, weights, tokenizer and reward.
 
     Raises ConfigError with every problem, UsageError for a trial that lives, EnvironmentFailure.
     """

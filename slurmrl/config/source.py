@@ -30,6 +30,7 @@ MOST_DEPTH = 32
 MOST_DIGITS = 300
 """Limit for a number; more digits do not fit into a float."""
 LARGEST = 10**MOST_DIGITS
+ARCHIVE = ".tar"
 
 
 def dotted(path: KeyPath) -> str:
@@ -107,6 +108,9 @@ def read(path: Path) -> Source:
 
 
 def _text(path: Path) -> str:
+    if path.suffix == ARCHIVE and path.is_file():
+        message = "is an archive: bundles are for slurmrl submit, also with --dry-run"
+        raise ConfigError((Problem(str(path), "", message),))
     try:
         with opened(path, os.O_RDONLY, REAL) as descriptor:
             data = read_all(descriptor, REAL, MOST_BYTES)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurmrl.errors import UsageError, WaitTimeoutError
+from slurmrl.monitor import evaluated
 from slurmrl.monitor.collect import collect
-from slurmrl.monitor.metrics import read
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import make
 from slurmrl.submission import live, snapshot, trials
+from slurmrl.submission.bundle.unpack import is_bundle, unpack
 from slurmrl.submission.checks.run import refuse
 from slurmrl.submission.proposal import Proposal, propose, propose_resume
 from slurmrl.submission.submit import submit as start
@@ -46,8 +47,9 @@ class Trial:
         return collect([self._paths], make, detailed=True)[0]
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of each step so far."""
-        return read(self._paths.metrics)
+        """The metrics of each step so far, with those of evaluations of its checkpoint in trials
+        of their own."""
+        return evaluated.lines_of(self._paths)
 
     def wait(
         self,
@@ -97,6 +99,8 @@ def submit(
     check: bool,
 ) -> Trial:
     """See `slurmrl.submit`."""
+    if is_bundle(config):
+        config = unpack(config, trials.root_folder(root))
     proposal = propose(config, overrides, root=root, scheduler=scheduler, new=new)
     _start(proposal, check=check)
     return Trial(proposal.paths)

@@ -80,6 +80,15 @@ def test_what_is_not_a_mapping_is_refused_with_its_line(
     assert message in problem.message
 
 
+def test_a_bundle_is_for_submit(tmp_path: Path) -> None:
+    file = tmp_path / "a.tar"
+    with pytest.raises(UnreadableInputError, match="No such file"):
+        read(file)
+    file.write_bytes(bytes(1024))
+    with pytest.raises(ConfigError, match="bundles are for slurmrl submit"):
+        read(file)
+
+
 @pytest.mark.parametrize(
     "text", ["a: !!python/name:os.system x", "a: !!binary aGk=", "a: !mine 3", "? [x]\n: 1"]
 )

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 import slurmrl
+from slurmrl.config.load import load_resolved
 from slurmrl.errors import ConfigError, UnknownNameError, UsageError, WaitTimeoutError
 from slurmrl.history.record import Kind
+from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import JobState
 from slurmrl.submission import handle, live, proposal, snapshot, submit
+from slurmrl.submission.bundle.make import make_bundle
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 
 
@@ -47,6 +50,14 @@ def test_a_trial_is_submitted_watched_and_resumed(tmp_path: Path, scheduler: Fak
     assert trial.status()["submission"] == 2
     trial.cancel()
     assert trial.wait()["state"] == "CANCELLED"
+
+
+def test_a_bundle_is_a_configuration_too(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    file, root = tmp_path / "add.tar", tmp_path / "runs"
+    make_bundle(write_config(tmp_path), [], root=None, output=file, packages=None)
+    trial = slurmrl.submit(file, "trial=7", root=str(root), scheduler="local", check=False)
+    path = Path(load_resolved(RunPaths(trial.folder).config).dataset.path)
+    assert path.is_relative_to(root)
 
 
 def test_what_is_wrong_is_raised_before_anything_is_written(
