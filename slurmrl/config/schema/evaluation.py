@@ -89,7 +89,8 @@ class EvaluationTasks(Section):
 
 
 class Evaluation(Section):
-    """Evaluation on held-out prompts, with the run's reward and a separate random stream."""
+    """Evaluation on held-out prompts, with the run's reward or those of `suites`, and a separate
+    random stream."""
 
     tasks: EvaluationTasks | None = None
     """Evaluate each checkpoint in a trial of its own, `{}` or with settings, instead of on the
