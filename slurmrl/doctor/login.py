@@ -55,8 +55,7 @@ def site_profile() -> tuple[Cluster, list[Check]]:
 
 def trial(settings: Settings, plan: Plan, timeout_s: float) -> list[Check]:
     """What ``submit`` looks at before it queues the trial of a configuration."""
-    folders = [settings.source.path.parent.absolute(), Path.cwd()]
-    code = own_code.find(settings.config, settings.source, folders)
+    code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
     findings = check(settings, plan, Code(paths=code.paths), timeout_s=timeout_s)
     checks = [_check_of(finding) for finding in findings]
     fine = ok("trial", "data, weights, tokenizer, reward and disk space are ready for the run")

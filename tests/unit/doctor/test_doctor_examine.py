@@ -14,11 +14,13 @@ from slurmrl.doctor import login
 from slurmrl.doctor.check import Check, State
 from slurmrl.doctor.examine import Examination, examine
 from slurmrl.errors import SchedulerError
+from slurmrl.plan.build import make_plan
 from slurmrl.scheduler.base import JobState, SubmissionRequest
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
 from slurmrl.submission import live
-from tests.fake_runs import FakeScheduler, task, write_config
+from slurmrl.submission.checks.run import Code
+from tests.fake_runs import ADDITION, FakeScheduler, task, write_config
 
 
 def look(root: Path, said: list[str] | None = None, **more: Any) -> dict[str, Check]:
@@ -88,6 +90,23 @@ def test_problems_of_a_configuration_are_checks(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").unlink()
     missing = look(tmp_path / "r", config=path)["configuration"]
     assert (missing.state, "no such file" in missing.measured) == (State.FAILED, True)
+
+
+def test_an_algorithm_of_ones_own_is_among_the_code_of_the_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in those of a submission: its files may lie elsewhere than the configuration."""
+    own = ADDITION.parent / "custom/simpo.py"
+    settings, _ = login.configuration(
+        write_config(tmp_path),
+        (f"algorithm={{name: '{own}:SimPO', batch_size: 8}}", "dataset.type=preference"),
+        tmp_path,
+    )
+    assert settings is not None
+    asked: list[Code] = []
+    monkeypatch.setattr(login, "check", lambda *given, **_: asked.append(given[2]) or [])
+    login.trial(settings, make_plan(settings, scheduler="local"), 1.0)
+    assert own in asked[0].paths
 
 
 def test_no_job_looks_around_for_a_configuration_that_is_wrong(tmp_path: Path) -> None:
