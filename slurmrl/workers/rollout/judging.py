@@ -124,13 +124,16 @@ class Judging:
 
 
 def judging_of(call: CallContext, rows: TaskRows, submission: int) -> Judging | None:
-    """None if there is no reward function, or if one needs the trainers' reward model.
+    """None if there is no reward function, if one needs the trainers' reward model, or if only
+    evaluations are judged.
 
     :param call: of any step.
     :param submission: of the trial.
     """
     config = call.settings.config
     if config.reward is None or config.reward.uses_model:
+        return None
+    if not any("rewards" in each.outputs for each in call.settings.algorithm.calls(config)):
         return None
     timeout_s = config.step_timeout_s
     return Judging(config.reward, rows, call, submission=submission, timeout_s=timeout_s)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult
+from slurmrl.algorithms.distill.schema import Distill
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.reward.interface import RuleRewardInterface
 from slurmrl.algorithms.rollout.stored import as_sample
@@ -145,6 +146,14 @@ def group_of(item: int, tokens: Sequence[Sequence[int]] = GROUPS[1]) -> SampleGr
 
 def asked(item: int) -> RequestedItem:
     return RequestedItem(item=item, epoch=0, index=item)
+
+
+def test_a_task_judges_nothing_for_evaluations_alone() -> None:
+    """Distillation learns from a teacher; its reward is that of evaluations."""
+    call = call_with({"name": "exact_match"})
+    settings = replace(call.settings, algorithm=Distill(batch_size=2))
+    assert judging_of(call, cast(TaskRows, Rows()), 2) is not None
+    assert judging_of(replace(call, settings=settings), cast(TaskRows, Rows()), 2) is None
 
 
 def all_judged(made: Judging, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
