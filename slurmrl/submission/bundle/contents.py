@@ -20,12 +20,8 @@ from slurmrl.submission import copying
 from slurmrl.submission.bundle.manifest import CONFIG, INPUTS, MANIFEST, WHEELS, is_safe
 from slurmrl.submission.own_code import OwnCode
 
-LEFT_ALONE = (
-    ("cluster", "variables_file"),
-    ("rollout", "server_keys"),
-    ("rollout", "server_weights"),
-)
-"""Secrets, and a folder that servers of the cluster read."""
+LEFT_ALONE = (("cluster", "variables_file"),)
+"""Secrets."""
 HEADER = "# Made by slurmrl bundle. Relative paths are files of the bundle.\n"
 
 
@@ -38,11 +34,15 @@ class Contents:
     """What the cluster must have itself."""
 
 
-def collect(settings: Settings, code: OwnCode) -> Contents:
-    """Find what a configuration names. Raises ConfigError for what a bundle cannot hold."""
+def collect(
+    settings: Settings, code: OwnCode, elsewhere: Mapping[KeyPath, str] | None = None
+) -> Contents:
+    """Find what a configuration names. ``elsewhere`` are settings that name what only the cluster
+    has. Raises ConfigError for what a bundle cannot hold."""
     config, source = settings.config, settings.source
     values = _without_profile(source)
     files, notes, problems = _Files(), [*code.notes], []
+    left = dict(elsewhere or {})
     for path in code.paths:
         files.add(path.name, path)
     if config.code:
@@ -54,13 +54,15 @@ def collect(settings: Settings, code: OwnCode) -> Contents:
         if written.startswith(TRIAL_PREFIX):
             problems.append(source.problem(key, _of_trial(written)))
         elif key in LEFT_ALONE:
-            notes.append(f"{dotted(key)}: {text} is not in the bundle; the cluster must have it")
-            _at(values, key[:-1])[key[-1]] = text
+            left[key] = text
         else:
             name = files.add(f"{INPUTS}/{dotted(key)}/{Path(text).name}", Path(text))
             _at(values, key[:-1])[key[-1]] = name
     if problems:
         raise ConfigError(tuple(problems))
+    for key, text in left.items():
+        notes.append(f"{dotted(key)}: {text} is not in the bundle; the cluster must have it")
+        _at(values, key[:-1])[key[-1]] = text
     for key in config.datasets():
         _forget_subsets(_at(values, key))
     if source.of_profile():

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
+from slurmrl.config.load import load
+from slurmrl.config.source import KeyPath, Source, dotted
 from slurmrl.errors import UsageError
 from slurmrl.plan.settings import load_settings
 from slurmrl.submission import own_code, trials
 from slurmrl.submission.bundle import wheels
 from slurmrl.submission.bundle.contents import collect
 from slurmrl.submission.bundle.pack import pack
+
+OF_CLUSTER: Final[Mapping[KeyPath, str]] = {
+    ("rollout", "python"): sys.executable,
+    ("rollout", "server_keys"): "",
+    ("rollout", "server_weights"): "",
+}
+"""What servers of the cluster are started with and read, which need not be here; and the values
+that the configuration is checked with instead."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +45,11 @@ def make_bundle(
 ) -> Made:
     """Check a configuration as `submit` does, and write the bundle. ``packages``: the Python and
     the build of torch to add wheels for. Raises ConfigError, UsageError, EnvironmentFailure."""
-    settings = load_settings(config, overrides, root=trials.chosen_root(root))
+    elsewhere = _elsewhere(load(config, overrides))
+    stand_ins = [f"{dotted(key)}={OF_CLUSTER[key]}" for key in elsewhere]
+    settings = load_settings(config, [*overrides, *stand_ins], root=trials.chosen_root(root))
     code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
-    contents = collect(settings, code)
+    contents = collect(settings, code, elsewhere)
     file = output or Path(f"{settings.config.experiment}-{settings.config.trial}.tar")
     if not file.absolute().parent.is_dir():
         raise UsageError(f"--output {file}: there is no folder {file.parent}")
@@ -45,3 +60,13 @@ def make_bundle(
             found = wheels.gather(Path(made) / "wheels", python=python, torch=torch)
         manifest = pack(contents, found, file.absolute())
     return Made(file, len(manifest.files), contents.notes)
+
+
+def _elsewhere(source: Source) -> dict[KeyPath, str]:
+    """The settings of `OF_CLUSTER` that a configuration has, with absolute paths."""
+    found = {}
+    for key in OF_CLUSTER:
+        text = source.at(key) if source.writes(*key) else None
+        if isinstance(text, str):
+            found[key] = os.path.abspath(source.folder(key) / Path(text).expanduser())
+    return found

@@ -123,6 +123,27 @@ def test_a_site_profile_stays_on_its_site(tmp_path: Path, monkeypatch: pytest.Mo
     assert "cluster" not in load(unpack(file, tmp_path / "runs")).values
 
 
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"backend": "sglang:d1", "gpus": "0", "python": "/cluster/bin/python"},
+        {"backend": "vllm", "servers": ["http://n:1"], "server_keys": "/cluster/keys"},
+        {"backend": "sglang", "servers": ["http://n:1"], "server_weights": "/cluster/weights"},
+    ],
+)
+def test_what_servers_of_the_cluster_need_is_not_looked_for_here(
+    tmp_path: Path, rollout: dict[str, Any]
+) -> None:
+    config = write_config(tmp_path)
+    changes = [f"rollout={json.dumps({**rollout, 'n': 4})}", "algorithm.name=grpo"]
+    changes += ["reward={name: exact_match}", "dataset.type=prompt"]
+    made = make_bundle(config, changes, root=None, output=tmp_path / WHOLE, packages=None)
+    key, text = list(rollout.items())[-1]
+    assert made.notes == (f"rollout.{key}: {text} is not in the bundle; the cluster must have it",)
+    values = load(unpack(made.file, tmp_path / "runs")).values
+    assert values["rollout"] == {**rollout, "n": 4}
+
+
 def test_files_of_a_subset_have_none(tmp_path: Path) -> None:
     """Also those of the suites of an evaluation: what was fetched is the subset alone."""
     config = write_config(tmp_path)
