@@ -73,6 +73,10 @@ def _backend(draft: Draft, text: str) -> Iterator[Problem]:
     except AllocationError as error:
         yield draft.problem(where, str(error))
         return
+    size, batch = allocation.sizes["dp"], draft.algorithm.batch_size
+    if text and batch % size:
+        message = f"'{text}' is not allowed: algorithm.batch_size {batch} must be a multiple of its"
+        yield draft.problem(where, f"{message} data-parallel size {size}")
     others = rollout.backend and not (text or rollout.tasks or rollout.servers)
     generates = any(call.method is Method.GENERATE for call in _calls(draft))
     if generates and not others and not rules.generates:
