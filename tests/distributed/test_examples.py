@@ -154,14 +154,17 @@ def test_an_example_runs_to_its_end(config: str, short_forms: ShortForms) -> Non
     assert evaluated == ([0, 2] if "evaluation" in values else [])
     folder = short_forms.site.paths(ended["trial"]).evaluations
     files = sorted(folder.iterdir()) if folder.exists() else []
-    assert [path.name for path in files] == [f"step-{step:08d}.json" for step in evaluated]
+    suites = [f"{suite}." for suite in values.get("evaluation", {}).get("suites") or {}] or [""]
+    expected = [f"step-{step:08d}.{suite}json" for step in evaluated for suite in sorted(suites)]
+    assert [path.name for path in files] == expected
     for path in files:
         scores = json.loads(path.read_text())
         assert len(scores["scores"]) == scores["items"] > 0
         metrics = next(line for line in lines if line["step"] == scores["step"])
+        prefix = "eval/" + path.name.partition(".")[2].removesuffix("json").replace(".", "/")
         for name, estimate in scores["estimates"].items():
-            assert metrics[f"eval/{name}"] == estimate["value"]
-            assert metrics[f"eval/{name}/low"] == estimate["low"]
+            assert metrics[prefix + name] == estimate["value"]
+            assert metrics[f"{prefix}{name}/low"] == estimate["low"]
 
 
 def test_a_loss_of_ones_own_is_evaluated_like_ours(short_forms: ShortForms) -> None:

@@ -143,6 +143,7 @@ TEXT = '{"prompt": "é", "answer": "e"}\n' * 3
         ("rows.jsonl", TEXT.encode("latin1"), r"jsonl:1: not UTF-8 text \(byte 0xe9: .* iconv -f"),
         ("rows.json", f"[{TEXT}".encode("latin1"), r"json:1: not UTF-8 text after this line \(by"),
     ],
+    ids=["gzip", "gz", "xz", "utf16", "latin1", "latin1-array"],  # gzip writes the time
 )
 def test_what_is_no_text_is_one_problem_that_says_what_to_do(
     tmp_path: Path, name: str, content: bytes, message: str
