@@ -13,7 +13,7 @@ from typing import Final
 
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
-from slurmrl.fsio import atomic, documents, objects, space
+from slurmrl.fsio import atomic, documents, objects, ownership, space
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import write_new_parts
@@ -70,8 +70,12 @@ def unpack(path: Path, root: Path) -> Path:
         try:
             _extract(archive, members, manifest, part, path)
             _publish(part, folder)
+        except (OSError, EnvironmentFailure):
+            if not folder.exists():  # else another process was faster, and has removed our part
+                raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
+        _check_unpacked(folder, manifest)
     for left in bundles.glob(f".part-{digest}-*"):  # of killed ones
         shutil.rmtree(left, ignore_errors=True)
     logger.info("unpacked %s into %s", path, folder)
@@ -188,14 +192,15 @@ def _publish(part: Path, folder: Path) -> None:
     try:
         part.rename(folder)
     except OSError as error:
-        if not folder.exists():  # else another process was faster
-            raise explain(error, "write", folder) from error
+        raise explain(error, "write", folder) from error
     atomic.sync_directory(folder.parent)
 
 
 def _check_unpacked(folder: Path, manifest: BundleManifest) -> None:
-    """Raises UsageError if files of a bundle that was unpacked earlier have been lost or changed
-    their sizes."""
+    """Raises OwnershipError if other users could change what is there, UsageError if files of a
+    bundle that was unpacked earlier have been lost or changed their sizes."""
+    for warning in ownership.check(folder):
+        logger.warning("%s", warning)
     for stated in manifest.unpacked:
         target = folder / stated.name
         if not target.is_file() or target.stat().st_size != stated.bytes:

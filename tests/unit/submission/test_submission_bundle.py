@@ -17,7 +17,7 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.config.load import load, load_resolved, parse
-from slurmrl.errors import ConfigError, EnvironmentFailure, UsageError
+from slurmrl.errors import ConfigError, EnvironmentFailure, OwnershipError, UsageError
 from slurmrl.fsio import space
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.settings import load_settings
@@ -279,6 +279,34 @@ def test_a_kill_leaves_nothing_that_is_used(tmp_path: Path, bundle: Path) -> Non
     assert all(path.name.startswith(".part-") for path in left(tmp_path))
     folder = unpack(bundle, tmp_path / "runs").parent
     assert left(tmp_path) == [folder]
+
+
+@pytest.mark.parametrize("place", [1, 3])
+def test_of_two_at_once_the_slower_one_uses_the_folder_of_the_other(
+    tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """The faster one takes the part of the slower one for that of a killed process."""
+    written, count = unpacking.write_new_parts, iter(range(1, 100))
+
+    def write(*arguments: Any) -> None:
+        if next(count) == place:
+            monkeypatch.setattr(unpacking, "write_new_parts", written)
+            faster.append(unpack(bundle, tmp_path / "runs"))
+        written(*arguments)
+
+    faster: list[Path] = []
+    monkeypatch.setattr(unpacking, "write_new_parts", write)
+    config = unpack(bundle, tmp_path / "runs")
+    assert [config] == faster
+    assert left(tmp_path) == [config.parent]
+
+
+def test_a_folder_that_others_can_change_is_not_used(tmp_path: Path, bundle: Path) -> None:
+    """They could have made it before us, where all users share a root."""
+    folder = unpack(bundle, tmp_path / "runs").parent
+    folder.chmod(0o777)
+    with pytest.raises(OwnershipError, match="has mode 0777"):
+        unpack(bundle, tmp_path / "runs")
 
 
 @pytest.mark.parametrize(
