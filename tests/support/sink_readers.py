@@ -48,12 +48,18 @@ def wandb_points(paths: RunPaths, name: str) -> Points:
     return found
 
 
-def mlflow_run(paths: RunPaths) -> tuple[Any, Any]:
-    """The client, and the only run."""
+def mlflow_runs(paths: RunPaths) -> tuple[Any, list[Any]]:
+    """The client, and all runs."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(str(paths.mlflow))
-    (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    found = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    return client, list(found)
+
+
+def mlflow_run(paths: RunPaths) -> tuple[Any, Any]:
+    """The client, and the only run."""
+    client, (run,) = mlflow_runs(paths)
     return client, run
 
 

@@ -17,7 +17,8 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 class Sink(Protocol):
-    """Opened with the step up to which it certainly holds everything; -1: none."""
+    """Opened with the step up to which it certainly held everything; -1: none. One whose files or
+    run are not there begins with the first step again."""
 
     @property
     def last(self) -> int:

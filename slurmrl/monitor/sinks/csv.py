@@ -21,9 +21,8 @@ class Csv:
 
     def __init__(self, path: Path, after: int) -> None:
         self._path = path
-        self.last = after
         self._columns = list(FIRST_COLUMNS)
-        self._cut(after)
+        self.last = after if self._cut(after) else -1
 
     @property
     def kept(self) -> int:
@@ -53,8 +52,9 @@ class Csv:
         except FileNotFoundError:
             return b""
 
-    def _cut(self, after: int) -> None:
-        """Drop rows after that step, and a torn last one: they come again."""
+    def _cut(self, after: int) -> bool:
+        """Drop rows after that step, and a torn last one: they come again. Return whether there is
+        a file; without one, and with one of something else, all steps do."""
         try:
             with lines.opened(self._path) as file:
                 header = next(file.forward(), b"")
@@ -62,14 +62,15 @@ class Csv:
                 ends = (at + len(raw) + 1 for at, raw in rows if _step(raw) <= after)
                 end, size = next(ends, len(header) + 1), file.size
         except FileNotFoundError:
-            return
+            return False
         columns = next(csv.reader([header.decode()]), [])
         if tuple(columns[: len(FIRST_COLUMNS)]) != FIRST_COLUMNS:
             atomic.remove(self._path)  # no header: nothing was kept
-            return
+            return False
         self._columns = columns
         if end != size:
             atomic.truncate(self._path, end)
+        return True
 
 
 def _row(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,9 +39,10 @@ class MLflow:
 
         self._entities = entities
         self._client = MlflowClient(uri, registry_uri=uri)
-        self._run = self._found(wanted.experiment, paths)
         self.last = after
-        self._seen = self._values_after(after)
+        """-1 for a new run, which has nothing of what another server or experiment has."""
+        self._run = self._found(wanted.experiment, paths)
+        self._seen = self._values_after(self.last)
 
     @property
     def kept(self) -> int:
@@ -74,6 +75,7 @@ class MLflow:
         else:
             name = f"{paths.experiment}/{paths.trial}"
             run = client.create_run(at, tags={TRIAL_TAG: trial}, run_name=name)
+            self.last = -1
         self._log_settings(run, settings(paths))
         return str(run.info.run_id)
 

@@ -20,15 +20,15 @@ class TensorBoard:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self.last = after
         self._event = event_pb2.Event
         self._summary = summary_pb2.Summary
         atomic.make_private_directory(directory)
         earlier = set(directory.iterdir())
+        self.last = after if earlier else -1
         self._writer = EventFileWriter(str(directory))
         self._files = [path for path in directory.iterdir() if path not in earlier]
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._add(after + 1, time.time(), session_log=start)
+        self._add(self.last + 1, time.time(), session_log=start)
 
     @property
     def kept(self) -> int:

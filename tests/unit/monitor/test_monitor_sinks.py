@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,15 @@ from slurmrl.monitor.sinks.wandb import newest_step
 from slurmrl.paths import RunPaths
 from slurmrl.plan.settings import load_settings
 from tests.fake_runs import FakeRun, write_config
-from tests.support.sink_readers import ALL_SINKS, READERS, mlflow_run, wandb_records
+from tests.support.sink_readers import (
+    ALL_SINKS,
+    READERS,
+    csv_points,
+    mlflow_run,
+    mlflow_runs,
+    tensorboard_points,
+    wandb_records,
+)
 from tests.support.trials import REPOSITORY, wait_until
 
 DATABASE = Logging(mlflow=Mlflow(experiment="e", tracking_uri="sqlite:////runs.db"))
@@ -127,6 +136,37 @@ def test_all_sinks_hold_each_committed_step_once_after_kills(
     assert all(one == {"step": 12} for one in kept.values())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_sink_without_what_it_held_gets_all_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files were removed, or the trial was resumed with another experiment."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    paths = FakeRun(tmp_path / "runs").paths
+    settings = load_settings(write_config(tmp_path), [], root=tmp_path / "runs")
+    paths.config.write_text(dump(settings.config))
+
+    def link(first: int, last: int, experiment: str) -> None:
+        logging = Logging(csv=True, tensorboard=True, mlflow=Mlflow(experiment=experiment))
+        recorder = MetricsRecorder(paths, logging, last_step=first - 1)
+        for step in range(first, last + 1):
+            recorder.write({"step": step, "reward": step / 8})
+        recorder.committed(last)
+        wait_until("the steps", lambda: not recorder.behind, 60.0)
+        recorder.close()
+
+    link(1, 2, "first")
+    paths.metrics_csv.unlink()
+    shutil.rmtree(paths.tensorboard)
+    link(3, 4, "second")
+    rewards = [(step, step / 8) for step in range(1, 5)]
+    assert csv_points(paths, "reward") == rewards
+    assert tensorboard_points(paths, "reward") == rewards
+    client, runs = mlflow_runs(paths)
+    held = [client.get_metric_history(run.info.run_id, "reward") for run in runs]
+    assert sorted(map(len, held)) == [2, 4]
+
+
 def test_the_newest_step_in_torn_files_of_wandb(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == -1
     run = tmp_path / "offline-run-1-a"
@@ -154,7 +194,9 @@ def test_csv_columns_grow_and_rows_after_a_commit_are_cut(tmp_path: Path) -> Non
     Csv(path, -1)
     assert path.read_text() == 'step,time,b,"a,""x",c\n'
     path.write_text("st")
-    Csv(path, 5).log([{"step": 6, "d": 1}])
+    sink = Csv(path, 5)
+    assert sink.last == -1, "all steps come again"
+    sink.log([{"step": 6, "d": 1}])
     assert path.read_text() == "step,time,d\n6,,1\n"
 
 
