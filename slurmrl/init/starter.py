@@ -13,6 +13,9 @@ from slurmrl.registry import near
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 REWARD: Final = "reward.txt"
+PLAIN: Final = re.compile(r"[\w.][\w.+-]*(?: [\w.+-]+)*")
+RULE: Final = "its name may have letters, digits, '.', '_', '-', '+' and single spaces"
+"""The configuration names the files beside it without quotes."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ def files(kind: str, output: Path) -> dict[Path, str]:
         raise UsageError(f"'{kind}' is no kind of configuration; {near(kind, list(STARTERS))}")
     if output.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--output {output}: the name of a configuration ends with .yaml")
+    if not PLAIN.fullmatch(output.stem):
+        raise UsageError(f"--output {output}: {RULE}")
     stem = re.sub(r"\W", "_", output.stem, flags=re.ASCII)
     module = f"{stem}_reward" if stem[:1].isalpha() else f"reward_{stem}"
     words = {

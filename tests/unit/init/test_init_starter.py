@@ -79,6 +79,12 @@ def test_unusable_requests(tmp_path: Path) -> None:
         starter.files("grpo", tmp_path / "a.json")
 
 
+@pytest.mark.parametrize("name", ["a #b", "a: b", "- a", "a\nseed: 3", "{a}", "a  b"])
+def test_a_name_that_yaml_would_read_as_another_one_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="its name may have letters"):
+        starter.files("sft", tmp_path / f"{name}.yaml")
+
+
 def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     made = starter.files("grpo", tmp_path / "grpo.yaml")
     mine = tmp_path / "grpo.jsonl"
