@@ -11,12 +11,16 @@ from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.config.schema import evaluation_key
 from slurmrl.errors import AllocationError, Problem
 from slurmrl.graph.call import REWARD_MODEL, Call, Method
+from slurmrl.paths import EVALUATED
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.tasks import wrong_slurm
 from slurmrl.plan.engines import ENGINES, rules_of
 
 TASKS: Final = ("evaluation", "tasks")
+LONGEST_SUITE: Final = 40
+"""Of a name of 64 characters (`submission.evaluating`), beside ``-step-123456789-``."""
+LONGEST_EXPERIMENT: Final = 64 - len(EVALUATED)
 MEASURED: Final = ("prompt", "prompt_answer", "messages")
 """Types of dataset on which `evaluate` measures any model."""
 
@@ -38,12 +42,27 @@ def evaluation_tasks(draft: Draft) -> Iterator[Problem]:
                 "trainers evaluate on it"
             )
             yield draft.problem((*evaluation_key(suite), "dataset", "type"), message)
+    yield from _names(draft)
     used = {call.role for call in _calls(draft)}
     if REWARD_MODEL in used and config.reward_model is None:
         message = "is required: the reward of an evaluation asks this model"
         yield draft.problem((REWARD_MODEL,), message)
     yield from wrong_slurm(draft, settings.slurm, (*TASKS, "slurm"))
     yield from _backend(draft, settings.backend)
+
+
+def _names(draft: Draft) -> Iterator[Problem]:
+    """Those of the trials, from which each step of each suite has to be told."""
+    for suite in draft.config.evaluations:
+        if len(suite) > LONGEST_SUITE:
+            message = f"a suite has at most {LONGEST_SUITE} characters with evaluation.tasks"
+            yield draft.problem(evaluation_key(suite), message)
+    if len(draft.config.experiment) > LONGEST_EXPERIMENT:
+        message = (
+            f"has at most {LONGEST_EXPERIMENT} characters with evaluation.tasks: the experiment "
+            f"of the evaluations has '{EVALUATED}' behind it"
+        )
+        yield draft.problem(("experiment",), message)
 
 
 def _calls(draft: Draft) -> Iterator[Call]:

@@ -180,6 +180,17 @@ def test_an_actor_that_cannot_generate_needs_an_engine_that_can(
     assert ("evaluation.tasks.backend" in keys) == refused
 
 
+def test_names_that_the_trials_of_evaluations_could_not_have_are_refused(load_ppo: Load) -> None:
+    """The step would be cut off, and all checkpoints share a trial."""
+    evaluation = {"every_steps": None, "tasks": {}, "suites": {"s" * 41: HELD_OUT}}
+    with pytest.raises(ConfigError) as caught:
+        load_ppo(f"experiment={'e' * 60}", text=text(evaluation))
+    assert [problem.key for problem in caught.value.problems] == [
+        f"evaluation.suites.{'s' * 41}",
+        "experiment",
+    ]
+
+
 def test_a_dataset_that_evaluate_cannot_measure_is_refused(load_ppo: Load) -> None:
     pairs = {"dataset": {"type": "preference", "path": "held_out.jsonl"}}
     dpo = text({**pairs, "every_steps": None, "tasks": {}}).replace("name: ppo", "name: dpo")
