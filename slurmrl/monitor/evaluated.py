@@ -105,7 +105,7 @@ def _read(paths: RunPaths, trials: Iterable[tuple[int, RunPaths]]) -> list[dict[
             if incarnation is None or lineage.has(step, int(incarnation)):
                 written = trial.summary.stat().st_mtime
                 found.append(_Evaluation(step, written, _metrics(head)))
-        except (FileNotFoundError, CorruptFileError, EnvironmentFailure):
+        except (OSError, CorruptFileError, EnvironmentFailure):
             continue  # it has not finished, or says nothing
     found.sort(key=lambda each: each[:2])  # of two about the same, the later one counts
     return [

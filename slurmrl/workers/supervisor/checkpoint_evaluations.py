@@ -69,6 +69,10 @@ class CheckpointEvaluations:
         self._stop.set()
         if ended:
             self._thread.join(TIMEOUT_S)
+        if ended and self._thread.is_alive():  # no other link will look
+            reason = f"the last submissions took longer than {TIMEOUT_S:g} s"
+            logger.warning("evaluations of the last checkpoint may be missing: %s", reason)
+            self._told("evaluation_failed", {"reason": reason})
 
     def _run(self) -> None:
         wanted = True

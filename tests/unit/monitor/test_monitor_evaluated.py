@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,22 @@ def evaluation(
     scores = [{"id": str(number), "rewards": [1.0]} for number in range(3)]
     own.summary.write_bytes(b"".join(summary_text(head, Summary(found, scores))))
     return own.summary
+
+
+def test_a_summary_that_cannot_be_looked_at_is_left_out(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host's file system does not answer for a while; the status of the trial does."""
+    summary = evaluation(run.paths, "add-1-step-40", "step-00000040.2-checkpoint", loss=2.0)
+    stat = Path.stat
+
+    def failing(path: Path, **options: Any) -> os.stat_result:
+        if path == summary:
+            raise OSError(errno.EIO, "Input/output error")
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", failing)
+    assert evaluated.newest(run.paths) == {}
 
 
 def test_checkpoints_that_were_evaluated_have_lines(run: FakeRun) -> None:

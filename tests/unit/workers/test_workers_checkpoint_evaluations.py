@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,19 @@ def test_a_submission_that_fails_is_tried_again_and_told(site: Site) -> None:
     site.error = ""
     site.link()
     assert [kind for kind, _ in site.said].count("evaluation") == 2
+
+
+def test_submissions_that_the_end_of_the_trial_does_not_wait_for_are_told(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(checkpoint_evaluations, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(checkpoint_evaluations, "_error", lambda _: str(answered.wait(60)))
+    site.run.commit(2)
+    site.link()
+    answered.set()
+    reason = "the last submissions took longer than 0.1 s"
+    assert ("evaluation_failed", {"reason": reason}) in site.said
 
 
 def test_nothing_is_submitted_for_a_trial_that_was_cancelled_or_wants_none(
