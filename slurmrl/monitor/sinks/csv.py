@@ -11,6 +11,7 @@ from typing import Any
 from slurmrl.fsio import atomic, lines
 from slurmrl.monitor.metrics import TIME
 from slurmrl.monitor.sinks.base import Lines, numbers
+from slurmrl.monitor.words import plain
 
 FIRST_COLUMNS = ("step", TIME)
 
@@ -74,8 +75,9 @@ class Csv:
 
 
 def _row(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Integers stay integers."""
-    values = {name: line[name] for name in numbers(line)}
+    """Integers stay integers. A name, which may be of the user's code, stays on one line: the
+    header is read again as a line."""
+    values = {plain(name): line[name] for name in numbers(line)}
     return {"step": line["step"], TIME: line.get(TIME, ""), **values}
 
 

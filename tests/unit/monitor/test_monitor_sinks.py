@@ -200,6 +200,13 @@ def test_csv_columns_grow_and_rows_after_a_commit_are_cut(tmp_path: Path) -> Non
     assert path.read_text() == "step,time,d\n6,,1\n"
 
 
+def test_csv_header_is_one_line_whatever_metrics_are_called(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    Csv(path, -1).log([{"step": 1, "time": 1.5, "a\nb": 1, "c": 2}])
+    Csv(path, 1).log([{"step": 2, "time": 2.5, "a\nb": 3, "c": 4}])
+    assert path.read_text() == "step,time,a b,c\n1,1.5,1,2\n2,2.5,3,4\n"
+
+
 # -- the feeder ------------------------------------------------------------------------------
 
 
