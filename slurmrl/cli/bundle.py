@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from slurmrl.cli.options import common
+from slurmrl.cli.options import common, examples
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -19,7 +19,12 @@ def _torch(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     raise click.BadParameter("cpu, cuda, none, or cu and a version of CUDA, as cu126")
 
 
-@click.command(epilog="Example: slurmrl bundle ppo.yaml --python 3.12 --output ppo.tar")
+@click.command(
+    epilog=examples(
+        "slurmrl bundle ppo.yaml --python 3.12 --output ppo.tar",
+        "slurmrl bundle grpo.yaml --no-wheels trial=2",
+    )
+)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
 @click.option(

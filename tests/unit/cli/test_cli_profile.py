@@ -29,7 +29,8 @@ def test_plan_tells_what_comes_from_the_profile(
     config = str(write_config(tmp_path))
     assert main(["plan", config]) == 0
     shown = capsys.readouterr().out
-    assert f"site profile {site}:\n  root: '{tmp_path}/site'\n  cluster.slurm.partition:" in shown
+    assert f"site profile {site}:\n  root: '/" in shown
+    assert "'\n  cluster.slurm.partition: 'gpu'\n" in shown
     assert main(["plan", config, "cluster.slurm.partition=long", "--root", "x", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["profile"] == {"file": str(site), "settings": {}}
     assert main(["plan", config, "--profile", "none"]) == 0

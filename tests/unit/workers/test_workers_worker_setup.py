@@ -37,6 +37,7 @@ def test_what_is_missing_on_a_host_is_the_hosts_failure(tmp_path: Path, missing:
         actor=actor,
         model=lambda role: actor,
         evaluations={},
+        trainers_evaluate=True,
         data_paths=lambda: [rows, heldout],
     )
     algorithm = SimpleNamespace(
