@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.ops import paged_check, paged_launch
-from slurmrl.ops.native.load import BUILT, operators
+from slurmrl.ops.native.load import for_floats
 from slurmrl.ops.paged_reference import reference
 from slurmrl.ops.rotary import rotate
 
@@ -21,7 +21,7 @@ def reads_in_place(cache: Tensor, heads: int, page: int) -> bool:
     """Whether attention of ``heads`` query heads reads a cache [C, Hkv, D] like this one, in pages
     of ``page`` cells, where it lies; the torch form copies it. On a GPU the first call for these
     sizes compiles and tries the kernels, and the host waits for them."""
-    return _attends(cache, heads, page) or _compiled(cache) is not None
+    return _attends(cache, heads, page) or for_floats(cache) is not None
 
 
 def paged_attention(
@@ -50,7 +50,7 @@ def paged_attention(
         sizes: dict[str, Any] = {"page": page, "longest": longest, "chunk": chunk}
         inputs = (q, keys, values, tables, rows, lengths)
         return paged_launch.attend(*inputs, **sizes, scale=scale, window=window)
-    native = _compiled(q)
+    native = for_floats(q)
     if native is None:
         return reference(q, keys, values, tables, rows, lengths, page, longest, scale, window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -91,7 +91,7 @@ def attend_heads(
     rotated by ``rotation``, as `ops.rotary.rotate` does it. Keys and values are written into the
     cells ``slots`` [T] int64.
     """
-    native = _compiled(heads)
+    native = for_floats(heads)
     count, size = heads.shape[1] - 2 * keys.shape[1], heads.shape[2]
     if native is not None:
         out = heads.new_empty((heads.shape[0], count, size))
@@ -115,10 +115,3 @@ def _attends(cache: Tensor, heads: int, page: int) -> bool:
         return False
     sizes = (heads, *cache.shape[1:], page)
     return paged_check.attends(cache.device, cache.dtype, *sizes)
-
-
-def _compiled(like: Tensor) -> Any | None:
-    """The compiled operators for tensors of this dtype and device; None if there are none."""
-    if like.dtype != torch.float32 or like.device.type != "cpu":
-        return None
-    return operators(like.device, BUILT)

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmrl.ops.native.load import BUILT, operators
-
-CPU = torch.device("cpu")
+from slurmrl.ops.native.load import for_floats
 
 
 def fits(*tensors: Tensor) -> bool:
     """Whether the operators are there for tensors of these dtypes and devices."""
-    return all(_operators(tensor) is not None for tensor in tensors)
+    return all(for_floats(tensor) is not None for tensor in tensors)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
@@ -73,10 +71,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def _operators(like: Tensor) -> Any:
-    """The compiled operators for tensors of this dtype and device; None if there are none."""
-    if like.dtype != torch.float32 or like.device != CPU:
-        return None
-    return operators(like.device, BUILT)
+    """Those of tensors that fit."""
+    return for_floats(like)
 
 
 def _alike(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

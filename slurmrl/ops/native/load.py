@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slurmrl import env, log
 from slurmrl.errors import EnvironmentFailure
@@ -51,6 +52,14 @@ def operators(device: torch.device, elements: int) -> Any | None:
     if device.type == "cpu" and elements < SMALL_ELEMENTS:
         return None
     return _ready_or_warn(device)
+
+
+def for_floats(like: Tensor) -> Any | None:
+    """The operators for tensors of this dtype and device that have only a float32 form for CPUs,
+    whatever their size; None if there are none."""
+    if like.dtype != torch.float32 or like.device.type != "cpu":
+        return None
+    return operators(like.device, BUILT)
 
 
 @cache
