@@ -294,7 +294,8 @@ class Executor:
         engine = self.engines[self._layout(call)] if call.role is not None else None
         method = getattr(interface, call.method.value)
         with engine.base() if call.base and isinstance(engine, TrainEngine) else nullcontext():
-            return checked(method(engine, sample, context), call)
+            result = method(engine, sample, context)
+        return checked(result, call, leads=self._place(call).is_leader)
 
     def close(self) -> None:
         self._saver.wait()

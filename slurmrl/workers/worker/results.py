@@ -10,8 +10,9 @@ from slurmrl.errors import UsageError
 from slurmrl.plan.model import CallPlan
 
 
-def checked(result: Any, call: CallPlan) -> CallResult:
-    """The result of a call.
+def checked(result: Any, call: CallPlan, *, leads: bool) -> CallResult:
+    """The result of a call on a rank that ``leads`` those that work on the same samples, or on
+    another one, which need not return them.
 
     :raises UsageError: it is none, lacks an output of the call, or has a metric that is no pair.
     """
@@ -19,7 +20,7 @@ def checked(result: Any, call: CallPlan) -> CallResult:
     if not isinstance(result, CallResult):
         raise UsageError(f"{made} returned {type(result).__name__}, must return a CallResult")
     keys = () if result.sample is None else result.sample.keys
-    if missing := [key for key in call.outputs if key not in keys]:
+    if leads and (missing := [key for key in call.outputs if key not in keys]):
         raise UsageError(
             f"{made} returned a sample without {', '.join(missing)}, which calls() states as "
             f"outputs; it has {', '.join(keys) or 'no keys'}"

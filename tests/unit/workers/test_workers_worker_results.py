@@ -44,6 +44,12 @@ def test_wrong_results_name_the_interface_and_the_rule(
 ) -> None:
     call = calls("judge", role=None, outputs=("rewards",), interface="fake:Judge")
     with pytest.raises(UsageError, match=re.escape(MADE + message)):
-        checked(returned, call)
+        checked(returned, call, leads=True)
     right = result({"loss": (0.5, 2)})
-    assert checked(right, call) is right
+    assert checked(right, call, leads=True) is right
+
+
+def test_only_the_leader_of_ranks_returns_samples(calls: Callable[..., CallPlan]) -> None:
+    call = calls("judge", role=None, outputs=("rewards",), interface="fake:Judge")
+    nothing = CallResult()
+    assert checked(nothing, call, leads=False) is nothing
