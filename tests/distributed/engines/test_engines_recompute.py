@@ -25,6 +25,12 @@ PRODUCTS = "aten::mm"
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 ACTIVATIONS = "aten::silu"
 NORMS = "aten::rsqrt_"
+COMPILED = {
+    "slurmrl_cpu::gated": ACTIVATIONS,
+    "slurmrl_cpu::gated_gradient": ACTIVATIONS,
+    "slurmrl_cpu::norm": NORMS,
+}
+"""Compiled operators, by the one of torch that they have in them."""
 
 
 class Traced(TorchDispatchMode):
@@ -42,7 +48,7 @@ class Traced(TorchDispatchMode):
         if name == f"{ATTENTION}_backward" and not self.calls[name]:
             alive = [size for storage, size in self._results.values() if storage() is not None]
             self.kept_bytes = sum(alive)
-        self.calls[name] += 1
+        self.calls[COMPILED.get(name, name)] += 1
         out = func(*args, **kwargs or {})
         for value in tree_leaves(out):
             if isinstance(value, torch.Tensor):
@@ -130,6 +136,7 @@ def test_both_engines_keep_the_same(ranks: RankPool) -> None:
 
 def kept_bytes(case: Case | Setup) -> int:
     engine = make(case) if isinstance(case, Case) else make_setup(case)
+    step(engine, 0)  # the first one also tries out kernels
     with Traced() as traced:
-        step(engine, 0)
+        step(engine, 1)
     return traced.kept_bytes
