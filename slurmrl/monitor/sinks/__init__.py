@@ -6,8 +6,10 @@ Each sink's package is imported only if the sink is configured.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 from slurmrl.config.schema import Logging
@@ -42,10 +44,20 @@ def make_feeders(
     Raises MissingDependencyError if a package is not installed.
     """
     check(logging)
+    _import_packages(logging)
     return [
         Feeder(name, make, paths, committed=committed, check=_check_of(paths, incarnation))
         for name, make in _wanted(paths, logging)
     ]
+
+
+def _import_packages(logging: Logging) -> None:
+    """Import what the sinks use before they do so in their threads: two imports at the same time
+    whose modules need each other can both get modules that are not complete. A package that cannot
+    be imported is its sink's failure, which is reported there."""
+    for module in _modules(logging):
+        with suppress(Exception):
+            importlib.import_module(module)
 
 
 def _check_of(paths: RunPaths, incarnation: int | None) -> Callable[[], object]:
@@ -78,3 +90,13 @@ def _packages(logging: Logging) -> Iterator[tuple[str, str, str]]:
         yield "mlflow", "mlflow", "mlflow-skinny"
         if logging.mlflow.is_database:
             yield "mlflow.tracking_uri", "sqlalchemy", "mlflow"
+
+
+def _modules(logging: Logging) -> Iterator[str]:
+    """What the configured sinks import."""
+    if logging.tensorboard:
+        yield "tensorboard.summary.writer.event_file_writer"
+    if logging.wandb is not None:
+        yield from ("wandb", "wandb.proto.wandb_internal_pb2")
+    if logging.mlflow is not None:
+        yield "mlflow.tracking"
