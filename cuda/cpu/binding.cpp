@@ -66,6 +66,34 @@ void decode_op(Tensor heads, std::optional<Tensor> cos, std::optional<Tensor> si
            torch_pool());
 }
 
+void pack_op(Tensor weight, Tensor packed) {
+    pack(data_of<float>(weight), weight.size(0), weight.size(1), data_of<float>(packed));
+}
+
+void product_op(Tensor x, Tensor packed, std::optional<Tensor> bias, std::optional<Tensor> added,
+                Tensor out) {
+    product({data_of<float>(x), data_of<float>(packed), static_cast<const float*>(pointer(bias)),
+             static_cast<const float*>(pointer(added)), data_of<float>(out), x.size(0), x.size(1),
+             out.size(1), x.stride(0)},
+            torch_pool());
+}
+
+void layer_op(Tensor x, Tensor weights, std::optional<Tensor> cos, std::optional<Tensor> sin,
+              Tensor keys, Tensor values, Tensor slots, Tensor tables, Tensor rows, Tensor lengths,
+              Tensor out, int64_t heads, int64_t inner, int64_t page, double scale, int64_t window,
+              double first_eps, double second_eps) {
+    const Paged paged{nullptr, data_of<float>(keys), data_of<float>(values),
+                      data_of<int64_t>(tables), data_of<int64_t>(rows), data_of<int64_t>(lengths),
+                      nullptr, x.size(0), tables.size(1), page, heads, keys.size(1), keys.size(2),
+                      window, static_cast<float>(scale)};
+    const Decode decode{paged, nullptr, static_cast<const float*>(pointer(cos)),
+                        static_cast<const float*>(pointer(sin)), data_of<int64_t>(slots),
+                        data_of<float>(keys), data_of<float>(values)};
+    layer({decode, data_of<float>(x), data_of<float>(weights), data_of<float>(out), x.size(1),
+           inner, static_cast<float>(first_eps), static_cast<float>(second_eps)},
+          torch_pool());
+}
+
 void norm_op(Tensor x, Tensor weight, Tensor out, Tensor scales, double eps, double offset) {
     norm({data_of<float>(x), data_of<float>(weight), data_of<float>(out), data_of<float>(scales),
           scales.numel(), weight.numel(), static_cast<float>(eps), static_cast<float>(offset)},
@@ -113,6 +141,12 @@ STABLE_TORCH_LIBRARY(slurmrl_cpu, m) {
     m.def("decode(Tensor heads, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, "
           "Tensor slots, Tensor tables, Tensor rows, Tensor lengths, Tensor(c!) out, int page, "
           "float scale, int window) -> ()");
+    m.def("pack(Tensor weight, Tensor(a!) packed) -> ()");
+    m.def("product(Tensor x, Tensor packed, Tensor? bias, Tensor? added, Tensor(a!) out) -> ()");
+    m.def("layer(Tensor x, Tensor weights, Tensor? cos, Tensor? sin, Tensor(a!) keys, "
+          "Tensor(b!) values, Tensor slots, Tensor tables, Tensor rows, Tensor lengths, "
+          "Tensor(c!) out, int heads, int inner, int page, float scale, int window, "
+          "float first_eps, float second_eps) -> ()");
     m.def("norm(Tensor x, Tensor weight, Tensor(a!) out, Tensor(b!) scales, float eps, "
           "float offset) -> ()");
     m.def("norm_gradient(Tensor grad, Tensor x, Tensor weight, Tensor scales, Tensor(a!) grad_x, "
@@ -129,6 +163,9 @@ STABLE_TORCH_LIBRARY_IMPL(slurmrl_cpu, CPU, m) {
     m.impl("copy", TORCH_BOX(&copy_op));
     m.impl("paged_attention", TORCH_BOX(&paged_op));
     m.impl("decode", TORCH_BOX(&decode_op));
+    m.impl("pack", TORCH_BOX(&pack_op));
+    m.impl("product", TORCH_BOX(&product_op));
+    m.impl("layer", TORCH_BOX(&layer_op));
     m.impl("norm", TORCH_BOX(&norm_op));
     m.impl("norm_gradient", TORCH_BOX(&norm_gradient_op));
     m.impl("gated", TORCH_BOX(&gated_op));

@@ -13,6 +13,11 @@
 #define SLURMRL_INLINED __attribute__((always_inline))
 #define SLURMRL_INLINE SLURMRL_INLINED inline
 
+// How vectors would be passed does not matter: every function that takes them is inlined.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wpsabi"
+#endif
+
 namespace slurmrl::cpu {
 
 constexpr int64_t lanes = 16;

@@ -83,6 +83,31 @@ struct Rotation {
     float sign;  // -1 turns back
 };
 
+// Columns of a matrix that lie together in a packed one.
+constexpr int64_t panel = 32;
+
+inline int64_t panels_of(int64_t outer) { return (outer + panel - 1) / panel; }
+
+// x W^T + bias + added, for a matrix W [outer, inner].
+struct Product {
+    const float* x;       // [rows, inner], `stride` from row to row
+    const float* packed;  // [panels, inner, panel]: W by `pack`
+    const float* bias;    // [outer], or null
+    const float* added;   // [rows, outer], or null
+    float* out;           // [rows, outer]; may be `added`
+    int64_t rows, inner, outer, stride;
+};
+
+// A layer of a decoder for tokens that draw: norm, projections, attention, and a gated product.
+struct Layer {
+    Decode decode;         // without heads
+    const float* x;        // [T, hidden]
+    const float* weights;  // what `LayerWeights` finds in it
+    float* out;            // [T, hidden]
+    int64_t hidden, inner;
+    float first_eps, second_eps;
+};
+
 void gae(const Gae& arguments, const Pool& pool);
 void scan(const Scan& arguments, const Pool& pool);
 void move(const Move& arguments, const Pool& pool);
@@ -94,5 +119,9 @@ void norm_gradient(const NormGradient& arguments, const Pool& pool);
 void gated(const Gated& arguments, const Pool& pool);
 void gated_gradient(const Gated& arguments, const Pool& pool);
 void rotate(const Rotation& arguments, const Pool& pool);
+// packed: [panels, inner, panel], with zeros for the columns behind the last one.
+void pack(const float* weight, int64_t outer, int64_t inner, float* packed);
+void product(const Product& arguments, const Pool& pool);
+void layer(const Layer& arguments, const Pool& pool);
 
 }  // namespace slurmrl::cpu

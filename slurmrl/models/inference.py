@@ -25,6 +25,7 @@ from slurmrl.models.parallel.linear import RowLinear
 from slurmrl.models.rotary import Rotation
 from slurmrl.ops import rows
 from slurmrl.ops.gated import ACTIVATIONS, COMPILED, gated_halves
+from slurmrl.ops.layer import PackedLayer, RootMeanSquare
 from slurmrl.ops.products import PackedMatrix, packable, wide_product
 from slurmrl.ops.rotary import rotate
 
@@ -42,6 +43,12 @@ class HeadsCore(Protocol):
 
     def of_heads(self, spec: AttentionSpec, heads: Tensor, rotation: Rotation | None) -> Tensor:
         """heads [T, Hq + 2 Hkv, D], before the rotation of queries and keys -> [T, Hq, D]."""
+        ...
+
+    def of_layer(
+        self, spec: AttentionSpec, layer: PackedLayer, x: Tensor, rotation: Rotation | None
+    ) -> Tensor | None:
+        """x [T, h] -> [T, h] by a whole layer in one call; None if its parts have to be called."""
         ...
 
 
@@ -77,7 +84,7 @@ def head_product(decoder: Decoder) -> Apply:
     values of now."""
     weight = decoder.head_weight()
     if packs(decoder):
-        return PackedMatrix(weight).product
+        return PackedMatrix.of(weight).product
     return lambda hidden: wide_product(hidden, weight.t())
 
 
@@ -121,16 +128,21 @@ class _Layer:
             _norm(layer.input_layernorm),
             _norm(layer.post_attention_layernorm),
         )
-        self._qkv = _product(_groups(attention)[0], packed)
+        whole = self._whole = _whole(layer) if packed else None
+        self._qkv = whole.qkv.product if whole else _product(_groups(attention)[0], packed)
         self._sizes = [
             linear.weight.shape[0] // attention.head_dim
             for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
         ]
-        self._mixed = _add_product(attention.o_proj, packed)
+        self._mixed = whole.o.added if whole else _add_product(attention.o_proj, packed)
         self._plain_heads = isinstance(attention.q_norm, nn.Identity)
-        self._feed_forward = _feed_forward(layer.mlp, packed)
+        self._feed_forward = _feed_forward(layer.mlp, packed, whole)
 
     def __call__(self, x: Tensor, rotation: Rotation | None, core: HeadsCore) -> Tensor:
+        if self._whole is not None:
+            out = core.of_layer(self._attention.spec, self._whole, x, rotation)
+            if out is not None:
+                return out
         heads = self._qkv(self._before(x)).view(x.shape[0], -1, self._attention.head_dim)
         x = self._mixed(x, self._attended(heads, rotation, core).flatten(1))
         return self._feed_forward(x, self._between(x))
@@ -146,6 +158,39 @@ class _Layer:
         return core(attention.spec, q, k, v)
 
 
+def _whole(layer: ResidualLayer) -> PackedLayer | None:
+    """A layer in one call; None if that has no such parts, or ranks share them."""
+    attention, block = layer.self_attn, layer.mlp
+    assert isinstance(attention, Attention)
+    norms = [_plain_norm(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    if not isinstance(block, GatedMLP) or block.activation != COMPILED or None in norms:
+        return None
+    if not isinstance(attention.q_norm, nn.Identity) or attention.split.tensor.size > 1:
+        return None
+    first, second = (norm for norm in norms if norm is not None)
+    (qkv,), (gate_up,) = _groups(attention), _groups(block)
+    return PackedLayer(
+        (first, second),
+        _packed(qkv),
+        _packed([attention.o_proj]),
+        _packed(gate_up),
+        _packed([block.down_proj]),
+    )
+
+
+def _plain_norm(module: nn.Module) -> RootMeanSquare | None:
+    if not isinstance(module, RMSNorm) or module.offset:
+        return None
+    return RootMeanSquare(module.weight, module.eps)
+
+
+def _packed(linears: Sequence[nn.Linear]) -> PackedMatrix:
+    """The matrices and biases of linear layers, one below the other."""
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    weight = torch.cat([linear.weight for linear in linears])
+    return PackedMatrix.of(weight, torch.cat(biases) if biases else None)
+
+
 def _norm(module: nn.Module) -> Apply:
     """A norm; with one call where torch's own form is as exact."""
     if not isinstance(module, RMSNorm) or module.offset or module.weight.dtype.itemsize < 4:
@@ -159,10 +204,9 @@ def _norm(module: nn.Module) -> Apply:
 def _product(linears: Sequence[nn.Linear], packed: bool) -> Apply:
     """The outputs of linear layers side by side; by one product if their weights are or can be
     ``packed``."""
-    weights: list[Tensor] = [linear.weight for linear in linears]
     if packed:
-        biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-        return PackedMatrix(torch.cat(weights), torch.cat(biases) if biases else None).product
+        return _packed(linears).product
+    weights: list[Tensor] = [linear.weight for linear in linears]
     weight, bias = _joined(weights), None
     if linears[0].bias is not None:
         bias = _joined([linear.bias for linear in linears])
@@ -176,21 +220,23 @@ def _add_product(linear: nn.Linear, packed: bool) -> Callable[[Tensor, Tensor], 
     """(sum, input) -> the sum with the layer's output added."""
     weight, bias = linear.weight, linear.bias
     if isinstance(linear, RowLinear) and linear.split.tensor.size > 1:
-        own = PackedMatrix(weight).product if packed else partial(F.linear, weight=weight)
+        own = PackedMatrix.of(weight).product if packed else partial(F.linear, weight=weight)
         return lambda total, x: total + linear.whole(own(x))
     if packed:
-        return PackedMatrix(weight, bias).added
+        return _packed([linear]).added
     if bias is None:
         return lambda total, x: torch.addmm(total, x, weight.t())
     return lambda total, x: torch.addmm(total, x, weight.t()).add_(bias)
 
 
-def _feed_forward(block: nn.Module, packed: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def _feed_forward(
+    block: nn.Module, packed: bool, whole: PackedLayer | None
+) -> Callable[[Tensor, Tensor], Tensor]:
     """(residual, input) -> the residual with the block's output added."""
     if not isinstance(block, GatedMLP):
         return lambda residual, x: residual + block(x)
-    both = _product((block.gate_proj, block.up_proj), packed)
-    down = _add_product(block.down_proj, packed)
+    both = whole.gate_up.product if whole else _product((block.gate_proj, block.up_proj), packed)
+    down = whole.down.added if whole else _add_product(block.down_proj, packed)
     name, value = block.activation, ACTIVATIONS[block.activation].value
     compiled = name == COMPILED and rows.fits(block.down_proj.weight)
 

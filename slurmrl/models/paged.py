@@ -18,6 +18,7 @@ from slurmrl.models.inference import Apply, Forward, head_product, packs, short_
 from slurmrl.models.parallel.heads import rows_of
 from slurmrl.models.rotary import Rotation
 from slurmrl.ops.attention import Packing, packed_attention
+from slurmrl.ops.layer import PackedLayer
 from slurmrl.ops.paged_attention import (
     attend_heads,
     paged_attention,
@@ -25,10 +26,6 @@ from slurmrl.ops.paged_attention import (
     write_cells,
 )
 from slurmrl.ops.rotary import rotate
-
-PADDED = 8
-"""Calls with packed matrices read a multiple of this many tokens; from 64 on, of a quarter of the
-largest power of 2 that is not above their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +135,17 @@ class PagedCore:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         return self(spec, q, k, v)
 
+    def of_layer(
+        self, spec: AttentionSpec, layer: PackedLayer, x: Tensor, rotation: Rotation | None
+    ) -> Tensor | None:
+        """A whole layer, without fresh tokens."""
+        call, (keys, values) = self._call, self._cache.layers[spec.layer]
+        if call.fresh_tokens:
+            return None
+        places = (call.slots, call.tables, call.rows, call.lengths)
+        sizes: dict[str, Any] = {"page": self._cache.page, "scale": spec.scale}
+        return layer.decode(x, rotation, keys, values, *places, **sizes, window=spec.window)
+
     def _sizes(self, spec: AttentionSpec) -> dict[str, Any]:
         call = self._call
         return {
@@ -156,14 +164,6 @@ class PagedDecoder:
         self.decoder, self.cache = decoder, PagedCache(decoder, page)
         self._products: tuple[Forward, Apply] | None = None
         self._packed = packs(decoder)
-
-    def padding(self, tokens: int) -> int:
-        """How many tokens to add to a call of so many, so that products have one of few shapes: the
-        first one of a shape compiles code for it."""
-        if not self._packed:
-            return 0
-        step = max(PADDED, 1 << max(0, tokens.bit_length() - 3))
-        return -tokens % step
 
     @property
     def copies_weights(self) -> bool:

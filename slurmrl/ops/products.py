@@ -6,14 +6,19 @@ Products of two bfloat16 numbers are exact in float32, so only the sums are roun
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slurmrl.ops.checks import wide
+from slurmrl.ops.native.load import for_floats
+
+PANEL: Final = 32
+"""Outputs that lie together in a packed matrix."""
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -66,39 +71,42 @@ class _WideLinear(torch.autograd.Function):
         return grad_x, grad_weight
 
 
+@dataclass(frozen=True)
 class PackedMatrix:
-    """A copy of a matrix W [o, i] and a bias b [o] in the order in which oneDNN reads them. On AMD
-    processors its products take 0.4 to 0.8 times as long as those of MKL, torch's other library."""
+    """A copy of a matrix W [o, i] and a bias b [o] in the order in which the compiled products of
+    CPUs read them. Their results for a row depend on that row alone, not on the number of rows."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    packed: Tensor
+    """[⌈o / 32⌉, i, 32]: 32 outputs side by side, zeros behind the last one."""
+    bias: Tensor | None
+    outer: int
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> PackedMatrix:
         """They must be `packable`."""
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        self._bias = bias
+        outer, inner = weight.shape
+        packed = weight.new_empty((-(-outer // PANEL), inner, PANEL))
+        operators: Any = for_floats(weight)
+        operators.pack.default(weight.detach().contiguous(), packed)
+        return cls(packed, bias, outer)
 
     def product(self, x: Tensor) -> Tensor:
         """x [T, i] -> x W^T + b [T, o]."""
-        inputs = (x, self._weight, self._bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(*inputs, "none", [], "")
-        return out
+        return self._computed(x, None)
 
     def added(self, total: Tensor, x: Tensor) -> Tensor:
         """total [T, o] + x W^T + b."""
-        inputs = (x, total, self._weight, self._bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(*inputs, "add")
+        return self._computed(x, total.contiguous())
+
+    def _computed(self, x: Tensor, total: Tensor | None) -> Tensor:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = x.new_empty((x.shape[0], self.outer))
+        operators: Any = for_floats(x)
+        operators.product.default(x, self.packed, self.bias, total, out)
         return out
 
 
 def packable(weight: Tensor) -> bool:
     """Whether `PackedMatrix` supports matrices of this dtype on this device."""
-    return weight.dtype == torch.float32 and weight.device.type == "cpu" and _packs()
-
-
-@cache
-def _packs() -> bool:
-    """Whether this release of torch has these operators on this host. No public function computes
-    float32 products by oneDNN."""
-    try:
-        packed = PackedMatrix(torch.eye(2))
-        return torch.equal(packed.added(torch.eye(2), torch.eye(2)), 2 * torch.eye(2))
-    except (AttributeError, RuntimeError):
-        return False
+    return for_floats(weight) is not None

@@ -49,6 +49,8 @@ FILES: dict[Half, tuple[str, ...]] = {
         "cpu/intervals.cpp",
         "cpu/paged.cpp",
         "cpu/rows.cpp",
+        "cpu/products.cpp",
+        "cpu/layer.cpp",
     ),
     Half.CUDA: ("gpu/binding.cpp", "gpu/scan.cu", "gpu/intervals.cu"),
 }

@@ -230,7 +230,7 @@ async def in_company(rollout: NativeRollout) -> dict[str, set[tuple[float, ...]]
     return found
 
 
-@pytest.mark.skipif(not packable(torch.zeros(8, 8)), reason="torch multiplies without oneDNN here")
+@pytest.mark.skipif(not packable(torch.zeros(8, 8)), reason="no compiled products here")
 @pytest.mark.parametrize("layout", ["t2", "c2"])
 def test_log_probabilities_of_split_models_do_not_depend_on_company(
     ranks: RankPool, layout: str

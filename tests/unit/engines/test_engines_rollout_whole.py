@@ -6,7 +6,7 @@ import asyncio
 import gc
 import weakref
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,6 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
 from slurmrl.models.paged import PagedCache
-from slurmrl.ops.products import PackedMatrix, packable
 from slurmrl.rollouts.policy import Waiting
 from tests.unit.engines.test_engines_rollout_native import letters
 from tests.unit.engines.test_engines_waits import engine, sample
@@ -131,27 +130,6 @@ def test_the_memory_of_the_cache_is_free_at_the_end(monkeypatch: pytest.MonkeyPa
         assert not any(cache() for cache in caches)
     finally:
         gc.enable()
-
-
-def test_products_have_one_of_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first product of a shape compiles code, which takes longer than most products."""
-    assert packable(torch.zeros(2, 2))
-    rows: list[int] = []
-    for name in ("product", "added"):
-        method = getattr(PackedMatrix, name)
-
-        def recorded(self: PackedMatrix, *tensors: Tensor, of: Any = method) -> Tensor:
-            rows.append(tensors[-1].shape[0])
-            return cast(Tensor, of(self, *tensors))
-
-        monkeypatch.setattr(PackedMatrix, name, recorded)
-    options = GenerationOptions(max_new_tokens=30, stop_token_ids=(STOP, 4, 5))
-    output = by_requests(
-        decoder_of(), options, torch.arange(120), 120, Limits(rows=100, step_tokens=700)
-    )
-    assert len(set(output.lengths.tolist())) > 30
-    assert len(rows) > 200
-    assert set(rows) <= {8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, *range(160, 897, 32)}
 
 
 def test_arguments_are_checked_before_anything_is_computed() -> None:

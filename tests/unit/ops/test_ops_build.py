@@ -390,7 +390,7 @@ def run_program(folder: Path, sources: list[str], flags: list[str], made: Recipe
 def test_the_loops_under_sanitizers(made: Recipe) -> None:
     """The CPU kernels pass the address and undefined-behaviour sanitizers, in a program without
     torch."""
-    sources = ["tests/cpu_loops.cpp", "cpu/scan.cpp", "cpu/intervals.cpp"]
+    sources = ["tests/cpu_loops.cpp", "cpu/scan.cpp", "cpu/intervals.cpp", "cpu/products.cpp"]
     flags = ["-O1", "-ffp-contract=off", "-pthread"]
     said = run_program(recipe.SOURCES, sources, flags, made)
     assert said == "all loops as expected\n"

@@ -129,8 +129,7 @@ class DecodeStep:
     def _shape(self, inputs: list[RowInput], law: Law, banned: tuple[int, ...]) -> DecodeShape:
         count, longest = len(inputs), 1 + max(each.position for each in inputs)
         if self._capture is None:
-            rows = count + self._decoder.padding(count)
-            return DecodeShape(rows, count, longest, law, banned)
+            return DecodeShape(count, count, longest, law, banned)
         rows = min(_power(count), self._state.spare)
         return DecodeShape(rows, rows, max(LEAST_CELLS, _power(longest)), law, banned)
 

@@ -140,12 +140,7 @@ class Runner:
             ends.append(len(ids))
             if ready:
                 last.append(len(ids) - 1)
-        first, draws = ends[fresh], len(last)
-        more = self._decoder.padding(len(ids))
-        slots += [self._decoder.cache.spare] * more
-        for values in (ids, positions, rows):
-            values += [0] * more
-        last += last[-1:] * self._decoder.padding(draws)
+        first = ends[fresh]
         host = [torch.tensor(x, dtype=torch.int64) for x in (ids, slots, positions, rows, last)]
         input_ids, slot, position, row, ending = upload(host, self._device)
         self._write_tables()
@@ -160,7 +155,7 @@ class Runner:
             chunk=max((reading.tokens for reading in readings[fresh:]), default=1),
         )
         input_ids = self._rows.tokens(input_ids, row)
-        return self._decoder.logits(input_ids, position, call, ending)[:draws]
+        return self._decoder.logits(input_ids, position, call, ending)
 
     def _draws(self, sequences: list[Sequence], logits: Tensor, version: str) -> Drawn:
         """Draw a token for each sequence from logits [D, V]."""

@@ -1,0 +1,67 @@
+"""Layers in one compiled call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.inference import short_forward
+from slurmrl.models.paged import PagedCache, PagedCall, PagedCore
+from slurmrl.ops.attention import Packing
+from slurmrl.ops.layer import PackedLayer
+from tests.unit.models.conftest import BASE, ODD, random_decoder
+
+PAGE, PAGES = 4, 40
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("tokens", [1, 13])
+@pytest.mark.parametrize(
+    "name", ["llama-biases", "llama-wide-heads", "qwen2", "qwen2-odd-hidden", "mistral"]
+)
+def test_a_layer_in_one_call_has_the_bits_of_its_parts(
+    monkeypatch: pytest.MonkeyPatch, name: str, tokens: int
+) -> None:
+    """A decode step of rows with cells of earlier calls; what it writes to the cache, too."""
+    decoder = random_decoder(ModelConfig.from_hf({**BASE, **ODD[name]}))
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 3 * PAGE, (tokens,), generator=draw)
+    tables = torch.arange(3 * tokens).view(tokens, 3)
+    last = lengths - 1
+    call = PagedCall(
+        slots=tables.gather(1, (last // PAGE)[:, None])[:, 0] * PAGE + last % PAGE,
+        fresh=Packing(torch.zeros(1, dtype=torch.int32), 0),
+        fresh_tokens=0,
+        tables=tables,
+        rows=torch.arange(tokens),
+        lengths=lengths,
+        longest=3 * PAGE,
+    )
+    ids = torch.randint(decoder.config.vocab_size, (tokens,), generator=draw)
+    forward, found, calls = short_forward(decoder), [], []
+    assert forward is not None
+    decode = PackedLayer.decode
+
+    def counted(self: PackedLayer, *arguments: Tensor, **sizes: float) -> Tensor:
+        calls.append(self)
+        return decode(self, *arguments, **sizes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PackedLayer, "decode", counted)
+    for whole in (True, False):
+        if not whole:
+            monkeypatch.setattr(PagedCore, "of_layer", lambda *_: None)
+        cache = PagedCache(decoder, PAGE)
+        cache.grow(PAGES)
+        for slabs in cache.layers:
+            for slab in slabs:
+                slab.copy_(numbers(*slab.shape))
+        hidden = forward(ids, last, PagedCore(cache, call))
+        found.append([hidden, *(slab for slabs in cache.layers for slab in slabs)])
+    assert len(calls) == decoder.config.num_layers
+    for one, parts in zip(*found, strict=True):
+        assert torch.equal(one, parts)
