@@ -207,6 +207,11 @@ class RunPaths:
         return self.run / "metrics.jsonl"
 
     @property
+    def arrived(self) -> Path:
+        """The results of the trials that evaluate checkpoints of this one, as they arrived."""
+        return self.run / "evaluations.jsonl"
+
+    @property
     def report(self) -> Path:
         """What ``slurmrl report`` writes."""
         return self.run / "report.html"
@@ -231,8 +236,16 @@ class RunPaths:
         return self.run / "metrics.csv"
 
     @property
+    def arrived_csv(self) -> Path:
+        return self.run / "evaluations.csv"
+
+    @property
     def tensorboard(self) -> Path:
         return self.run / "tensorboard"
+
+    @property
+    def arrived_tensorboard(self) -> Path:
+        return self.tensorboard / "evaluations"
 
     @property
     def wandb(self) -> Path:
@@ -245,6 +258,16 @@ class RunPaths:
     def sink(self, name: str) -> Path:
         """Up to which step a sink holds the metrics."""
         return self.run / "sinks" / f"{name}.json"
+
+    @property
+    def arrived_sinks(self) -> Path:
+        """How many of the arrived evaluations each sink holds."""
+        return self.sink("evaluations")
+
+    @property
+    def arrived_turns(self) -> Path:
+        """Whose turn it is to hand them over, see `monitor.sinks.turn`."""
+        return self.run / "sinks" / "turns"
 
     @property
     def events(self) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 from slurmrl import keys
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
+from slurmrl.graph.call import Estimate, Summary
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
@@ -21,6 +22,7 @@ from slurmrl.monitor.metrics import MetricsWriter
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.scheduler.base import JobIds, JobState, Scheduler, SubmissionRequest, TaskState
+from slurmrl.workers.master.results import summary_text
 
 ADDITION = Path(__file__).parents[1] / "examples" / "addition"
 CONFIG = f"""\
@@ -109,6 +111,26 @@ class FakeRun:
     def log(self, name: str, text: str, group: str = "trainer") -> None:
         atomic.make_private_directory(self.paths.logs / group)
         (self.paths.logs / group / name).write_text(text)
+
+
+def evaluation(
+    paths: RunPaths,
+    trial: str,
+    model: str,
+    suite: str | None = None,
+    root: str = "/elsewhere",
+    **estimates: float,
+) -> Path:
+    """A finished trial that has evaluated a model."""
+    own = RunPaths(paths.evaluated() / trial)
+    own.run.mkdir(parents=True)
+    folder = f"{root}/me/{paths.experiment}/{paths.trial}/export/{model}"
+    algorithm = {"name": "evaluate", "suite": suite}
+    head: dict[str, Any] = {"version": 1, "trial": trial, "algorithm": algorithm, "model": folder}
+    found = {name: Estimate(value, value - 0.1, float("nan")) for name, value in estimates.items()}
+    scores = [{"id": str(number), "rewards": [1.0]} for number in range(3)]
+    own.summary.write_bytes(b"".join(summary_text(head, Summary(found, scores))))
+    return own.summary
 
 
 def task(

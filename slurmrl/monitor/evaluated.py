@@ -1,7 +1,7 @@
 """What trials of ``slurmrl eval`` have found out about the checkpoints of a trial.
 
-They write nothing into the trial: its readers look for them. So a result counts once, however often
-its trial was interrupted, and also where training has long ended.
+The readers of the trial look for them there. So a result counts once, however often its trial was
+interrupted, and also where training has long ended. (Other programs cannot look: `sinks.arrivals`.)
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from slurmrl.config import source
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents, lines
 from slurmrl.fsio.shapes import COUNT, TEXT, Fields, table
@@ -73,6 +74,18 @@ def merged(
     for line in own:
         found[line["step"]] = {**found.get(line["step"], {}), **line}
     return [found[step] for step in sorted(found)]
+
+
+def subject(paths: RunPaths) -> RunPaths | None:
+    """The trial whose checkpoint a trial evaluates; None if it evaluates none, or does something
+    else. Raises ConfigError, UsageError."""
+    actor = source.read(paths.config).values.get("actor")
+    path = actor.get("path") if isinstance(actor, dict) else None
+    if not isinstance(path, str) or len(Path(path).parents) < 2:
+        return None
+    found = RunPaths(Path(path).parents[1])
+    of_it = _of(found, Path(path)) is not None and found.evaluated() == paths.run.parent
+    return found if of_it and found.config.is_file() else None
 
 
 def _trials(paths: RunPaths) -> list[tuple[int, RunPaths]]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from slurmrl.monitor import evaluated
-from tests.support.trials import ADDITION, Site, kill_one, ppo_config
+from slurmrl.paths import RunPaths
+from tests.support.trials import ADDITION, Site, kill_one, ppo_config, wait_until
 
 SAMPLES, COMPLETIONS = 16, 2
 
@@ -25,7 +26,7 @@ def test_each_checkpoint_has_its_results_once_whoever_was_killed(tmp_path: Path)
         "n": COMPLETIONS,
         "tasks": {"backend": "fsdp:d1"},
     }
-    config = ppo_config(total_steps=4, trial="1", evaluation=evaluation)
+    config = ppo_config(total_steps=4, trial="1", evaluation=evaluation, logging={"csv": True})
     file = site.write("config.yaml", config)
     site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
     paths = site.paths("ppo/1")
@@ -46,3 +47,10 @@ def test_each_checkpoint_has_its_results_once_whoever_was_killed(tmp_path: Path)
         for name, metric in (("avg@2", "reward"), ("pass@2", "pass@2")):
             assert merged[step - 1][f"eval/{metric}"] == summary["estimates"][name]["value"]
     assert "eval/pass@2" in site.status("ppo/1")["metrics"]
+    wait_until("both results in evaluations.csv", lambda: arrived(paths) == ["2", "4"])
+
+
+def arrived(paths: RunPaths) -> list[str]:
+    """The steps there, which come when training has ended."""
+    rows = paths.arrived_csv.read_text().splitlines()[1:] if paths.arrived_csv.exists() else []
+    return sorted(row.partition(",")[0] for row in rows)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from slurmrl.monitor.sinks.mlflow import named
 from slurmrl.monitor.sinks.wandb import records
 from slurmrl.paths import RunPaths
 
@@ -67,6 +68,31 @@ def mlflow_points(paths: RunPaths, name: str) -> Points:
     client, run = mlflow_run(paths)
     values = client.get_metric_history(run.info.run_id, name)
     return [(value.step, value.value) for value in values]
+
+
+def arrived_points(paths: RunPaths, name: str) -> dict[str, Points]:
+    """What sinks hold of the evaluations by trials of their own, which have places of their own but
+    in MLflow."""
+    from tensorboard.backend.event_processing import event_accumulator as accumulator
+
+    with paths.arrived_csv.open() as file:
+        rows = [
+            (int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)
+        ]
+    events = accumulator.EventAccumulator(
+        str(paths.arrived_tensorboard), size_guidance={accumulator.SCALARS: 0}
+    ).Reload()
+    wandb = []
+    for history in wandb_records(paths, "history"):
+        values = {item.key or item.nested_key[0]: item.value_json for item in history.item}
+        if name in values:
+            wandb.append((json.loads(values["step"]), json.loads(values[name])))
+    return {
+        "csv": rows,
+        "tensorboard": [(scalar.step, scalar.value) for scalar in events.Scalars(name)],
+        "wandb": wandb,
+        "mlflow": mlflow_points(paths, named(name)),
+    }
 
 
 READERS = {

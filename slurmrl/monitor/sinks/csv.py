@@ -74,6 +74,14 @@ class Csv:
         return True
 
 
+def write_whole(path: Path, lines: Lines) -> None:
+    """Write a file of all lines, whatever it held before."""
+    rows = [_row(line) for line in lines]
+    columns = list(dict.fromkeys((*FIRST_COLUMNS, *(name for row in rows for name in row))))
+    table = _text([columns, *([row.get(name, "") for name in columns] for row in rows)])
+    atomic.replace(path, table)
+
+
 def _row(line: Mapping[str, Any]) -> dict[str, Any]:
     """Integers stay integers. A name, which may be of the user's code, stays on one line: the
     header is read again as a line."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from slurmrl.config.schema import Mlflow
+from slurmrl.errors import EnvironmentFailure
 from slurmrl.monitor.metrics import TIME
 from slurmrl.monitor.sinks.base import Lines, numbers
 from slurmrl.monitor.sinks.settings import flat, settings, uuid
@@ -29,34 +30,18 @@ class MLflow:
     twice, so values that the run has already are left out."""
 
     def __init__(self, paths: RunPaths, wanted: Mlflow, after: int) -> None:
-        uri = wanted.tracking_uri or str(paths.mlflow)
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # clusters tell nobody
-        if Path(uri.removeprefix("file://")).is_absolute():
-            # Its makers prefer databases, which do not belong on a shared file system.
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        from mlflow import entities
-        from mlflow.tracking import MlflowClient
-
-        self._entities = entities
-        self._client = MlflowClient(uri, registry_uri=uri)
+        self._client = _client(wanted, paths)
         self.last = after
         """-1 for a new run, which has nothing of what another server or experiment has."""
         self._run = self._found(wanted.experiment, paths)
-        self._seen = self._values_after(self.last)
+        self._seen = _values_after(self._client, self._run, self.last)
 
     @property
     def kept(self) -> int:
         return self.last
 
     def log(self, lines: Lines) -> None:
-        new = [
-            self._entities.Metric(named(name), value, _milliseconds(line), line["step"])
-            for line in lines
-            for name, value in numbers(line).items()
-            if (line["step"], named(name)) not in self._seen
-        ]
-        for some in _parts(new, METRICS_PER_REQUEST):
-            self._client.log_batch(self._run, metrics=some)
+        _log_metrics(self._client, self._run, lines, self._seen)
         self.last = lines[-1]["step"]
 
     def close(self) -> None:
@@ -65,39 +50,90 @@ class MLflow:
     def _found(self, experiment: str, paths: RunPaths) -> str:
         """The id of the trial's run, which is running and has the settings."""
         client = self._client
-        known = client.get_experiment_by_name(experiment)
-        at = client.create_experiment(experiment) if known is None else known.experiment_id
-        trial = uuid(paths)
-        runs = client.search_runs([at], f"tags.`{TRIAL_TAG}` = '{trial}'", max_results=1)
-        if runs:
-            run = runs[0]
+        run = _find(client, experiment, paths)
+        if run is not None:
             client.update_run(run.info.run_id, status="RUNNING")
         else:
             name = f"{paths.experiment}/{paths.trial}"
-            run = client.create_run(at, tags={TRIAL_TAG: trial}, run_name=name)
+            known = client.get_experiment_by_name(experiment)
+            at = client.create_experiment(experiment) if known is None else known.experiment_id
+            run = client.create_run(at, tags={TRIAL_TAG: uuid(paths)}, run_name=name)
             self.last = -1
         self._log_settings(run, settings(paths))
         return str(run.info.run_id)
 
     def _log_settings(self, run: Any, values: dict[str, Any]) -> None:
         """MLflow refuses to change a parameter: the first value stays."""
+        from mlflow.entities import Param
+
         new = [
-            self._entities.Param(named(name), str(value)[:PARAMETER_CHARACTERS])
+            Param(named(name), str(value)[:PARAMETER_CHARACTERS])
             for name, value in flat(values)
             if named(name) not in run.data.params
         ]
         for some in _parts(new, PARAMETERS_PER_REQUEST):
             self._client.log_batch(run.info.run_id, params=some)
 
-    def _values_after(self, step: int) -> set[tuple[int, str]]:
-        """Steps and names of the values after a step."""
-        names = self._client.get_run(self._run).data.metrics
-        return {
-            (value.step, name)
-            for name in names
-            for value in self._client.get_metric_history(self._run, name)
-            if value.step > step
-        }
+
+def log_arrived(paths: RunPaths, wanted: Mlflow, lines: Lines) -> None:
+    """Log what the trial's run lacks of some lines, at their steps.
+
+    Raises EnvironmentFailure if it has no run yet, which only its own process creates."""
+    client = _client(wanted, paths)
+    run = _find(client, wanted.experiment, paths)
+    if run is None:
+        raise EnvironmentFailure(f"experiment {wanted.experiment} has no run of the trial yet")
+    seen = _values_after(
+        client, run.info.run_id, -1, {named(name) for one in lines for name in one}
+    )
+    _log_metrics(client, run.info.run_id, lines, seen)
+
+
+def _client(wanted: Mlflow, paths: RunPaths) -> Any:
+    uri = wanted.tracking_uri or str(paths.mlflow)
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # clusters tell nobody
+    if Path(uri.removeprefix("file://")).is_absolute():
+        # Its makers prefer databases, which do not belong on a shared file system.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(uri, registry_uri=uri)
+
+
+def _find(client: Any, experiment: str, paths: RunPaths) -> Any:
+    """The trial's run; None before it is created."""
+    known = client.get_experiment_by_name(experiment)
+    if known is None:
+        return None
+    of_trial = f"tags.`{TRIAL_TAG}` = '{uuid(paths)}'"
+    runs = client.search_runs([known.experiment_id], of_trial, max_results=1)
+    return runs[0] if runs else None
+
+
+def _log_metrics(client: Any, run: str, lines: Lines, seen: set[tuple[int, str]]) -> None:
+    from mlflow.entities import Metric
+
+    new = [
+        Metric(named(name), value, _milliseconds(line), line["step"])
+        for line in lines
+        for name, value in numbers(line).items()
+        if (line["step"], named(name)) not in seen
+    ]
+    for some in _parts(new, METRICS_PER_REQUEST):
+        client.log_batch(run, metrics=some)
+
+
+def _values_after(
+    client: Any, run: str, step: int, names: Container[str] | None = None
+) -> set[tuple[int, str]]:
+    """Steps and names of the values after a step; of ``names``, or all."""
+    return {
+        (value.step, name)
+        for name in client.get_run(run).data.metrics
+        if names is None or name in names
+        for value in client.get_metric_history(run, name)
+        if value.step > step
+    }
 
 
 def named(name: str) -> str:

@@ -28,18 +28,9 @@ class WeightsAndBiases:
     ``mode: online``, those that the server has."""
 
     def __init__(self, paths: RunPaths, wanted: Wandb, after: int) -> None:
-        import wandb
-
-        held = max(after, newest_step(paths.wandb))
-        self._run = wandb.init(
-            project=wanted.project,
-            name=f"{paths.experiment}/{paths.trial}",
-            id=uuid(paths),
-            config=settings(paths),
-            resume="allow",
-            mode=wanted.mode,
-            dir=str(paths.run),
-        )
+        run = uuid(paths)
+        held = held_by(paths.wandb, run, wanted.project, after)
+        self._run = _opened(paths, wanted, run, _group(paths))
         if wanted.mode == "online":
             held = self._run.starting_step - 1
         self.last = self.kept = held
@@ -54,24 +45,71 @@ class WeightsAndBiases:
         self.kept = self.last
 
 
-def newest_step(directory: Path) -> int:
-    """The last step in the files of the library's newest offline run that holds one; -1 if none."""
-    for run in sorted(directory.glob("offline-run-*"), reverse=True):
-        for file in run.glob("*.wandb"):
-            if steps := list(_steps(file)):
-                return max(steps)
-    return -1
+def log_arrived(paths: RunPaths, wanted: Wandb, lines: Lines, held: int) -> None:
+    """Log lines, of which ``held`` are certainly there, to a run of their own in the group of the
+    trial's: a run takes rows in order, and these come when later steps are there. The number of a
+    line is its row; its step is a metric, which charts have as their x axis."""
+    run = f"{uuid(paths)}-evaluations"
+    first = held_by(paths.wandb, run, wanted.project, held - 1) + 1
+    opened = _opened(paths, wanted, run, f"{_group(paths)} evaluations", job_type="evaluation")
+    if wanted.mode == "online":
+        first = opened.starting_step
+    opened.define_metric("*", step_metric="step")
+    for number, line in enumerate(lines[first:], first):
+        opened.log({"step": line["step"], **numbers(line)}, step=number, commit=True)
+    opened.finish()
 
 
-def _steps(file: Path) -> Iterator[int]:
+def held_by(directory: Path, run: str, project: str, after: int) -> int:
+    """The step up to which the files for a project hold a run. ``after`` is what they certainly
+    held, which may have been sent and removed since; of another project it says nothing."""
+    folders = sorted(directory.glob(f"offline-run-*-{run}"), reverse=True)
+    files = [file for folder in folders for file in folder.glob("*.wandb")]
+    for number, file in enumerate(files):
+        own, newest = _content(file)
+        if own not in (None, project):
+            after = -1 if number == 0 else after
+        elif newest >= 0:
+            return max(after, newest)
+    return after
+
+
+def _group(paths: RunPaths) -> str:
+    return f"{paths.experiment}/{paths.trial}"
+
+
+def _opened(
+    paths: RunPaths, wanted: Wandb, run: str, name: str, job_type: str | None = None
+) -> Any:
+    import wandb
+
+    return wandb.init(
+        project=wanted.project,
+        name=name,
+        id=run,
+        group=_group(paths),
+        config=settings(paths),
+        resume="allow",
+        mode=wanted.mode,
+        dir=str(paths.run),
+        job_type=job_type,
+    )
+
+
+def _content(file: Path) -> tuple[str | None, int]:
+    """The project of a file and its last step: None and -1 as long as there is none."""
     from wandb.proto import wandb_internal_pb2
 
     messages: Any = wandb_internal_pb2
-    record = messages.Record()
+    record, project, newest = messages.Record(), None, -1
     for raw in records(atomic.read(file, limit_bytes=1 << 40)):
         record.ParseFromString(raw)
-        if record.WhichOneof("record_type") == "history":
-            yield record.history.step.num
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            project = record.run.project
+        elif kind == "history":
+            newest = max(newest, record.history.step.num)
+    return project, newest
 
 
 def records(data: bytes) -> Iterator[bytes]:

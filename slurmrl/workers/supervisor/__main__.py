@@ -40,7 +40,7 @@ from slurmrl.scheduler.succession import (
 )
 from slurmrl.scheduler.upkeep import Upkeep
 from slurmrl.workers.link import end_as_failed, reason_to_leave
-from slurmrl.workers.supervisor import last_report
+from slurmrl.workers.supervisor import last_report, late_results
 from slurmrl.workers.supervisor.baton import Baton
 from slurmrl.workers.supervisor.checkpoint_evaluations import CheckpointEvaluations
 from slurmrl.workers.supervisor.job_hosts import JobHosts
@@ -86,6 +86,8 @@ def run(options: argparse.Namespace, paths: RunPaths) -> int:
     reason = reason_to_leave(paths, options.submission)
     if reason is not None:
         logger.info("nothing to do: %s", reason)
+        if options.group == TRAINERS:
+            late_results.hand_over(paths)  # in case that who ended the trial has not done so
         if in_chain:
             end_chain(link)  # the process that ended the trial may not have done so
         return 0
@@ -107,7 +109,8 @@ def run(options: argparse.Namespace, paths: RunPaths) -> int:
 
 
 def run_rounds(rounds: Rounds) -> int:
-    """Run the rounds of the trainers, and submit evaluations of their checkpoints meanwhile."""
+    """Run the rounds of the trainers, and submit evaluations of their checkpoints meanwhile. Then
+    hand over what evaluations have found out."""
     options = rounds.options
     if options.group != TRAINERS:
         return rounds.run()
@@ -118,6 +121,7 @@ def run_rounds(rounds: Rounds) -> int:
     evaluations.start()
     code = rounds.run()
     evaluations.stop(ended=reason_to_leave(rounds.paths, options.submission) is not None)
+    late_results.hand_over(rounds.paths)
     return code
 
 

@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 
-from slurmrl.graph.call import Estimate, Summary
 from slurmrl.monitor import evaluated, snapshot
-from slurmrl.paths import RunPaths
-from slurmrl.workers.master.results import summary_text
-from tests.fake_runs import FakeRun
+from tests.fake_runs import FakeRun, evaluation
 
 
 @pytest.fixture
@@ -25,26 +22,6 @@ def run(tmp_path: Path) -> FakeRun:
     made.begin(base="step-00000020.1")
     made.metrics(*({"step": step, "reward": step / 100} for step in (19, 20, 30, 40)))
     return made
-
-
-def evaluation(
-    paths: RunPaths,
-    trial: str,
-    model: str,
-    suite: str | None = None,
-    root: str = "/elsewhere",
-    **estimates: float,
-) -> Path:
-    """A finished trial that has evaluated a model."""
-    own = RunPaths(paths.evaluated() / trial)
-    own.run.mkdir(parents=True)
-    folder = f"{root}/me/{paths.experiment}/{paths.trial}/export/{model}"
-    algorithm = {"name": "evaluate", "suite": suite}
-    head: dict[str, Any] = {"version": 1, "trial": trial, "algorithm": algorithm, "model": folder}
-    found = {name: Estimate(value, value - 0.1, float("nan")) for name, value in estimates.items()}
-    scores = [{"id": str(number), "rewards": [1.0]} for number in range(3)]
-    own.summary.write_bytes(b"".join(summary_text(head, Summary(found, scores))))
-    return own.summary
 
 
 def test_a_summary_that_cannot_be_looked_at_is_left_out(

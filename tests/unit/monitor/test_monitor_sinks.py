@@ -23,7 +23,7 @@ from slurmrl.monitor.recorder import MetricsRecorder
 from slurmrl.monitor.sinks.base import Lines, numbers
 from slurmrl.monitor.sinks.csv import Csv
 from slurmrl.monitor.sinks.feeder import Feeder
-from slurmrl.monitor.sinks.wandb import newest_step
+from slurmrl.monitor.sinks.wandb import held_by
 from slurmrl.paths import RunPaths
 from slurmrl.plan.settings import load_settings
 from tests.fake_runs import FakeRun, write_config
@@ -168,11 +168,35 @@ def test_a_sink_without_what_it_held_gets_all_steps(
 
 
 def test_the_newest_step_in_torn_files_of_wandb(tmp_path: Path) -> None:
-    assert newest_step(tmp_path) == -1
+    assert held_by(tmp_path, "a", "p", -1) == -1
+    assert held_by(tmp_path, "a", "p", 7) == 7, "the files were sent and removed"
     run = tmp_path / "offline-run-1-a"
     run.mkdir()
     (run / "run-a.wandb").write_bytes(b":W&B\xb4\x51\x00" + b"\x00\x00\x00\x00\xff\x00\x01torn")
-    assert newest_step(tmp_path) == -1
+    assert held_by(tmp_path, "a", "p", -1) == -1
+
+
+def test_steps_that_another_project_of_wandb_has_do_not_count(tmp_path: Path) -> None:
+    def write(number: int, project: str, *steps: int) -> None:
+        history = [messages.HistoryRecord(step={"num": step}) for step in steps]
+        found = [messages.Record(run={"project": project, "run_id": "a"})]
+        found += [messages.Record(history=each) for each in history]
+        raw = [record.SerializeToString() for record in found]
+        pieces = [b"\0" * 4 + len(each).to_bytes(2, "little") + b"\1" + each for each in raw]
+        folder = tmp_path / f"offline-run-{number}-a"
+        folder.mkdir()
+        (folder / "run-a.wandb").write_bytes(b"\0" * 7 + b"".join(pieces))
+
+    from wandb.proto import wandb_internal_pb2
+
+    messages: Any = wandb_internal_pb2
+    write(1, "old", 0, 1, 2)
+    assert held_by(tmp_path, "a", "new", 2) == -1
+    assert held_by(tmp_path, "a", "old", 1) == 2
+    write(2, "new", 0, 1, 2, 3, 4)
+    assert held_by(tmp_path, "a", "new", 4) == 4
+    assert held_by(tmp_path, "a", "old", 4) == 2, "and back: the rest comes"
+    assert held_by(tmp_path, "other", "new", -1) == -1
 
 
 # -- CSV -------------------------------------------------------------------------------------

@@ -1,0 +1,103 @@
+"""Processes that hand evaluations to all sinks, each killed at another place.
+
+    python -m tests.support.killed_arrivals RUN PLACE...
+
+Each PLACE is a process of its own. It is killed when the evaluations are ``recorded``, after a part
+of what ``tensorboard``, ``wandb`` or ``mlflow`` gets, or when this one has all of it, which is not
+written down (``held``). With ``none`` it is not killed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slurmrl.fsio import atomic
+from slurmrl.monitor.sinks import arrivals, tensorboard, turn
+from slurmrl.paths import RunPaths
+
+FLUSH_S = 0.2
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def then_die(module: Any, name: str, when: Callable[..., bool]) -> None:
+    """Let a module's use of an atomic operation be the last one of the process."""
+    own = type(sys)("atomic")
+    vars(own).update(vars(atomic))
+    operation = getattr(atomic, name)
+
+    def last(path: Path, data: bytes) -> None:
+        operation(path, data)
+        if when(path):
+            die()
+
+    setattr(own, name, last)
+    module.atomic = own
+
+
+def prepare(place: str, paths: RunPaths) -> None:
+    if place == "recorded":
+        then_die(arrivals, "replace", lambda path: path == paths.arrived)
+    elif place == "tensorboard":
+        then_die(tensorboard, "exclusive_create", lambda path: True)
+    elif place == "wandb":
+        from wandb.sdk.wandb_run import Run
+
+        log = Run.log
+
+        def one(self: Any, *arguments: Any, **options: Any) -> None:
+            log(self, *arguments, **options)
+            time.sleep(5 * FLUSH_S)  # it writes its file meanwhile
+            die()
+
+        Run.log = one  # type: ignore[method-assign, assignment]
+    elif place == "mlflow":
+        from mlflow.tracking import MlflowClient
+
+        log_batch = MlflowClient.log_batch
+
+        def half(self: Any, run: str, metrics: Any) -> None:
+            log_batch(self, run, metrics=metrics[: len(metrics) // 2])
+            die()
+
+        MlflowClient.log_batch = half  # type: ignore[method-assign, assignment]
+    elif place == "held":
+        give = arrivals.mlflow.log_arrived
+
+        def all_of_it(*arguments: Any) -> None:
+            give(*arguments)
+            die()
+
+        arrivals.mlflow.log_arrived = all_of_it
+
+
+def main() -> int:
+    paths = RunPaths(Path(sys.argv[1]))
+    turn.GONE_S = 0.0  # type: ignore[misc]
+    for package in ("mlflow.tracking", "tensorboard.summary.writer.event_file_writer", "wandb"):
+        importlib.import_module(package)  # once
+    for place in sys.argv[2:]:
+        child = os.fork()
+        if child == 0:
+            prepare(place, paths)
+            arrivals.hand_over(paths)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        expected = 0 if place == "none" else -signal.SIGKILL
+        if os.waitstatus_to_exitcode(status) != expected:
+            print(f"{place}: ended with {os.waitstatus_to_exitcode(status)}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

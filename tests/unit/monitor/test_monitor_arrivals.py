@@ -1,0 +1,155 @@
+"""Evaluations by trials of their own, on their way to the sinks of the trial that trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.config.load import dump
+from slurmrl.config.schema import Logging
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.monitor import metrics
+from slurmrl.monitor.recorder import MetricsRecorder
+from slurmrl.monitor.sinks import arrivals, turn
+from slurmrl.plan.settings import load_settings
+from tests.fake_runs import FakeRun, evaluation, write_config
+from tests.support.sink_readers import ALL_SINKS, arrived_points, mlflow_run, wandb_records
+from tests.support.trials import REPOSITORY
+
+
+def trained(root: Path, **logging: Any) -> FakeRun:
+    """A trial with 40 steps, of which two were committed."""
+    run = FakeRun(root / "runs")
+    configure(run, root, **logging)
+    run.begin()
+    run.commit(20)
+    run.commit(40)
+    run.metrics(*({"step": step, "reward": step / 100} for step in range(1, 41)))
+    return run
+
+
+def configure(run: FakeRun, root: Path, **logging: Any) -> Logging:
+    overrides = [f"logging={json.dumps(logging)}"]
+    config = load_settings(write_config(root), overrides, root=root / "runs").config
+    run.paths.config.write_text(dump(config))
+    return config.logging
+
+
+def evaluated(run: FakeRun, step: int, value: float, suite: str | None = None) -> None:
+    name = f"add-1-step-{step}" + (f"-{suite}" if suite else "")
+    evaluation(run.paths, name, f"step-{step:08d}.1-checkpoint", suite, **{"avg@1": value})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_all_sinks_have_each_evaluation_once_after_kills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever comes first, wherever processes are killed on the way, and also those that are new
+    in the configuration."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run = trained(tmp_path, csv=True)
+    paths = run.paths
+    evaluated(run, 40, 0.75)
+    arrivals.hand_over(paths)
+    logging = configure(run, tmp_path, **ALL_SINKS)
+    MetricsRecorder(paths, Logging(mlflow=logging.mlflow), last_step=40).close()
+    evaluated(run, 20, 0.5)
+    evaluated(run, 20, 0.25, "a")
+    places = ["recorded", "tensorboard", "wandb", "mlflow", "held", "none", "none"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.killed_arrivals", str(paths.run), *places],
+        cwd=REPOSITORY,
+        env={**os.environ, "WANDB_SILENT": "true", "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.2"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in metrics.read(paths.arrived)] == [40, 20]
+    for sink, points in arrived_points(paths, "eval/reward").items():
+        assert sorted(points) == [(20, 0.5), (40, 0.75)], sink
+    for sink, points in arrived_points(paths, "eval/a/reward").items():
+        assert points == [(20, 0.25)], sink
+    own = json.loads(paths.identity.read_text())["uuid"]
+    assert {run.run_id for run in wandb_records(paths, "run")} == {f"{own}-evaluations"}
+    assert {run.run_group for run in wandb_records(paths, "run")} == {"add/1"}
+    assert mlflow_run(paths)[1].info.status == "FINISHED", "as its trial left it"
+
+
+def test_only_the_trial_itself_creates_its_run_of_mlflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run = trained(tmp_path, csv=True, mlflow={"experiment": "e"})
+    evaluated(run, 20, 0.5)
+    arrivals.hand_over(run.paths)
+    assert "logging.mlflow lacks evaluations: experiment e has no run of the trial" in caplog.text
+    assert json.loads(run.paths.arrived_sinks.read_bytes()) == {"held": {"csv": 1}}
+
+
+def test_a_result_counts_once_and_the_trial_s_own_comes_first(tmp_path: Path) -> None:
+    run = trained(tmp_path, csv=True)
+    evaluated(run, 20, 0.5)
+    arrivals.hand_over(run.paths)
+    evaluation(run.paths, "add-1-step-20-2", "step-00000020.1-checkpoint", **{"avg@1": 0.1})
+    run.metrics({"step": 41, "eval/reward": 0.3})
+    evaluated(run, 41, 0.9)
+    arrivals.hand_over(run.paths)
+    [first, second] = metrics.read(run.paths.arrived)
+    assert (first["step"], first["eval/reward"]) == (20, 0.5)
+    assert second["step"] == 41
+    assert "eval/reward" not in second
+    rows = run.paths.arrived_csv.read_text().splitlines()
+    assert rows[0] == "step,time,eval/reward,eval/reward/low"
+    assert [row.split(",")[0] for row in rows[1:]] == ["20", "41"]
+
+
+def test_a_sink_that_fails_gets_its_evaluations_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = trained(tmp_path, csv=True)
+    evaluated(run, 20, 0.5)
+
+    def failing(*_: Any) -> None:
+        raise EnvironmentFailure("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arrivals.csv, "write_whole", failing)
+        arrivals.hand_over(run.paths)
+    assert "logging.csv lacks evaluations: no space" in caplog.text
+    arrivals.hand_over(run.paths)
+    assert run.paths.arrived_csv.read_text().splitlines()[1].startswith("20,")
+
+
+def test_turns_follow_each_other_and_a_dead_holder_is_not_waited_for_long(tmp_path: Path) -> None:
+    slept: list[float] = []
+    (tmp_path / "1").write_bytes(b"of one that was killed")
+    with turn.turn(tmp_path, slept.append):
+        assert sum(slept) == turn.GONE_S
+        assert (tmp_path / "2").exists()
+        order: list[str] = []
+
+        def wait() -> None:
+            with turn.turn(tmp_path, lambda _: time.sleep(0.01), held_s=0):
+                order.append("second")
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        monitored = turn.signal.alarm
+        turn.signal.alarm = lambda _: 0  # type: ignore[assignment]
+        waiting.start()
+        time.sleep(0.1)
+        order.append("first")
+    waiting.join(60.0)
+    turn.signal.alarm = monitored
+    assert order == ["first", "second"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "3.ended"]
+    with turn.turn(tmp_path, slept.append):
+        assert sum(slept) == turn.GONE_S
