@@ -10,6 +10,8 @@ from pathlib import Path
 DAMAGED_PREFIX = "damaged-"
 EVALUATED = "-eval"
 """What follows the name of an experiment in that of the evaluations of its checkpoints."""
+BEING_EVALUATED = "being_evaluated"
+"""The folder of a trial with the checkpoints that ``evaluation.tasks`` evaluates."""
 EVALUATION = "evaluation-"
 """What part files of evaluations begin with."""
 
@@ -200,7 +202,11 @@ class RunPaths:
     def evaluation_mark(self, directory: str, suite: str) -> Path:
         """Whose existence says that the evaluation of a commit, by its directory, is submitted."""
         name = f".{suite}" if suite else ""
-        return self.run / "submitted_evaluations" / f"{directory}{name}"
+        return self.evaluation_marks / f"{directory}{name}"
+
+    @property
+    def evaluation_marks(self) -> Path:
+        return self.run / "submitted_evaluations"
 
     @property
     def metrics(self) -> Path:
@@ -345,6 +351,14 @@ class RunPaths:
     def pinned(self, directory: str) -> Path:
         """A model folder with links to the files of a commit, by the commit's directory."""
         return self.exports / f"{directory}-checkpoint"
+
+    @property
+    def being_evaluated(self) -> Path:
+        """The same for the trials of ``evaluation.tasks``, as long as they need them."""
+        return self.run / BEING_EVALUATED
+
+    def checkpoint_to_evaluate(self, directory: str) -> Path:
+        return self.being_evaluated / self.pinned(directory).name
 
     def log(self, group: str, task: int, attempt: int) -> Path:
         return self.logs / group / f"{task}.{attempt}.log"

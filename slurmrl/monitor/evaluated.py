@@ -79,13 +79,25 @@ def merged(
 def subject(paths: RunPaths) -> RunPaths | None:
     """The trial whose checkpoint a trial evaluates; None if it evaluates none, or does something
     else. Raises ConfigError, UsageError."""
+    model = _model(paths)
+    if model is None or len(model.parents) < 2:
+        return None
+    found = RunPaths(model.parents[1])
+    of_it = _of(found, model) is not None and found.evaluated() == paths.run.parent
+    return found if of_it and found.config.is_file() else None
+
+
+def users(paths: RunPaths, step: int, model: Path) -> list[RunPaths]:
+    """The trials that evaluate a folder of a step of a trial. Raises as `subject`."""
+    own = (trial for number, trial in _trials(paths) if number == step)
+    return [trial for trial in own if trial.config.is_file() and _model(trial) == model]
+
+
+def _model(paths: RunPaths) -> Path | None:
+    """The folder with a trial's model."""
     actor = source.read(paths.config).values.get("actor")
     path = actor.get("path") if isinstance(actor, dict) else None
-    if not isinstance(path, str) or len(Path(path).parents) < 2:
-        return None
-    found = RunPaths(Path(path).parents[1])
-    of_it = _of(found, Path(path)) is not None and found.evaluated() == paths.run.parent
-    return found if of_it and found.config.is_file() else None
+    return Path(path) if isinstance(path, str) else None
 
 
 def _trials(paths: RunPaths) -> list[tuple[int, RunPaths]]:
@@ -129,8 +141,9 @@ def _read(paths: RunPaths, trials: Iterable[tuple[int, RunPaths]]) -> list[dict[
 
 def _of(paths: RunPaths, model: Path) -> re.Match[str] | None:
     """Whether a model is a checkpoint or an export of the trial, wherever its root was then."""
-    own = (paths.experiment, paths.trial, paths.exports.name)
-    return _MODEL.fullmatch(model.name) if model.parts[-4:-1] == own else None
+    folders = (paths.exports.name, paths.being_evaluated.name)
+    own = model.parts[-4:-2] == (paths.experiment, paths.trial) and model.parts[-2] in folders
+    return _MODEL.fullmatch(model.name) if own else None
 
 
 def _head(summary: Path) -> dict[str, Any]:

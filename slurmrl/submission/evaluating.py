@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from slurmrl.algorithms.offline.schema import MEASURED
+from slurmrl.checkpoint.pinned import is_pinned, read_origin
 from slurmrl.config.load import Derive, load
 from slurmrl.config.schema import WHOLE, evaluation_key
 from slurmrl.config.schema.model import TRIAL_PREFIX
@@ -18,7 +19,7 @@ from slurmrl.errors import ConfigError, UsageError
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.hub.reference import PREFIX as HUB_PREFIX
-from slurmrl.paths import EVALUATED, RunPaths, user_name
+from slurmrl.paths import BEING_EVALUATED, EVALUATED, RunPaths, user_name
 from slurmrl.plan.resolve.trial_references import LAST, parse
 from slurmrl.registry import near
 from slurmrl.submission.trials import DEFAULT_ROOT
@@ -81,14 +82,16 @@ def find_checkpoint(text: str, root: Path) -> EvaluatedModel:
     if not text.startswith(TRIAL_PREFIX) and (text.startswith(("/", ".", "~")) or folder.is_dir()):
         if not folder.is_dir():
             raise UsageError(f"--checkpoint {text}: no such folder")
-        path = os.path.abspath(folder)
-        return EvaluatedModel(path, _as_name("-".join(Path(path).parts[-2:])))
+        path = Path(os.path.abspath(folder))
+        if path.parent.name == BEING_EVALUATED and is_pinned(path):
+            origin = read_origin(path)
+            return EvaluatedModel(str(path), _name_of(origin.trial, origin.step))
+        return EvaluatedModel(str(path), _as_name("-".join(path.parts[-2:])))
     reference = parse(TRIAL_PREFIX + text.removeprefix(TRIAL_PREFIX))
     step = reference.step
     if not isinstance(step, int):
         step = _newest(RunPaths.of(root, user_name(), reference.experiment, reference.trial))
-    name = _as_name(f"{reference.experiment}-{reference.trial}-step-{step}")
-    return EvaluatedModel(f"{TRIAL_PREFIX}{reference.name}@{step}", name)
+    return EvaluatedModel(f"{TRIAL_PREFIX}{reference.name}@{step}", _name_of(reference.name, step))
 
 
 def _newest(paths: RunPaths) -> int | Literal["last"]:
@@ -96,6 +99,11 @@ def _newest(paths: RunPaths) -> int | Literal["last"]:
     with what is lacking."""
     commit = fold(History(paths.history).read()).last_commit if paths.history.exists() else None
     return LAST if commit is None else commit.step
+
+
+def _name_of(trial: str, step: int | str) -> str:
+    """The name of the trial that evaluates a step of another one."""
+    return _as_name(f"{trial.replace('/', '-')}-step-{step}")
 
 
 def _as_name(text: str) -> str:

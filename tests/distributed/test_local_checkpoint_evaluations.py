@@ -48,6 +48,7 @@ def test_each_checkpoint_has_its_results_once_whoever_was_killed(tmp_path: Path)
             assert merged[step - 1][f"eval/{metric}"] == summary["estimates"][name]["value"]
     assert "eval/pass@2" in site.status("ppo/1")["metrics"]
     wait_until("both results in evaluations.csv", lambda: arrived(paths) == ["2", "4"])
+    assert list(paths.being_evaluated.iterdir()) == [], "the checkpoints are not kept"
 
 
 def arrived(paths: RunPaths) -> list[str]:

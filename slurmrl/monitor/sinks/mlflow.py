@@ -83,9 +83,8 @@ def log_arrived(paths: RunPaths, wanted: Mlflow, lines: Lines) -> None:
     run = _find(client, wanted.experiment, paths)
     if run is None:
         raise EnvironmentFailure(f"experiment {wanted.experiment} has no run of the trial yet")
-    seen = _values_after(
-        client, run.info.run_id, -1, {named(name) for one in lines for name in one}
-    )
+    names = {named(name) for line in lines for name in line}
+    seen = _values_after(client, run.info.run_id, -1, names)
     _log_metrics(client, run.info.run_id, lines, seen)
 
 

@@ -232,6 +232,16 @@ def pin_actor(paths: RunPaths, step: int | None) -> Path:
     return _of_commit(paths, step, pinned, how="with @STEP")
 
 
+def pin_to_evaluate(paths: RunPaths, commit: Commit) -> None:
+    """Make such a folder for the trials of `evaluation.tasks`, in a place of its own: it is removed
+    when they have ended. Raises as `pin_actor`."""
+    folder = paths.checkpoint_to_evaluate(commit.directory)
+    if not is_pinned(folder):
+        config = load_resolved(paths.config)
+        exporter = Exporter(paths, config, ROLE, _head(paths, ROLE), "float32", "merged")
+        exporter.pin(commit, folder)
+
+
 def _of_commit(
     paths: RunPaths, step: int | None, make: Callable[[Commit], Path], *, how: str
 ) -> Path:

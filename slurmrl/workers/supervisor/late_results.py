@@ -1,5 +1,5 @@
-"""The results of trials that evaluate checkpoints, on their way to the sinks of the trial that
-trains (`monitor.sinks.arrivals`)."""
+"""What the end of a trial that evaluates a checkpoint means to the trial that trains: its sinks get
+the results (`monitor.sinks.arrivals`), and it keeps the checkpoint no longer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from slurmrl import log
 from slurmrl.errors import SlurmrlError
 from slurmrl.monitor import evaluated
 from slurmrl.paths import RunPaths
+from slurmrl.workers.supervisor import evaluated_checkpoints
 
 logger = log.get(__name__)
 
@@ -26,6 +27,7 @@ def hand_over(paths: RunPaths) -> None:
     others evaluate it. Raises nothing."""
     try:
         trained = evaluated.subject(paths) or paths
+        evaluated_checkpoints.sweep(trained)
         if not trained.evaluated().is_dir():
             return
         module = "slurmrl.monitor.sinks.arrivals"

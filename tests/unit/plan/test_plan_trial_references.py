@@ -15,11 +15,15 @@ from slurmrl.checkpoint.manifest import verify
 from slurmrl.config.load import dump
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.fsio.calls import SystemCalls
+from slurmrl.history.log import History
+from slurmrl.history.state import fold
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
+from slurmrl.submission.evaluating import EvaluatedModel, find_checkpoint
+from slurmrl.workers.master.exporting import pin_to_evaluate
 from slurmrl.workers.worker.setup import verify_pinned
 from tests.fake_runs import FakeRun
 from tests.support.committed import CommittedTrial
@@ -237,6 +241,21 @@ def test_a_damaged_checkpoint_is_refused(judge: Judge, damage: str) -> None:
     assert "'trial:sft/1@8' cannot be used: checkpoint " in message
     assert "actor.1.safetensors" in message
     assert "choose another checkpoint with @STEP (there are: 4, 12)" in message
+    assert list(judge.exports.iterdir()) == []
+
+
+def test_a_checkpoint_to_evaluate_has_a_place_of_its_own(judge: Judge) -> None:
+    """The files stay when their trial deletes it, and the trial that evaluates is named as by
+    hand."""
+    paths = judge.source.paths
+    commit = fold(History(paths.history).read()).commits[1]
+    pin_to_evaluate(paths, commit)
+    pin_to_evaluate(paths, commit)
+    judge.source.delete(8)
+    folder = paths.checkpoint_to_evaluate(commit.directory)
+    found = find_checkpoint(str(folder), judge.root)
+    assert found == EvaluatedModel(str(folder), "sft-1-step-8")
+    verify_pinned(judge.load(str(folder)), 0, 1, lambda _: None)
     assert list(judge.exports.iterdir()) == []
 
 

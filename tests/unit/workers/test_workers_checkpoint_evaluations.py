@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,9 +10,14 @@ from typing import Any
 
 import pytest
 
+from slurmrl.checkpoint.pinned import ORIGIN
 from slurmrl.config.load import dump
+from slurmrl.errors import UsageError
+from slurmrl.fsio.primitives import temporary_beside
 from slurmrl.history.record import Kind
-from slurmrl.workers.supervisor import checkpoint_evaluations
+from slurmrl.history.state import Commit
+from slurmrl.paths import RunPaths
+from slurmrl.workers.supervisor import checkpoint_evaluations, evaluated_checkpoints
 from slurmrl.workers.supervisor.checkpoint_evaluations import TRIES, CheckpointEvaluations
 from tests.fake_runs import FakeRun
 
@@ -31,23 +37,44 @@ class Site:
         self.said: list[tuple[str, Mapping[str, Any]]] = []
         self.error = ""
 
+    def link_files(self, paths: RunPaths, commit: Commit) -> None:
+        """What stands for the links to the files."""
+        folder = paths.checkpoint_to_evaluate(commit.directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ORIGIN).write_text("{}")
+
+    def evaluation(self, step: int, suite: str) -> FakeRun:
+        """The trial that evaluates a suite."""
+        made = FakeRun(self.run.paths.run.parents[2], "add-eval", f"add-1-step-{step}-{suite}")
+        model = self.run.paths.checkpoint_to_evaluate(f"step-{step:08d}.1")
+        made.paths.config.write_text(json.dumps({"actor": {"path": str(model)}}))
+        made.begin()
+        return made
+
+    @property
+    def folders(self) -> list[str]:
+        return sorted(path.name for path in self.run.paths.being_evaluated.iterdir())
+
     def answer(self, command: list[str]) -> str:
         self.commands.append(command)
         return self.error
 
-    def link(self, *, ended: bool = True) -> None:
+    def link(self, *, ended: bool = True) -> CheckpointEvaluations:
         """A link that begins and ends."""
         link = CheckpointEvaluations(
             self.run.paths, "slurm", lambda kind, data: self.said.append((kind, data))
         )
         link.start()
         link.stop(ended=ended)
+        return link
 
 
 @pytest.fixture
 def site(tmp_path: Path, make_settings: Any, monkeypatch: pytest.MonkeyPatch) -> Site:
     made = Site(tmp_path, make_settings)
     monkeypatch.setattr(checkpoint_evaluations, "_error", made.answer)
+    monkeypatch.setattr(checkpoint_evaluations, "LAST_PAUSE_S", 0.0)
+    monkeypatch.setattr(evaluated_checkpoints, "resolve", lambda _: made.link_files)
     return made
 
 
@@ -62,9 +89,10 @@ def test_each_suite_of_each_checkpoint_is_submitted_once_whichever_link_does_so(
     site.run.commit(4)
     site.link()
     shown = [command[4:] for command in site.commands]
+    folder = site.run.paths.being_evaluated
     assert [command[:4] for command in shown] == [
-        ["eval", str(site.run.paths.config), "--checkpoint", f"add/1@{step}"]
-        for step in (2, 2, 4, 4)
+        ["eval", str(site.run.paths.config), "--checkpoint", str(folder / f"{name}-checkpoint")]
+        for name in ("step-00000002.1", "step-00000002.1", "step-00000004.1", "step-00000004.1")
     ]
     assert shown[0][-4:] == ["--suite", "a", "--detach", "--no-check"]
     assert shown[1][-5:] == ["--suite", "b", "--detach", "--no-check", "total_steps=3"]
@@ -102,6 +130,100 @@ def test_a_submission_that_fails_is_tried_again_and_told(site: Site) -> None:
     assert [kind for kind, _ in site.said].count("evaluation") == 2
 
 
+def test_the_pauses_between_tries_grow_by_minutes(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure is told once, and the tries go on, also when the checkpoint was deleted."""
+    now = [1000.0]
+    monkeypatch.setattr(checkpoint_evaluations.time, "monotonic", lambda: now[0])
+    site.error = "sbatch: the queue is full"
+    site.run.commit(2)
+    link = CheckpointEvaluations(
+        site.run.paths, "slurm", lambda kind, data: site.said.append((kind, data))
+    )
+    tried = []
+    for minute in (0, 0.5, 1, 2.4, 3, 5.9, 7):
+        now[0] = 1000.0 + 60 * minute
+        before = len(site.commands)
+        link._look()
+        tried += [minute] * (len(site.commands) - before)
+        if minute == 1:
+            site.run.append(Kind.DELETE, step=2, directory="step-00000002.1")
+    assert tried == [0, 0, 1, 1, 3, 3, 7, 7], "both suites"
+    assert [kind for kind, _ in site.said] == ["evaluation_failed", "evaluation_failed"]
+    site.error, now[0] = "", now[0] + 900
+    link._look()
+    assert [kind for kind, _ in site.said][2:] == ["evaluation", "evaluation"]
+
+
+# -- the folders with the files of checkpoints -----------------------------------------------
+
+
+def test_a_checkpoint_is_kept_until_all_of_its_evaluations_have_ended(site: Site) -> None:
+    """What `slurmrl eval` keeps by hand stays."""
+    paths = site.run.paths
+    pinned = paths.pinned("step-00000002.1")
+    pinned.mkdir()
+    site.run.commit(2)
+    a, b = (site.evaluation(2, suite) for suite in "ab")
+    site.link(ended=False)
+    a.end(Kind.FINISHED)
+    site.link()
+    assert site.folders == ["step-00000002.1-checkpoint"]
+    b.end(Kind.FAILED)
+    evaluated_checkpoints.sweep(paths)
+    assert site.folders == ["step-00000002.1-checkpoint"], "a failed one can be resumed"
+    b.resume()
+    evaluated_checkpoints.sweep(paths)
+    assert site.folders == ["step-00000002.1-checkpoint"]
+    b.end(Kind.CANCELLED)
+    evaluated_checkpoints.sweep(paths)
+    assert site.folders == []
+    assert pinned.is_dir()
+
+
+def test_a_kill_while_a_folder_is_removed_is_made_up_for(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = site.run.paths
+    site.run.commit(2)
+    trials = [site.evaluation(2, suite) for suite in "ab"]
+    site.link()
+    for trial in trials:
+        trial.end(Kind.FINISHED)
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluated_checkpoints.shutil, "rmtree", lambda *_, **__: None)
+        evaluated_checkpoints.sweep(paths)
+    assert site.folders == ["step-00000002.1-checkpoint"]
+    assert not (paths.checkpoint_to_evaluate("step-00000002.1") / ORIGIN).exists()
+    evaluated_checkpoints.sweep(paths)
+    assert site.folders == []
+
+
+def test_a_folder_whose_evaluations_are_given_up_is_removed(site: Site) -> None:
+    """At the end of the trial; with what a killed process left half made."""
+    left = temporary_beside(site.run.paths.checkpoint_to_evaluate("step-00000002.1"))
+    left.mkdir(parents=True)
+    site.error = "sbatch: not here"
+    site.run.commit(2)
+    site.link()
+    assert site.folders == []
+
+
+def test_a_checkpoint_that_cannot_be_linked_is_told(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(*_: Any) -> None:
+        raise UsageError("a file of it is too short")
+
+    monkeypatch.setattr(evaluated_checkpoints, "resolve", lambda _: damaged)
+    site.run.commit(2)
+    site.link()
+    assert site.commands == []
+    failed = {"step": 2, "suite": "a", "reason": "a file of it is too short"}
+    assert ("evaluation_failed", failed) in site.said
+
+
 def test_submissions_that_the_end_of_the_trial_does_not_wait_for_are_told(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,8 +231,9 @@ def test_submissions_that_the_end_of_the_trial_does_not_wait_for_are_told(
     monkeypatch.setattr(checkpoint_evaluations, "TIMEOUT_S", 0.1)
     monkeypatch.setattr(checkpoint_evaluations, "_error", lambda _: str(answered.wait(60)))
     site.run.commit(2)
-    site.link()
+    link = site.link()
     answered.set()
+    link._thread.join(60.0)
     reason = "the last submissions took longer than 0.1 s"
     assert ("evaluation_failed", {"reason": reason}) in site.said
 
