@@ -4,6 +4,7 @@ looks, so what they would refuse is refused now."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Final
 
 from slurmrl.allocation import parse
@@ -13,9 +14,11 @@ from slurmrl.errors import AllocationError, Problem
 from slurmrl.graph.call import REWARD_MODEL, Call, Method
 from slurmrl.paths import EVALUATED
 from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.checks import fit
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.tasks import wrong_slurm
 from slurmrl.plan.engines import ENGINES, rules_of
+from slurmrl.plan.estimates.shape import shape_of
 
 TASKS: Final = ("evaluation", "tasks")
 LONGEST_SUITE: Final = 40
@@ -96,6 +99,11 @@ def _backend(draft: Draft, text: str) -> Iterator[Problem]:
     if text and batch % size:
         message = f"'{text}' is not allowed: algorithm.batch_size {batch} must be a multiple of its"
         yield draft.problem(where, f"{message} data-parallel size {size}")
+    model = draft.config.actor.model_copy(update={"model": None})
+    wanted = fit.Fit(model, allocation, shape_of(model), None)
+    for misfit in islice(fit.check(wanted) if text else (), 1):
+        value = misfit.value or f"'{text}'"
+        yield draft.problem(where, f"{value} is not allowed: {misfit.reason}")
     others = rollout.backend and not (text or rollout.tasks or rollout.servers)
     generates = any(call.method is Method.GENERATE for call in _calls(draft))
     if generates and not others and not rules.generates:

@@ -149,6 +149,7 @@ def test_trainers_have_no_models_and_no_calls_of_evaluations_in_trials_of_their_
     [
         ({"backend": "fsdp:x2"}, "evaluation.tasks.backend", "x2"),
         ({"backend": "sglang:d1"}, "evaluation.tasks.backend", "it is the layout of the actor"),
+        ({"backend": "fsdp:t3"}, "evaluation.tasks.backend", "t3 does not divide num_attention"),
         ({"backend": "fsdp:d3"}, "evaluation.tasks.backend", "batch_size 64 must be a multiple"),
         ({"slurm": {"time": "00:01:00"}}, "evaluation.tasks.slurm", "signal_lead_s 120"),
         ({"slurm": {"partitoin": "x"}}, "evaluation.tasks.slurm.partitoin", "did you mean"),
