@@ -12,7 +12,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from slurmrl.config import source
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents, lines
 from slurmrl.fsio.shapes import COUNT, TEXT, Fields, table
@@ -49,7 +48,7 @@ class _Evaluation(NamedTuple):
 def read(paths: RunPaths) -> list[dict[str, Any]]:
     """Lines of metrics with the evaluations of all checkpoints, by step. What is damaged, or about
     a checkpoint that training did not continue from, is left out."""
-    return _read(paths, _trials(paths))
+    return _read(paths, trials(paths))
 
 
 def lines_of(paths: RunPaths) -> list[dict[str, Any]]:
@@ -59,8 +58,7 @@ def lines_of(paths: RunPaths) -> list[dict[str, Any]]:
 
 def newest(paths: RunPaths) -> dict[str, Any]:
     """The line of the newest step that has one; empty without one. (Older ones are not read.)"""
-    trials = _trials(paths)
-    for _, same in groupby(reversed(trials), key=lambda trial: trial[0]):
+    for _, same in groupby(reversed(trials(paths)), key=lambda trial: trial[0]):
         if found := _read(paths, list(same)):
             return found[-1]
     return {}
@@ -76,31 +74,7 @@ def merged(
     return [found[step] for step in sorted(found)]
 
 
-def subject(paths: RunPaths) -> RunPaths | None:
-    """The trial whose checkpoint a trial evaluates; None if it evaluates none, or does something
-    else. Raises ConfigError, UsageError."""
-    model = _model(paths)
-    if model is None or len(model.parents) < 2:
-        return None
-    found = RunPaths(model.parents[1])
-    of_it = _of(found, model) is not None and found.evaluated() == paths.run.parent
-    return found if of_it and found.config.is_file() else None
-
-
-def users(paths: RunPaths, step: int, model: Path) -> list[RunPaths]:
-    """The trials that evaluate a folder of a step of a trial. Raises as `subject`."""
-    own = (trial for number, trial in _trials(paths) if number == step)
-    return [trial for trial in own if trial.config.is_file() and _model(trial) == model]
-
-
-def _model(paths: RunPaths) -> Path | None:
-    """The folder with a trial's model."""
-    actor = source.read(paths.config).values.get("actor")
-    path = actor.get("path") if isinstance(actor, dict) else None
-    return Path(path) if isinstance(path, str) else None
-
-
-def _trials(paths: RunPaths) -> list[tuple[int, RunPaths]]:
+def trials(paths: RunPaths) -> list[tuple[int, RunPaths]]:
     """The trials that may have evaluated a checkpoint, with its step, by step."""
     folder = paths.evaluated()
     try:
@@ -122,7 +96,7 @@ def _read(paths: RunPaths, trials: Iterable[tuple[int, RunPaths]]) -> list[dict[
     for _, trial in trials:
         try:
             head = _head(trial.summary)
-            match = _of(paths, Path(head["model"]))
+            match = checkpoint_of(paths, Path(head["model"]))
             if match is None:
                 continue
             lineage = lineage or Lineage.of(History(paths.history).read())
@@ -139,7 +113,7 @@ def _read(paths: RunPaths, trials: Iterable[tuple[int, RunPaths]]) -> list[dict[
     ]
 
 
-def _of(paths: RunPaths, model: Path) -> re.Match[str] | None:
+def checkpoint_of(paths: RunPaths, model: Path) -> re.Match[str] | None:
     """Whether a model is a checkpoint or an export of the trial, wherever its root was then."""
     folders = (paths.exports.name, paths.being_evaluated.name)
     own = model.parts[-4:-2] == (paths.experiment, paths.trial) and model.parts[-2] in folders

@@ -23,9 +23,9 @@ from slurmrl.fsio.primitives import is_temporary
 from slurmrl.history.recent import recent
 from slurmrl.history.record import Kind
 from slurmrl.history.state import Commit
-from slurmrl.monitor import evaluated
 from slurmrl.paths import RunPaths
 from slurmrl.registry import resolve
+from slurmrl.workers.supervisor import evaluating_trials
 
 logger = log.get(__name__)
 
@@ -81,6 +81,6 @@ def _submitted(paths: RunPaths, commit: Commit, suites: Collection[str]) -> bool
 def _in_use(paths: RunPaths, commit: Commit) -> bool:
     """Whether an evaluation reads the folder or may do so again: a failed one can be resumed."""
     folder = paths.checkpoint_to_evaluate(commit.directory)
-    trials = evaluated.users(paths, commit.step, folder)
+    trials = evaluating_trials.users(paths, commit.step, folder)
     ends = [recent(trial.history, exports=False).end for trial in trials]
     return any(end is None or end.kind is Kind.FAILED for end in ends)

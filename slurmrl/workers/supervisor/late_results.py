@@ -10,9 +10,8 @@ from typing import Final
 
 from slurmrl import log
 from slurmrl.errors import SlurmrlError
-from slurmrl.monitor import evaluated
 from slurmrl.paths import RunPaths
-from slurmrl.workers.supervisor import evaluated_checkpoints
+from slurmrl.workers.supervisor import evaluated_checkpoints, evaluating_trials
 
 logger = log.get(__name__)
 
@@ -26,7 +25,7 @@ def hand_over(paths: RunPaths) -> None:
     """Let the sinks of the trial that this one evaluates have all results, or those of this one if
     others evaluate it. Raises nothing."""
     try:
-        trained = evaluated.subject(paths) or paths
+        trained = evaluating_trials.subject(paths) or paths
         evaluated_checkpoints.sweep(trained)
         if not trained.evaluated().is_dir():
             return

@@ -1,0 +1,33 @@
+"""Which trials evaluate checkpoints of which, by the models in their configurations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slurmrl.config import source
+from slurmrl.monitor import evaluated
+from slurmrl.paths import RunPaths
+
+
+def subject(paths: RunPaths) -> RunPaths | None:
+    """The trial whose checkpoint a trial evaluates; None if it evaluates none, or does something
+    else. Raises ConfigError, UsageError."""
+    model = _model(paths)
+    if model is None or len(model.parents) < 2:
+        return None
+    found = RunPaths(model.parents[1])
+    of_it = evaluated.checkpoint_of(found, model) and found.evaluated() == paths.run.parent
+    return found if of_it and found.config.is_file() else None
+
+
+def users(paths: RunPaths, step: int, model: Path) -> list[RunPaths]:
+    """The trials that evaluate a folder of a step of a trial. Raises as `subject`."""
+    own = (trial for number, trial in evaluated.trials(paths) if number == step)
+    return [trial for trial in own if trial.config.is_file() and _model(trial) == model]
+
+
+def _model(paths: RunPaths) -> Path | None:
+    """The folder with a trial's model."""
+    actor = source.read(paths.config).values.get("actor")
+    path = actor.get("path") if isinstance(actor, dict) else None
+    return Path(path) if isinstance(path, str) else None
