@@ -9,11 +9,11 @@ From Python::
 
 from __future__ import annotations
 
-from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from os import PathLike
+
     from slurmrl.submission.handle import Trial
 
 __version__ = "0.1.0"
@@ -36,6 +36,8 @@ def submit(
 
     Raises ConfigError with every problem, UsageError for a trial that lives, EnvironmentFailure.
     """
+    from pathlib import Path
+
     from slurmrl.submission import handle
 
     return handle.submit(

@@ -8,16 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from slurmrl.errors import UsageError
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Variable(Generic[T]):
+class Variable(NamedTuple, Generic[T]):
     name: str
     parse: Callable[[str], T]
     default: T

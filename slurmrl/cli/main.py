@@ -6,7 +6,6 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -98,14 +97,14 @@ Exit codes: 0 success, 1 the run failed, 2 usage or configuration error, 3 envir
 interrupted."""
 
 
-@dataclass
 class Invocation:
     """One call of the command line: its arguments and the options that concern all of it."""
 
-    arguments: Sequence[str] = ()
-    debug: bool = False
-    profile: str | None = None
-    """What ``--profile`` names."""
+    def __init__(self, arguments: Sequence[str] = ()) -> None:
+        self.arguments = arguments
+        self.debug = False
+        self.profile: str | None = None
+        """What ``--profile`` names."""
 
 
 class LazyGroup(click.Group):
