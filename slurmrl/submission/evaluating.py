@@ -16,10 +16,12 @@ from slurmrl.config.schema import WHOLE, evaluation_key
 from slurmrl.config.schema.model import TRIAL_PREFIX
 from slurmrl.config.source import KeyPath, Source
 from slurmrl.errors import ConfigError, UsageError
+from slurmrl.graph.call import REWARD_MODEL
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.hub.reference import PREFIX as HUB_PREFIX
 from slurmrl.paths import BEING_EVALUATED, EVALUATED, RunPaths, user_name
+from slurmrl.plan.algorithms import ALGORITHMS
 from slurmrl.plan.resolve.trial_references import LAST, parse
 from slurmrl.registry import near
 from slurmrl.submission.trials import DEFAULT_ROOT
@@ -183,7 +185,7 @@ def _from_evaluation(source: Source, algorithm: dict[str, Any], suite: str) -> N
         message = f"is required to evaluate a model of algorithm {algorithm.get('name')}"
         raise ConfigError((source.problem(("evaluation",), message),))
     where = evaluation_key(suite)
-    measure = _measure(source, where)
+    measure = _measure(source, where, algorithm.get("name"))
     derived = _Derived(source)
     if algorithm.get("name") == EVALUATE:
         for key in source.values:
@@ -257,16 +259,23 @@ def _at(values: dict[str, Any], path: KeyPath) -> Any:
     return found
 
 
-def _measure(source: Source, evaluation: KeyPath) -> str:
-    """What is measured on a dataset of the type of an evaluation."""
+def _measure(source: Source, evaluation: KeyPath, algorithm: Any) -> str:
+    """What is measured on a dataset of the type of an evaluation. Preferences are those of a model
+    with a scalar head, which no other algorithm of slurmrl trains as its actor."""
     dataset = _at(source.values, (*evaluation, "dataset"))
     kind = dataset.get("like") or dataset.get("type") if isinstance(dataset, dict) else None
-    for measure, kinds in MEASURED.items():
+    known = isinstance(algorithm, str) and algorithm in ALGORITHMS
+    others = known and algorithm not in (EVALUATE, REWARD_MODEL)
+    measured = dict(MEASURED)
+    if others:
+        del measured["preferences"]
+    for measure, kinds in measured.items():
         if kind in kinds:
             return measure
-    allowed = ", ".join(kind for kinds in MEASURED.values() for kind in kinds)
+    allowed = ", ".join(kind for kinds in measured.values() for kind in kinds)
+    of_what = f" of a model of {algorithm}" if others else ""
     message = (
-        f"{kind!r} cannot be evaluated by a trial of its own; allowed: {allowed}. With "
+        f"{kind!r} cannot be evaluated by a trial of its own{of_what}; allowed: {allowed}. With "
         "total_steps=0 a trial evaluates as in training"
     )
     raise ConfigError((source.problem((*evaluation, "dataset", "type"), message),))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from slurmrl.config.problems import refused
 from slurmrl.config.schema import Config
@@ -58,16 +58,27 @@ def wrong_class(schema: Any) -> str:
 def _wrong_default(schema: type[BaseModel]) -> str:
     """Why a setting cannot have its default, which pydantic checks only on demand."""
     strict = {"model_config": ConfigDict(validate_default=True)}
-    checked = cast(type[BaseModel], type(schema.__name__, (schema,), strict))
     try:
-        checked.model_validate({})
+        return _refused_default(cast(type[BaseModel], type(schema.__name__, (schema,), strict)))
+    except Exception as error:  # noqa: BLE001 - a validator of the user's own may need the missing values
+        fields: dict[str, Any] = {
+            name: (field.annotation, field) for name, field in schema.model_fields.items()
+        }
+        config = ConfigDict(**{**schema.model_config, **strict["model_config"]})
+        alone = create_model(schema.__name__, __config__=config, **fields)
+        if not (message := _refused_default(alone)):
+            return ""
+        return f"{message}; and a validator raises {type(error).__name__} on defaults: {error}"
+
+
+def _refused_default(model: type[BaseModel]) -> str:
+    try:
+        model.model_validate({})
     except ValidationError as error:
         wrong = [each for each in error.errors() if each["loc"] and each["type"] != "missing"]
         for details in wrong:
             setting, reason = dotted(details["loc"]), refused(details)
-            return f"the default of {schema.__name__}.{setting} is wrong: {reason}"
-    except Exception:  # noqa: BLE001 - a validator of the user's own may need the missing values
-        return ""
+            return f"the default of {model.__name__}.{setting} is wrong: {reason}"
     return ""
 
 

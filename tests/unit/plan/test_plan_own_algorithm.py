@@ -298,6 +298,26 @@ def test_a_validator_of_ones_own_is_not_run_without_values(load_own: Load, code:
     assert attrgetter("algorithm.strength")(load_own("algorithm.strength=0.5")) == 1.0
 
 
+def test_a_validator_that_raises_does_not_hide_a_wrong_default(load_own: Load, code: Path) -> None:
+    validator = """
+    @field_validator("strength", mode="before")
+    @classmethod
+    def _checked(cls, value):
+        return value["missing"]
+
+    def roles"""
+    text = CODE.replace("\n    def roles", validator, 1)
+    text = text.replace("import ClassVar", "import ClassVar\nfrom pydantic import field_validator")
+    code.write_text(text.replace("PositiveFloat = 1.0", "PositiveFloat = 0.0"))
+    [problem] = problems(load_own)
+    assert "the default of Mine.strength is wrong: 0.0 is not allowed: must be greater than 0" in (
+        problem.message
+    )
+    assert (
+        "; and a validator raises TypeError on defaults: 'float' object is not" in problem.message
+    )
+
+
 def test_an_inherited_list_of_names_is_explained(load_own: Load, code: Path) -> None:
     code.write_text(CODE.replace("    name: str\n", ""))
     (problem,) = problems(load_own, "algorithm.name=my_algorithm.py:Grouped")

@@ -223,13 +223,19 @@ def test_suites_that_are_not_there_are_refused(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "measure"), [("prompt_answer", "likelihood"), ("preference", "preferences")]
+    ("algorithm", "dataset", "measure"),
+    [
+        ("sft", "prompt_answer", "likelihood"),
+        ("reward_model", "preference", "preferences"),
+        ("my_algorithm.py:Mine", "preference", "preferences"),
+    ],
 )
 def test_the_type_of_the_dataset_says_what_is_measured(
-    trained: Trained, dataset: str, measure: str
+    trained: Trained, algorithm: str, dataset: str, measure: str
 ) -> None:
     evaluation = {"dataset": {"type": dataset, "path": "rows.jsonl"}}
-    trained.write({**GRPO, "algorithm": {"name": "sft", "batch_size": 8}, "evaluation": evaluation})
+    section = {"name": algorithm, "batch_size": 8}
+    trained.write({**GRPO, "algorithm": section, "evaluation": evaluation})
     source = load(trained.file, (), evaluation_of("sft/1", trained.root))
     assert source.values["algorithm"] == {"name": "evaluate", "measure": measure, "batch_size": 8}
     assert "rollout" not in source.values
@@ -249,6 +255,20 @@ def test_what_cannot_be_evaluated_is_refused(
     trained.write({**GRPO, "evaluation": evaluation})
     with pytest.raises(ConfigError, match=message):
         trained.evaluation("sft/1")
+
+
+def test_preferences_of_a_language_model_are_not_those_of_a_reward_model(trained: Trained) -> None:
+    """The model of DPO has no scalar head, whose scores `evaluate` compares."""
+    evaluation = {"dataset": {"type": "preference", "path": "rows.jsonl"}}
+    trained.write({**GRPO, "algorithm": {"name": "dpo", "batch_size": 8}, "evaluation": evaluation})
+    with pytest.raises(ConfigError) as caught:
+        trained.evaluation("sft/1")
+    [problem] = caught.value.problems
+    assert problem.key == "evaluation.dataset.type"
+    assert problem.message == (
+        "'preference' cannot be evaluated by a trial of its own of a model of dpo; allowed: "
+        "prompt, prompt_answer, messages. With total_steps=0 a trial evaluates as in training"
+    )
 
 
 def test_a_model_that_is_no_checkpoint(tmp_path: Path) -> None:
