@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -50,6 +50,7 @@ def make_bundle(
     settings = load_settings(config, [*overrides, *stand_ins], root=trials.chosen_root(root))
     code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
     contents = collect(settings, code, elsewhere)
+    extras = wheels.extras_of(settings.config, contents.files)
     file = output or Path(f"{settings.config.experiment}-{settings.config.trial}.tar")
     if not file.absolute().parent.is_dir():
         raise UsageError(f"--output {file}: there is no folder {file.parent}")
@@ -57,9 +58,15 @@ def make_bundle(
         found: list[Path] = []
         if packages is not None:
             python, torch = packages
-            found = wheels.gather(Path(made) / "wheels", python=python, torch=torch)
+            folder = Path(made) / "wheels"
+            found = wheels.gather(folder, python=python, torch=torch, extras=extras)
         manifest = pack(contents, found, file.absolute())
-    return Made(file, len(manifest.files), contents.notes)
+    return Made(file, len(manifest.files), (*contents.notes, *_note(extras)))
+
+
+def _note(extras: Sequence[str]) -> Iterator[str]:
+    if extras:
+        yield f"on the cluster, install slurmrl[{','.join(extras)}] in place of slurmrl"
 
 
 def _elsewhere(source: Source) -> dict[KeyPath, str]:

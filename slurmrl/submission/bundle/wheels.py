@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 from typing import Final
 
 import slurmrl
+from slurmrl.config.schema import Config
 from slurmrl.errors import EnvironmentFailure
 
 PACKAGE: Final = "slurmrl"
@@ -23,17 +24,20 @@ PLATFORMS: Final = ("_2_28", "_2_27", "_2_17", "2014", "_2_12", "_2_5", "1")
 NOT_BUILT: Final = (".*", "__pycache__", "*.egg-info", "build", "dist", "docs", "runs", "tests")
 INDEX: Final = "https://download.pytorch.org/whl"
 OMITTED: Final = "none"
+_EXTRA: Final = re.compile(r"""extra == ["'](\w+)["']""")
+TABLES: Final = (".parquet", ".arrow")
 CUDA: Final = "cuda"
 """PyPI's own build of torch."""
 
 
-def gather(folder: Path, *, python: str, torch: str) -> list[Path]:
-    """Fill a new folder with wheels of slurmrl and of what it needs, at the versions that are
-    installed here, for Linux on x86-64. Raises EnvironmentFailure with what pip printed."""
+def gather(folder: Path, *, python: str, torch: str, extras: Sequence[str]) -> list[Path]:
+    """Fill a new folder with wheels of slurmrl and of what it needs, with some of its extras, at
+    the versions that are installed here, for Linux on x86-64. Extras need not be installed here.
+    Raises EnvironmentFailure with what pip printed."""
     folder.mkdir()
     constraints = folder.with_name("constraints.txt")
     constraints.write_text("".join(f"{line}\n" for line in installed(torch)))
-    wanted = requirements(torch)
+    wanted = requirements(torch, extras)
     _pip(download_command(folder, constraints, wanted, python=python, torch=torch))
     source = Path(slurmrl.__file__).parents[1]
     if (source / "setup.cfg").exists():
@@ -48,10 +52,32 @@ def gather(folder: Path, *, python: str, torch: str) -> list[Path]:
     return sorted(folder.glob("*.whl"))
 
 
-def requirements(torch: str) -> list[str]:
+def requirements(torch: str, extras: Sequence[str] = ()) -> list[str]:
     """What slurmrl needs. Without torch, what torch itself brings along is left to it, too."""
-    needed = [line for line in distribution(PACKAGE).requires or () if "extra ==" not in line]
+    needed = []
+    for line in distribution(PACKAGE).requires or ():
+        extra = _EXTRA.search(line)
+        if extra is None:
+            needed.append(line)
+        elif extra[1] in extras:
+            needed.append(line.partition(";")[0].strip())
     return [line for line in needed if torch != OMITTED or _name(line) != "torch"]
+
+
+def extras_of(config: Config, files: Iterable[str]) -> list[str]:
+    """The extras of slurmrl that a configuration and its files need."""
+    logging, tasks = config.logging, config.evaluation and config.evaluation.tasks
+    models = (config.find_model(role) for role in config.roles)
+    layouts = [model.backend for model in models if model is not None]
+    layouts += [tasks.backend] if tasks else []
+    needed = {
+        "data": any(name.endswith(TABLES) for name in files),
+        "megatron": any(layout.startswith("megatron:") for layout in layouts),
+        "mlflow": logging.mlflow is not None,
+        "tensorboard": logging.tensorboard,
+        "wandb": logging.wandb is not None,
+    }
+    return [extra for extra, wanted in needed.items() if wanted]
 
 
 def installed(torch: str) -> list[str]:

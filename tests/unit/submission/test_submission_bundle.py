@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tarfile
 from collections.abc import Callable
 from importlib.metadata import PathDistribution
@@ -391,6 +392,24 @@ def test_packages_of_other_pythons_and_builds_are_asked_for(tmp_path: Path) -> N
     assert versions["torch"].endswith("+cu126")
     assert "+" not in "".join(wheels.installed("cuda"))
     assert "slurmrl" not in versions
+
+
+def test_a_bundle_has_the_extras_that_its_configuration_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which need not be installed where it is made."""
+    for package in ("megatron", "tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)  # cannot be imported
+    file, output = str(write_config(tmp_path)), str(tmp_path / "x.tar")
+    settings = ["actor.backend=megatron:d1", "logging.tensorboard=true"]
+    assert main(["bundle", file, *settings, "--no-wheels", "--output", output]) == 0
+    assert "install slurmrl[megatron,tensorboard] in place of" in capsys.readouterr().err
+    wanted = wheels.requirements("cuda", ["megatron"])
+    assert [line for line in wanted if line.startswith("megatron")] == ["megatron-core==0.16.1"]
+    assert not any(line.startswith("tensorboard") for line in wanted)
+    config = load_settings(Path(file), [], root=tmp_path).config
+    assert wheels.extras_of(config, ["data/a.jsonl"]) == []
+    assert wheels.extras_of(config, ["data/a.parquet"]) == ["data"]
 
 
 def test_an_installed_package_becomes_a_wheel_again(tmp_path: Path) -> None:
