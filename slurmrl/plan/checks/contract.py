@@ -60,15 +60,20 @@ def _wrong_default(schema: type[BaseModel]) -> str:
     strict = {"model_config": ConfigDict(validate_default=True)}
     try:
         return _refused_default(cast(type[BaseModel], type(schema.__name__, (schema,), strict)))
-    except Exception as error:  # noqa: BLE001 - a validator of the user's own may need the missing values
-        fields: dict[str, Any] = {
-            name: (field.annotation, field) for name, field in schema.model_fields.items()
-        }
-        config = ConfigDict(**{**schema.model_config, **strict["model_config"]})
-        alone = create_model(schema.__name__, __config__=config, **fields)
-        if not (message := _refused_default(alone)):
+    except Exception as error:  # noqa: BLE001 - a user's validator may need the missing values
+        if not (message := _refused_default(_without_validators(schema))):
             return ""
         return f"{message}; and a validator raises {type(error).__name__} on defaults: {error}"
+
+
+def _without_validators(schema: type[BaseModel]) -> type[BaseModel]:
+    """The same settings, of which only the types and limits are checked."""
+    fields: dict[str, Any] = {
+        name: (field.annotation, field) for name, field in schema.model_fields.items()
+    }
+    config = ConfigDict(**{**schema.model_config, "validate_default": True})
+    made: type[BaseModel] = create_model(schema.__name__, __config__=config, **fields)
+    return made
 
 
 def _refused_default(model: type[BaseModel]) -> str:
