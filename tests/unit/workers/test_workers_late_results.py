@@ -1,0 +1,73 @@
+"""The end of a trial that evaluates a checkpoint, and the trial that trains."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.workers.supervisor import late_results
+from slurmrl.workers.supervisor.evaluating_trials import subject
+from tests.fake_runs import FakeRun
+
+
+class Family:
+    """A trial that trains and one that evaluates it."""
+
+    def __init__(self, root: Path) -> None:
+        self.trained = FakeRun(root)
+        self.trained.paths.config.write_text("{}")
+        self.other = FakeRun(root, "add-eval", "add-1-step-2")
+        self.evaluates(self.trained.paths.checkpoint_to_evaluate("step-00000002.1"))
+
+    def evaluates(self, model: Path) -> None:
+        self.other.paths.config.write_text(json.dumps({"actor": {"path": str(model)}}))
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Family:
+    return Family(tmp_path)
+
+
+def test_who_is_evaluated(family: Family, tmp_path: Path) -> None:
+    trained, other = family.trained.paths, family.other.paths
+    assert subject(other) == trained
+    family.evaluates(trained.export(2))
+    assert subject(other) == trained
+    for model in (tmp_path / "model", trained.checkpoint(2, 1), Path("/"), Path("export/step-2")):
+        family.evaluates(model)
+        assert subject(other) is None, model
+    assert subject(trained) is None
+
+
+def test_the_results_of_all_are_handed_over_whoever_ends(
+    family: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that takes too long is killed."""
+    popen, started = late_results.subprocess.Popen, []
+
+    def start(command: list[str], **options: Any) -> Any:
+        started.append(command[-1])
+        return popen([sys.executable, "-c", "import time; time.sleep(600)"], **options)
+
+    monkeypatch.setattr(late_results.subprocess, "Popen", start)
+    monkeypatch.setattr(late_results, "WITHIN_S", 0.1)
+    began = time.monotonic()
+    for run in (family.other, family.trained):
+        late_results.hand_over(run.paths)
+    assert started == [str(family.trained.paths.run)] * 2
+    assert time.monotonic() - began < 300.0
+    assert "evaluations are not handed over: it took longer than" in caplog.text
+
+
+def test_a_trial_that_nobody_evaluates_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(late_results.subprocess, "Popen")
+    run = FakeRun(tmp_path)
+    run.paths.config.write_text("{}")
+    late_results.hand_over(run.paths)
