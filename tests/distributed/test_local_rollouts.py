@@ -19,10 +19,17 @@ from slurmrl.monitor import events
 from slurmrl.scheduler.submission import read_jobs
 from slurmrl.weights.inventory import COMPLETE, inventory
 from slurmrl.weights.records import read_manifest
-from tests.distributed.engines.one_process import random_model
 from tests.support.rollout_checker import Checker
 from tests.support.rollout_evidence import Archive
-from tests.support.rollout_trials import BATCH, STEPS, config_of, of_group, settled, site_in
+from tests.support.rollout_trials import (
+    BATCH,
+    STEPS,
+    config_of,
+    of_group,
+    settled,
+    site_in,
+    train_adapters,
+)
 from tests.support.servers import check_served, servers
 from tests.support.stand_ins import python
 from tests.support.trials import ARCHITECTURE, Site, processes, wait_until
@@ -92,17 +99,16 @@ def test_tasks_merge_adapters_to_the_weights_that_trainers_generate_with(site: S
     adapters alone. While the folder of the frozen weights is another one, the next task refuses it
     and the trainers wait."""
     source = site.folder / "source"
-    random_model(source, ARCHITECTURE)
-    file = source / "model.safetensors"
-    weights = file.read_bytes()
     for name, backend, tasks in [("moved", "native:d2", None), ("merged", None, {"max": 1})]:
         config = config_of(name, None if tasks is None else {**tasks, "max_staleness": 0})
         config["total_steps"] = 8
-        config["actor"] |= {"architecture": None, "path": str(source), "lora": {"rank": 2}}
+        train_adapters(config, source)
         config["rollout"] |= {} if backend is None else {"backend": backend}
         path = site.write(f"{name}.yaml", config)
         site.slurmrl("submit", str(path), *LOCAL)
     trial = "grpo/merged"
+    file = source / "model.safetensors"
+    weights = file.read_bytes()
     site.wait_for_step("grpo/moved", 1)
     site.wait_for_step(trial, 2)
     file.write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
@@ -196,8 +202,9 @@ def test_with_staleness_each_item_is_trained_once_whoever_is_killed(site: Site) 
 @pytest.mark.long
 def test_ranks_of_a_task_draw_together_with_the_weights_of_each_step(site: Site) -> None:
     """The decoder of the task is split over two processes, of which one is killed. The
-    log-probabilities of all samples are those of the weights that they train."""
+    log-probabilities of all samples are those of the merged weights that they train."""
     config = config_of("split", {"max": 1, "max_staleness": 0})
+    train_adapters(config, site.folder / "source")
     config["rollout"]["backend"] = "native:t2"
     config["total_steps"] = steps = 6
     site.slurmrl("submit", str(site.write("split.yaml", config)), *LOCAL)
@@ -220,10 +227,11 @@ def test_servers_of_tasks_draw_with_the_weights_of_each_step_whatever_is_killed(
     site: Site,
 ) -> None:
     """A server is killed, then one hangs and the steps go on, then a worker is killed with its
-    server. The log-probabilities of all samples are those of the weights that they train, and
-    nothing is left of the servers."""
+    server. The log-probabilities of all samples are those of the merged weights that they train,
+    and nothing is left of the servers."""
     record = site.folder / "record"
     config = config_of("served", {"max": 2, "max_staleness": 0})
+    train_adapters(config, site.folder / "source")
     config["rollout"] |= {"backend": "sglang:d2", "python": python(site.folder / "bin", record)}
     config["rollout"]["server_silence_s"] = 15
     config["dataset"]["max_prompt_tokens"] = 16

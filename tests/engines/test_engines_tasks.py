@@ -8,9 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.rollout_trials import BATCH, STEPS, config_of, of_group, settled, site_in
+from tests.support.rollout_trials import (
+    BATCH,
+    STEPS,
+    config_of,
+    of_group,
+    settled,
+    site_in,
+    train_adapters,
+)
 from tests.support.servers import check_served, servers
-from tests.support.trials import ARCHITECTURE, processes, wait_until
+from tests.support.trials import processes, wait_until
 
 PYTHON = {engine: os.environ.get(f"{engine.upper()}_PYTHON", "") for engine in ("sglang", "vllm")}
 pytestmark = pytest.mark.soak  # tests/distributed runs such a trial with a stand-in of SGLang
@@ -31,13 +39,13 @@ STARTED_S = 500.0
 def test_a_task_draws_with_the_weights_of_each_step_whatever_is_killed(
     engine: str, tmp_path: Path
 ) -> None:
-    """Without staleness, the log-probabilities of all samples are those of the weights that they
-    train: also behind the second start of the server, and behind that of another task. Nothing is
-    left of the servers."""
+    """Without staleness, the log-probabilities of all samples are those of the merged weights that
+    they train: also behind the second start of the server, and behind that of another task. Nothing
+    is left of the servers."""
     site, trial = site_in(tmp_path, {}), f"grpo/{engine}"
     config = config_of(engine, {"max": 1, "max_staleness": 0})
     config["rollout"] |= {"backend": f"{engine}:d1", "python": PYTHON[engine]}
-    config["actor"]["architecture"] = {**ARCHITECTURE, "hidden_size": 64}  # heads of 32, for vLLM
+    train_adapters(config, tmp_path / "source", hidden_size=64)  # heads of 32, for vLLM
     path = site.write("tasks.yaml", config)
     site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
     run = site.paths(trial).run

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.trials import REPOSITORY, Site, processes, sft_config
+from tests.distributed.engines.one_process import random_model
+from tests.support.trials import ARCHITECTURE, REPOSITORY, Site, processes, sft_config
 
 REWARD = """
 import time
@@ -42,6 +43,14 @@ def config_of(trial: str, tasks: dict[str, Any] | None) -> dict[str, Any]:
     config["actor"]["optimizer"] = {"lr": 1e-2}
     config["dataset"]["type"] = "prompt"
     return config
+
+
+def train_adapters(config: dict[str, Any], source: Path, **architecture: Any) -> None:
+    """Let the actor of a trial train adapters of the model in ``source``, which is made if it is
+    not there."""
+    if not source.exists():
+        random_model(source, {**ARCHITECTURE, **architecture})
+    config["actor"] |= {"architecture": None, "path": str(source), "lora": {"rank": 2}}
 
 
 def of_group(site: Site, trial: str, role: str, group: str) -> list[int]:
