@@ -50,7 +50,7 @@ def _converted(entry: TensorEntry, wanted: str) -> Array:
     for begin in range(0, flat.size, BLOCK):
         block = slice(begin, begin + BLOCK)
         wide = widened(flat[block], entry.spec.dtype)
-        target[block] = narrow = _narrowed(wide, wanted)
+        target[block] = narrow = narrowed(wide, wanted)
         lost = np.isinf(widened(narrow, wanted)) & np.isfinite(wide)
         if lost.any():
             value = float(wide[lost][0])
@@ -68,7 +68,7 @@ def widened(values: Array, dtype: str) -> Array:
     return values.astype("<f4", copy=False)
 
 
-def _narrowed(wide: Array, dtype: str) -> Array:
+def narrowed(wide: Array, dtype: str) -> Array:
     """Round to nearest, ties to even, like torch."""
     if dtype != "bfloat16":
         with np.errstate(over="ignore"):

@@ -9,21 +9,25 @@ from typing import Protocol
 
 import numpy as np
 
-from slurmrl.checkpoint.precision import widened
+from slurmrl.checkpoint.precision import narrowed, widened
 from slurmrl.checkpoint.stored import TensorSlice
 from slurmrl.config.schema.lora import Lora
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
-from slurmrl.layout.box import Box
+from slurmrl.layout.box import Box, blocks
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weights, matrix_name
 from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.fingerprint import shown, summand
 from slurmrl.models.folder_tensors import open_folder
 from slurmrl.models.headers import mismatches, read_headers, stored_name
 from slurmrl.models.merging import merge
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.models.storage import storage_of
+
+BLOCK = 2**16
+"""Elements of which bits are weighed at a time, in the cache of a processor's core."""
 
 
 class TrainedTensors(Protocol):
@@ -46,6 +50,7 @@ class MergedCheckpoint:
         self, trained: TrainedTensors, folder: Path, config: ModelConfig, head: Head, lora: Lora
     ) -> None:
         inputs.check_folder(folder)
+        self._folder = folder
         headers, problems = read_headers(folder)
         problems = problems or mismatches(headers, config, head)
         if problems:
@@ -76,6 +81,27 @@ class MergedCheckpoint:
         merged = np.empty(box.size, "<f4")
         merge(merged, values, b, a, self._scale)
         return merged
+
+    def check_base(self, fingerprint: str, dtype: str) -> None:
+        """Compare the folder's weights with those for which the adapters were trained: rounded to
+        ``dtype`` they have this fingerprint. Raises UsageError for others."""
+        found = self._fingerprint(dtype)
+        if found != fingerprint:
+            raise UsageError(
+                f"{self._folder} holds other weights than when the adapters were trained: their "
+                f"fingerprint is {found} now and was {fingerprint}. Put the folder back as it was"
+            )
+
+    def _fingerprint(self, dtype: str) -> str:
+        total = 0
+        for name, shape in self._shapes.items():
+            if name in self._trained_specs:
+                continue
+            for box in blocks(Box.whole(shape), BLOCK):
+                values = narrowed(self._base(name, box), dtype).reshape(-1)
+                bits = values.view(f"i{values.itemsize}")
+                total += int(summand(name, shape, box, bits, np.arange))
+        return shown(total)
 
     def _base(self, name: str, box: Box) -> Array:
         """A box of a parameter of the folder, in float32."""

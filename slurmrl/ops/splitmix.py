@@ -1,14 +1,21 @@
 """Counter-based random bits: chains of SplitMix64's finalizer (Steele, Lea and Flood 2014).
 
 Each number is a pure function of what it is drawn for, so it depends neither on the other numbers
-of a batch, nor on their order, nor on the device.
+of a batch, nor on their order, nor on the device. Torch-free.
 """
 
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import TYPE_CHECKING, TypeVar
 
-from torch import Tensor
+from slurmrl.layout.copy import Array
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Bits = TypeVar("Bits", Array, "Tensor")
+"""Of int64. (Arrays of one number at least: NumPy warns where a scalar wraps.)"""
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -24,17 +31,17 @@ def start(*numbers: int) -> int:
     return _signed(state)
 
 
-def mix(x: Tensor) -> Tensor:
-    """64 random bits for each number of an int64 tensor (multiplication wraps)."""
+def mix(x: Bits) -> Bits:
+    """64 random bits for each number (multiplication wraps)."""
     x = x + _signed(_GOLDEN)
     x = (x ^ shift(x, 30)) * _signed(_MIX_1)
     x = (x ^ shift(x, 27)) * _signed(_MIX_2)
     return x ^ shift(x, 31)
 
 
-def shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64 (torch's is arithmetic)."""
-    shifted: Tensor = (x >> bits) & (2 ** (64 - bits) - 1)
+def shift(x: Bits, bits: int) -> Bits:
+    """Logical right shift (that of int64 is arithmetic)."""
+    shifted: Bits = (x >> bits) & (2 ** (64 - bits) - 1)
     return shifted
 
 

@@ -35,7 +35,7 @@ def config_of(source: Path) -> dict[str, Any]:
 @pytest.mark.long
 def test_adapters_are_trained_committed_moved_and_exported(tmp_path: Path) -> None:
     """The reference is the actor without adapters, so the KL is zero at first. The trial resumes
-    from its adapters. Both exports compute the same."""
+    from its adapters. Both exports compute the same, and nothing is merged with another base."""
     site = Site(tmp_path)
     source = tmp_path / "source"
     torch.manual_seed(0)
@@ -70,3 +70,14 @@ def test_adapters_are_trained_committed_moved_and_exported(tmp_path: Path) -> No
         with adapted.disable_adapter():
             assert (adapted(ids).logits - expected).abs().max() > 1e-4
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+    file = source / "model.safetensors"
+    weights = file.read_bytes()
+    file.write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    for role in ("actor", "critic"):
+        merge = ("export", "ppo/lora", "--role", role, "--out", str(tmp_path / role))
+        said = site.slurmrl(*merge, code=1).stderr
+        assert f"{source} holds other weights than when the adapters were trained" in said
+        assert not (tmp_path / role).exists()
+    file.write_bytes(weights)
+    site.slurmrl(*merge)

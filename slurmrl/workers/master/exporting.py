@@ -143,13 +143,17 @@ class Exporter:
         return values, _generation(generation_values(model), values, stops), storage
 
     def _whole(self, trained: RoleCheckpoint) -> ExportedWeights:
-        """All weights of the role, of which a checkpoint may have adapters only."""
+        """All weights of the role, of which a checkpoint may have adapters only. Raises UsageError
+        if these belong to other weights than those in the folder now."""
         model = self.model
         if model.lora is None:
             return trained
         assert model.path is not None, "adapters without a path are refused at submission"
         config = ModelConfig.from_hf(config_values(model))
-        return MergedCheckpoint(trained, Path(model.path), config, self.head, model.lora)
+        merged = MergedCheckpoint(trained, Path(model.path), config, self.head, model.lora)
+        if trained.frozen is not None:
+            merged.check_base(trained.frozen, model.dtype)
+        return merged
 
     def _write_adapter(self, trained: RoleCheckpoint, target: Path, lora: Lora) -> Path:
         make_private_directory(target.parent)

@@ -1,0 +1,71 @@
+"""The fingerprint of frozen weights, by ranks and by an export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slurmrl.config.schema import Lora
+from slurmrl.engines.fingerprint import Fingerprint
+from slurmrl.errors import UsageError
+from slurmrl.layout.box import Box
+from slurmrl.layout.layout import TensorSpec
+from slurmrl.models import merged
+from slurmrl.models.adapters import trained_shapes
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.decoder import build
+from slurmrl.models.hf import to_hf
+from slurmrl.models.merged import MergedCheckpoint
+from tests.unit.models.conftest import BASE, ODD
+
+LORA = Lora(rank=2, targets=("q_proj",))
+
+
+class Trained:
+    def __init__(self, shapes: Any) -> None:
+        self._shapes = shapes
+
+    def weights(self) -> list[tuple[str, TensorSpec]]:
+        return [(name, TensorSpec(shape, "float32")) for name, shape in self._shapes.items()]
+
+    def read(self, name: str, box: Box) -> Any:
+        return np.zeros(box.size, "<f4")
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["qwen2-tied", "mixtral"])
+def test_an_export_computes_the_fingerprint_that_ranks_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str, head: Head
+) -> None:
+    """Of the weights in the type in which ranks keep them. One other bit is noticed."""
+    monkeypatch.setattr(merged, "BLOCK", 50)
+    config = ModelConfig.from_hf({**BASE, **ODD[family]})
+    decoder = build(config, "lm")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.normal_()
+    to_hf(decoder, tmp_path)
+    trained = trained_shapes(config, head, LORA)
+    frozen = {n: p for n, p in decoder.named_parameters() if head == "lm" or n != "lm_head.weight"}
+    expected = Fingerprint({n: tuple(p.shape) for n, p in frozen.items()}, torch.device("cpu"))
+    for name, parameter in frozen.items():
+        values = parameter.detach().to(getattr(torch, dtype))
+        for rows in (slice(0, 1), slice(1, None)):  # as two ranks
+            part = values[rows]
+            start = (rows.start, *(0 for _ in part.shape[1:]))
+            if part.numel():
+                expected.add(name, Box(start, tuple(part.shape)), part)
+    found = MergedCheckpoint(Trained(trained), tmp_path, config, head, LORA)
+    found.check_base(str(expected), dtype)
+    with torch.no_grad():
+        next(iter(frozen.values())).view(-1)[-1] *= -1
+    to_hf(decoder, tmp_path)
+    other = MergedCheckpoint(Trained(trained), tmp_path, config, head, LORA)
+    with pytest.raises(UsageError, match=f"holds other weights .* was {expected}"):
+        other.check_base(str(expected), dtype)
