@@ -8,7 +8,7 @@ from __future__ import annotations
 import selectors
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ ATTEMPTS = 2
 MOST_FAILED_STARTS = 3
 MOST_JUDGES = 8
 """Largest default number of judges; each needs 50 to 100 MB."""
+LOOK_S = 0.5
+"""Between two looks whether a call is abandoned."""
 
 
 class Unjudged(NamedTuple):
@@ -49,11 +51,17 @@ class JudgePool:
         self._failed_starts = 0
 
     def judge(
-        self, requests: Sequence[Mapping[str, Any]], *, most: int = 1, within_s: float = inf
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        *,
+        most: int = 1,
+        within_s: float = inf,
+        abandoned: Callable[[], bool] | None = None,
     ) -> list[Verdict | Unjudged]:
         """Return a verdict for each request; `Unjudged` where the judge took too long or kept
-        dying, or the request was not done ``within_s`` after the first was sent. ``most`` is the
-        number of judges if the constructor left it open.
+        dying, or the request was not done ``within_s`` after the first was sent, or when the call
+        was ``abandoned``, which is looked at every `LOOK_S`. ``most`` is the number of judges if
+        the constructor left it open.
 
         :raises EnvironmentFailure: the program cannot be executed.
         :raises WorkerDiedError: judges do not start.
@@ -63,9 +71,11 @@ class JudgePool:
             self._drop(judge)  # it works on a request of a call that was interrupted
         batch = _Requests(requests, within_s)
         while batch.waiting or any(judge.request is not None for judge in self._judges):
-            self._turn(batch, min(self._size or most, len(requests)))
+            self._turn(batch, min(self._size or most, len(requests)), LOOK_S if abandoned else inf)
             if time.monotonic() > batch.end:
                 batch.waiting.clear()
+            if abandoned is not None and abandoned():
+                break
         return batch.verdicts
 
     @property
@@ -87,12 +97,13 @@ class JudgePool:
             judge.close(deadline if judge in idle else 0.0)
         self._judges = []
 
-    def _turn(self, batch: _Requests, size: int) -> None:
-        """Hand out requests to ``size`` judges and wait until something happens."""
+    def _turn(self, batch: _Requests, size: int, most_s: float = inf) -> None:
+        """Hand out requests to ``size`` judges and wait until something happens, at most for
+        ``most_s``."""
         while len(self._judges) < size:
             self._judges.append(Judge(self._program))
         self._hand_out(batch)
-        self._wait()
+        self._wait(most_s)
         for judge in list(self._judges):
             self._work(judge, batch)
         for judge in [each for each in self._judges if time.monotonic() > each.deadline]:
@@ -108,7 +119,7 @@ class JudgePool:
             index = batch.waiting.popleft()
             judge.ask(index, batch.requests[index], min(self._timeout_s, batch.end - now))
 
-    def _wait(self) -> None:
+    def _wait(self, most_s: float) -> None:
         """Wait until a judge has something to do, or until the first deadline."""
         busy = [judge for judge in self._judges if not judge.idle]
         if not busy:
@@ -118,7 +129,7 @@ class JudgePool:
                 for descriptor, events in judge.events():
                     selector.register(descriptor, events)
             left_s = min(judge.deadline for judge in busy) - time.monotonic()
-            selector.select(max(left_s, 0.0))
+            selector.select(min(max(left_s, 0.0), most_s))
 
     def _work(self, judge: Judge, batch: _Requests) -> None:
         try:

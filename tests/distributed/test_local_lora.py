@@ -76,7 +76,7 @@ def test_adapters_are_trained_committed_moved_and_exported(tmp_path: Path) -> No
     file.write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
     for role in ("actor", "critic"):
         merge = ("export", "ppo/lora", "--role", role, "--out", str(tmp_path / role))
-        said = site.slurmrl(*merge, code=1).stderr
+        said = site.slurmrl(*merge, code=2).stderr
         assert f"{source} holds other weights than when the adapters were trained" in said
         assert not (tmp_path / role).exists()
     file.write_bytes(weights)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
@@ -12,7 +14,13 @@ from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.reward.questions import Questions
 from slurmrl.algorithms.rollout.stored import as_sample
 from slurmrl.data.sample import SequenceSample
-from slurmrl.errors import RewardError, SlurmrlError, UsageError
+from slurmrl.errors import (
+    EnvironmentFailure,
+    RewardError,
+    SlurmrlError,
+    UsageError,
+    WorkerDiedError,
+)
 from slurmrl.fsio import objects
 from slurmrl.rewards.group_judge import group_program
 from slurmrl.rewards.judged import JudgedCompletions
@@ -61,16 +69,15 @@ class Judging:
         """Whether all is left to the trainers."""
 
     async def judged(self, row: RequestedItem, group: SampleGroup) -> SampleGroup:
-        """The group with what the reward gave it, or unchanged. Raises CorruptFileError and
-        EnvironmentFailure for a row that cannot be read."""
+        """The group with what the reward gave it, or unchanged. When it is cancelled, the reward is
+        stopped."""
         if self._left:
             return group
-        sample: SequenceSample = await in_thread(lambda: self._rows.sample(row))
-        turns = self._context.settings.config.rollout.episode.has_turns
-        made = as_sample(sample.ids, [group], turns=turns, metadata=sample.metadata)
-        questions = Questions.about(made, self._context)
         try:
-            judged = await self._answer(questions)
+            sample: SequenceSample = await in_thread(lambda: self._rows.sample(row))
+            turns = self._context.settings.config.rollout.episode.has_turns
+            made = as_sample(sample.ids, [group], turns=turns, metadata=sample.metadata)
+            judged = await self._answer(Questions.about(made, self._context))
         except SlurmrlError as error:
             logger.warning("item %d is left to the trainers to judge: %s", row.item, error)
             return group
@@ -80,12 +87,17 @@ class Judging:
         """End the processes, at the latest when the threads end with this process."""
         for _ in self._threads:
             self._jobs.put(None)
+        deadline = time.monotonic() + CLOSING_S
         for thread in self._threads:
-            thread.join(CLOSING_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._threads.clear()
 
     async def _answer(self, questions: Questions) -> JudgedCompletions:
-        job = Job(lambda pool: questions.answered(lambda asked: self._ask(asked, pool)))
+        job = Job(
+            lambda pool: questions.answered(
+                lambda asked: self._ask(asked, pool, job.future.cancelled)
+            )
+        )
         self._asked += 1
         try:
             if len(self._threads) < min(self._asked, self._size):
@@ -104,19 +116,27 @@ class Judging:
             job.run(pool)
         pool.close()
 
-    def _ask(self, questions: Questions, pool: JudgePool) -> JudgedCompletions:
-        """Raises SlurmrlError: there is no judgement."""
+    def _ask(
+        self, questions: Questions, pool: JudgePool, gone: Callable[[], bool]
+    ) -> JudgedCompletions:
+        """``gone``: whether nobody waits for the judgement any more. Raises SlurmrlError: there is
+        none."""
         try:
             wanted = pool.start()["wanted"]
-        except UsageError:
+        except (UsageError, WorkerDiedError, EnvironmentFailure):
             self._left = True
             raise
         if unknown := UNKNOWN.intersection(wanted):
             self._left = True
             raise UsageError(f"the reward asks for {min(unknown)}, which only they know")
         extras = {name: questions.extras[name] for name in wanted}
-        (verdict,) = pool.judge([vars(replace(questions, extras=extras))])
+        began = time.monotonic()
+        (verdict,) = pool.judge([vars(replace(questions, extras=extras))], abandoned=gone)
         if isinstance(verdict, Unjudged):
+            if gone():
+                waited_s = time.monotonic() - began
+                place = questions.places[0]
+                logger.warning("the reward for %s is stopped after %.0f s", place, waited_s)
             raise RewardError(verdict.why)
         if "error" in verdict:
             raise RewardError(verdict["error"])

@@ -20,7 +20,7 @@ from slurmrl.algorithms.rollout.stored import as_sample
 from slurmrl.config.schema import Config, Dataset, Model, Reward, Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer
-from slurmrl.errors import RewardError
+from slurmrl.errors import EnvironmentFailure, RewardError
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.workers.rollout.judging import Judging, judging_of
@@ -67,6 +67,20 @@ def late(prompts, completions, rows, *, step):
     return [step for _ in rows]
 
 
+class Dies:
+    def __init__(self):
+        os._exit(5)
+
+    def __call__(self, prompts, completions, rows): ...
+
+
+def hanging(prompts, completions, rows, *, folder):
+    if rows[0]["id"] == "0":
+        (Path(folder) / str(os.getpid())).touch()
+        time.sleep(3600)
+    return [1.0 for _ in rows]
+
+
 def waiting(prompts, completions, rows, *, folder):
     place = Path(folder)
     (place / rows[0]["id"]).touch()
@@ -76,6 +90,8 @@ def waiting(prompts, completions, rows, *, folder):
 """
 GROUPS = [[[5, 6, 1], [7], []], [[8, 9], [10, 1], [11, 12, 13]]]
 """The tokens of the completions of each item; 1 is the stop token. An episode has failed."""
+GONE = 9
+"""An item whose row cannot be read."""
 
 
 @pytest.fixture
@@ -112,6 +128,8 @@ def row_of(item: int) -> SequenceSample:
 
 class Rows:
     def sample(self, row: RequestedItem) -> SequenceSample:
+        if row.item == GONE:
+            raise EnvironmentFailure("the dataset cannot be read")
         return row_of(row.item)
 
 
@@ -212,13 +230,14 @@ def test_what_a_task_cannot_judge_is_left_to_the_trainers(
     """A reward that hangs, kills its process, raises, or gives no number costs nothing else. A pool
     judges such completions itself."""
     reward = {"name": rewards + "by_row"}
-    groups = [group_of(item) for item in range(5)]
+    groups = [group_of(item) for item in (0, 1, 2, 3, GONE, 4)]
     found = all_judged(judging(call_with(reward, cores=1), _timeout_s=2.0), groups)
-    assert [group.judged is not None for group in found] == [False] * 4 + [True]
-    for reason in ("longer than 2 s", "exited with code 3", "KeyError: 'x'", "nan"):
+    assert [group.judged is not None for group in found] == [False] * 5 + [True]
+    for reason in ("longer than 2 s", "exited with code 3", "KeyError: 'x'", "nan", "dataset"):
         assert reason in caplog.text
     with pytest.raises(RewardError, match="finite"):
         trained(call_with(reward), [found[3]])
+    groups.pop(4)
     pool = call_with({**reward, "pool": {"timeout_s": 2, "unjudged_score": -1}}, cores=3)
     found = all_judged(judging(pool), groups)
     scores = [group.judged and group.judged.scores for group in found]
@@ -231,7 +250,7 @@ def test_a_reward_that_needs_the_trainers_is_left_to_them(
     rewards: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     groups = [group_of(item) for item in range(3)]
-    for name in ("late", "digits_"):
+    for name in ("late", "digits_", "Dies"):
         made = judging(call_with({"name": rewards + name}))
         assert all_judged(made, groups[:1]) == groups[:1]
         assert made._left
@@ -239,6 +258,7 @@ def test_a_reward_that_needs_the_trainers_is_left_to_them(
         assert all_judged(made, groups[1:]) == groups[1:], "it is not asked again"
     assert "asks for step" in caplog.text
     assert "has no" in caplog.text
+    assert "three times in a row" in caplog.text
     result = trained(call_with({"name": rewards + "late"}), groups)
     assert result.stats["reward"] == (27.0, 9.0)
 
@@ -263,3 +283,23 @@ def test_groups_are_judged_side_by_side_and_a_call_that_waits_ends_with_the_task
 
     asyncio.run(judge())
     made.close()
+
+
+def test_a_reward_that_hangs_is_stopped_when_nobody_waits_for_it(
+    rewards: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its process judges nothing else meanwhile. The item may come back again and again."""
+    reward = {"name": rewards + "hanging", "options": {"folder": str(tmp_path)}}
+    made = judging(call_with(reward, cores=1))
+
+    async def judge() -> None:
+        for number in range(1, 3):
+            running = asyncio.create_task(made.judged(asked(0), group_of(0)))
+            while len([one for one in tmp_path.iterdir() if one.name.isdigit()]) < number:
+                await asyncio.sleep(0.01)
+            running.cancel()
+            assert (await made.judged(asked(1), group_of(1))).judged
+
+    asyncio.run(asyncio.wait_for(judge(), 60))
+    made.close()
+    assert caplog.text.count("the reward for data.jsonl:1 (sample 0@0, index 0) is stopped") == 2
