@@ -98,6 +98,8 @@ class RolloutTasks:
         many may stay; None: one, and all."""
         self.agents: dict[str, Identity] = {}
         """Of the newest attempt that has joined at each task, while it lives, by its label."""
+        self._newest_of: dict[str, int] = {}
+        """The number of that attempt, also when it is over."""
         self.unreadable: set[VersionId] = set()
         """Versions of this incarnation that a task cannot read; for the caller to empty."""
         self._paths = paths
@@ -259,8 +261,8 @@ class RolloutTasks:
         return attempt
 
     def _join(self, agent: Identity) -> None:
-        known = self.agents.get(agent.label)
-        if known is None or known.attempt < agent.attempt:
+        if self._newest_of.get(agent.label, -1) < agent.attempt:
+            self._newest_of[agent.label] = agent.attempt
             self.agents[agent.label] = agent
 
     def _find(self) -> None:
@@ -359,10 +361,10 @@ class RolloutTasks:
 
     def _end_those(self, dead: Collection[str]) -> None:
         for attempt in list(self._living.values()):
-            newest = self.agents.get(attempt.label)
-            if newest is None or attempt.number > newest.attempt:
+            newest = self._newest_of.get(attempt.label)
+            if newest is None or attempt.number > newest:
                 continue  # it has not joined
-            if attempt.number < newest.attempt:
+            if attempt.number < newest:
                 self._end(attempt, LOST, "its task was started again")
             elif attempt.label in dead:
                 self._end(attempt, LOST, "its agent no longer renews its lease")

@@ -118,8 +118,9 @@ class Bed:
         self.tasks.committed()
 
     def look(self, *dead: str) -> None:
+        """``dead`` are those whose leases have expired, if the master follows these."""
         self.now += LOOK_S
-        self.tasks.look(dead, self.step)
+        self.tasks.look([one for one in dead if one in self.tasks.agents], self.step)
 
     def begin(self, task: int, version: str = "") -> ScriptedTask:
         """A task joins and has its first leases, if it holds a version."""
@@ -267,6 +268,13 @@ class Trial(RuleBasedStateMachine):
         record = self.bed.ledger.record()
         record.check("the ledger")
         assert self.bed.ledger.trained == sum(map(len, self.trained))
+
+    @invariant()
+    def whoever_is_counted_on_has_a_lease_that_is_watched(self) -> None:
+        """As nothing else tells that it is gone."""
+        counted = {(one.task, one.attempt) for one in self.bed.tasks.view().tasks if one.host}
+        watched = {(one.label, one.attempt) for one in self.bed.tasks.agents.values()}
+        assert counted == watched
 
     def finish(self) -> None:
         """What is open now is trained in the end, or dropped for its age: nothing is lost."""
@@ -492,6 +500,22 @@ def test_the_newest_attempt_at_a_task_is_the_only_one(beds: Callable[..., Bed]) 
     assert sorted(second.open) == [0, 2, 3]
     bed.look()
     assert bed.tasks.agents["rollout/7"].attempt == 1
+
+
+def test_an_attempt_is_over_although_the_one_after_it_has_left(beds: Callable[..., Bed]) -> None:
+    """A new master reads what both have said at once, and nobody else ends the first one."""
+    bed = beds()
+    bed.begin(7, "0.1")
+    bed.begin(7, "0.1").leave()
+    bed.look()
+    bed.restart()
+    bed.look()
+    assert bed.tasks.waits_for() == "for a rollout task"
+    assert bed.told()[-1] == ("rollout/7", "lost", "its task was started again")
+    bed.write_commit()
+    bed.restart()
+    bed.look()
+    assert bed.tasks.view().tasks == ()
 
 
 def test_a_task_that_leaves_gives_back_all_that_it_was_asked_for(beds: Callable[..., Bed]) -> None:
