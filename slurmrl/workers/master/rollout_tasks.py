@@ -361,12 +361,10 @@ class RolloutTasks:
 
     def _end_those(self, dead: Collection[str]) -> None:
         for attempt in list(self._living.values()):
-            newest = self._newest_of.get(attempt.label)
-            if newest is None or attempt.number > newest:
-                continue  # it has not joined
+            newest = self._newest_of.get(attempt.label, -1)  # those after it have not joined
             if attempt.number < newest:
                 self._end(attempt, LOST, "its task was started again")
-            elif attempt.label in dead:
+            elif attempt.number == newest and attempt.label in dead:
                 self._end(attempt, LOST, "its agent no longer renews its lease")
 
     def _end(self, attempt: RolloutAttempt, state: str, reason: str) -> None:
