@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -67,17 +68,25 @@ class Judging:
         """Groups without an answer."""
         self._left = False
         """Whether all is left to the trainers."""
+        self._late: set[int] = set()
+        """Items for whose scores nobody could wait."""
 
     async def judged(self, row: RequestedItem, group: SampleGroup) -> SampleGroup:
         """The group with what the reward gave it, or unchanged. When it is cancelled, the reward is
-        stopped."""
+        stopped, and the item, which comes back, is left to the trainers: they can wait for it."""
         if self._left:
+            return group
+        if row.item in self._late:
+            logger.warning("item %d is left to the trainers: it took too long here", row.item)
             return group
         try:
             sample: SequenceSample = await in_thread(lambda: self._rows.sample(row))
             turns = self._context.settings.config.rollout.episode.has_turns
             made = as_sample(sample.ids, [group], turns=turns, metadata=sample.metadata)
             judged = await self._answer(Questions.about(made, self._context))
+        except asyncio.CancelledError:
+            self._late.add(row.item)
+            raise
         except SlurmrlError as error:
             logger.warning("item %d is left to the trainers to judge: %s", row.item, error)
             return group

@@ -285,21 +285,24 @@ def test_groups_are_judged_side_by_side_and_a_call_that_waits_ends_with_the_task
     made.close()
 
 
-def test_a_reward_that_hangs_is_stopped_when_nobody_waits_for_it(
+def test_a_reward_that_nobody_waits_for_is_stopped_and_its_item_left_to_the_trainers(
     rewards: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its process judges nothing else meanwhile. The item may come back again and again."""
+    """Else a reward that is too slow for the staleness would never be trained on, and one that
+    hangs would keep the process from others, and nobody would be told."""
     reward = {"name": rewards + "hanging", "options": {"folder": str(tmp_path)}}
     made = judging(call_with(reward, cores=1))
 
     async def judge() -> None:
-        for number in range(1, 3):
-            running = asyncio.create_task(made.judged(asked(0), group_of(0)))
-            while len([one for one in tmp_path.iterdir() if one.name.isdigit()]) < number:
-                await asyncio.sleep(0.01)
-            running.cancel()
-            assert (await made.judged(asked(1), group_of(1))).judged
+        running = asyncio.create_task(made.judged(asked(0), group_of(0)))
+        while not [one for one in tmp_path.iterdir() if one.name.isdigit()]:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        assert (await made.judged(asked(1), group_of(1))).judged
+        again = group_of(0)
+        assert await made.judged(asked(0), again) is again
 
     asyncio.run(asyncio.wait_for(judge(), 60))
     made.close()
-    assert caplog.text.count("the reward for data.jsonl:1 (sample 0@0, index 0) is stopped") == 2
+    assert "the reward for data.jsonl:1 (sample 0@0, index 0) is stopped after" in caplog.text
+    assert "item 0 is left to the trainers" in caplog.text
