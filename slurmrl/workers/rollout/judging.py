@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
@@ -39,6 +40,8 @@ logger = log.get(__name__)
 UNKNOWN: Final = frozenset({"step", "model_scores"})
 """What a reward may ask for that only the trainers know."""
 CLOSING_S: Final = 5.0
+MOST_LATE: Final = 2
+"""How often nobody may wait for the score of an item. (Once may be a restart of the trainers.)"""
 
 
 class Judging:
@@ -68,16 +71,16 @@ class Judging:
         """Groups without an answer."""
         self._left = False
         """Whether all is left to the trainers."""
-        self._late: set[int] = set()
-        """Items for whose scores nobody could wait."""
+        self._late: Counter[int] = Counter()
+        """How often nobody waited for the score of an item."""
 
     async def judged(self, row: RequestedItem, group: SampleGroup) -> SampleGroup:
         """The group with what the reward gave it, or unchanged. When it is cancelled, the reward is
-        stopped, and the item, which comes back, is left to the trainers: they can wait for it."""
+        stopped. An item that comes back again and again so is left to the trainers: they wait."""
         if self._left:
             return group
-        if row.item in self._late:
-            logger.warning("item %d is left to the trainers: it took too long here", row.item)
+        if self._late[row.item] >= MOST_LATE:
+            logger.warning("item %d is left to the trainers: its score came too late", row.item)
             return group
         try:
             sample: SequenceSample = await in_thread(lambda: self._rows.sample(row))
@@ -85,7 +88,7 @@ class Judging:
             made = as_sample(sample.ids, [group], turns=turns, metadata=sample.metadata)
             judged = await self._answer(Questions.about(made, self._context))
         except asyncio.CancelledError:
-            self._late.add(row.item)
+            self._late[row.item] += 1
             raise
         except SlurmrlError as error:
             logger.warning("item %d is left to the trainers to judge: %s", row.item, error)
