@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 from slurmrl.config.schema import Config, PositiveInt, Section
 from slurmrl.config.source import KeyPath
+from slurmrl.data.support import IDS, SIZES
 from slurmrl.graph.call import (
     REWARD_MODEL,
     Call,
@@ -19,6 +20,7 @@ from slurmrl.graph.call import (
     RoleUse,
     Summary,
 )
+from slurmrl.plan.algorithms import Algorithm
 
 ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"
 REFERENCE = "slurmrl.algorithms.sequences:ReferenceInterface"
@@ -47,7 +49,12 @@ class AlgorithmSchema(Section, ABC):
 
     trains_on_samples: ClassVar[bool] = False
     """Whether losses take the probabilities of sampled tokens for those that they were drawn with.
-    Then sampling may not be restricted to a part of the vocabulary."""
+    Then sampling may not be restricted to a part of the vocabulary, unless it
+    ``replays_support``."""
+
+    replays_support: ClassVar[bool] = False
+    """Whether all models compute log-probabilities under the part of the vocabulary that generation
+    has recorded for each token."""
 
     one_pass: ClassVar[bool] = False
     """Whether a run goes over the dataset once, item by item. Then `total_steps` is only an upper
@@ -187,8 +194,15 @@ def reference_call() -> Call:
     )
 
 
-def generate_call(config: Config) -> Call:
-    """The actor completes prompts. ``prompt_mask`` is True on all tokens that it did not write."""
+def supports(algorithm: Algorithm, config: Config) -> tuple[str, ...]:
+    """The keys of what tokens were drawn from, if generation for training records it."""
+    restricted = config.rollout.top_k is not None and not config.rollout.greedy
+    return (SIZES, IDS) if restricted and algorithm.replays_support else ()
+
+
+def generate_call(config: Config, *, also: tuple[str, ...] = ()) -> Call:
+    """The actor completes prompts. ``prompt_mask`` is True on all tokens that it did not write.
+    ``also``: further outputs, such as `supports`."""
     turns = config.rollout.episode.has_turns
     return Call(
         name="actor_gen",
@@ -199,6 +213,7 @@ def generate_call(config: Config) -> Call:
         outputs=(
             *("input_ids", "prompt_mask", "logprobs", "finished"),
             *((TURN_REWARDS,) if turns else ()),
+            *also,
         ),
         metrics=(
             *("response_length", "prompt_length", "finished"),

@@ -16,6 +16,7 @@ from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.recompute import Recompute
+from slurmrl.ops.support import Support
 from slurmrl.ops.upload import OnHost
 
 
@@ -76,10 +77,16 @@ class PackedModel(nn.Module, ABC):
 
     @abstractmethod
     def logprobs(
-        self, features: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float
+        self,
+        features: Tensor,
+        input_ids: Tensor,
+        cu_seqlens: Tensor,
+        temperature: float,
+        support: Support | None = None,
     ) -> tuple[Tensor, Tensor]:
         """log p(x_t | x_<t) and the entropy of the distribution that x_t was drawn from, both
-        [T] and 0 at the first token of a sequence; float64 if the model is, else float32."""
+        [T] and 0 at the first token of a sequence; float64 if the model is, else float32. The
+        distributions are restricted to ``support``."""
 
     @abstractmethod
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

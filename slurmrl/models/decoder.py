@@ -41,6 +41,7 @@ from slurmrl.models.rotary import RotaryTable, Rotation
 from slurmrl.ops.attention import Packing
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
 from slurmrl.ops.products import wide_linear
+from slurmrl.ops.support import Support
 from slurmrl.ops.upload import OnHost, upload
 from slurmrl.registry import resolve
 
@@ -236,13 +237,19 @@ class Decoder(PackedModel):
         return self._body.embed_tokens.weight if tied else self.lm_head.weight
 
     def logprobs(
-        self, features: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float
+        self,
+        features: Tensor,
+        input_ids: Tensor,
+        cu_seqlens: Tensor,
+        temperature: float,
+        support: Support | None = None,
     ) -> tuple[Tensor, Tensor]:
         def use(features: Tensor, weight: Tensor) -> LogProbs:
             batch = (input_ids, cu_seqlens, temperature)
             if self.split.whole:
-                return packed_logprobs_and_entropy(features, weight, *batch)
-            return split_logprobs(self.split, features, weight, self.config.vocab_size, *batch)
+                return packed_logprobs_and_entropy(features, weight, *batch, support=support)
+            vocabulary = self.config.vocab_size
+            return split_logprobs(self.split, features, weight, vocabulary, *batch, support)
 
         if self.projection is None:
             return use(features, self.head_weight())

@@ -10,10 +10,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from slurmrl.data.support import SampledSupport
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.base import DecodeSession, PackedModel
 from slurmrl.models.packed import packed_positions, packed_rows
-from slurmrl.ops.sampling import keyed_uniform, sample
+from slurmrl.ops.sampling import NONE, keyed_uniform, sample
 from slurmrl.ops.upload import upload
 
 KEEP_FRACTION = 0.75
@@ -41,6 +42,9 @@ class GenerationOptions:
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion after ``min_new_tokens``. The token that completes one is kept.
     Request engines support them, `generate` does not."""
+    support: bool = False
+    """Record the tokens that each token was drawn from: those that ``top_k`` and ``top_p`` left.
+    Log-probabilities are under these then, also where they would be of all tokens."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -50,6 +54,10 @@ class GenerationOptions:
             (0 < self.top_p <= 1, "top_p must be above 0 and at most 1"),
             (self.top_k is None or self.top_k >= 1, "top_k must be at least 1"),
             (all(self.stop_strings), "stop_strings must not be empty texts"),
+            (
+                not self.support or (self.top_k is not None and not self.greedy),
+                "support needs top_k, which bounds it, and draws that are not greedy",
+            ),
         )
         broken = [rule for holds, rule in rules if not holds]
         if broken:
@@ -71,6 +79,8 @@ class GenerationOutput:
     float64 where the model is, else float32."""
     finished: Tensor
     """[S] bool: ended with a stop token or stop string, not at the limit; in host memory."""
+    support: SampledSupport | None = None
+    """Of all T tokens, if the options ask for it; empty on prompt tokens."""
 
 
 @torch.no_grad()
@@ -151,6 +161,8 @@ class _Drawn:
     tokens: Tensor
     """[N, rows]; a row's tokens after its last one do not count."""
     logprobs: Tensor
+    support: Tensor
+    """[N, rows, K], as `Sampled`."""
 
 
 class _Batch:
@@ -181,6 +193,7 @@ class _Batch:
         self._drawn: list[_Drawn] = []
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor] = []
+        self._supports: list[Tensor] = []
         """Drawn since the last check."""
         self._finite = torch.ones((), dtype=torch.bool, device=keys.device)
         self._counts = torch.zeros(len(prompts), dtype=torch.int64, device=keys.device)
@@ -201,7 +214,7 @@ class _Batch:
     def draw(self, logits: Tensor, seed: int, step: int, positions: Tensor) -> None:
         """Draw a token for every row in the batch from logits [S, V]."""
         options = self._options
-        tokens, logprobs = sample(
+        tokens, logprobs, support = sample(
             logits,
             keyed_uniform(seed, step, self._keys, positions),
             temperature=options.temperature,
@@ -209,10 +222,13 @@ class _Batch:
             top_p=options.top_p,
             greedy=options.greedy,
             banned=self._stops if self._count < options.min_new_tokens else None,
+            support=options.support,
+            record=options.support,
         )
         self._count += 1
         self._tokens.append(tokens)
         self._logprobs.append(logprobs)
+        self._supports.append(support)
         self._finite = self._finite & torch.isfinite(logprobs).all()
         self._counts = self._counts + self.alive
         self.alive = self.alive & ~torch.isin(tokens, self._stops)
@@ -250,9 +266,9 @@ class _Batch:
         for row, unfinished, count in zip(self._rows, alive, counts, strict=True):
             self._new[row], self._finished[row] = count, not unfinished
         first = self._count - len(self._tokens)
-        logprobs = torch.stack(self._logprobs)
-        self._drawn.append(_Drawn(self._rows, first, drawn, logprobs))
-        self._tokens, self._logprobs = [], []
+        logprobs, support = torch.stack(self._logprobs), torch.stack(self._supports)
+        self._drawn.append(_Drawn(self._rows, first, drawn, logprobs, support))
+        self._tokens, self._logprobs, self._supports = [], [], []
         self._find_longest()
         return [place for place, unfinished in enumerate(alive) if unfinished]
 
@@ -282,7 +298,20 @@ class _Batch:
         none = torch.zeros(input_ids.shape[0], dtype=dtype, device=input_ids.device)
         logprobs = torch.cat([none, *(part.logprobs.flatten() for part in drawn)])
         finished = torch.tensor(self._finished, dtype=torch.bool)
-        return GenerationOutput(tokens[source], lengths, prompts, logprobs[source], finished)
+        support = self._support(input_ids, source) if self._options.support else None
+        return GenerationOutput(
+            tokens[source], lengths, prompts, logprobs[source], finished, support
+        )
+
+    def _support(self, input_ids: Tensor, source: Tensor) -> SampledSupport:
+        """That of the output's tokens, which come from ``source``."""
+        width = self._options.top_k or 0
+        none = torch.full((input_ids.shape[0], width), NONE, device=source.device)
+        drawn = [part.support.flatten(0, 1) for part in self._drawn]
+        rows = torch.cat([none.to(torch.int32), *drawn])[source]
+        kept = rows != NONE
+        both = (kept.sum(-1, dtype=torch.int32), rows[kept])
+        return SampledSupport(*(array("i", each.cpu().numpy().tobytes()) for each in both))
 
     def _sources(self, prompts: Tensor, new: Tensor) -> Tensor:
         """Index of each token of the output in the prompts' tokens followed by all drawn tokens."""

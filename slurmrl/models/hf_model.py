@@ -35,6 +35,7 @@ from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.models.recompute import CHECKPOINT_OPTIONS, Recompute
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy, packed_logprobs_of_logits
 from slurmrl.ops.products import wide_linear
+from slurmrl.ops.support import Support
 from slurmrl.ops.upload import OnHost, upload
 
 POSITIONS = re.compile(r"posit|\bwpe\b")
@@ -122,12 +123,18 @@ class HFModel(PackedModel):
         return (output.logits if whole else output.last_hidden_state)[rows, places]
 
     def logprobs(
-        self, features: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float
+        self,
+        features: Tensor,
+        input_ids: Tensor,
+        cu_seqlens: Tensor,
+        temperature: float,
+        support: Support | None = None,
     ) -> tuple[Tensor, Tensor]:
+        batch = (input_ids, cu_seqlens, temperature)
         if not self._multiplies:
-            return packed_logprobs_of_logits(features, input_ids, cu_seqlens, temperature)
+            return packed_logprobs_of_logits(features, *batch, support)
         weight = cast(Any, self.inner).get_output_embeddings().weight
-        return packed_logprobs_and_entropy(features, weight, input_ids, cu_seqlens, temperature)
+        return packed_logprobs_and_entropy(features, weight, *batch, support=support)
 
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         score = cast(nn.Linear, self.inner.score)

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from slurmrl.ops import fused
 from slurmrl.ops.checks import wide
 from slurmrl.ops.products import add_product, wide_product
+from slurmrl.ops.support import Support
 from slurmrl.ops.upload import upload
 
 CHUNK_ELEMENTS = 2**22
@@ -34,15 +35,17 @@ def logprobs_and_entropy(
     targets: Tensor,
     temperature: float = 1.0,
     chunk: int | None = None,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and entropy of softmax(hidden @ weight.T / temperature), both [T].
+    """log p(target) and entropy of softmax(hidden @ weight.T / temperature), both [T]; with a
+    ``support`` of the targets, of its restriction to that.
 
     hidden [T, h], weight [V, h], targets [T]. Both results are differentiable in hidden and
     weight; logits are computed ``chunk`` tokens at a time, and again in the backward pass.
     """
     size = chunk or chunk_tokens(weight.shape[0])
     results: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperature, size
+        hidden, weight, targets, temperature, size, support
     )
     return results
 
@@ -54,26 +57,40 @@ def packed_logprobs_and_entropy(
     cu_seqlens: Tensor,
     temperature: float = 1.0,
     chunk: int | None = None,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``logprobs_and_entropy`` aligned with packed sequences: entry t is log p(x_t | x_<t) and the
     entropy of the distribution that x_t was drawn from, both 0 at the first token of a sequence.
 
-    hidden [T, h], input_ids [T], cu_seqlens [S+1] in host memory. Returns two [T].
+    hidden [T, h], input_ids [T], cu_seqlens [S+1] in host memory, support of the T tokens. Returns
+    two [T].
     """
     (rest,) = upload([following_tokens(cu_seqlens)], hidden.device)
     logp, entropy = logprobs_and_entropy(
-        hidden.index_select(0, rest - 1), weight, input_ids[rest], temperature, chunk
+        hidden.index_select(0, rest - 1),
+        weight,
+        input_ids[rest],
+        temperature,
+        chunk,
+        None if support is None else support.at(rest),
     )
     zeros = logp.new_zeros(input_ids.shape[0])
     return zeros.index_copy(0, rest, logp), zeros.index_copy(0, rest, entropy)
 
 
 def packed_logprobs_of_logits(
-    logits: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float = 1.0
+    logits: Tensor,
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    temperature: float = 1.0,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``packed_logprobs_and_entropy`` from logits [T, V], for models that return only these."""
     (rest,) = upload([following_tokens(cu_seqlens)], logits.device)
-    logq = (logits.index_select(0, rest - 1).to(wide(logits.dtype)) / temperature).log_softmax(-1)
+    scaled = logits.index_select(0, rest - 1).to(wide(logits.dtype)) / temperature
+    if support is not None:
+        scaled = support.at(rest).restrict_(scaled, 0, 1.0)
+    logq = scaled.log_softmax(-1)
     logp = logq.gather(-1, input_ids[rest, None]).squeeze(-1)
     entropy = -(logq.exp() * logq).sum(-1)
     zeros = logp.new_zeros(input_ids.shape[0])
@@ -92,18 +109,24 @@ def following_tokens(cu_seqlens: Tensor) -> Tensor:
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor]:
-        normalizer, entropy, logp = statistics(hidden, weight, targets, temperature, chunk)
+        normalizer, entropy, logp = statistics(hidden, weight, targets, temperature, chunk, support)
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.support = temperature, chunk, support
         return logp, entropy
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_logp: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, *per_token = ctx.saved_tensors
         return (
             *gradients(
@@ -113,7 +136,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 ctx.temperature,
                 ctx.chunk,
                 ctx.needs_input_grad[:2],
+                ctx.support,
             ),
+            None,
             None,
             None,
             None,
@@ -121,12 +146,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def statistics(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk: int,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalizer, entropy and log p(target) of softmax(hidden @ weight.T / temperature), each
-    [T]."""
+    """Normalizer, entropy and log p(target) of softmax(hidden @ weight.T / temperature), restricted
+    to ``support``, each [T]."""
     parts = [
-        _statistics(wide_product(hidden[span], weight.t()), targets[span], 1.0 / temperature)
+        _statistics(
+            _logits(hidden, weight, span, temperature, support), targets[span], 1.0 / temperature
+        )
         for span in spans(hidden.shape[0], chunk)
     ]
     normalizer, entropy, logp = (torch.cat(of_spans) for of_spans in zip(*parts, strict=True))
@@ -140,6 +172,7 @@ def gradients(
     temperature: float,
     chunk: int,
     wanted: tuple[bool, bool] = (True, True),
+    support: Support | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden and weight, as far as they are ``wanted``.
 
@@ -151,13 +184,23 @@ def gradients(
     for span in spans(hidden.shape[0], chunk):
         h = hidden[span]
         of_span = tuple(x[span] for x in per_token)
-        dz = _logit_gradient(wide_product(h, weight.t()), of_span, 1.0 / temperature, h.dtype)
+        logits = _logits(hidden, weight, span, temperature, support)
+        dz = _logit_gradient(logits, of_span, 1.0 / temperature, h.dtype)
+        del logits
         if grad_hidden is not None:
             torch.mm(dz, weight, out=grad_hidden[span])
         if grad_weight is not None:
             add_product(grad_weight, dz.t(), h)
         del dz  # before the next logits are computed
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, span: slice, temperature: float, support: Support | None
+) -> Tensor:
+    """The logits [t, V] of a chunk, restricted to ``support``."""
+    logits = wide_product(hidden[span], weight.t())
+    return logits if support is None else support.restrict_(logits, span.start, temperature)
 
 
 def spans(tokens: int, chunk: int) -> list[slice]:

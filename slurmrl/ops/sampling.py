@@ -5,6 +5,9 @@ S rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,20 @@ from slurmrl.ops.splitmix import mix, shift, start
 
 RESOLUTION = 2**40
 """Probabilities are rounded to multiples of one over this."""
+NONE = -1
+"""Fills up rows of token ids."""
+
+
+class Sampled(NamedTuple):
+    """One token of each row. (K: the ``top_k`` of a draw that records its support, else 0)"""
+
+    tokens: Tensor
+    """[S] int64"""
+    logprobs: Tensor
+    """[S]"""
+    support: Tensor
+    """[S, K] int32: the tokens that ``top_k`` and ``top_p`` left, ascending, behind as many
+    `NONE` as are missing."""
 
 
 def keyed_uniform(seed: int, step: int, keys: Tensor, position: Tensor | int) -> Tensor:
@@ -45,18 +62,20 @@ def sample(
     greedy: bool = False,
     banned: Tensor | None = None,
     support: bool = False,
-) -> tuple[Tensor, Tensor]:
+    record: bool = False,
+) -> Sampled:
     """One token per row, by the inverse of the cumulative distribution at ``uniforms`` [S].
 
     logits [S, V]. ``top_k`` and ``top_p`` restrict the draw, tokens in ``banned`` are never
-    drawn.
-    Returns tokens [S] int64 and their log-probabilities [S] under the full distribution
-    softmax(logits / temperature), as training computes them, whatever the restrictions; with
-    ``support``, under the part of it that ``top_k`` and ``top_p`` leave (float64 for float64
-    logits, else float32).
+    drawn. Of equally likely tokens, those with lower ids come first.
+    Log-probabilities are those under the full distribution softmax(logits / temperature), whatever
+    the restrictions; with ``support``, under the part of it that ``top_k`` and ``top_p`` leave
+    (float64 for float64 logits, else float32). With ``record``, ``top_k`` is not None, and the
+    result has that part.
     """
     scaled = logits.to(wide(logits.dtype)) / temperature
     allowed, whole = _ban(scaled, banned), scaled
+    kept = scaled.new_empty((scaled.shape[0], 0), dtype=torch.int32)
     if greedy:
         tokens = allowed.argmax(-1)
     else:
@@ -64,8 +83,22 @@ def sample(
         tokens = _draw(allowed, uniforms)
         if support and (top_k is not None or top_p < 1.0):
             whole = allowed
+        if record and top_k is not None:
+            kept = _kept(allowed, top_k)
     chosen = scaled.gather(-1, tokens[:, None]).squeeze(-1)
-    return tokens, chosen - whole.logsumexp(-1)
+    return Sampled(tokens, chosen - whole.logsumexp(-1), kept)
+
+
+def joined(parts: Sequence[Sampled]) -> Sampled:
+    """The draws of several calls, one behind the other."""
+    width = max(part.support.shape[1] for part in parts)
+    tokens, logprobs = (torch.cat([part[place] for part in parts]) for place in (0, 1))
+    return Sampled(tokens, logprobs, torch.cat([_widened(part.support, width) for part in parts]))
+
+
+def _widened(support: Tensor, width: int) -> Tensor:
+    missing = width - support.shape[1]
+    return torch.nn.functional.pad(support, (missing, 0), value=NONE) if missing else support
 
 
 def _ban(scaled: Tensor, banned: Tensor | None) -> Tensor:
@@ -76,7 +109,10 @@ def _restrict(scaled: Tensor, top_k: int | None, top_p: float) -> Tensor:
     """Set logits to minus infinity outside the top k tokens and the smallest set of mass p."""
     if top_k is not None and top_k < scaled.shape[-1]:
         least = scaled.topk(top_k, dim=-1).values[:, -1:]
-        scaled = scaled.masked_fill(scaled < least, float("-inf"))
+        ties, above = scaled == least, scaled > least
+        left = top_k - above.sum(-1, keepdim=True)
+        kept = above | (ties & (ties.cumsum(-1) <= left))
+        scaled = scaled.masked_fill(~kept, float("-inf"))
     if top_p < 1.0:
         ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
         weights = _weights(ordered)
@@ -84,6 +120,14 @@ def _restrict(scaled: Tensor, top_k: int | None, top_p: float) -> Tensor:
         ordered = ordered.masked_fill(before >= top_p * RESOLUTION, float("-inf"))
         scaled = torch.empty_like(scaled).scatter_(-1, order, ordered)
     return scaled
+
+
+def _kept(allowed: Tensor, top_k: int) -> Tensor:
+    """The tokens [S, top_k] int32 whose logits are not minus infinity, of which there are no more;
+    see `Sampled`."""
+    values, ids = allowed.topk(min(top_k, allowed.shape[-1]), dim=-1)
+    kept = ids.masked_fill(values == float("-inf"), NONE).sort(-1).values.to(torch.int32)
+    return _widened(kept, top_k)
 
 
 def _draw(scaled: Tensor, uniforms: Tensor) -> Tensor:

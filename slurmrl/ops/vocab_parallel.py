@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from slurmrl.ops.collectives import Group, gathered
 from slurmrl.ops.logprobs import chunk_tokens, gradients, statistics
+from slurmrl.ops.support import Support
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,19 @@ def vocab_parallel_logprobs_and_entropy(
     rows: Rows,
     temperature: float = 1.0,
     chunk: int | None = None,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and entropy of softmax(hidden @ whole weight.T / temperature), both [T]
-    and the same on all ranks of the group; float64 for float64 inputs, else float32.
+    and the same on all ranks of the group; float64 for float64 inputs, else float32. With a
+    ``support`` of the targets, those of its restriction to that.
 
     hidden [T, h] and targets [T] are the same on all ranks, weight [V, h] is this rank's part.
     The gradient of hidden is partial and must be summed over the group.
     """
     size = chunk or chunk_tokens(weight.shape[0])
+    own = None if support is None else support.within(rows.first, weight.shape[0])
     results: tuple[Tensor, Tensor] = _Logprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, rows, temperature, size
+        hidden, weight, targets, rows, temperature, size, own
     )
     return results
 
@@ -74,9 +78,10 @@ class _Logprobs(torch.autograd.Function):
         rows: Rows,
         temperature: float,
         chunk: int,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor]:
         own = (targets - rows.first).clamp(0, weight.shape[0] - 1)
-        normalizer, entropy, logp = statistics(hidden, weight, own, temperature, chunk)
+        normalizer, entropy, logp = statistics(hidden, weight, own, temperature, chunk, support)
         if targets.shape[0]:
             stacked = torch.stack([normalizer, entropy, logp])[None]
             normalizers, entropies, logps = gathered(stacked, rows.group).unbind(1)
@@ -86,17 +91,17 @@ class _Logprobs(torch.autograd.Function):
             owner = (targets // rows.each)[None]
             logp = (logps + log_shares).gather(0, owner)[0]
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
-        ctx.rows, ctx.temperature, ctx.chunk = rows, temperature, chunk
+        ctx.rows, ctx.temperature, ctx.chunk, ctx.support = rows, temperature, chunk, support
         return logp, entropy
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_logp: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
         own = targets - ctx.rows.first
         per_token = (own, normalizer, entropy, grad_logp, grad_entropy)
         wanted = ctx.needs_input_grad[:2]
-        both = gradients(hidden, weight, per_token, ctx.temperature, ctx.chunk, wanted)
-        return *both, None, None, None, None
+        both = gradients(hidden, weight, per_token, ctx.temperature, ctx.chunk, wanted, ctx.support)
+        return *both, None, None, None, None, None

@@ -6,7 +6,7 @@ table parses, and is then refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from slurmrl.allocation import Allocation
@@ -35,6 +35,8 @@ class EngineRules:
     """Whether it can build its layers from TransformerEngine's modules."""
     context_heads: bool = False
     """Whether context-parallel ranks share the attention heads, which must then divide evenly."""
+    records_support: bool = True
+    """Whether generation can report the tokens that each one was drawn from."""
     experts_of_whole_sequences: bool = True
     """Whether it trains experts on several tensor ranks without sequence parallelism."""
 
@@ -64,7 +66,7 @@ ENGINES: Final = {
         experts_of_whole_sequences=False,
     ),
     "sglang": SERVERS,
-    "vllm": SERVERS,
+    "vllm": replace(SERVERS, records_support=False),
     "native": EngineRules(
         "dt",
         "slurmrl.models.config:ModelConfig",

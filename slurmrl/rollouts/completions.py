@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import nan
 from typing import TYPE_CHECKING
 
+from slurmrl.data.support import SampledSupport
 from slurmrl.errors import UsageError
 from slurmrl.rewards.scores import FLOAT32_MAX, LIMITS, as_number, shown
 
@@ -33,6 +34,8 @@ class Completions:
         """Under the distribution that the policy drew from; 0 for others."""
         self.versions: list[str] = []
         """The weight version of each; "" for others."""
+        self.support = SampledSupport()
+        """What each was drawn from; empty for others, and where it was not recorded."""
         self.rewards: list[float] = []
         """What a turn has earned, at its last token; 0 elsewhere."""
         self.turns = 0
@@ -47,6 +50,7 @@ class Completions:
         added = _checked(tokens)
         self.largest_read = max(self.largest_read, *added, 0)
         self._add(added, written=False, logprobs=[0.0] * len(added), versions=[""] * len(added))
+        self.support.skip(len(added))
 
     def reward(self, value: float) -> None:
         """Add to what the latest turn has earned."""
@@ -68,6 +72,10 @@ class Completions:
             logprobs=completion.logprobs,
             versions=completion.versions,
         )
+        if completion.support is None:
+            self.support.skip(len(completion.tokens))
+        else:
+            self.support.extend(completion.support)
         self._last_written = len(self.tokens) - 1
         self.stopped = completion.finish == "stop"
         self.turns += 1
@@ -85,6 +93,7 @@ class Completions:
         """Drop what the policy has read behind its last turn, which nothing follows."""
         for column in (self.tokens, self.written, self.logprobs, self.versions, self.rewards):
             del column[self._last_written + 1 :]
+        (self.support,) = self.support.cut([len(self.tokens)])
 
     def _add(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from slurmrl.data.support import IDS, SIZES, SampledSupport
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import documents, objects
 from slurmrl.fsio.shapes import SIZE, TEXT, FieldType, list_of
@@ -21,6 +23,7 @@ from slurmrl.rewards.judged import JudgedCompletions
 from slurmrl.weights.version import VERSION, VersionId
 
 if TYPE_CHECKING:
+    from slurmrl.rollouts.completions import Completions
     from slurmrl.rollouts.runner import EpisodeOutcome
 
 _LEASE = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -37,6 +40,8 @@ PER_COMPLETION = {
     "tool_calls": "<i4",
     "tool_failures": "<i4",
 }
+SUPPORT = {SIZES: "<i4", IDS: "<i4"}
+"""Only in groups with supports."""
 OWN = "group"
 """Key of the document's metadata, whose value is JSON."""
 _METADATA = {"item": SIZE, "lease": TEXT, "versions": list_of(VERSION)}
@@ -76,6 +81,8 @@ class SampleGroup:
     """float32 [T]: under the distribution that the token was drawn from; 0 for others."""
     turn_rewards: Array
     """float32 [T]: what a turn has earned, at its last token; 0 elsewhere."""
+    support: SampledSupport | None = None
+    """What each token was drawn from; None: it was not recorded."""
     judged: JudgedCompletions | None = None
     """What the reward gave the completions in the task; None: the trainers judge them."""
 
@@ -115,11 +122,15 @@ class SampleGroup:
             ),
             logprobs=_joined([[0.0] * n + each.logprobs for n, each in pairs], np.float32),
             turn_rewards=_joined([[0.0] * n + each.rewards for n, each in pairs], np.float32),
+            support=_joined_support(completions),
         )
 
     def to_bytes(self) -> bytes:
         """One safetensors document, the same for the same group."""
         arrays = {name: getattr(self, name) for name in (*PER_TOKEN, *PER_COMPLETION)}
+        if self.support is not None:
+            both = (self.support.sizes, self.support.ids)
+            arrays |= zip(SUPPORT, (np.array(each, np.int32) for each in both), strict=True)
         own: dict[str, Any] = {"item": self.item, "lease": self.lease, "versions": self.versions}
         if self.judged is not None:
             own["judged"] = objects.to_json(self.judged)
@@ -141,11 +152,16 @@ class SampleGroup:
             )
         except (SafetensorError, CorruptFileError, LookupError, TypeError) as error:
             raise ValueError(str(error)) from error
-        if set(arrays) != {*PER_TOKEN, *PER_COMPLETION}:
+        if set(arrays) - {*SUPPORT} != {*PER_TOKEN, *PER_COMPLETION}:
             raise ValueError(f"has the arrays {sorted(arrays)}")
-        versions = tuple(own["versions"])
+        support = _read_support([arrays.pop(name, None) for name in SUPPORT])
         return SampleGroup(
-            item=own["item"], lease=own["lease"], versions=versions, judged=judged, **arrays
+            item=own["item"],
+            lease=own["lease"],
+            versions=tuple(own["versions"]),
+            support=support,
+            judged=judged,
+            **arrays,
         )
 
     def _problem(self) -> str | None:
@@ -174,7 +190,38 @@ class SampleGroup:
             return "a token id is negative"
         if self.drawn_by.min() < -1 or self.drawn_by.max() >= len(found):
             return f"a token was drawn by none of the versions {self.versions}"
+        if self.support is not None and (wrong := self._wrong_support(self.support)):
+            return wrong
         return None if self.judged is None else self.judged.problem(self.lengths.size)
+
+    def _wrong_support(self, support: SampledSupport) -> str | None:
+        sizes, ids = np.array(support.sizes, np.int32), np.array(support.ids, np.int32)
+        if sizes.shape != self.input_ids.shape or sizes.min() < 0 or sizes.sum() != ids.size:
+            return f"{sizes.size} supports with {ids.size} token ids"
+        if ((sizes > 0) & (self.drawn_by < 0)).any():
+            return "a token that was not drawn has a support"
+        drawn = np.repeat(self.input_ids, sizes) == ids
+        if drawn.sum() != (sizes > 0).sum():
+            return "a token is not in its support, or more than once"
+        return None
+
+
+def _joined_support(completions: Sequence[Completions]) -> SampledSupport | None:
+    """Of all tokens, if any was recorded."""
+    support = SampledSupport()
+    for each in completions:
+        support.skip(len(each.prompt))
+        support.extend(each.support)
+    return support if support.ids else None
+
+
+def _read_support(arrays: Sequence[Array | None]) -> SampledSupport | None:
+    sizes, ids = arrays
+    if sizes is None and ids is None:
+        return None
+    if sizes is None or ids is None or {sizes.dtype.str, ids.dtype.str} != {*SUPPORT.values()}:
+        raise ValueError("has a part of the arrays of supports, or of other types")
+    return SampledSupport(array("i", sizes.tobytes()), array("i", ids.tobytes()))
 
 
 def _joined(rows: Sequence[Sequence[Any]], dtype: type[np.generic]) -> Array:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.policy.actor_update import update_actor
+from slurmrl.algorithms.policy.actor_update import read_by_models, update_actor
 from slurmrl.algorithms.policy.advantages import (
     estimate,
     old_logprobs,
@@ -109,7 +109,7 @@ def _logprobs(
     """The engine's log-probabilities of all tokens under ``key``."""
     assert engine is not None
     temperature = context.settings.config.rollout.temperature
-    outputs = engine.forward(sample.only(["input_ids"]), temperature=temperature)
+    outputs = engine.forward(sample.only(read_by_models(sample)), temperature=temperature)
     data: dict[str, Tensor | None] = {key: outputs["logp"]}
     return SequenceSample(sample.ids, {key: sample.lengths["input_ids"]}, data=data)
 

@@ -19,6 +19,7 @@ from slurmrl.algorithms.policy.second_moment import second_moment_mask
 from slurmrl.algorithms.policy.sequences import Sequences
 from slurmrl.algorithms.policy.updates import MeanStats, run_updates
 from slurmrl.data.sample import SequenceSample
+from slurmrl.data.support import IDS, SIZES
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import TrainEngine
@@ -104,7 +105,6 @@ def _training_sample(
     length = settings.aggregation_length or context.settings.config.rollout.most_written
     old = old_logprobs(sample)
     data: dict[str, Tensor | None] = {
-        "input_ids": sample.tensor("input_ids"),
         "logprobs": old,
         MASK: mask,
         "advantages": advantages,
@@ -116,7 +116,14 @@ def _training_sample(
         behaviour = sample.tensor("logprobs")
         data["corrections"] = correction_weights(old, behaviour, mask, sequences, settings)
     lengths = dict.fromkeys(data, sample.lengths["input_ids"])
-    return SequenceSample(sample.ids, lengths, data=data)
+    training = SequenceSample(sample.ids, lengths, data=data)
+    training.update_(sample.only(read_by_models(sample)))
+    return training
+
+
+def read_by_models(sample: SequenceSample) -> list[str]:
+    """The keys with which a language model computes log-probabilities as generation did."""
+    return [key for key in ("input_ids", SIZES, IDS) if key in sample.keys]
 
 
 def _stop(settings: PolicyGradient) -> Callable[[MeanStats], bool] | None:
@@ -140,7 +147,7 @@ def _second_moment(
         return None
 
     def keep(part: SequenceSample) -> SequenceSample:
-        logp = engine.forward(part.only(["input_ids"]), temperature=temperature)["logp"]
+        logp = engine.forward(part.only(read_by_models(part)), temperature=temperature)["logp"]
         mask = part.tensor(MASK)
         log_ratio = torch.where(mask, logp - part.tensor("logprobs"), 0.0)
         kept = second_moment_mask(

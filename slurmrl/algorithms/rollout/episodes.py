@@ -11,10 +11,12 @@ from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.rollout.configured import ConfiguredEpisodes, episode_items
-from slurmrl.algorithms.rollout.sampling import completions
+from slurmrl.algorithms.rollout.sampling import completions, generation_options
+from slurmrl.algorithms.rollout.supports import add_support
 from slurmrl.algorithms.rollout.totals import Totals
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
+from slurmrl.data.support import SampledSupport
 from slurmrl.data.tokenizer import decoding
 from slurmrl.engines.base import ServingEngine
 from slurmrl.engines.rollout.lockstep import LockstepEngine
@@ -46,7 +48,10 @@ class EpisodeGeneration:
             return CallResult()
         stats = Totals.of_outcomes(outcomes).stats(turns=True, tools=bool(self._episodes.tools))
         count = completions(context)
-        return CallResult(_as_sample(sample.ids, outcomes, count, engine.context.device), stats)
+        made = _as_sample(sample.ids, outcomes, count, engine.context.device)
+        if generation_options(context).support:
+            add_support(made, _support(outcomes))
+        return CallResult(made, stats)
 
     def _outcomes(
         self, engine: GenerateEngine, items: Sequence[EpisodeItem], context: CallContext
@@ -88,6 +93,14 @@ def _as_sample(
     rows = [lengths[first : first + count] for first in range(0, len(lengths), count)]
     finished = torch.tensor([each.finished for each in ended], dtype=torch.bool)
     return SequenceSample.grouped(rows, ids, data, per_sequence={"finished": finished})
+
+
+def _support(outcomes: Sequence[EpisodeOutcome]) -> SampledSupport:
+    support = SampledSupport()
+    for outcome in outcomes:
+        support.skip(len(outcome.completions.prompt))
+        support.extend(outcome.completions.support)
+    return support
 
 
 def _packed(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:

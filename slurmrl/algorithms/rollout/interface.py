@@ -15,6 +15,7 @@ from slurmrl.algorithms.rollout.sampling import (
     sampling_keys,
     sampling_seed,
 )
+from slurmrl.algorithms.rollout.supports import add_support
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import decoding
 from slurmrl.models.generate import GenerationOutput
@@ -32,22 +33,27 @@ class RolloutInterface(Interface):
     ) -> CallResult:
         """Each prompt's completions: prompt and completion as ``input_ids``, with ``prompt_mask``
         (True on what the policy did not write), ``logprobs`` under the sampling policy, and whether
-        the completion ``finished`` with a stop token or stop string."""
+        the completion ``finished`` with a stop token or stop string. If it is recorded, also what
+        each token was drawn from (`data.support`)."""
         assert engine is not None
         if context.settings.config.rollout.episode.has_turns:
             if self._episodes is None:
                 self._episodes = EpisodeGeneration(context)
             return self._episodes.generate(engine, sample, context)
-        count = completions(context)
+        count, options = completions(context), generation_options(context)
         output = engine.generate(
             sample.only(["prompt_ids"]),
-            generation_options(context),
+            options,
             seed=sampling_seed(context),
             step=context.step,
             keys=sampling_keys(sample.ids, count),
             decode=decoding(context.tokenizer),
         )
-        return CallResult(_as_sample(sample.ids, output, count), _length_stats(output))
+        made = _as_sample(sample.ids, output, count)
+        if options.support:
+            assert output.support is not None, "it was asked for"
+            add_support(made, output.support)
+        return CallResult(made, _length_stats(output))
 
     def close(self) -> None:
         if self._episodes is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.schema import supports
 from slurmrl.models.generate import GenerationOptions
 
 
@@ -19,7 +20,8 @@ def completions(context: CallContext) -> int:
 
 def generation_options(context: CallContext) -> GenerationOptions:
     """The settings of the rollout or of the evaluation, which uses neither top-k nor top-p."""
-    rollout, evaluation = context.settings.config.rollout, context.settings.config.evaluation
+    config = context.settings.config
+    rollout, evaluation = config.rollout, config.evaluation
     if context.evaluation and evaluation is not None:
         return GenerationOptions(
             max_new_tokens=evaluation.max_new_tokens or rollout.max_new_tokens,
@@ -37,6 +39,7 @@ def generation_options(context: CallContext) -> GenerationOptions:
         greedy=rollout.greedy,
         stop_token_ids=context.stop_token_ids,
         stop_strings=rollout.stop_strings,
+        support=bool(supports(context.settings.algorithm, config)),
     )
 
 

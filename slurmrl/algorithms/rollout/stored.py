@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.algorithms.rollout.sampling import generation_options
+from slurmrl.algorithms.rollout.supports import add_support
 from slurmrl.algorithms.rollout.totals import Totals
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.algorithms.token_notes import noted
 from slurmrl.config.schema import Logging
 from slurmrl.data.sample import SequenceSample
+from slurmrl.data.support import SampledSupport
 from slurmrl.layout.copy import Array
 from slurmrl.rollouts.sample_group import SampleGroup
 
@@ -34,6 +37,8 @@ class StoredInterface(Interface):
         episode = context.settings.config.rollout.episode
         turns, tools = episode.has_turns, bool(episode.tools)
         made = as_sample(sample.ids, groups, context.device, turns=turns)
+        if generation_options(context).support:
+            add_support(made, _support(groups))
         stats = Totals.of_groups(groups).stats(turns=turns, tools=tools)
         kept = context.settings.config.logging
         return CallResult(made, stats, notes=_versions(sample.ids, groups, kept))
@@ -60,6 +65,16 @@ def as_sample(
     rows = [each.lengths.tolist() for each in groups]
     finished = _packed([each.finished for each in groups], torch.bool)
     return SequenceSample.grouped(rows, ids, data, metadata, per_sequence={"finished": finished})
+
+
+def _support(groups: Sequence[SampleGroup]) -> SampledSupport:
+    support = SampledSupport()
+    for group in groups:
+        if group.support is None:
+            support.skip(group.input_ids.size)
+        else:
+            support.extend(group.support)
+    return support
 
 
 def _versions(

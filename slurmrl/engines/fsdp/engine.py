@@ -45,6 +45,7 @@ from slurmrl.engines.offload import Offload
 from slurmrl.engines.optimizers import OPTIMIZERS
 from slurmrl.engines.optimizers.base import ShardOptimizer
 from slurmrl.engines.prefixes import shared_tokens
+from slurmrl.engines.replay import support_of
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
 from slurmrl.models.adapters import adapted_weight, trained_shapes
@@ -52,6 +53,7 @@ from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.prefixes import Pieces
 from slurmrl.ops import prefix_attention
+from slurmrl.ops.support import Support
 from slurmrl.ops.upload import OnHost
 from slurmrl.parallel.groups import ParallelContext
 
@@ -310,9 +312,14 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
 
     def _outputs(self, sample: SequenceSample, temperature: float) -> Outputs:
         shared = shared_tokens(sample) if self._shares(sample) else None
+        support = support_of(sample)
         if shared is None:
-            return self._run(*self._tokens(sample), temperature)
+            return self._run(*self._tokens(sample), temperature, support)
         ids = sample.tensor(TOKENS)[shared.taken]
+        if support is not None:  # tokens that are the same may have had different supports
+            hidden = self._features(ids, shared.pieces, longest(sample))[shared.places]
+            whole = (sample.tensor(TOKENS), sample.cu_seqlens(TOKENS))
+            return self._ends(hidden, *whole, temperature, support)
         outputs = self._run(ids, shared.pieces, longest(sample), temperature)
         return {name: values[shared.places] for name, values in outputs.items()}
 
@@ -325,15 +332,31 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         return ids, torch.tensor([0, 2], dtype=torch.int32), 2
 
     def _run(
-        self, ids: Tensor, cu_seqlens: Tensor | Pieces, longest: int, temperature: float
+        self,
+        ids: Tensor,
+        cu_seqlens: Tensor | Pieces,
+        longest: int,
+        temperature: float,
+        support: Support | None = None,
     ) -> Outputs:
-        decoder = self._shards.decoder
         hidden = self._features(ids, cu_seqlens, longest)
         if isinstance(cu_seqlens, Pieces):
             cu_seqlens = cu_seqlens.cu_seqlens
+        return self._ends(hidden, ids, cu_seqlens, temperature, support)
+
+    def _ends(
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        cu_seqlens: Tensor,
+        temperature: float,
+        support: Support | None,
+    ) -> Outputs:
+        """The outputs of the model's head."""
+        decoder = self._shards.decoder
         if self.head == "value":
             return {"values": decoder.values(hidden, cu_seqlens)}
-        logp, entropy = decoder.logprobs(hidden, ids, cu_seqlens, temperature)
+        logp, entropy = decoder.logprobs(hidden, ids, cu_seqlens, temperature, support)
         return {"logp": logp, "entropy": entropy}
 
     def _features(self, ids: Tensor, cu_seqlens: Tensor | Pieces, longest: int) -> Tensor:

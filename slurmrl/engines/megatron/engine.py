@@ -42,6 +42,7 @@ from slurmrl.engines.microbatch import (
     no_outputs,
 )
 from slurmrl.engines.offload import Offload
+from slurmrl.engines.replay import support_of
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
 from slurmrl.models.balance import Balance
@@ -279,7 +280,8 @@ class MegatronEngine(TrainEngine):
         split = self._place.tp if self._settings.sequence_parallel else 1
         multiple = self.context.axis_size("cp") * split
         dtype = self._settings.params_dtype
-        micro = micro_batch(ids, cu_seqlens, most, multiple, self._rotary, dtype)
+        support = support_of(sample)
+        micro = micro_batch(ids, cu_seqlens, most, multiple, self._rotary, dtype, support)
         if self._balance is None:
             return micro
         tokens = 0 if sample is None else ids.shape[0]

@@ -15,6 +15,7 @@ from torch import Tensor
 from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.rotary import RotaryTable, Rotation
 from slurmrl.ops.attention import Packing
+from slurmrl.ops.support import Support
 from slurmrl.ops.upload import upload
 
 
@@ -39,6 +40,8 @@ class Micro:
     params: Packed
     real: Tensor | None = None
     """[T + padding] whether a token belongs to the batch; None without load-balancing loss."""
+    support: Support | None = None
+    """Of T + padding tokens; None: all were drawn from the whole vocabulary."""
 
     def share(self, rank: int, ranks: int) -> dict[str, Tensor | None]:
         """The arguments of a chunk for the tokens of one context-parallel rank."""
@@ -53,6 +56,7 @@ def micro_batch(
     multiple: int,
     rotary: RotaryTable,
     dtype: torch.dtype,
+    support: Support | None = None,
 ) -> Micro:
     """ids [T], cu_seqlens [S+1] int32 in host memory; the padded length is a multiple of
     ``multiple``."""
@@ -69,4 +73,5 @@ def micro_batch(
         packing=Packing(cu_sorted, max(longest, padding)),
         rotation=rotary.rotation(positions, dtype),
     )
-    return Micro(padded, cu_sorted, back, params)
+    drawn_from = None if support is None else support.at(order).padded(padding)
+    return Micro(padded, cu_sorted, back, params, support=drawn_from)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from slurmrl.data.support import SampledSupport
 from slurmrl.models.generate import GenerationOptions
 
 Finish: TypeAlias = Literal["stop", "length", "aborted"]
@@ -59,6 +60,9 @@ class Completion:
     versions: tuple[str, ...]
     """The weight version that drew each token."""
     finish: Finish
+    support: SampledSupport | None = None
+    """Of each token, the tokens that top-k and top-p left; None unless `GenerationOptions.support`
+    asks for it."""
 
 
 ABORTED = Completion(tokens=(), logprobs=(), versions=(), finish="aborted")

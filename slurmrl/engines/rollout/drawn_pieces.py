@@ -7,8 +7,10 @@ two requests, a request also stops at the rests of those that may have begun.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from slurmrl.data.support import SampledSupport
 from slurmrl.engines.rollout.base import Completion, Finish
 from slurmrl.engines.rollout.dialect import Draw
 
@@ -80,4 +82,13 @@ class PiecewiseDraw:
             logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
             versions=tuple(version for piece in pieces for version in piece.versions),
             finish=finish,
+            support=_support(pieces) if self.draw.options.support else None,
         )
+
+
+def _support(pieces: Sequence[Completion]) -> SampledSupport:
+    support = SampledSupport()
+    for piece in pieces:
+        assert piece.support is not None, "every piece of the draw has one"
+        support.extend(piece.support)
+    return support

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.data.sample import SequenceSample
+from slurmrl.data.support import SampledSupport
 from slurmrl.engines.base import PROMPTS, GenerateEngine
 from slurmrl.engines.rollout.base import (
     Completion,
@@ -178,12 +179,14 @@ class LockstepEngine(RolloutEngine):
         tokens, logprobs = output.tokens.tolist(), output.logprobs.tolist()
         ends = list(accumulate(output.lengths.tolist(), initial=0))
         draws = [draw for row in rows for draw in row.draws]
+        supports = _supports(output)
         made: list[dict[int, Completion]] = [{} for _ in requests]
-        for (_, number, place), (start, stop), prompt, stopped in zip(
+        for (_, number, place), (start, stop), prompt, stopped, support in zip(
             draws,
             pairwise(ends),
             output.prompt_lengths.tolist(),
             output.finished.tolist(),
+            supports,
             strict=True,
         ):
             begin, most = start + prompt, requests[number].options.max_new_tokens
@@ -193,8 +196,16 @@ class LockstepEngine(RolloutEngine):
                 logprobs=tuple(logprobs[begin:end]),
                 versions=(self._version,) * (end - begin),
                 finish="stop" if stopped and end == stop else "length",
+                support=None if support is None else support.cut([prompt, end - begin])[1],
             )
         return [tuple(found[place] for place in sorted(found)) for found in made]
+
+
+def _supports(output: GenerationOutput) -> list[SampledSupport] | list[None]:
+    """Of each sequence."""
+    if output.support is None:
+        return [None] * len(output.lengths)
+    return output.support.cut(output.lengths.tolist())
 
 
 class _Row:

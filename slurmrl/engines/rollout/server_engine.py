@@ -7,7 +7,9 @@ import os
 import secrets
 import shutil
 import threading
+from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
+from slurmrl.data.support import SampledSupport
 from slurmrl.engines.base import PROMPTS, GenerateEngine
 from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.fsdp.weights import constant_specs, whole_shapes
@@ -209,7 +212,7 @@ class ServerEngine(GenerateEngine):
             self._install(step)
         assert not self._away, "weights move to a server that sleeps before it generates"
         if self._servers is None:
-            return self._share(None)
+            return self._share(None, options)
         prompts = _prompts(sample)
         copies = len(keys) // max(len(prompts), 1)
         requests = [
@@ -224,7 +227,8 @@ class ServerEngine(GenerateEngine):
             for index, prompt in enumerate(prompts)
         ]
         completions = self._run(_complete(self._servers, requests))
-        return self._share(_output(requests, completions, self.context.device))
+        output = _output(requests, completions, self.context.device, support=options.support)
+        return self._share(output, options)
 
     def _install(self, step: int) -> None:
         """Hand the tensors to the servers. Collective over the ranks of the copy."""
@@ -258,10 +262,21 @@ class ServerEngine(GenerateEngine):
             torch.cuda.empty_cache()
         self._meet()
 
-    def _share(self, output: GenerationOutput | None) -> GenerationOutput:
+    def _share(
+        self, output: GenerationOutput | None, options: GenerationOptions
+    ) -> GenerationOutput:
         """The leader's output on all ranks of the copy. Collective."""
         if self.tensor_ranks > 1:
-            return _broadcast(output, self.context.group("tp"), self.context.device)
+            group, device = self.context.group("tp"), self.context.device
+            shared = _broadcast(output, group, device)
+            if not options.support:
+                return shared
+            own = SampledSupport() if output is None else output.support
+            assert own is not None, "the leader's output has what the options ask for"
+            both = (
+                broadcast_bytes(values.tobytes(), group, device) for values in (own.sizes, own.ids)
+            )
+            return replace(shared, support=SampledSupport(*(array("i", each) for each in both)))
         assert output is not None, "a rank without others is the leader"
         return output
 
@@ -284,11 +299,14 @@ def _output(
     requests: Sequence[GenerationRequest],
     completions: Sequence[Sequence[Completion]],
     device: torch.device,
+    *,
+    support: bool,
 ) -> GenerationOutput:
     tokens: list[int] = []
     logprobs: list[float] = []
     sizes: list[tuple[int, int]] = []
     finished: list[bool] = []
+    supports = SampledSupport()
     for request, drawn in zip(requests, completions, strict=True):
         for completion in drawn:
             tokens += (*request.prompt, *completion.tokens)
@@ -296,6 +314,9 @@ def _output(
             prompt = len(request.prompt)
             sizes.append((prompt + len(completion.tokens), prompt))
             finished.append(completion.finish == "stop")
+            if completion.support is not None:
+                supports.skip(prompt)
+                supports.extend(completion.support)
     both = torch.tensor(sizes, dtype=torch.int64).view(-1, 2)
     return GenerationOutput(
         torch.tensor(tokens, dtype=torch.int64, device=device),
@@ -303,6 +324,7 @@ def _output(
         both[:, 1].contiguous(),
         torch.tensor(logprobs, dtype=torch.float32, device=device),
         torch.tensor(finished, dtype=torch.bool),
+        supports if support else None,
     )
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from operator import contains
 from typing import Any, Literal
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from slurmrl.data.support import SampledSupport
 from slurmrl.engines.rollout.base import Completion, Finish, WeightVersion
 from slurmrl.engines.rollout.dialect import Dialect, Draw
 from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
@@ -59,6 +61,7 @@ class _SglangMeta(BaseModel):
     weight_versions: list[_SglangSpan] = []
     output_token_logprobs: list[tuple[float, int, str | None]]
     output_token_sampling_logprobs: list[float] | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
 
 
 class _SglangReply(BaseModel):
@@ -77,9 +80,14 @@ def restricted(draw: Draw) -> bool:
     return not draw.options.greedy and (draw.options.top_k is not None or draw.options.top_p < 1.0)
 
 
+def masks(draw: Draw, *, full: bool) -> bool:
+    """Whether the server is to report the support of each token, and log-probabilities under it."""
+    return restricted(draw) and (draw.options.support or not full)
+
+
 def request_body(draw: Draw, *, context: int, vocabulary: int, full: bool) -> dict[str, Any]:
     """The body of a request for one completion. ``full``: see `read_reply`."""
-    options, masked = draw.options, restricted(draw) and not full
+    options, masked = draw.options, masks(draw, full=full)
     all_tokens = vocabulary if masked else -1  # the support is reported up to a limit
     return {
         "rid": draw.name + "/",  # an abort also ends requests whose names begin with its own
@@ -105,14 +113,14 @@ def request_body(draw: Draw, *, context: int, vocabulary: int, full: bool) -> di
 
 def read_reply(where: str, reply: object, draw: Draw, *, full: bool) -> DrawnPiece:
     """What a reply brings. ``full``: its log-probabilities are those under the distribution
-    over all tokens, whatever the draw was restricted to."""
+    over all tokens, whatever the draw was restricted to, unless it records its support."""
     try:
         read = REPLY.validate_python(reply)
     except ValidationError as error:
         raise RunFailedError(f"{where}: the answer does not have SGLang's form: {error}") from error
     tokens, meta = read.output_ids, read.meta_info
     logprobs = [entry[0] for entry in meta.output_token_logprobs]
-    if restricted(draw) and not full:
+    if masks(draw, full=full):
         logprobs = meta.output_token_sampling_logprobs or []
     versions = [span.version for span in meta.weight_versions for _ in range(span.start, span.end)]
     if [entry[1] for entry in meta.output_token_logprobs] != tokens or not (
@@ -123,6 +131,9 @@ def read_reply(where: str, reply: object, draw: Draw, *, full: bool) -> DrawnPie
             f"{len(versions)} weight versions, or with those of other tokens"
         )
     finish, options = meta.finish_reason, draw.options
+    support = None
+    if options.support:
+        support = _support(where, tokens, meta.output_token_sampling_mask or [])
     stops = (*options.stop_token_ids, *options.stop_strings)
     if finish.type == "stop" and finish.matched not in stops:
         raise RunFailedError(
@@ -136,9 +147,23 @@ def read_reply(where: str, reply: object, draw: Draw, *, full: bool) -> DrawnPie
         logprobs=tuple(logprobs),
         versions=tuple(versions),
         finish=FINISH[finish.type],
+        support=support,
     )
     stop = finish.matched if isinstance(finish.matched, str) else ""
     return DrawnPiece(completion=completion, text=read.text or "", stop=stop)
+
+
+def _support(where: str, tokens: list[int], masks: list[list[int]]) -> SampledSupport:
+    """From the tokens that a server says it could have drawn, each time most likely ones first."""
+    if len(masks) != len(tokens) or not all(map(contains, masks, tokens)):
+        raise RunFailedError(
+            f"{where}: {len(tokens)} tokens came with {len(masks)} sampling masks, or with one "
+            "that does not have its token"
+        )
+    support = SampledSupport()
+    for mask in masks:
+        support.add(sorted(mask))
+    return support
 
 
 class SglangDialect(Dialect):

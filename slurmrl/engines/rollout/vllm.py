@@ -194,6 +194,11 @@ class VllmDialect(Dialect):
         return await self._client.post(GENERATE, body, timeout_s=timeout_s)
 
     async def draw(self, draw: Draw) -> Completion:
+        if draw.options.support:
+            raise UsageError(
+                f"{self.where}: vLLM reports what a token was drawn from for all requests of a "
+                "server or for none; use native or sglang, or leave out top_k and top_p"
+            )
         reply = await self._generate(request_body(draw), None)
         return read_reply(self.where + GENERATE, reply)
 

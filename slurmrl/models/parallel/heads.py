@@ -11,6 +11,7 @@ from torch import Tensor
 from slurmrl.models.packed import length_order
 from slurmrl.models.parallel.split import Split
 from slurmrl.ops.logprobs import following_tokens, logprobs_and_entropy
+from slurmrl.ops.support import Support
 from slurmrl.ops.upload import upload
 from slurmrl.ops.vocab_parallel import Rows, vocab_parallel_logprobs_and_entropy
 
@@ -23,8 +24,10 @@ def split_logprobs(
     input_ids: Tensor,
     cu_seqlens: Tensor,
     temperature: float,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p(x_t | x_<t) and entropies, both [T], 0 at the first token of a sequence.
+    """log p(x_t | x_<t) and entropies, both [T], 0 at the first token of a sequence, of
+    distributions that are restricted to ``support``.
 
     features [N, h] are in ``length_order``; weight is this rank's part of [V, h]; cu_seqlens
     [S+1] is in host memory. A context rank computes what its own tokens predict.
@@ -37,11 +40,14 @@ def split_logprobs(
     before, places = upload((rest - 1 - first, order[rest]), input_ids.device)
     hidden = split.enter(features).index_select(0, before)
     targets = input_ids[places]
+    drawn_from = None if support is None else support.at(places)
     if split.tensor.size > 1:
         rows = rows_of(split, vocabulary)
-        parts = vocab_parallel_logprobs_and_entropy(hidden, weight, targets, rows, temperature)
+        parts = vocab_parallel_logprobs_and_entropy(
+            hidden, weight, targets, rows, temperature, support=drawn_from
+        )
     else:
-        parts = logprobs_and_entropy(hidden, weight, targets, temperature)
+        parts = logprobs_and_entropy(hidden, weight, targets, temperature, support=drawn_from)
     both = torch.stack(parts)
     whole = both.new_zeros((2, tokens)).index_copy(1, places, both)
     logp, entropy = split.over_context(whole).unbind()

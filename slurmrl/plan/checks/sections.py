@@ -28,11 +28,14 @@ from slurmrl.plan.metrics import (
     STEP_METRICS,
     evaluation_metric,
 )
+from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.registry import near, resolve
 
 SAVED_DATA: Final = ("dataset_dict.json", "state.json")
 """Files of folders that Hugging Face `datasets` saves."""
 
+MOST_SUPPORT: Final = 1024
+"""Token ids of a recorded support: 4 KiB for each token of a completion."""
 RATES: Final = re.compile(r"eval/([^/]+/)?(pass|maj)@")
 """What evaluations of several completions report."""
 
@@ -183,12 +186,15 @@ def sampling(draft: Draft) -> Iterator[Problem]:
     if not draft.algorithm.trains_on_samples:
         return
     rollout = draft.config.rollout
+    recorded = draft.algorithm.replays_support
     restricted = {
-        "top_k": rollout.top_k is not None,
-        "top_p": rollout.top_p < 1.0,
+        "top_k": rollout.top_k is not None and not recorded,
+        "top_p": rollout.top_p < 1.0 and not recorded,
         "greedy": rollout.greedy,
         "min_new_tokens": rollout.min_new_tokens > 0,
     }
+    if recorded:
+        yield from _unrecorded(draft)
     for field in (field for field, restricts in restricted.items() if restricts):
         value = str(getattr(rollout, field)).lower()
         message = (
@@ -196,6 +202,38 @@ def sampling(draft: Draft) -> Iterator[Problem]:
             "token is drawn from the whole vocabulary, and would be wrong for others; leave it out"
         )
         yield draft.problem(("rollout", field), message)
+
+
+def _unrecorded(draft: Draft) -> Iterator[Problem]:
+    """Restrictions of sampling that cannot be recorded for each token."""
+    rollout = draft.config.rollout
+    if rollout.top_k is None and rollout.top_p < 1.0:
+        message = (
+            f"{rollout.top_p:g} is not allowed without rollout.top_k, which bounds the tokens that "
+            f"are recorded for each one that is drawn; set it, to {MOST_SUPPORT} or less"
+        )
+        yield draft.problem(("rollout", "top_p"), message)
+    if rollout.top_k is None:
+        return
+    if rollout.top_k > MOST_SUPPORT:
+        message = (
+            f"{rollout.top_k} is not allowed with {draft.algorithm.name}: so many token ids are "
+            f"recorded for each token that it draws; at most {MOST_SUPPORT}"
+        )
+        yield draft.problem(("rollout", "top_k"), message)
+    allocation = draft.allocations().get(ROLLOUTS)
+    if allocation is None or allocation.backend not in ENGINES:
+        return
+    if not ENGINES[allocation.backend].records_support:
+        able = ", ".join(
+            name for name, rules in ENGINES.items() if rules.generates and rules.records_support
+        )
+        message = (
+            f"{rollout.top_k} is not allowed with {allocation.backend} and {draft.algorithm.name}: "
+            "it does not report the tokens that each one is drawn from, which the losses need; "
+            f"allowed backends: {able}"
+        )
+        yield draft.problem(("rollout", "top_k"), message)
 
 
 def untrained_steps(draft: Draft) -> Iterator[Problem]:

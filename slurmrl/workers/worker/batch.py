@@ -17,6 +17,9 @@ from slurmrl.plan.model import CallPlan
 from slurmrl.workers.worker.shares import Shares
 from slurmrl.workers.worker.sharing import Mail, share
 
+COMPLETIONS = "input_ids"
+"""Key whose lengths are those of items with their completions."""
+
 
 class Batch:
     """One batch, from its first call to its last.
@@ -134,7 +137,9 @@ class Batch:
             part = spread.part_of(self._rank)
             assert part is not None, "only a speaker keeps what was made"
             places = list(spread.parts[part])
-            lengths[places] = torch.tensor(self._made[call.name].item_lengths(), dtype=torch.int64)
+            made = self._made[call.name]
+            own = made.item_lengths(COMPLETIONS if COMPLETIONS in made.keys else None)
+            lengths[places] = torch.tensor(own, dtype=torch.int64)
         return lengths
 
     def _spread(self, call: CallPlan) -> Spread:

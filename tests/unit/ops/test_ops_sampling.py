@@ -66,7 +66,7 @@ def test_a_number_depends_on_each_of_its_four_keys() -> None:
 
 def frequencies(logits: Tensor, **options: object) -> Tensor:
     draws = 40000
-    tokens, _ = sample(logits.expand(draws, -1), uniforms(draws), **options)
+    tokens, _, _ = sample(logits.expand(draws, -1), uniforms(draws), **options)
     return torch.bincount(tokens, minlength=logits.shape[-1]) / draws
 
 
@@ -102,9 +102,9 @@ def test_top_p_counts_what_top_k_left() -> None:
 
 
 def test_greedy_takes_the_most_likely_allowed_token() -> None:
-    tokens, _ = sample(LOGITS[None], uniforms(1), greedy=True)
+    tokens, _, _ = sample(LOGITS[None], uniforms(1), greedy=True)
     assert tokens.tolist() == [2]
-    tokens, _ = sample(LOGITS[None], uniforms(1), greedy=True, banned=torch.tensor([2, 0]))
+    tokens, _, _ = sample(LOGITS[None], uniforms(1), greedy=True, banned=torch.tensor([2, 0]))
     assert tokens.tolist() == [4]
 
 
@@ -118,12 +118,12 @@ def test_banned_tokens_are_never_drawn() -> None:
 def test_logprobs_are_of_the_full_distribution() -> None:
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
     options = {"temperature": 0.7, "top_k": 3, "top_p": 0.8, "banned": torch.tensor([1])}
-    tokens, logp = sample(logits, uniforms(50), **options)
+    tokens, logp, _ = sample(logits, uniforms(50), **options)
     expected = (logits.double() / 0.7).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
     assert (logp - expected).abs().max() < 1e-6
 
 
 def test_the_ends_of_the_interval_draw_possible_tokens() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf]]).expand(2, -1)
-    tokens, _ = sample(logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64))
+    tokens, _, _ = sample(logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64))
     assert tokens.tolist() == [1, 3]

@@ -24,6 +24,7 @@ from slurmrl.algorithms.schema import (
     AlgorithmSchema,
     generate_call,
     reward_calls,
+    supports,
 )
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
@@ -92,6 +93,7 @@ class PolicyGradient(
     """The preset of a subclass that is a user's own algorithm."""
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
     trains_on_samples: ClassVar[bool] = True
+    replays_support: ClassVar[bool] = True
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -99,6 +101,8 @@ class PolicyGradient(
         if cls.based_on not in PRESETS:
             hint = near(str(cls.based_on), sorted(PRESETS))
             raise UsageError(f"{cls.__name__}.based_on is {cls.based_on!r}, no preset; {hint}")
+        if "replays_support" not in vars(cls):  # its own code may compute probabilities otherwise
+            cls.replays_support = False
 
     @model_validator(mode="before")
     @classmethod
@@ -171,6 +175,7 @@ class PolicyGradient(
         recomputes = self.recomputes(config.actor.dtype)
         greedy = self.advantage == "greedy"
         turns = config.rollout.episode.has_turns and self.advantage not in OF_COMPLETIONS
+        supported = supports(self, config)
         judged = (
             *("input_ids", "prompt_mask", OLD_LOGPROBS if recomputes else "logprobs", "finished"),
             "rewards",
@@ -180,26 +185,29 @@ class PolicyGradient(
             *(("greedy_prompt_mask", "greedy_finished", "greedy_rewards") if greedy else ()),
         )
         return (
-            generate_call(config),
+            generate_call(config, also=supported),
             *reward_calls(config),
             *((filter_call(),) if self.filters else ()),
             *((greedy_generate_call(config), *greedy_reward_calls(config)) if greedy else ()),
-            *((recompute_call(),) if recomputes else ()),
-            *self._inference_calls(),
-            *self._training_calls(judged, recomputes=recomputes),
+            *((recompute_call(supported),) if recomputes else ()),
+            *self._inference_calls(supported),
+            *self._training_calls(judged, supported, recomputes=recomputes),
         )
 
-    def _inference_calls(self) -> Iterator[Call]:
+    def _inference_calls(self, supported: tuple[str, ...]) -> Iterator[Call]:
         """The models besides the actor read the completions."""
         ids = ("input_ids",)
         if self.uses_reference:
-            yield Call("ref_inf", "ref", Method.INFERENCE, ACTOR, ids, (REF_LOGPROBS,))
+            inputs = (*ids, *supported)
+            yield Call("ref_inf", "ref", Method.INFERENCE, ACTOR, inputs, (REF_LOGPROBS,))
         if self.uses_critic:
             yield Call("critic_inf", "critic", Method.INFERENCE, CRITIC, ids, ("values",))
 
-    def _training_calls(self, judged: tuple[str, ...], *, recomputes: bool) -> Iterator[Call]:
+    def _training_calls(
+        self, judged: tuple[str, ...], supported: tuple[str, ...], *, recomputes: bool
+    ) -> Iterator[Call]:
         train = Method.TRAIN_STEP
-        weighed = (*judged, "logprobs") if self.correction != "none" else judged
+        weighed = (*judged, *supported, *(("logprobs",) if self.correction != "none" else ()))
         metrics = (*ACTOR_METRICS, *self.objective_metrics(recomputes=recomputes))
         yield Call("actor_train", "actor", train, ACTOR, weighed, (), metrics)
         if self.uses_critic:
@@ -253,14 +261,14 @@ class PolicyGradient(
         return () if self.value_norm == "none" else names
 
 
-def recompute_call() -> Call:
+def recompute_call(supported: tuple[str, ...] = ()) -> Call:
     """The actor's training engine computes the log-probabilities of the completions."""
     return Call(
         name="actor_inf",
         role="actor",
         method=Method.INFERENCE,
         interface="slurmrl.algorithms.policy.actor:RecomputeInterface",
-        inputs=("input_ids", "prompt_mask", "logprobs"),
+        inputs=("input_ids", "prompt_mask", "logprobs", *supported),
         outputs=(OLD_LOGPROBS,),
         metrics=("logprob_difference_mean", "logprob_difference_max", *MISMATCH_METRICS),
     )

@@ -143,17 +143,21 @@ class ContinuousBatch:
 
     def _absorb(self, drawn: Drawn) -> None:
         """Take what a call drew; end the sequences that are complete."""
-        tokens, logprobs = drawn.read()
+        tokens, logprobs, supports = drawn.read()
         self.checksum = crc32(array("q", tokens), self.checksum)
         if not all(map(math.isfinite, logprobs)):
             raise RunFailedError("the model's logits are not finite: its weights have diverged")
-        for sequence, token, logprob in zip(drawn.sequences, tokens, logprobs, strict=True):
+        for sequence, token, logprob, support in zip(
+            drawn.sequences, tokens, logprobs, supports, strict=True
+        ):
             sequence.unread -= 1
             if sequence.finish is not None:
                 continue  # it had ended when this token was drawn
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(drawn.version)
+            if sequence.request.options.support:
+                sequence.support.add(support)
             self.drawn += 1
             self._finish(sequence, token)
 

@@ -19,16 +19,13 @@ from slurmrl.engines.rollout.native.rows import RowState
 from slurmrl.engines.rollout.native.sequence import Law
 from slurmrl.models.paged import PagedCall, PagedDecoder
 from slurmrl.ops.attention import Packing
-from slurmrl.ops.sampling import sample, stream_uniform
+from slurmrl.ops.sampling import Sampled, sample, stream_uniform
 from slurmrl.ops.upload import upload
 
 logger = log.get(__name__)
 
 LEAST_CELLS = 1024
 """Graphs are made for rows of up to this many cells of the cache, and twice as many, and so on."""
-
-Draws = tuple[Tensor, Tensor]
-"""Tokens [D] and their log-probabilities [D]."""
 
 
 class RowInput(NamedTuple):
@@ -55,7 +52,7 @@ class DecodeShape(NamedTuple):
 
 
 class DecodeGraph(Protocol):
-    draws: Draws
+    draws: Sampled
     """In the same memory after every replay."""
 
     def replay(self) -> None:
@@ -63,7 +60,7 @@ class DecodeGraph(Protocol):
         ...
 
 
-Capture = Callable[[Callable[[], Draws]], DecodeGraph]
+Capture = Callable[[Callable[[], Sampled]], DecodeGraph]
 """Makes a graph of a function, whose tensors keep their place in memory."""
 
 
@@ -73,12 +70,12 @@ class CUDAGraphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, compute: Callable[[], Draws]) -> DecodeGraph:
+    def __call__(self, compute: Callable[[], Sampled]) -> DecodeGraph:
         return _CUDAGraph(compute, self._pool)
 
 
 class _CUDAGraph:
-    def __init__(self, compute: Callable[[], Draws], pool: Any) -> None:
+    def __init__(self, compute: Callable[[], Sampled], pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         # Other threads of the process may call CUDA meanwhile.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
@@ -116,15 +113,15 @@ class DecodeStep:
         """Drop all graphs: what they read or write has moved in memory."""
         self._graphs = dict.fromkeys(self._graphs)
 
-    def run(self, inputs: list[RowInput], law: Law, banned: tuple[int, ...]) -> Draws:
+    def run(self, inputs: list[RowInput], law: Law, banned: tuple[int, ...]) -> Sampled:
         """Read a token of each row and draw the next, which the next call can read. The results
         are valid until the next call; nothing waits for a GPU, except where a graph is made."""
         shape = self._shape(inputs, law, banned)
         more = shape.rows - len(inputs)
         spare = RowInput(0, self._decoder.cache.spare, 0, self._state.spare, 0)
         rows = torch.tensor([*inputs, *[spare] * more], dtype=torch.int64)
-        tokens, logprobs = self._replayed(rows.t().contiguous(), shape)
-        return tokens[: len(inputs)], logprobs[: len(inputs)]
+        draws = self._replayed(rows.t().contiguous(), shape)
+        return Sampled(*(each[: len(inputs)] for each in draws))
 
     def _shape(self, inputs: list[RowInput], law: Law, banned: tuple[int, ...]) -> DecodeShape:
         count, longest = len(inputs), 1 + max(each.position for each in inputs)
@@ -133,7 +130,7 @@ class DecodeStep:
         rows = min(_power(count), self._state.spare)
         return DecodeShape(rows, rows, max(LEAST_CELLS, _power(longest)), law, banned)
 
-    def _replayed(self, columns: Tensor, shape: DecodeShape) -> Draws:
+    def _replayed(self, columns: Tensor, shape: DecodeShape) -> Sampled:
         if shape.banned not in self._banned:
             stops = torch.tensor(shape.banned, dtype=torch.int64)
             (self._banned[shape.banned],) = upload([stops], self._device)
@@ -150,7 +147,9 @@ class DecodeStep:
         graph.replay()
         return graph.draws
 
-    def _captured(self, capture: Capture, inputs: tuple[Tensor, ...], shape: DecodeShape) -> Draws:
+    def _captured(
+        self, capture: Capture, inputs: tuple[Tensor, ...], shape: DecodeShape
+    ) -> Sampled:
         """Make the graph of a shape. Its first replay must draw what a direct call draws; else, or
         if it cannot be made, all later calls are direct ones."""
         last = self._state.last.clone()
@@ -160,7 +159,7 @@ class DecodeStep:
         try:
             graph = capture(lambda: self._compute(inputs, shape))
             graph.replay()
-            if torch.equal(graph.draws[0], draws[0]):
+            if torch.equal(graph.draws.tokens, draws.tokens):
                 self._graphs[shape] = graph
                 return graph.draws
             reason = "its tokens differ from those of a direct call"
@@ -181,7 +180,7 @@ class DecodeStep:
         self._inputs[rows].copy_(host.copy_(columns), non_blocking=True)
         return self._inputs[rows].unbind()
 
-    def _compute(self, inputs: tuple[Tensor, ...], shape: DecodeShape) -> Draws:
+    def _compute(self, inputs: tuple[Tensor, ...], shape: DecodeShape) -> Sampled:
         ids, slots, positions, rows, streams = inputs
         lengths = positions + 1
         call = PagedCall(
@@ -195,8 +194,8 @@ class DecodeStep:
         )
         ids = self._state.tokens(ids, rows)
         logits = self._decoder.logits(ids, positions, call, None)[: shape.drawn]
-        temperature, top_k, top_p, greedy = shape.law
-        tokens, logprobs = sample(
+        temperature, top_k, top_p, greedy, record = shape.law
+        drawn = sample(
             logits,
             stream_uniform(streams[: shape.drawn], lengths[: shape.drawn]),
             temperature=temperature,
@@ -205,9 +204,10 @@ class DecodeStep:
             greedy=greedy,
             banned=self._banned[shape.banned] if shape.banned else None,
             support=self._support,
+            record=record,
         )
-        self._state.last.index_copy_(0, rows[: shape.drawn], tokens)
-        return tokens, logprobs
+        self._state.last.index_copy_(0, rows[: shape.drawn], drawn.tokens)
+        return drawn
 
 
 def _power(number: int) -> int:

@@ -6,7 +6,7 @@ D draws of a call.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from slurmrl.engines.rollout.native.sequence import Law, Sequence
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.paged import PagedCall, PagedDecoder
 from slurmrl.ops.attention import Packing
-from slurmrl.ops.sampling import sample, stream_uniform
+from slurmrl.ops.sampling import NONE, Sampled, joined, sample, stream_uniform
 from slurmrl.ops.upload import upload
 
 GROWTH = 1.5
@@ -31,19 +31,22 @@ class Drawn:
     """The tokens that a call drew, still on the device."""
 
     sequences: list[Sequence]
-    tokens: Tensor
-    """[D] int64."""
-    logprobs: Tensor
-    """[D], of the distribution that each was drawn from or of the whole one."""
+    draws: Sampled
+    """[D]; log-probabilities of the distribution that each was drawn from or of the whole one."""
     version: str
     copied: torch.cuda.Event | None
-    """When both are in host memory; None if they are now."""
+    """When they are in host memory; None if they are now."""
 
-    def read(self) -> tuple[list[int], list[float]]:
-        """Wait for the tokens and their log-probabilities."""
+    def read(self) -> tuple[list[int], list[float], list[list[int]]]:
+        """Wait for the tokens, their log-probabilities and their recorded supports."""
         if self.copied is not None:
             self.copied.synchronize()
-        return self.tokens.tolist(), self.logprobs.tolist()
+        tokens, logprobs, support = self.draws
+        kept = support != NONE
+        ends = [0, *accumulate(kept.sum(-1).tolist())]
+        ids = support[kept].tolist()
+        supports = [ids[begin:end] for begin, end in pairwise(ends)]
+        return tokens.tolist(), logprobs.tolist(), supports
 
 
 class Runner:
@@ -109,7 +112,7 @@ class Runner:
             inputs.append(RowInput(token, slot, position, row, sequence.stream))
         self._write_tables()
         draws = self._decode.run(inputs, sequences[0].law, sequences[0].banned)
-        return self._drawn(sequences, *draws, version)
+        return self._drawn(sequences, draws, version)
 
     def _slot(self, sequence: Sequence, position: int) -> int:
         page = self._limits.page_tokens
@@ -163,14 +166,14 @@ class Runner:
         for place, sequence in enumerate(sequences):
             groups.setdefault((sequence.law, sequence.banned), []).append(place)
         parts = [self._sampled(sequences, logits, *group) for group in groups.items()]
-        tokens, logprobs = (torch.cat(both) for both in zip(*parts, strict=True))
+        draws = joined(parts)
         order = torch.tensor([place for places in groups.values() for place in places])
         own = torch.tensor([sequence.row for sequence in sequences], dtype=torch.int64)
         back, rows = upload([order.argsort(), own], self._device)
         if len(groups) > 1:
-            tokens, logprobs = tokens[back], logprobs[back]
-        self._rows.last.index_copy_(0, rows, tokens)
-        return self._drawn(sequences, tokens, logprobs, version)
+            draws = Sampled(*(each[back] for each in draws))
+        self._rows.last.index_copy_(0, rows, draws.tokens)
+        return self._drawn(sequences, draws, version)
 
     def _sampled(
         self,
@@ -178,11 +181,11 @@ class Runner:
         logits: Tensor,
         settings: tuple[Law, tuple[int, ...]],
         places: list[int],
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities of the sequences at these places, which are drawn from one
-        law without the same stop tokens."""
+    ) -> Sampled:
+        """The tokens of the sequences at these places, which are drawn from one law without the
+        same stop tokens."""
         group = [sequences[place] for place in places]
-        (temperature, top_k, top_p, greedy), banned = settings
+        (temperature, top_k, top_p, greedy, record), banned = settings
         host = (
             torch.tensor([sequence.stream for sequence in group], dtype=torch.int64),
             torch.tensor([sequence.length for sequence in group], dtype=torch.int64),
@@ -199,22 +202,21 @@ class Runner:
             greedy=greedy,
             banned=stops if banned else None,
             support=self._support,
+            record=record,
         )
 
-    def _drawn(
-        self, sequences: list[Sequence], tokens: Tensor, logprobs: Tensor, version: str
-    ) -> Drawn:
+    def _drawn(self, sequences: list[Sequence], draws: Sampled, version: str) -> Drawn:
         """Start to copy what was drawn, before the next call may overwrite it."""
         for sequence in sequences:
             sequence.unread += 1
         if self._device.type != "cuda":
-            return Drawn(sequences, tokens.clone(), logprobs.clone(), version, None)
-        host = [torch.empty_like(x, device="cpu", pin_memory=True) for x in (tokens, logprobs)]
-        for copy, values in zip(host, (tokens, logprobs), strict=True):
+            return Drawn(sequences, Sampled(*(each.clone() for each in draws)), version, None)
+        host = [torch.empty_like(each, device="cpu", pin_memory=True) for each in draws]
+        for copy, values in zip(host, draws, strict=True):
             copy.copy_(values, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return Drawn(sequences, host[0], host[1], version, copied)
+        return Drawn(sequences, Sampled(*host), version, copied)
 
 
 def _only_decodes(step: Step) -> bool:

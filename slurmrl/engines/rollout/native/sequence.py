@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from slurmrl.data.support import SampledSupport
 from slurmrl.engines.rollout.base import Completion, Finish, GenerationRequest
 from slurmrl.ops.sampling import stream
 
 Rank = tuple[int, int]
 """A sequence's place in the order of service: priority and arrival."""
-Law = tuple[float, int | None, float, bool]
+Law = tuple[float, int | None, float, bool, bool]
 """What is common to draws that one call of `ops.sampling.sample` can make: temperature, top k, top
-p, greedy."""
+p, greedy, and whether supports are recorded."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +32,8 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     """Of the tokens drawn."""
     versions: list[str] = field(default_factory=list)
+    support: SampledSupport = field(default_factory=SampledSupport)
+    """Of the tokens drawn, if the request asks for it."""
     finish: Finish | None = None
     followers: list[Sequence] = field(default_factory=list)
     """Completions of the same prompt that begin when it has been read."""
@@ -49,7 +52,10 @@ class Sequence:
     def __post_init__(self) -> None:
         request, options = self.request, self.request.options
         self.tokens = list(request.prompt)
-        self.law = (options.temperature, options.top_k, options.top_p, options.greedy)
+        self.law = (
+            *(options.temperature, options.top_k, options.top_p),
+            *(options.greedy, options.support),
+        )
         self.stream = stream(request.seed, request.step, self.key)
 
     @property
@@ -79,4 +85,5 @@ class Sequence:
             logprobs=tuple(self.logprobs),
             versions=tuple(self.versions),
             finish=self.finish,
+            support=self.support if self.request.options.support else None,
         )

@@ -5,11 +5,13 @@ T packed tokens, P prompts, S sequences.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from slurmrl.data.support import SampledSupport
 from slurmrl.engines.rollout.base import GenerationRequest
 from slurmrl.engines.rollout.native.batch import ContinuousBatch
 from slurmrl.engines.rollout.native.schedule import Limits
@@ -50,7 +52,7 @@ def generate_by_requests(
     if lengths:
         decoder.config.check_length(max(lengths) + options.max_new_tokens)
     batch = ContinuousBatch(
-        decoder, limits, context=None, decode=decode, support=False, turns=False
+        decoder, limits, context=None, decode=decode, support=options.support, turns=False
     )
     tokens, streams = input_ids.tolist(), keys.tolist()
     sequences: list[Sequence] = []
@@ -71,7 +73,8 @@ def generate_by_requests(
         steps += 1
         if compare is not None and (steps % every == 0 or not batch.busy):
             compare(batch.drawn, batch.checksum)
-    return _output(sequences, input_ids.device, wide(decoder.head_weight().dtype))
+    output = _output(sequences, input_ids.device, wide(decoder.head_weight().dtype))
+    return replace(output, support=_support(sequences)) if options.support else output
 
 
 def _output(
@@ -92,3 +95,12 @@ def _output(
         logprobs=torch.tensor(logprobs, dtype=dtype, device=device),
         finished=torch.tensor([each.finish == "stop" for each in sequences], dtype=torch.bool),
     )
+
+
+def _support(sequences: list[Sequence]) -> SampledSupport:
+    """Of all tokens, those of the prompts included."""
+    support = SampledSupport()
+    for sequence in sequences:
+        support.skip(len(sequence.request.prompt))
+        support.extend(sequence.support)
+    return support

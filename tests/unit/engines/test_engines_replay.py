@@ -1,0 +1,217 @@
+"""Log-probabilities under the supports that generation has recorded."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slurmrl.algorithms.rollout.supports import add_support
+from slurmrl.data.sample import SequenceSample
+from slurmrl.data.support import SampledSupport
+from slurmrl.engines import prefixes
+from slurmrl.engines.fsdp import generation as generation_module
+from slurmrl.engines.fsdp.engine import FSDPEngine
+from slurmrl.engines.rollout.base import Completion, GenerationRequest
+from slurmrl.engines.rollout.lockstep import LockstepEngine
+from slurmrl.errors import UsageError
+from slurmrl.models.generate import GenerationOptions, GenerationOutput
+from slurmrl.rollouts.policy import Waiting
+from tests.unit.engines.test_engines_rollout_native import (
+    TIGHT,
+    decoder_of,
+    prompts,
+    request,
+    served,
+)
+from tests.unit.engines.test_engines_waits import engine, sample
+
+OPTIONS = GenerationOptions(
+    max_new_tokens=12,
+    min_new_tokens=3,
+    temperature=0.7,
+    top_k=6,
+    top_p=0.9,
+    stop_token_ids=(3, 4, 5, 6),
+    support=True,
+)
+
+
+def expected_support(logits: Tensor, banned: tuple[int, ...]) -> tuple[list[int], Tensor]:
+    """What top-k and then top-p leave of one token's logits [V], by sorting; log-probabilities
+    under it [V]."""
+    scaled = logits / OPTIONS.temperature
+    scaled[list(banned)] = -torch.inf
+    assert OPTIONS.top_k is not None
+    values, order = scaled.sort(descending=True)
+    weights = values[: OPTIONS.top_k].softmax(-1)
+    count = int((weights.cumsum(-1) - weights < OPTIONS.top_p).sum())
+    kept = order[:count].sort().values
+    logq = torch.full_like(scaled, -torch.inf)
+    logq[kept] = scaled[kept].log_softmax(-1)
+    return kept.tolist(), logq
+
+
+def logits_of(decoder: Any, tokens: list[int]) -> Tensor:
+    """After each token [T, V], by the model's features and its head."""
+    cu_seqlens = torch.tensor([0, len(tokens)], dtype=torch.int32)
+    with torch.no_grad():
+        features = decoder(torch.tensor(tokens), cu_seqlens, len(tokens))
+        logits: Tensor = features @ decoder.head_weight().T
+        return logits
+
+
+def check(decoder: Any, prompt: tuple[int, ...], made: Completion) -> None:
+    assert made.support is not None
+    logits = logits_of(decoder, [*prompt, *made.tokens])
+    rows = made.support.cut([1] * len(made.tokens))
+    for place, (token, support) in enumerate(zip(made.tokens, rows, strict=True)):
+        banned = OPTIONS.stop_token_ids if place < OPTIONS.min_new_tokens else ()
+        kept, logq = expected_support(logits[len(prompt) - 1 + place].clone(), banned)
+        assert list(support.ids) == kept
+        assert token in kept
+        assert abs(float(logq[token]) - made.logprobs[place]) < 1e-5
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_requests_get_the_tokens_that_each_one_was_drawn_from(late: bool) -> None:
+    """With rows that are preempted, and requests beside them that ask for no support, or a larger
+    one."""
+    decoder, texts = decoder_of(), prompts(9)
+    others = GenerationOptions(max_new_tokens=9, temperature=0.5)
+    wider = GenerationOptions(max_new_tokens=9, top_k=20, support=True)
+    asked = [request(i, text, OPTIONS, i, 50 + i) for i, text in enumerate(texts)]
+    mixed = [request("plain", texts[0], others, 7), request("wider", texts[1], wider, 8)]
+    found, _ = served(decoder, [*asked, *mixed], TIGHT, late=late)
+    for place, made in enumerate(found[:-2]):
+        check(decoder, texts[place // 2], made)
+    plain, wide = found[-2:]
+    assert plain.support is None
+    assert wide.support is not None
+    assert set(wide.support.sizes) == {20}
+    alone, _ = served(decoder, asked[:1])
+    assert alone[0].tokens == found[0].tokens
+    assert alone[0].support == found[0].support
+
+
+def generated(
+    model: FSDPEngine, monkeypatch: pytest.MonkeyPatch, *, pages: bool
+) -> GenerationOutput:
+    monkeypatch.setattr(generation_module, "attends_in_place", lambda *_: pages)
+    return model.generate(sample("prompt_ids"), OPTIONS, seed=1, step=2, keys=torch.arange(12))
+
+
+def replayed(output: GenerationOutput) -> SequenceSample:
+    """The completions of a generation, two of each prompt."""
+    rows = output.lengths.view(-1, 2).tolist()
+    made = SequenceSample.grouped(
+        rows, [str(n) for n in range(len(rows))], {"input_ids": output.tokens}
+    )
+    assert output.support is not None
+    add_support(made, output.support)
+    return made
+
+
+def drawn(output: GenerationOutput) -> Tensor:
+    """[T]: which tokens are new."""
+    pairs = zip(output.prompt_lengths.tolist(), output.lengths.tolist(), strict=True)
+    rows = [torch.arange(length) >= prompt for prompt, length in pairs]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("implementation", ["builtin", "hf"])
+def test_training_computes_what_generation_drew_from(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By pages and by one slab for all rows, whatever micro-batches there are."""
+    model = engine(implementation=implementation, max_tokens_per_microbatch=40)
+    outputs = [generated(model, monkeypatch, pages=pages) for pages in (True, False)]
+    assert torch.equal(outputs[0].tokens, outputs[1].tokens)
+    assert outputs[0].support == outputs[1].support
+    (output, _), batch = outputs, replayed(outputs[0])
+    new = drawn(output)
+    found = model.forward(batch, temperature=0.7)["logp"]
+    assert (found - output.logprobs)[new].abs().max() < 1e-5
+    whole = model.forward(batch.only(["input_ids"]), temperature=0.7)["logp"]
+    assert (found - whole)[new].min() > -1e-5
+    assert (found - whole)[new].max() > 0.1  # the part of the vocabulary has less than all of it
+    assert torch.equal(found[~new], whole[~new])
+
+
+def test_completions_that_share_their_beginning_keep_their_own_supports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sequences of the same tokens are read once; what each was drawn from may still differ, as
+    after an update of the weights between them."""
+    ids = torch.randint(4, 50, (24,), generator=torch.Generator().manual_seed(2))
+    batch = SequenceSample.grouped([[24, 24]], ["a"], {"input_ids": ids.repeat(2)})
+    support = SampledSupport()
+    for others in ((1, 2), (1, 2, 3)):
+        support.skip(20)
+        for token in ids[20:].tolist():
+            support.add([*others, token])
+    add_support(batch, support)
+    model = engine()
+    monkeypatch.setattr(FSDPEngine, "_may_share", property(lambda _: True))
+    assert prefixes.shared_tokens(batch) is not None
+    shared = model.forward(batch)["logp"]
+    monkeypatch.setattr(FSDPEngine, "_may_share", property(lambda _: False))
+    apart = model.forward(batch)["logp"]
+    assert (shared - apart).abs().max() < 1e-5
+    assert (apart[20:24] - apart[44:]).abs().min() > 1e-3
+
+
+def test_turns_of_whole_batches_have_their_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine that answers requests by whole batches cuts them as it cuts the tokens."""
+    monkeypatch.setattr(generation_module, "attends_in_place", lambda *_: False)
+    model, waiting = engine(), Waiting()
+    lockstep = LockstepEngine(model, "1.1")
+    texts = prompts(4)
+    sizes = (3, 12, 5, 7)
+
+    async def run() -> list[Completion]:
+        made = [
+            lockstep.submit(_request(text, index, size))
+            for index, (text, size) in enumerate(zip(texts, sizes, strict=True))
+        ]
+        return [completion for (completion,) in await asyncio.gather(*made)]
+
+    found = lockstep.run(run, waiting.settled)
+    assert found is not None
+    batch = SequenceSample.grouped(
+        [[len(text) + len(made.tokens)] for text, made in zip(texts, found, strict=True)],
+        [str(n) for n in range(4)],
+        {
+            "input_ids": torch.tensor(
+                [t for text, made in zip(texts, found, strict=True) for t in (*text, *made.tokens)]
+            )
+        },
+    )
+    support = SampledSupport()
+    for text, made in zip(texts, found, strict=True):
+        assert made.support is not None
+        support.skip(len(text))
+        support.extend(made.support)
+    add_support(batch, support)
+    logp = model.forward(batch, temperature=0.7)["logp"].split(batch.item_lengths("input_ids"))
+    for text, made, values in zip(texts, found, logp, strict=True):
+        wanted = torch.tensor(made.logprobs)
+        assert (values[len(text) :] - wanted).abs().max() < 1e-5
+
+
+def _request(prompt: tuple[int, ...], key: int, size: int) -> GenerationRequest:
+    from dataclasses import replace
+
+    options = replace(OPTIONS, max_new_tokens=size)
+    return GenerationRequest(
+        request_id=str(key), prompt=prompt, keys=(key,), seed=1, step=2, options=options
+    )
+
+
+def test_a_support_without_a_bound_is_refused() -> None:
+    for options in ({"top_p": 0.5}, {}, {"top_k": 5, "greedy": True}):
+        with pytest.raises(UsageError, match="support needs top_k"):
+            GenerationOptions(max_new_tokens=1, support=True, **options)
