@@ -264,18 +264,25 @@ async def _one(served: Served, asked: GenerationRequest) -> tuple[Completion, ..
 def test_restricted_draws_have_the_log_probabilities_of_what_they_were_drawn_from(
     served: Served,
 ) -> None:
-    """With top-k or top-p they are those of the restricted distribution."""
+    """With top-k or top-p they are those of the restricted distribution, which the completion has
+    where it is asked for."""
     folder = served.versions["1.1"]
-    for options in ({"top_k": 4}, {"top_p": 0.6}):
+    for options in ({"top_k": 4}, {"top_p": 0.6}, {"top_k": 4, "support": True}):
         (made,) = served.loop.run(_one(served, request(**options)))
         values = logprobs(folder, [*PROMPT, *made.tokens])[len(PROMPT) - 1 :]
-        for row, token, logprob in zip(values, made.tokens, made.logprobs, strict=True):
+        supports = made.support.cut([1] * len(made.tokens)) if made.support else []
+        assert len(supports) == (len(made.tokens) if "support" in options else 0)
+        for place, (row, token, logprob) in enumerate(
+            zip(values, made.tokens, made.logprobs, strict=True)
+        ):
             ordered, order = row.exp().sort(descending=True)
             if "top_k" in options:
                 kept = torch.arange(VOCABULARY) < 4
             else:
                 kept = ordered.cumsum(0) - ordered < 0.6
             assert token in order[kept]
+            if supports:
+                assert list(supports[place].ids) == sorted(order[kept].tolist())
             expected = row[token] - ordered[kept].sum().log()
             assert abs(float(expected) - logprob) < EXACT
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slurmrl.engines.rollout.native.decode import Draws
+from slurmrl.ops.sampling import Sampled
 
 
 class RecordedGraphs:
@@ -18,7 +18,7 @@ class RecordedGraphs:
     def __init__(self) -> None:
         self.captured = self.replayed = 0
 
-    def __call__(self, compute: Callable[[], Draws]) -> RecordedGraph:
+    def __call__(self, compute: Callable[[], Sampled]) -> RecordedGraph:
         self.captured += 1
         return RecordedGraph(compute, self)
 
@@ -27,7 +27,7 @@ class RecordedGraph:
     """The operators that a function called. A replay calls them with the numbers, the shapes and
     the memory of the capture; no line of Python in between runs again."""
 
-    def __init__(self, compute: Callable[[], Draws], graphs: RecordedGraphs) -> None:
+    def __init__(self, compute: Callable[[], Sampled], graphs: RecordedGraphs) -> None:
         self._graphs, self._computed = graphs, True
         with _Recorder() as recorder:
             self.draws = compute()

@@ -18,6 +18,7 @@ from slurmrl.models import inference as inference_module
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions
+from slurmrl.ops.sampling import Sampled
 from tests.support.recorded_graphs import RecordedGraphs
 from tests.unit.models.conftest import BASE, ODD, random_decoder
 
@@ -77,6 +78,7 @@ def same(found: list[Sequence], wanted: list[Sequence]) -> None:
     for own, other in zip(found, wanted, strict=True):
         assert (own.tokens, own.finish) == (other.tokens, other.finish)
         assert own.versions == other.versions
+        assert own.support == other.support
         assert own.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
@@ -93,7 +95,9 @@ def test_replayed_calls_draw_what_computed_ones_do(
     )
     results = []
     for run in (direct, replayed):
+        restricted = replace(OPTIONS, top_k=7, top_p=0.9, support=True)
         sequences = run.add(12) + run.add(3, replace(OPTIONS, min_new_tokens=30), first=12)
+        sequences += run.add(2, restricted, first=15)
         run.finish()
         results.append(sequences)
         assert run.batch.drawn == sum(len(sequence.logprobs) for sequence in sequences)
@@ -113,8 +117,8 @@ class Replaced:
 
     @property
     def draws(self) -> Any:
-        tokens, logprobs = self.graph.draws
-        return tokens + 1, logprobs
+        tokens, logprobs, support = self.graph.draws
+        return Sampled(tokens + 1, logprobs, support)
 
     def replay(self) -> None:
         self.graph.replay()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 
 from slurmrl.config.servers import Address
+from slurmrl.data.support import SampledSupport
 from slurmrl.engines.rollout.base import Completion, WeightVersion
 from slurmrl.engines.rollout.dialect import Draw
 from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
 from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.sglang import SglangDialect, read_reply
+from slurmrl.engines.rollout.sglang import SglangDialect, read_reply, request_body
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 
@@ -196,6 +198,42 @@ def test_wrong_replies_are_refused(answer: object, message: str) -> None:
     """A form, a stop or log-probabilities that were not requested are never taken for tokens."""
     with pytest.raises(RunFailedError, match=message):
         read_reply("server", answer, draw(stop_token_ids=(9,), stop_strings=("x",)), full=False)
+
+
+def masked(masks: list[list[int]]) -> dict[str, Any]:
+    """A reply with these sampling masks."""
+    answer = reply([3, 4], "length")
+    logprobs = {"output_token_sampling_logprobs": [-0.1, -0.2]}
+    more = {"output_token_sampling_mask": masks, **logprobs}
+    return {**answer, "meta_info": {**answer["meta_info"], **more}}
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_supports_are_asked_for_and_read_with_the_probabilities_under_them(full: bool) -> None:
+    """Also of a server whose log-probabilities are otherwise those of the whole distribution."""
+    asked = draw(top_k=3, support=True)
+    body = request_body(asked, context=64, vocabulary=VOCABULARY, full=full)
+    assert body["return_sampling_mask"]
+    made = read_reply("server", masked([[9, 3, 5], [4]]), asked, full=full).completion
+    assert made.support == SampledSupport(array("i", [3, 1]), array("i", [3, 5, 9, 4]))
+    assert made.logprobs == (-0.1, -0.2)
+    plain = draw(top_k=3)
+    assert read_reply("server", masked([]), plain, full=full).completion.support is None
+
+
+@pytest.mark.parametrize("masks", [[], [[3]], [[3], [5, 6]], [[3], [4], [5]]])
+def test_masks_without_the_tokens_that_they_are_of_are_refused(masks: list[list[int]]) -> None:
+    with pytest.raises(RunFailedError, match=f"2 tokens came with {len(masks)} sampling masks"):
+        read_reply("server", masked(masks), draw(top_k=3, support=True), full=True)
+
+
+def test_pieces_of_a_draw_have_one_support() -> None:
+    drawing = PiecewiseDraw(draw(top_k=3, support=True))
+    for masks in ([[3, 9], [4]], [[5, 3], [4, 2]]):
+        piece = read_reply("server", masked(masks), drawing.rest(), full=True)
+        drawing.add(piece)
+    support = drawing.completion("length").support
+    assert support == SampledSupport(array("i", [2, 1, 2, 2]), array("i", [3, 9, 4, 3, 5, 2, 4]))
 
 
 @pytest.mark.parametrize(

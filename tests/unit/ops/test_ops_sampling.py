@@ -127,3 +127,21 @@ def test_the_ends_of_the_interval_draw_possible_tokens() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf]]).expand(2, -1)
     tokens, _, _ = sample(logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64))
     assert tokens.tolist() == [1, 3]
+
+
+def test_the_tokens_that_were_left_are_recorded() -> None:
+    """Ascending; of equally likely ones as many as top-k allows, those with lower ids first."""
+    logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, -torch.inf], [5.0, 0.0, 0.0, 0.0, 4.0, 0.0]])
+    options = {"record": True, "support": True}
+    drawn = sample(logits, uniforms(2), top_k=3, **options)
+    assert drawn.support.tolist() == [[1, 2, 3], [0, 1, 4]]
+    nucleus = sample(logits, uniforms(2), top_k=3, top_p=0.7, **options)
+    assert nucleus.support.tolist() == [[-1, 1, 2], [-1, -1, 0]]
+    banned = sample(logits, uniforms(2), top_k=3, banned=torch.tensor([1, 0]), **options)
+    assert banned.support.tolist() == [[2, 3, 4], [2, 3, 4]]
+    wide = sample(logits, uniforms(2), top_k=8, **options)
+    assert wide.support.tolist() == [[-1, -1, -1, 0, 1, 2, 3, 4], [-1, -1, 0, 1, 2, 3, 4, 5]]
+    for one in (drawn, nucleus, banned, wide):
+        assert (one.support == one.tokens[:, None]).any(1).all()
+    assert sample(logits, uniforms(2), top_k=3).support.shape == (2, 0)
+    assert sample(logits, uniforms(2), top_k=3, greedy=True, **options).support.shape == (2, 0)

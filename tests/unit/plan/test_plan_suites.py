@@ -174,7 +174,7 @@ def test_an_actor_that_cannot_generate_needs_an_engine_that_can(
     evaluation = {**HELD_OUT, "every_steps": None, "tasks": {}}
     with pytest.raises(ConfigError) as caught:
         load_ppo(
-            *("actor.backend=megatron:d2", f"rollout.backend={backend}", "rollout.top_k=3"),
+            *("actor.backend=megatron:d2", f"rollout.backend={backend}", "rollout.greedy=true"),
             text=text(evaluation),
         )
     keys = {problem.key for problem in caught.value.problems}

@@ -162,10 +162,21 @@ KINDS = {
             f"{value} is not allowed with ppo: its losses assume",
             f"rollout.{field}={value}",
         )
-        for field, value in {
-            "top_k": "20", "top_p": "0.9", "greedy": "true", "min_new_tokens": "2"
-        }.items()
+        for field, value in {"greedy": "true", "min_new_tokens": "2"}.items()
     },
+    "supports without a bound": wrong(
+        "rollout.top_p",
+        "0.9 is not allowed without rollout.top_k, which bounds the tokens that are recorded",
+        "rollout.top_p=0.9",
+    ),
+    "supports of half a vocabulary": wrong(
+        "rollout.top_k", "5000 is not allowed with ppo: so many token ids", "rollout.top_k=5000"
+    ),
+    "supports that the engine does not report": wrong(
+        "rollout.top_k",
+        "20 is not allowed with vllm and ppo: it does not report the tokens",
+        *("rollout.top_k=20", "rollout.backend=vllm:d2"),
+    ),
     "an actor that never trains": wrong(
         "total_steps",
         "5 is not allowed: the first 5 steps do not train actor",

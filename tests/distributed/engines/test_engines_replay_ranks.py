@@ -1,0 +1,33 @@
+"""Log-probabilities under recorded supports where ranks share the vocabulary and the sequences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.engines.cases import Setup, model
+from tests.distributed.engines.one_process import of_folder, random_model
+from tests.distributed.engines.test_engines_megatron import EVEN
+from tests.pool import RankPool
+
+HERE = "tests.distributed.engines.replay_cases:replayed"
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_ranks_replay_supports_as_one_process_does(
+    engine: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Outputs, and the loss and gradient of a step, with several micro-batches."""
+    random_model(tmp_path / "model", EVEN)
+    settings = model(architecture=EVEN, max_tokens_per_microbatch=16)
+    alone = of_folder(Setup(model=settings, sizes={"dp": 1}), tmp_path / "model")
+    ((wanted, step),) = ranks(1, HERE, alone)
+    if engine == "megatron":
+        settings = {**settings, "model": {"make_vocab_size_divisible_by": 1}}
+    several = Setup(engine=engine, model=settings, sizes={"cp": 2, "tp": 2})
+    for found, stats in ranks(4, HERE, of_folder(several, tmp_path / "model")):
+        for name, values in wanted.items():
+            assert (found[name] - values).abs().max() < 2e-5, name
+        assert stats["loss"] == pytest.approx(step["loss"], rel=1e-5)
+        assert stats["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-5)

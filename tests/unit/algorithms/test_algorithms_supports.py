@@ -1,0 +1,187 @@
+"""Training on tokens that were drawn from a part of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from slurmrl.algorithms.policy.actor import ActorInterface, RecomputeInterface
+from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
+from slurmrl.algorithms.rollout.stored import StoredInterface
+from slurmrl.config.schema import Config
+from slurmrl.data.sample import SequenceSample
+from slurmrl.data.support import IDS, SIZES, SampledSupport
+from slurmrl.engines.rollout.base import Completion
+from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.runner import EpisodeOutcome
+from slurmrl.rollouts.sample_group import SampleGroup
+from tests.unit.algorithms.test_algorithms_episodes import SEVERAL, context_of, generated
+
+MakeWorld = Callable[..., Any]
+RESTRICTED = {"top_k": 5, "top_p": 0.8, "temperature": 0.6}
+
+
+def restricted(config: Config, **more: Any) -> Config:
+    rollout = config.rollout.model_copy(update={**RESTRICTED, **more})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def restrict(world: Any) -> None:
+    world.settings = replace(world.settings, config=restricted(world.settings.config))
+
+
+@pytest.mark.parametrize("options", [{}, {"m2_threshold": 0.04}, {"correction": "truncate"}])
+def test_all_models_compute_the_distribution_that_tokens_were_drawn_from(
+    options: dict[str, Any], make_world: MakeWorld
+) -> None:
+    """The policy before its first update is the one that generated, and so is a reference of the
+    same weights: ratios are 1 and divergences 0. Over all tokens they would not be."""
+    world = make_world(**options)
+    restrict(world)
+    sample = world.rollout(step=1)
+    drawn = ~sample.tensor("prompt_mask")
+    assert torch.equal(sample.tensor(SIZES) > 0, drawn)
+    assert sample.tensor(SIZES).max() <= 5
+    recompute = RecomputeInterface().inference(world.actor, sample, world.context(1, sample.ids))
+    assert recompute.sample is not None
+    for found in (recompute.sample.tensor(OLD_LOGPROBS), sample.tensor(REF_LOGPROBS)):
+        assert (found - sample.tensor("logprobs"))[drawn].abs().max() < 1e-5
+    whole = sample.only(key for key in sample.keys if key not in (SIZES, IDS))
+    different = ActorInterface().inference(world.ref, whole, world.context(1, sample.ids)).sample
+    assert different is not None
+    distance = different.tensor(REF_LOGPROBS) - sample.tensor("logprobs")
+    assert distance[drawn].mean() < -0.1
+    if options.get("correction"):
+        sample.update_(recompute.sample)
+    stats = world.train_actor(sample, 1, kl_coef=0.1)
+    assert abs(stats["kl"]) < 1e-6
+    if not options.get("correction"):
+        assert abs(stats["mismatch/kl"]) < 1e-6  # (before the first update)
+        assert stats["mismatch/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    if "m2_threshold" in options:
+        assert stats["m2_masked"] < 0.5
+
+
+def test_an_update_changes_the_probabilities_within_the_supports(make_world: MakeWorld) -> None:
+    """A loss of one token has the gradient of the restricted log-probability: logits outside of its
+    support do not move it."""
+    world = make_world()
+    restrict(world)
+    sample = world.rollout(step=1, prompts=4)
+
+    def loss(outputs: dict[str, torch.Tensor], part: SequenceSample) -> Any:
+        return -outputs["logp"].sum(), {}
+
+    alone = sample.only(["input_ids", SIZES, IDS])
+    single = SampledSupport()
+    for size, token in zip(
+        sample.tensor(SIZES).tolist(), sample.tensor("input_ids").tolist(), strict=True
+    ):
+        single.add([token] if size else [])
+    only = SequenceSample(sample.ids, dict(alone.lengths), data=dict(alone.data))
+    only.lengths[IDS] = [[int(n)] for n in _sums(sample)]
+    only.data[SIZES] = torch.tensor(single.sizes, dtype=torch.int32)
+    only.data[IDS] = torch.tensor(single.ids, dtype=torch.int32)
+    prompts = sample.tensor("prompt_mask")
+    certain = world.actor.forward(only)["logp"]
+    assert not certain[~prompts].any(), "a token that is alone in its support is certain"
+    before = world.actor.forward(alone, temperature=0.6)["logp"][~prompts].sum()
+    world.actor.train_batch(alone, loss, 1.0, temperature=0.6)
+    after = world.actor.forward(alone, temperature=0.6)["logp"][~prompts].sum()
+    assert after > before
+
+
+def _sums(sample: SequenceSample) -> list[int]:
+    drawn = (sample.tensor(SIZES) > 0).long()
+    return [int(part.sum()) for part in drawn.split(sample.item_lengths("input_ids"))]
+
+
+def test_turns_of_episodes_have_supports_and_messages_none(make_world: MakeWorld) -> None:
+    world = make_world()
+    context = context_of(world, SEVERAL, n=3, **RESTRICTED)
+    sample, _ = generated(world, context, ["a", "bb"])
+    read = sample.tensor("prompt_mask")
+    assert torch.equal(sample.tensor(SIZES) == 0, read)
+    found = RecomputeInterface().inference(world.actor, sample, context)
+    assert found.sample is not None
+    distance = found.sample.tensor(OLD_LOGPROBS) - sample.tensor("logprobs")
+    assert distance[~read].abs().max() < 1e-5
+
+
+def completion(tokens: tuple[int, ...], support: SampledSupport | None) -> Completion:
+    return Completion(
+        tokens=tokens,
+        logprobs=(-1.0,) * len(tokens),
+        versions=("1.1",) * len(tokens),
+        finish="stop",
+        support=support,
+    )
+
+
+def test_supports_of_tasks_pass_through_their_files(make_world: MakeWorld) -> None:
+    """Of completions that are different in length, with a message between two turns, and beside one
+    whose engine has recorded none."""
+    world = make_world()
+    restrict(world)
+    turns, other = Completions([2, 3]), Completions([4])
+    first, second = SampledSupport(), SampledSupport()
+    first.add([5, 9])
+    second.add([1, 6])
+    second.add([7])
+    turns.wrote(completion((9,), first))
+    turns.read([8, 8])
+    turns.wrote(completion((6, 7), second))
+    turns.read([8])
+    turns.cut()
+    other.wrote(completion((5,), None))
+    outcomes = [
+        EpisodeOutcome(item=cast(Any, None), completions=each, failure="")
+        for each in (turns, other)
+    ]
+    group = SampleGroup.from_bytes(SampleGroup.of(0, "1.0", outcomes, "1.1").to_bytes())
+    context = replace(world.context(1), stored=lambda _: group)
+    result = StoredInterface().generate(None, _named("a", "b"), context)
+    made = result.sample
+    assert made is not None
+    sizes = [0, 0, 2, 0, 0, 2, 1, 0, 0]
+    assert made.tensor(SIZES).tolist() == sizes * 2
+    assert made.tensor(IDS).tolist() == [5, 9, 1, 6, 7] * 2
+    assert made.lengths[IDS] == [[5, 0]] * 2
+    assert made.take([1]).tensor(IDS).tolist() == [5, 9, 1, 6, 7]
+
+
+def _named(*ids: str) -> SequenceSample:
+    return SequenceSample.from_default([1] * len(ids), ids, {"prompt_ids": torch.ones(len(ids))})
+
+
+def test_supports_are_keys_of_the_calls_that_need_them(make_world: MakeWorld) -> None:
+    """The critic reads no log-probabilities. Without top-k, and in evaluations, there are none; nor
+    in an algorithm of the user's own, unless it says so."""
+    world = make_world(recompute_logprobs=True, kl={"coef": 0.1})
+    config = restricted(world.settings.config)
+
+    def users(algorithm: PolicyGradient, config: Config) -> set[str]:
+        return {
+            call.name
+            for call in algorithm.calls(config)
+            if {SIZES, IDS} & {*call.inputs, *call.outputs}
+        }
+
+    assert users(world.ppo, config) == {"actor_gen", "actor_inf", "ref_inf", "actor_train"}
+    assert not users(world.ppo, world.settings.config)
+    assert not users(world.ppo, restricted(config, greedy=True))
+    for call in world.ppo.evaluation_calls(config):
+        assert SIZES not in call.outputs
+
+    class Own(PolicyGradient):
+        pass
+
+    class Replaying(PolicyGradient):
+        replays_support = True
+
+    assert not users(Own(batch_size=4), config)
+    assert users(Replaying(batch_size=4), config)
