@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from slurmrl.config.schema import Config, PositiveInt, Section
 from slurmrl.config.source import KeyPath
-from slurmrl.data.support import IDS, SIZES
+from slurmrl.data.support import EXPERTS, IDS, SIZES
 from slurmrl.graph.call import (
     REWARD_MODEL,
     Call,
@@ -50,11 +50,11 @@ class AlgorithmSchema(Section, ABC):
     trains_on_samples: ClassVar[bool] = False
     """Whether losses take the probabilities of sampled tokens for those that they were drawn with.
     Then sampling may not be restricted to a part of the vocabulary, unless it
-    ``replays_support``."""
+    ``replays``."""
 
-    replays_support: ClassVar[bool] = False
+    replays: ClassVar[bool] = False
     """Whether all models compute log-probabilities under the part of the vocabulary that generation
-    has recorded for each token."""
+    has recorded for each token, and the actor with the recorded experts."""
 
     one_pass: ClassVar[bool] = False
     """Whether a run goes over the dataset once, item by item. Then `total_steps` is only an upper
@@ -197,7 +197,12 @@ def reference_call() -> Call:
 def supports(algorithm: Algorithm, config: Config) -> tuple[str, ...]:
     """The keys of what tokens were drawn from, if generation for training records it."""
     restricted = config.rollout.top_k is not None and not config.rollout.greedy
-    return (SIZES, IDS) if restricted and algorithm.replays_support else ()
+    return (SIZES, IDS) if restricted and algorithm.replays else ()
+
+
+def routes(algorithm: Algorithm, config: Config) -> tuple[str, ...]:
+    """The key of the experts that have read tokens, if generation for training records them."""
+    return (EXPERTS,) if config.rollout.replay_experts and algorithm.replays else ()
 
 
 def generate_call(config: Config, *, also: tuple[str, ...] = ()) -> Call:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
+import torch
+from torch import Tensor
+
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import IDS, SIZES
+from slurmrl.data.support import EXPERTS, IDS, SIZES
+from slurmrl.engines.base import TOKENS
+from slurmrl.errors import UsageError
+from slurmrl.models.routes import UNKNOWN, Replayed
 from slurmrl.ops.support import Support
 
 
@@ -12,3 +20,24 @@ def support_of(sample: SequenceSample | None) -> Support | None:
     if sample is None or SIZES not in sample.keys:
         return None
     return Support.of(sample.tensor(SIZES), sample.tensor(IDS))
+
+
+def routes_of(sample: SequenceSample | None, blocks: list[int]) -> Replayed | None:
+    """The recorded experts of a sample's tokens for a model whose ``blocks`` give a token so many
+    each; None if there is no record."""
+    if sample is None or EXPERTS not in sample.keys:
+        return None
+    width = sum(blocks)
+    tokens = list(chain.from_iterable(sample.lengths[TOKENS]))
+    sizes = list(chain.from_iterable(sample.lengths[EXPERTS]))
+    if any(size not in (0, count * width) for size, count in zip(sizes, tokens, strict=True)):
+        raise UsageError(
+            f"the samples' experts are not those of a model with {len(blocks)} blocks of experts"
+        )
+    parts = torch.split(sample.tensor(EXPERTS), sizes)
+    rows: list[Tensor] = [
+        part if len(part) else part.new_full((count * width,), UNKNOWN)
+        for part, count in zip(parts, tokens, strict=True)
+    ]
+    experts = torch.cat(rows) if rows else sample.tensor(EXPERTS)
+    return Replayed(experts.view(-1, len(blocks), width // max(len(blocks), 1)))

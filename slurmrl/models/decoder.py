@@ -8,7 +8,8 @@ T packed tokens, S sequences, h hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Protocol, cast
 
@@ -38,6 +39,7 @@ from slurmrl.models.recompute import (
     unhooked,
 )
 from slurmrl.models.rotary import RotaryTable, Rotation
+from slurmrl.models.routes import Recorded, Replayed
 from slurmrl.ops.attention import Packing
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
 from slurmrl.ops.products import wide_linear
@@ -129,6 +131,9 @@ class Decoder(PackedModel):
         self._scale = config.hidden_size**0.5 if config.family.scaled_embedding else None
         self._rotary = RotaryTable(config.rope, config.head_dim) if config.rope else None
         self.balance = self._balance()
+        self._replayed: Replayed | None = None
+        for number, block in enumerate(self._sparse_blocks):
+            block.number = number
 
     @property
     def layers(self) -> Iterable[nn.Module]:
@@ -155,6 +160,19 @@ class Decoder(PackedModel):
             if isinstance(module, GatedMLP):
                 module.recomputed = recompute != "off"
 
+    @contextmanager
+    def routed(self, routes: Recorded | Replayed | None) -> Iterator[None]:
+        """While entered, the blocks with experts follow ``routes``, in backward passes too."""
+        self._replayed = routes if isinstance(routes, Replayed) else None
+        for block in self._sparse_blocks:
+            block.routes = routes
+        try:
+            yield
+        finally:
+            self._replayed = None
+            for block in self._sparse_blocks:
+                block.routes = None
+
     def forward(
         self, input_ids: Tensor, cu_seqlens: Tensor | OnHost | Pieces, max_len: int
     ) -> Tensor:
@@ -177,6 +195,8 @@ class Decoder(PackedModel):
         order, back, positions = upload((order, back, positions), input_ids.device)
         if self.adapters is not None:
             self.adapters.arrange(order, self.split)
+        if self._replayed is not None:
+            self._replayed.arrange(order, self.split)
         call = layer_call(self.recompute)
         hidden = self._run(input_ids[order], positions, core, call, self.split)
         return hidden.index_select(0, back) if self.split.whole else hidden
@@ -288,7 +308,8 @@ class Decoder(PackedModel):
         weight = moe.balance / len(blocks) / self.split.tensor.size
         balance = Balance(moe.experts, moe.per_token, weight)
         for block in blocks:
-            block.balance, block.number = balance, balance.join()
+            block.balance = balance
+            balance.join()
         return balance
 
     @cached_property

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slurmrl.data.support import SampledSupport
 from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.layout.copy import Array
 from slurmrl.models.base import DecodeSession, PackedModel
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.ops.sampling import NONE, keyed_uniform, sample
@@ -45,6 +46,8 @@ class GenerationOptions:
     support: bool = False
     """Record the tokens that each token was drawn from: those that ``top_k`` and ``top_p`` left.
     Log-probabilities are under these then, also where they would be of all tokens."""
+    experts: bool = False
+    """Record the experts that each token was read by. Request engines do, `generate` does not."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -81,6 +84,8 @@ class GenerationOutput:
     """[S] bool: ended with a stop token or stop string, not at the limit; in host memory."""
     support: SampledSupport | None = None
     """Of all T tokens, if the options ask for it; empty on prompt tokens."""
+    experts: list[Array] | None = None
+    """Of each sequence, if the options ask for it: int16 [its tokens, experts of all blocks]."""
 
 
 @torch.no_grad()
@@ -106,6 +111,8 @@ def generate(
     """
     if options.stop_strings:
         raise UsageError("this model generates whole batches with stop tokens, not stop strings")
+    if options.experts:
+        raise UsageError("this model generates whole batches without a record of its experts")
     prompts: list[int] = cu_seqlens.diff().tolist()
     copies = completions_of_each(prompts, keys)
     rows_of_prompts = [length for length in prompts for _ in range(copies)]

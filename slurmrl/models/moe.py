@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from slurmrl.models.balance import Balance, tokens_of_experts
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.parallel.split import WHOLE, Split
+from slurmrl.models.routes import Routes
 from slurmrl.ops.checks import wide
 from slurmrl.ops.experts import grouped_linear
 from slurmrl.ops.gated import gated_product
@@ -52,6 +53,8 @@ class SparseMLP(nn.Module):
         """This block's index among those with experts."""
         self.tokens: int | None = None
         """The number of tokens of the next call that are not padding; None for all."""
+        self.routes: Routes | None = None
+        """What is done about the experts of the next calls; None: the router chooses."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, h] -> [T, h]."""
@@ -59,6 +62,9 @@ class SparseMLP(nn.Module):
         logits: Tensor = self.gate(x)
         probabilities = logits.softmax(-1, dtype=wide(logits.dtype))
         weights, chosen = probabilities.topk(self.per_token)
+        if self.routes is not None:
+            chosen = self.routes.chosen(self.number, chosen)
+            weights = probabilities.gather(-1, chosen)
         if self.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         counts = tokens_of_experts(chosen, probabilities.shape[1])

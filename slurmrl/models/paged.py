@@ -17,6 +17,7 @@ from slurmrl.models.decoder import Decoder
 from slurmrl.models.inference import Apply, Forward, head_product, packs, short_forward
 from slurmrl.models.parallel.heads import rows_of
 from slurmrl.models.rotary import Rotation
+from slurmrl.models.routes import Recorded
 from slurmrl.ops.attention import Packing, packed_attention
 from slurmrl.ops.layer import PackedLayer
 from slurmrl.ops.paged_attention import (
@@ -51,10 +52,18 @@ class PagedCall:
 
 
 def cell_bytes(decoder: Decoder) -> int:
-    """Bytes of a token's keys and values in all layers of this rank's part of a decoder."""
+    """Bytes of a token's keys and values in all layers of this rank's part of a decoder, and of the
+    numbers of its experts."""
     config = decoder.config
-    heads = kv_heads(config, decoder.split)
-    return 2 * config.num_layers * heads * config.head_dim * decoder.head_weight().element_size()
+    heads, routes = kv_heads(config, decoder.split), sum(expert_numbers(decoder))
+    size = decoder.head_weight().element_size()
+    return 2 * config.num_layers * heads * config.head_dim * size + 2 * routes
+
+
+def expert_numbers(decoder: Decoder) -> list[int]:
+    """The experts of a token in each block that has some."""
+    moe = decoder.config.moe
+    return [] if moe is None else [moe.per_token] * len(moe.layers)
 
 
 def attends_in_place(decoder: Decoder, page: int) -> bool:
@@ -66,8 +75,9 @@ def attends_in_place(decoder: Decoder, page: int) -> bool:
 
 
 class PagedCache:
-    """Keys and values of all layers, in pages of ``page`` cells. Behind the pages lies one more
-    cell, the ``spare`` one, for tokens that belong to no sequence."""
+    """Keys and values of all layers, and the experts that read them, in pages of ``page`` cells.
+    Behind the pages lies one more cell, the ``spare`` one, for tokens that belong to no
+    sequence."""
 
     def __init__(self, decoder: Decoder, page: int) -> None:
         """Empty, in the dtype and on the device of the decoder's head."""
@@ -78,6 +88,11 @@ class PagedCache:
             (like.new_zeros((0, *self._shape)), like.new_zeros((0, *self._shape)))
             for _ in range(config.num_layers)
         ]
+        self.experts = [
+            torch.zeros((0, count), dtype=torch.int16, device=like.device)
+            for count in expert_numbers(decoder)
+        ]
+        """[C, K] of each block."""
 
     @property
     def spare(self) -> int:
@@ -90,16 +105,17 @@ class PagedCache:
         self.pages = pages
         for layer, (keys, values) in enumerate(self.layers):
             self.layers[layer] = (self._grown(keys), self._grown(values))
+        self.experts = [self._grown(slab) for slab in self.experts]
 
     def _grown(self, slab: Tensor) -> Tensor:
         # Zeros: what is masked is still multiplied by 0.
-        grown = slab.new_zeros((self.spare + 1, *self._shape))
+        grown = slab.new_zeros((self.spare + 1, *slab.shape[1:]))
         grown[: slab.shape[0]] = slab
         return grown
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole pages, by their numbers [·] int64."""
-        for slabs in self.layers:
+        for slabs in (*self.layers, self.experts):
             for slab in slabs:
                 pages = slab[: self.spare].view(self.pages, -1)
                 pages[targets] = pages[sources]
@@ -183,7 +199,9 @@ class PagedDecoder:
         if self._products is None:
             self._products = short_forward(decoder) or decoder.run_unhooked, head_product(decoder)
         forward, head = self._products
-        hidden = forward(input_ids, positions, PagedCore(self.cache, call))
+        routes = Recorded(self.cache.experts, call.slots) if self.cache.experts else None
+        with decoder.routed(routes):
+            hidden = forward(input_ids, positions, PagedCore(self.cache, call))
         logits = head(hidden if last is None else hidden.index_select(0, last))
         if decoder.split.tensor.size == 1:
             return logits

@@ -72,11 +72,11 @@ class Algorithm(Protocol):
     trains_on_samples: ClassVar[bool]
     """Whether losses take the probabilities of sampled tokens for those that they were drawn with.
     Then sampling may not be restricted to a part of the vocabulary, unless it
-    ``replays_support``."""
+    ``replays``."""
 
-    replays_support: ClassVar[bool]
+    replays: ClassVar[bool]
     """Whether all models compute log-probabilities under the part of the vocabulary that generation
-    has recorded for each token."""
+    has recorded for each token, and the actor with the recorded experts."""
 
     one_pass: ClassVar[bool]
     """Whether a run goes over the dataset once, item by item."""

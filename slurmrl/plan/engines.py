@@ -37,6 +37,10 @@ class EngineRules:
     """Whether context-parallel ranks share the attention heads, which must then divide evenly."""
     records_support: bool = True
     """Whether generation can report the tokens that each one was drawn from."""
+    records_experts: bool = False
+    """Whether generation can report the experts that read each token."""
+    replays_experts: bool = False
+    """Whether it trains with recorded experts."""
     experts_of_whole_sequences: bool = True
     """Whether it trains experts on several tensor ranks without sequence parallelism."""
 
@@ -49,6 +53,8 @@ FSDP: Final = EngineRules(
     cpu_offload=True,
     adapters=True,
     context_heads=True,
+    records_experts=True,
+    replays_experts=True,
 )
 """FSDP2 around the built-in decoder; ``archon`` is another name for it."""
 SERVERS: Final = EngineRules("dt", "slurmrl.models.config:ModelConfig", own_experts=False)
@@ -72,6 +78,7 @@ ENGINES: Final = {
         "slurmrl.models.config:ModelConfig",
         hf_architectures="slurmrl.models.hf_config:HFConfig",
         own_experts=False,
+        records_experts=True,
     ),
 }
 

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from math import nan
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from slurmrl.data.support import SampledSupport
 from slurmrl.errors import UsageError
 from slurmrl.rewards.scores import FLOAT32_MAX, LIMITS, as_number, shown
 
 if TYPE_CHECKING:
     from slurmrl.engines.rollout.base import Completion
+    from slurmrl.layout.copy import Array
 
 
 class Completions:
@@ -36,6 +39,9 @@ class Completions:
         """The weight version of each; "" for others."""
         self.support = SampledSupport()
         """What each was drawn from; empty for others, and where it was not recorded."""
+        self.experts: Array | None = None
+        """What read each token up to the end of the last turn, prompt included; None: it was not
+        recorded."""
         self.rewards: list[float] = []
         """What a turn has earned, at its last token; 0 elsewhere."""
         self.turns = 0
@@ -76,6 +82,7 @@ class Completions:
             self.support.skip(len(completion.tokens))
         else:
             self.support.extend(completion.support)
+        self.experts = completion.experts
         self._last_written = len(self.tokens) - 1
         self.stopped = completion.finish == "stop"
         self.turns += 1
@@ -88,6 +95,14 @@ class Completions:
     @property
     def ends_with_turn(self) -> bool:
         return bool(self.written) and self.written[-1]
+
+    def routes(self) -> Array:
+        """The experts of all tokens as `data.support.EXPERTS` has them; empty without a record."""
+        if self.experts is None:
+            return np.zeros(0, np.int16)
+        missing = len(self.sequence) - len(self.experts)
+        padded = np.pad(self.experts, ((0, max(missing, 0)), (0, 0)), constant_values=-1)
+        return padded[: len(self.sequence)].reshape(-1)
 
     def cut(self) -> None:
         """Drop what the policy has read behind its last turn, which nothing follows."""

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from slurmrl.data.support import IDS, SIZES, SampledSupport
+from slurmrl.data.support import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import documents, objects
 from slurmrl.fsio.shapes import SIZE, TEXT, FieldType, list_of
@@ -42,6 +42,9 @@ PER_COMPLETION = {
 }
 SUPPORT = {SIZES: "<i4", IDS: "<i4"}
 """Only in groups with supports."""
+EXPERT_SIZES = "expert_sizes"
+ROUTES = {EXPERT_SIZES: "<i4", EXPERTS: "<i2"}
+"""Only in groups with experts."""
 OWN = "group"
 """Key of the document's metadata, whose value is JSON."""
 _METADATA = {"item": SIZE, "lease": TEXT, "versions": list_of(VERSION)}
@@ -83,6 +86,10 @@ class SampleGroup:
     """float32 [T]: what a turn has earned, at its last token; 0 elsewhere."""
     support: SampledSupport | None = None
     """What each token was drawn from; None: it was not recorded."""
+    expert_sizes: Array | None = None
+    """int32 [n]: numbers in ``experts`` of each completion; None: none were recorded."""
+    experts: Array | None = None
+    """int16: those of all completions, side by side (see `data.support.EXPERTS`)."""
     judged: JudgedCompletions | None = None
     """What the reward gave the completions in the task; None: the trainers judge them."""
 
@@ -105,6 +112,7 @@ class SampleGroup:
         place = {name: number for number, name in enumerate(versions)} | {"": -1}
         before = [len(each.prompt) for each in completions]
         pairs = list(zip(before, completions, strict=True))
+        sizes, experts = _joined_experts(completions)
         return SampleGroup(
             item=item,
             lease=lease,
@@ -123,7 +131,15 @@ class SampleGroup:
             logprobs=_joined([[0.0] * n + each.logprobs for n, each in pairs], np.float32),
             turn_rewards=_joined([[0.0] * n + each.rewards for n, each in pairs], np.float32),
             support=_joined_support(completions),
+            expert_sizes=sizes,
+            experts=experts,
         )
+
+    def routes(self) -> list[Array]:
+        """The experts of each completion, or nothing for it."""
+        if self.experts is None or self.expert_sizes is None:
+            return [np.zeros(0, np.int16)] * self.lengths.size
+        return np.split(self.experts, self.expert_sizes.cumsum()[:-1])
 
     def to_bytes(self) -> bytes:
         """One safetensors document, the same for the same group."""
@@ -131,6 +147,8 @@ class SampleGroup:
         if self.support is not None:
             both = (self.support.sizes, self.support.ids)
             arrays |= zip(SUPPORT, (np.array(each, np.int32) for each in both), strict=True)
+        if self.experts is not None:
+            arrays |= {name: getattr(self, name) for name in ROUTES}
         own: dict[str, Any] = {"item": self.item, "lease": self.lease, "versions": self.versions}
         if self.judged is not None:
             own["judged"] = objects.to_json(self.judged)
@@ -152,7 +170,7 @@ class SampleGroup:
             )
         except (SafetensorError, CorruptFileError, LookupError, TypeError) as error:
             raise ValueError(str(error)) from error
-        if set(arrays) - {*SUPPORT} != {*PER_TOKEN, *PER_COMPLETION}:
+        if set(arrays) - {*SUPPORT, *ROUTES} != {*PER_TOKEN, *PER_COMPLETION}:
             raise ValueError(f"has the arrays {sorted(arrays)}")
         support = _read_support([arrays.pop(name, None) for name in SUPPORT])
         return SampleGroup(
@@ -192,7 +210,22 @@ class SampleGroup:
             return f"a token was drawn by none of the versions {self.versions}"
         if self.support is not None and (wrong := self._wrong_support(self.support)):
             return wrong
+        if wrong := self._wrong_experts():
+            return wrong
         return None if self.judged is None else self.judged.problem(self.lengths.size)
+
+    def _wrong_experts(self) -> str | None:
+        sizes, experts = self.expert_sizes, self.experts
+        if sizes is None and experts is None:
+            return None
+        if sizes is None or experts is None or sizes.shape != self.lengths.shape:
+            return "has a part of the arrays of experts"
+        if (sizes.dtype.str, experts.dtype.str) != tuple(ROUTES.values()):
+            return f"experts are {experts.dtype}, their sizes {sizes.dtype}"
+        whole = (sizes >= 0).all() and not (sizes % self.lengths).any()
+        if not whole or experts.shape != (sizes.sum(dtype=np.int64),) or (experts < -1).any():
+            return f"{experts.size} numbers of experts, or other ones than each token has"
+        return None
 
     def _wrong_support(self, support: SampledSupport) -> str | None:
         sizes, ids = np.array(support.sizes, np.int32), np.array(support.ids, np.int32)
@@ -213,6 +246,14 @@ def _joined_support(completions: Sequence[Completions]) -> SampledSupport | None
         support.skip(len(each.prompt))
         support.extend(each.support)
     return support if support.ids else None
+
+
+def _joined_experts(completions: Sequence[Completions]) -> tuple[Array | None, Array | None]:
+    """Sizes and experts, if any were recorded."""
+    rows = [each.routes() for each in completions]
+    if not any(row.size for row in rows):
+        return None, None
+    return np.array([row.size for row in rows], np.int32), np.concatenate(rows)
 
 
 def _read_support(arrays: Sequence[Array | None]) -> SampledSupport | None:

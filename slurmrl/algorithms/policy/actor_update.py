@@ -19,7 +19,7 @@ from slurmrl.algorithms.policy.second_moment import second_moment_mask
 from slurmrl.algorithms.policy.sequences import Sequences
 from slurmrl.algorithms.policy.updates import MeanStats, run_updates
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import IDS, SIZES
+from slurmrl.data.support import EXPERTS, IDS, SIZES
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import TrainEngine
@@ -123,7 +123,7 @@ def _training_sample(
 
 def read_by_models(sample: SequenceSample) -> list[str]:
     """The keys with which a language model computes log-probabilities as generation did."""
-    return [key for key in ("input_ids", SIZES, IDS) if key in sample.keys]
+    return [key for key in ("input_ids", SIZES, IDS, EXPERTS) if key in sample.keys]
 
 
 def _stop(settings: PolicyGradient) -> Callable[[MeanStats], bool] | None:

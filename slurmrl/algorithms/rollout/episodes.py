@@ -11,8 +11,8 @@ from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.rollout.configured import ConfiguredEpisodes, episode_items
+from slurmrl.algorithms.rollout.recorded import add_experts, add_support
 from slurmrl.algorithms.rollout.sampling import completions, generation_options
-from slurmrl.algorithms.rollout.supports import add_support
 from slurmrl.algorithms.rollout.totals import Totals
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
@@ -49,8 +49,11 @@ class EpisodeGeneration:
         stats = Totals.of_outcomes(outcomes).stats(turns=True, tools=bool(self._episodes.tools))
         count = completions(context)
         made = _as_sample(sample.ids, outcomes, count, engine.context.device)
-        if generation_options(context).support:
+        options = generation_options(context)
+        if options.support:
             add_support(made, _support(outcomes))
+        if options.experts:
+            add_experts(made, [outcome.completions.routes() for outcome in outcomes])
         return CallResult(made, stats)
 
     def _outcomes(

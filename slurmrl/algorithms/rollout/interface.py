@@ -9,13 +9,13 @@ from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface, Stats
 from slurmrl.algorithms.rollout.episodes import EpisodeGeneration
+from slurmrl.algorithms.rollout.recorded import add_experts, add_support
 from slurmrl.algorithms.rollout.sampling import (
     completions,
     generation_options,
     sampling_keys,
     sampling_seed,
 )
-from slurmrl.algorithms.rollout.supports import add_support
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import decoding
 from slurmrl.models.generate import GenerationOutput
@@ -33,8 +33,8 @@ class RolloutInterface(Interface):
     ) -> CallResult:
         """Each prompt's completions: prompt and completion as ``input_ids``, with ``prompt_mask``
         (True on what the policy did not write), ``logprobs`` under the sampling policy, and whether
-        the completion ``finished`` with a stop token or stop string. If it is recorded, also what
-        each token was drawn from (`data.support`)."""
+        the completion ``finished`` with a stop token or stop string. If they are recorded, also
+        what each token was drawn from, and the experts that read it (`data.support`)."""
         assert engine is not None
         if context.settings.config.rollout.episode.has_turns:
             if self._episodes is None:
@@ -53,6 +53,9 @@ class RolloutInterface(Interface):
         if options.support:
             assert output.support is not None, "it was asked for"
             add_support(made, output.support)
+        if options.experts:
+            assert output.experts is not None, "they were asked for"
+            add_experts(made, output.experts)
         return CallResult(made, _length_stats(output))
 
     def close(self) -> None:

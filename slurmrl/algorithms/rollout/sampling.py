@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.schema import supports
+from slurmrl.algorithms.schema import routes, supports
 from slurmrl.models.generate import GenerationOptions
 
 
@@ -40,6 +40,7 @@ def generation_options(context: CallContext) -> GenerationOptions:
         stop_token_ids=context.stop_token_ids,
         stop_strings=rollout.stop_strings,
         support=bool(supports(context.settings.algorithm, config)),
+        experts=bool(routes(context.settings.algorithm, config)) and not rollout.greedy,
     )
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.algorithms.rollout.recorded import add_experts, add_support
 from slurmrl.algorithms.rollout.sampling import generation_options
-from slurmrl.algorithms.rollout.supports import add_support
 from slurmrl.algorithms.rollout.totals import Totals
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.algorithms.token_notes import noted
@@ -37,8 +37,11 @@ class StoredInterface(Interface):
         episode = context.settings.config.rollout.episode
         turns, tools = episode.has_turns, bool(episode.tools)
         made = as_sample(sample.ids, groups, context.device, turns=turns)
-        if generation_options(context).support:
+        options = generation_options(context)
+        if options.support:
             add_support(made, _support(groups))
+        if options.experts:
+            add_experts(made, [routes for group in groups for routes in group.routes()])
         stats = Totals.of_groups(groups).stats(turns=turns, tools=tools)
         kept = context.settings.config.logging
         return CallResult(made, stats, notes=_versions(sample.ids, groups, kept))

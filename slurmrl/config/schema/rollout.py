@@ -152,11 +152,15 @@ class Rollout(Section):
     temperature: PositiveFloat = 1.0
     """Divisor of the logits in sampling and in the log-probabilities of the losses."""
     top_p: PositiveFraction = 1.0
-    """Sample from the smallest set of tokens whose total probability is at least this; with `top_k`,
-    of what that leaves. Training requires `top_k` besides."""
+    """Sample from the smallest set of tokens whose total probability is at least this; with
+    `top_k`, of what that leaves. Training requires `top_k` besides."""
     top_k: PositiveInt | None = None
     """Sample from this many of the most probable tokens; null uses all. Training records which they
     are for each token, and computes log-probabilities under them (at most 1024; not with vllm)."""
+    replay_experts: bool = False
+    """The actor is trained with the experts that generation has chosen for each token, instead of
+    those that its routers would choose now. For models with experts, with rollouts of the native or
+    the actor's own engine."""
     greedy: bool = False
     """Always take the most probable token."""
     stop_token_ids: Sequence[NonNegativeInt] = ()

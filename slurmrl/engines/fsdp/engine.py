@@ -16,6 +16,7 @@ from torch import Tensor
 from slurmrl.checkpoint.shards import RoleSnapshot
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
+from slurmrl.data.support import EXPERTS
 from slurmrl.engines.base import TOKENS, LossFn, OutputFn, Outputs, TrainEngine, Veto
 from slurmrl.engines.fingerprint import Fingerprint
 from slurmrl.engines.fsdp import state
@@ -45,12 +46,14 @@ from slurmrl.engines.offload import Offload
 from slurmrl.engines.optimizers import OPTIMIZERS
 from slurmrl.engines.optimizers.base import ShardOptimizer
 from slurmrl.engines.prefixes import shared_tokens
-from slurmrl.engines.replay import support_of
+from slurmrl.engines.replay import routes_of, support_of
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
 from slurmrl.models.adapters import adapted_weight, trained_shapes
 from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.paged import expert_numbers
 from slurmrl.models.prefixes import Pieces
 from slurmrl.ops import prefix_attention
 from slurmrl.ops.support import Support
@@ -196,6 +199,8 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         """Whether the model reads a prefix once that several sequences share."""
         if not self._may_share or not isinstance(self.config, ModelConfig):
             return False
+        if EXPERTS in sample.keys:  # tokens that are the same may have had different ones
+            return False
         seen = min((window for window in self.config.windows if window is not None), default=inf)
         return all(length <= seen for row in sample.lengths[TOKENS] for length in row)
 
@@ -234,7 +239,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
                 torch.autograd.backward(self._empty_micro_batch(temperature))
                 continue
             micro = sample.take(part)
-            with self._dropping(micro):
+            with self._dropping(micro), self._replaying(micro):
                 outputs = self._outputs(micro, temperature)
                 loss = sums.add_loss(self.role, micro, *loss_fn(outputs, micro))
                 torch.autograd.backward(loss * schedule.scale)
@@ -247,6 +252,14 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         keys = dropout_keys(sample, self.role, self._seed, self.steps)
         return self._adapters.dropping(keys.to(self.context.device))
 
+    def _replaying(self, sample: SequenceSample | None) -> AbstractContextManager[None]:
+        """The recorded experts of a micro-batch in its forward and backward passes."""
+        decoder = self._shards.decoder
+        if not isinstance(decoder, Decoder):
+            return nullcontext()
+        routes = routes_of(sample, expert_numbers(decoder))
+        return nullcontext() if routes is None else decoder.routed(routes)
+
     @torch.no_grad()
     def _count(
         self, balance: Balance, sample: SequenceSample, schedule: MicrobatchSchedule
@@ -258,7 +271,8 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
                 part = schedule.part(index)
                 balance.now = "count" if part is not None else "other"
                 micro = None if part is None else sample.take(part)
-                with nullcontext() if micro is None else self._dropping(micro):
+                dropping = nullcontext() if micro is None else self._dropping(micro)
+                with dropping, self._replaying(micro):
                     self._features(*self._tokens(micro))
         balance.sum_counts([self.context.group("shard")] if self._spread else [])
 
@@ -303,7 +317,8 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
                     self._empty_micro_batch(temperature)
                     continue
                 micro = sample.take(part)
-                outputs = self._outputs(micro, temperature)
+                with self._replaying(micro):
+                    outputs = self._outputs(micro, temperature)
                 results.append(outputs if output_fn is None else output_fn(outputs, micro))
         if results:
             return in_order(sample, schedule.parts, results)

@@ -100,7 +100,9 @@ class GatheredGeneration(ServingEngine):
         with torch.no_grad(), self._shards.gathered() as decoder:
             limits = self._limits(ROWS)
             if isinstance(decoder, Decoder) and (
-                options.stop_strings or _pages_pay(decoder, limits.page_tokens, peers)
+                options.stop_strings
+                or options.experts
+                or _pages_pay(decoder, limits.page_tokens, peers)
             ):
                 return generate_by_requests(
                     decoder,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from slurmrl.data.support import SampledSupport
+from slurmrl.layout.copy import Array
 from slurmrl.models.generate import GenerationOptions
 
 Finish: TypeAlias = Literal["stop", "length", "aborted"]
@@ -63,6 +64,10 @@ class Completion:
     support: SampledSupport | None = None
     """Of each token, the tokens that top-k and top-p left; None unless `GenerationOptions.support`
     asks for it."""
+    experts: Array | None = None
+    """The experts that read each token, those of the prompt too: int16 [tokens, experts of all
+    blocks], -1 for the last one, which was not read. None unless `GenerationOptions.experts` asks
+    for it, and of a request that was aborted."""
 
 
 ABORTED = Completion(tokens=(), logprobs=(), versions=(), finish="aborted")

@@ -179,15 +179,17 @@ class LockstepEngine(RolloutEngine):
         tokens, logprobs = output.tokens.tolist(), output.logprobs.tolist()
         ends = list(accumulate(output.lengths.tolist(), initial=0))
         draws = [draw for row in rows for draw in row.draws]
-        supports = _supports(output)
+        supports, experts = _supports(output), output.experts
         made: list[dict[int, Completion]] = [{} for _ in requests]
-        for (_, number, place), (start, stop), prompt, stopped, support in zip(
-            draws,
-            pairwise(ends),
-            output.prompt_lengths.tolist(),
-            output.finished.tolist(),
-            supports,
-            strict=True,
+        for row, ((_, number, place), (start, stop), prompt, stopped, support) in enumerate(
+            zip(
+                draws,
+                pairwise(ends),
+                output.prompt_lengths.tolist(),
+                output.finished.tolist(),
+                supports,
+                strict=True,
+            )
         ):
             begin, most = start + prompt, requests[number].options.max_new_tokens
             end = min(stop, begin + most)
@@ -197,6 +199,7 @@ class LockstepEngine(RolloutEngine):
                 versions=(self._version,) * (end - begin),
                 finish="stop" if stopped and end == stop else "length",
                 support=None if support is None else support.cut([prompt, end - begin])[1],
+                experts=None if experts is None else experts[row][: end - start],
             )
         return [tuple(found[place] for place in sorted(found)) for found in made]
 

@@ -186,7 +186,7 @@ def sampling(draft: Draft) -> Iterator[Problem]:
     if not draft.algorithm.trains_on_samples:
         return
     rollout = draft.config.rollout
-    recorded = draft.algorithm.replays_support
+    recorded = draft.algorithm.replays
     restricted = {
         "top_k": rollout.top_k is not None and not recorded,
         "top_p": rollout.top_p < 1.0 and not recorded,
@@ -234,6 +234,28 @@ def _unrecorded(draft: Draft) -> Iterator[Problem]:
             f"allowed backends: {able}"
         )
         yield draft.problem(("rollout", "top_k"), message)
+
+
+def experts(draft: Draft) -> Iterator[Problem]:
+    """Only some engines record and replay the experts of models that have some."""
+    if not draft.config.rollout.replay_experts:
+        return
+    actor, allocations = draft.config.actor, draft.allocations()
+    trains, draws = allocations.get("actor"), allocations.get(ROLLOUTS, allocations.get("actor"))
+    shape, reason = shape_of(actor), ""
+    if not (draft.algorithm.trains_on_samples and draft.algorithm.replays):
+        reason = f"{draft.algorithm.name} does not replay what generation records"
+    elif shape is not None and not shape.experts:
+        reason = "the actor has no experts"
+    elif actor.implementation == "hf":
+        reason = "only the built-in decoder replays experts, not implementation: hf"
+    elif trains and trains.backend in ENGINES and not ENGINES[trains.backend].replays_experts:
+        able = ", ".join(name for name, rules in ENGINES.items() if rules.replays_experts)
+        reason = f"{trains.backend} does not replay experts; actor.backend may be one of {able}"
+    elif draws and draws.backend in ENGINES and not ENGINES[draws.backend].records_experts:
+        reason = f"{draws.backend} does not record experts here; rollout.backend may be native"
+    if reason:
+        yield draft.problem(("rollout", "replay_experts"), f"true is not allowed: {reason}")
 
 
 def untrained_steps(draft: Draft) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Log-probabilities under recorded supports where ranks share the vocabulary and the sequences."""
+"""Recorded supports and experts where ranks share the vocabulary and the sequences."""
 
 from __future__ import annotations
 
@@ -8,10 +8,28 @@ import pytest
 
 from tests.distributed.engines.cases import Setup, model
 from tests.distributed.engines.one_process import of_folder, random_model
-from tests.distributed.engines.test_engines_megatron import EVEN
+from tests.distributed.engines.test_engines_megatron import EVEN, MOE
 from tests.pool import RankPool
 
 HERE = "tests.distributed.engines.replay_cases:replayed"
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_ranks_replay_experts_as_one_process_does(
+    sequence: bool, ranks: RankPool, tmp_path: Path
+) -> None:
+    """With tokens that are split in other ways than sequences."""
+    random_model(tmp_path / "model", MOE)
+    settings = model(architecture=MOE, max_tokens_per_microbatch=16)
+    alone = of_folder(Setup(model=settings, sizes={"dp": 1}), tmp_path / "model")
+    ((wanted, step),) = ranks(1, HERE, alone, 3, 4)
+    settings = {**settings, "model": {"sequence_parallel": sequence}}
+    several = Setup(model=settings, sizes={"cp": 2, "tp": 2})
+    for found, stats in ranks(4, HERE, of_folder(several, tmp_path / "model"), 3, 4):
+        for name, values in wanted.items():
+            assert (found[name] - values).abs().max() < 2e-5, name
+        assert stats["loss"] == pytest.approx(step["loss"], rel=1e-5)
+        assert stats["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])

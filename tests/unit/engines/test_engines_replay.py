@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.rollout.supports import add_support
+from slurmrl.algorithms.rollout.recorded import add_experts, add_support
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import SampledSupport
 from slurmrl.engines import prefixes
@@ -17,6 +18,7 @@ from slurmrl.engines.fsdp import generation as generation_module
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.engines.rollout.base import Completion, GenerationRequest
 from slurmrl.engines.rollout.lockstep import LockstepEngine
+from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.errors import UsageError
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
 from slurmrl.rollouts.policy import Waiting
@@ -27,7 +29,7 @@ from tests.unit.engines.test_engines_rollout_native import (
     request,
     served,
 )
-from tests.unit.engines.test_engines_waits import engine, sample
+from tests.unit.engines.test_engines_waits import ARCHITECTURE, engine, sample
 
 OPTIONS = GenerationOptions(
     max_new_tokens=12,
@@ -203,12 +205,121 @@ def test_turns_of_whole_batches_have_their_supports(monkeypatch: pytest.MonkeyPa
 
 
 def _request(prompt: tuple[int, ...], key: int, size: int) -> GenerationRequest:
-    from dataclasses import replace
-
     options = replace(OPTIONS, max_new_tokens=size)
     return GenerationRequest(
         request_id=str(key), prompt=prompt, keys=(key,), seed=1, step=2, options=options
     )
+
+
+EXPERTS_OF_TWO = {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+    "initializer_range": 0.2,
+}
+
+
+def choices(decoder: Any, tokens: list[int]) -> Tensor:
+    """The experts that the routers choose for each token [T, L * K], by their logits."""
+    rows: list[Tensor] = []
+    count = decoder.config.moe.per_token
+
+    def note(_: Any, __: Any, logits: Tensor) -> None:
+        rows.append(logits.topk(count).indices)
+
+    hooks = [block.gate.register_forward_hook(note) for block in decoder._sparse_blocks]
+    logits_of(decoder, tokens)
+    for hook in hooks:
+        hook.remove()
+    return torch.cat(rows, -1)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("limits", [Limits(), TIGHT])
+def test_requests_get_the_experts_that_read_each_token(limits: Limits, late: bool) -> None:
+    """Of prompts too, which the completions of a request share, and of rows that are preempted."""
+    decoder, texts = decoder_of("mixtral-windows"), prompts(6)
+    options = GenerationOptions(max_new_tokens=14, stop_token_ids=(3,), experts=True)
+    asked = [request(i, text, options, 2 * i, 2 * i + 1) for i, text in enumerate(texts)]
+    plain = replace(options, experts=False)
+    found, _ = served(decoder, [*asked, request("p", texts[0], plain, 9)], limits, late=late)
+    assert found.pop().experts is None
+    for place, made in enumerate(found):
+        tokens = [*texts[place // 2], *made.tokens]
+        assert made.experts is not None
+        assert made.experts[:-1].tolist() == choices(decoder, tokens)[:-1].tolist()
+        assert (made.experts[-1] == -1).all()
+
+
+def test_a_model_without_experts_records_none() -> None:
+    with pytest.raises(UsageError, match="no experts to record"):
+        served(decoder_of(), [request(0, (5,), replace(OPTIONS, experts=True), 1)])
+
+
+def experts_engine(**settings: Any) -> FSDPEngine:
+    return engine(architecture={**ARCHITECTURE, **EXPERTS_OF_TWO}, **settings)
+
+
+def routed(seed: int = 4) -> SequenceSample:
+    """A sample with arbitrary experts; one of its sequences has no record."""
+    batch, generator = sample(), torch.Generator().manual_seed(seed)
+    rows = []
+    for number, length in enumerate(batch.item_lengths("input_ids")):
+        picks = [torch.randperm(6, generator=generator)[:2] for _ in range(2 * length)]
+        rows.append(torch.cat(picks).to(torch.int16).numpy()[: 0 if number == 2 else None])
+    add_experts(batch, rows)
+    return batch
+
+
+def test_whole_batches_are_replayed_with_their_experts() -> None:
+    """The recorded experts are those that the same weights choose, so nothing changes; after others
+    were drawn, outputs do."""
+    model = experts_engine()
+    options = GenerationOptions(max_new_tokens=9, temperature=0.7, experts=True)
+    output = model.generate(sample("prompt_ids"), options, seed=1, step=2, keys=torch.arange(6))
+    assert output.experts is not None
+    rows = [[length] for length in output.lengths.tolist()]
+    names = [str(n) for n in range(6)]
+    batch = SequenceSample.grouped(rows, names, {"input_ids": output.tokens})
+    own = model.forward(batch, temperature=0.7)["logp"]
+    add_experts(batch, output.experts)
+    found = model.forward(batch, temperature=0.7)["logp"]
+    assert (found - own).abs().max() < 1e-6
+    assert (found - output.logprobs)[drawn(output)].abs().max() < 1e-5
+    others = [(rows + 1) % 6 for rows in output.experts]
+    add_experts(batch, others)
+    assert (model.forward(batch, temperature=0.7)["logp"] - own).abs().max() > 1e-3
+
+
+def test_experts_follow_their_tokens_through_micro_batches_and_recomputation() -> None:
+    """Each sequence has its own, whatever else is in its micro-batch, and backward passes that
+    compute a layer again have the same ones."""
+    batch = routed()
+    alone = [experts_engine().forward(batch.take([n]))["logp"] for n in range(batch.bs)]
+    steps = []
+    for mode, budget in (("off", 100), ("selective", 12), ("full", 30)):
+        model = experts_engine(gradient_checkpointing=mode, max_tokens_per_microbatch=budget)
+        assert (model.forward(batch)["logp"] - torch.cat(alone)).abs().max() < 1e-5
+        steps.append(model.train_batch(batch, _sum_of_logprobs, 10.0))
+    for step in steps:
+        assert step["grad_norm"] == pytest.approx(steps[0]["grad_norm"], rel=1e-5)
+    free = experts_engine().train_batch(batch.only(["input_ids"]), _sum_of_logprobs, 10.0)
+    assert abs(free["grad_norm"] / steps[0]["grad_norm"] - 1) > 1e-3
+    unknown = experts_engine().forward(sample())["logp"].split(batch.item_lengths("input_ids"))
+    assert (unknown[2] - alone[2]).abs().max() < 1e-6  # (without a record)
+    assert (unknown[1] - alone[1]).abs().max() > 1e-3
+
+
+def _sum_of_logprobs(outputs: dict[str, Tensor], _: SequenceSample) -> Any:
+    return -outputs["logp"].sum(), {}
+
+
+def test_experts_of_another_model_are_refused() -> None:
+    with pytest.raises(UsageError, match="not those of a model with 0 blocks of experts"):
+        engine().forward(routed())
 
 
 def test_a_support_without_a_bound_is_refused() -> None:

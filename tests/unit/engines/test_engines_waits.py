@@ -40,7 +40,7 @@ def engine(head: Any = "lm", **settings: Any) -> FSDPEngine:
     topology = ProcessTopology(("dp",), (1,))
     return FSDPEngine(
         "actor",
-        Model(architecture=ARCHITECTURE, optimizer={"lr": 1e-3}, **settings),
+        Model(**{"architecture": ARCHITECTURE, "optimizer": {"lr": 1e-3}, **settings}),
         head=head,
         trained=True,
         context=ParallelContext("actor", torch.device("cpu"), 0, (0,), topology, {}),

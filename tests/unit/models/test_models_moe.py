@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from slurmrl.models.balance import Balance, Pass, balance_loss
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.moe import SparseMLP
+from slurmrl.models.parallel.split import WHOLE
+from slurmrl.models.routes import UNKNOWN, Replayed
 
 TOKENS, EXPERTS, COEFFICIENT = 37, 5, 0.7
 ARCHITECTURE: dict[str, Any] = {
@@ -104,3 +106,45 @@ def test_a_batchs_balance_does_not_depend_on_micro_batches(cuts: list[int]) -> N
     for ours, wanted in zip(found, in_one_piece(), strict=True):
         assert wanted.abs().max() > 1e-3
         torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-14)
+
+
+def test_recorded_experts_are_those_of_loops_over_tokens() -> None:
+    """The router's weights of them, values and gradients; where none are recorded, it chooses."""
+    block = blocks()[0][0]
+    block.balance = None
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(TOKENS, 20, generator=generator, dtype=torch.float64).requires_grad_()
+    rows = [torch.randperm(EXPERTS, generator=generator)[:2] for _ in range(TOKENS)]
+    recorded = torch.stack(rows)
+    recorded[5] = UNKNOWN
+    routes = Replayed(torch.stack([recorded.flip(0), recorded], 1))
+    block.number, block.routes = 1, routes
+    order = torch.randperm(TOKENS, generator=generator)
+    routes.arrange(order, WHOLE)
+    found = block(x[order])
+    wanted = []
+    for place, row in enumerate(recorded):
+        probabilities = (block.gate.weight @ x[place]).softmax(-1)
+        chosen = probabilities.topk(2).indices if place == 5 else row
+        weights = probabilities[chosen]
+        if block.normalized:
+            weights = weights / weights.sum()
+        wanted.append(
+            sum(w * _expert(block, int(e), x[place]) for w, e in zip(weights, chosen, strict=True))
+        )
+    reference = torch.stack(cast(Any, wanted))[order]
+    torch.testing.assert_close(found, reference)
+    mix = torch.randn(found.shape, generator=generator, dtype=found.dtype)
+    leaves = (x, block.gate.weight, block.experts.up_proj)
+    ours, theirs = (
+        torch.autograd.grad((out * mix).sum(), leaves, retain_graph=True)
+        for out in (found, reference)
+    )
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def _expert(block: SparseMLP, number: int, x: Tensor) -> Tensor:
+    experts = block.experts
+    gate, up = experts.gate_proj[number] @ x, experts.up_proj[number] @ x
+    return experts.down_proj[number] @ (torch.nn.functional.silu(gate) * up)

@@ -177,6 +177,29 @@ KINDS = {
         "20 is not allowed with vllm and ppo: it does not report the tokens",
         *("rollout.top_k=20", "rollout.backend=vllm:d2"),
     ),
+    **{
+        f"experts with {name}": wrong(
+            "rollout.replay_experts",
+            f"true is not allowed: {message}",
+            *("rollout.replay_experts=true", *overrides),
+            architecture=architecture,
+        )
+        for name, message, overrides, architecture in (
+            ("a dense model", "the actor has no experts", (), ARCHITECTURE),
+            (
+                "megatron",
+                "megatron does not replay experts; actor.backend may be one of fsdp",
+                ("actor.backend=megatron:d2", "rollout.backend=native:d2"),
+                EXPERTS,
+            ),
+            (
+                "sglang",
+                "sglang does not record experts here; rollout.backend may be native",
+                ("rollout.backend=sglang:d2",),
+                EXPERTS,
+            ),
+        )
+    },
     "an actor that never trains": wrong(
         "total_steps",
         "5 is not allowed: the first 5 steps do not train actor",

@@ -24,6 +24,7 @@ from slurmrl.algorithms.schema import (
     AlgorithmSchema,
     generate_call,
     reward_calls,
+    routes,
     supports,
 )
 from slurmrl.config.schema import Config
@@ -93,7 +94,7 @@ class PolicyGradient(
     """The preset of a subclass that is a user's own algorithm."""
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
     trains_on_samples: ClassVar[bool] = True
-    replays_support: ClassVar[bool] = True
+    replays: ClassVar[bool] = True
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -101,8 +102,8 @@ class PolicyGradient(
         if cls.based_on not in PRESETS:
             hint = near(str(cls.based_on), sorted(PRESETS))
             raise UsageError(f"{cls.__name__}.based_on is {cls.based_on!r}, no preset; {hint}")
-        if "replays_support" not in vars(cls):  # its own code may compute probabilities otherwise
-            cls.replays_support = False
+        if "replays" not in vars(cls):  # its own code may compute probabilities otherwise
+            cls.replays = False
 
     @model_validator(mode="before")
     @classmethod
@@ -175,7 +176,7 @@ class PolicyGradient(
         recomputes = self.recomputes(config.actor.dtype)
         greedy = self.advantage == "greedy"
         turns = config.rollout.episode.has_turns and self.advantage not in OF_COMPLETIONS
-        supported = supports(self, config)
+        supported, routed = supports(self, config), routes(self, config)
         judged = (
             *("input_ids", "prompt_mask", OLD_LOGPROBS if recomputes else "logprobs", "finished"),
             "rewards",
@@ -185,13 +186,13 @@ class PolicyGradient(
             *(("greedy_prompt_mask", "greedy_finished", "greedy_rewards") if greedy else ()),
         )
         return (
-            generate_call(config, also=supported),
+            generate_call(config, also=(*supported, *routed)),
             *reward_calls(config),
             *((filter_call(),) if self.filters else ()),
             *((greedy_generate_call(config), *greedy_reward_calls(config)) if greedy else ()),
-            *((recompute_call(supported),) if recomputes else ()),
+            *((recompute_call((*supported, *routed)),) if recomputes else ()),
             *self._inference_calls(supported),
-            *self._training_calls(judged, supported, recomputes=recomputes),
+            *self._training_calls(judged, (*supported, *routed), recomputes=recomputes),
         )
 
     def _inference_calls(self, supported: tuple[str, ...]) -> Iterator[Call]:
@@ -204,10 +205,10 @@ class PolicyGradient(
             yield Call("critic_inf", "critic", Method.INFERENCE, CRITIC, ids, ("values",))
 
     def _training_calls(
-        self, judged: tuple[str, ...], supported: tuple[str, ...], *, recomputes: bool
+        self, judged: tuple[str, ...], recorded: tuple[str, ...], *, recomputes: bool
     ) -> Iterator[Call]:
         train = Method.TRAIN_STEP
-        weighed = (*judged, *supported, *(("logprobs",) if self.correction != "none" else ()))
+        weighed = (*judged, *recorded, *(("logprobs",) if self.correction != "none" else ()))
         metrics = (*ACTOR_METRICS, *self.objective_metrics(recomputes=recomputes))
         yield Call("actor_train", "actor", train, ACTOR, weighed, (), metrics)
         if self.uses_critic:
@@ -261,14 +262,14 @@ class PolicyGradient(
         return () if self.value_norm == "none" else names
 
 
-def recompute_call(supported: tuple[str, ...] = ()) -> Call:
+def recompute_call(recorded: tuple[str, ...] = ()) -> Call:
     """The actor's training engine computes the log-probabilities of the completions."""
     return Call(
         name="actor_inf",
         role="actor",
         method=Method.INFERENCE,
         interface="slurmrl.algorithms.policy.actor:RecomputeInterface",
-        inputs=("input_ids", "prompt_mask", "logprobs", *supported),
+        inputs=("input_ids", "prompt_mask", "logprobs", *recorded),
         outputs=(OLD_LOGPROBS,),
         metrics=("logprob_difference_mean", "logprob_difference_max", *MISMATCH_METRICS),
     )

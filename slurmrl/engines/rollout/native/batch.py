@@ -65,6 +65,8 @@ class ContinuousBatch:
 
         Raises UsageError for a request that can never be served."""
         limit = self._limit(request)
+        if request.options.experts and not self._runner.records_experts:
+            raise UsageError(f"request {request.request_id}: the model has no experts to record")
         if request.options.stop_strings and self._decode is None:
             raise UsageError(
                 f"request {request.request_id} has stop strings, but the engine has no tokenizer"
@@ -170,6 +172,8 @@ class ContinuousBatch:
             sequence.finish = "length"
         else:
             return
+        if options.experts:
+            sequence.experts = self._runner.experts(sequence)
         self._schedule.store(sequence)
         self._schedule.remove(sequence)
         self._ended.append(sequence)

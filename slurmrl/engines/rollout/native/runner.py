@@ -10,14 +10,17 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from slurmrl.engines.rollout.native.decode import DecodeStep, RowInput, capture_for
 from slurmrl.engines.rollout.native.pages import PagePool
 from slurmrl.engines.rollout.native.rows import UNREAD, RowState
 from slurmrl.engines.rollout.native.schedule import Limits, Reading, Step
 from slurmrl.engines.rollout.native.sequence import Law, Sequence
+from slurmrl.layout.copy import Array
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.paged import PagedCall, PagedDecoder
+from slurmrl.models.routes import UNKNOWN
 from slurmrl.ops.attention import Packing
 from slurmrl.ops.sampling import NONE, Sampled, joined, sample, stream_uniform
 from slurmrl.ops.upload import upload
@@ -92,6 +95,19 @@ class Runner:
             pages = upload([torch.tensor(sources), torch.tensor(targets)], self._device)
             self._decoder.cache.copy_pages(*pages)
         return drawn
+
+    @property
+    def records_experts(self) -> bool:
+        return bool(self._decoder.cache.experts)
+
+    def experts(self, sequence: Sequence) -> Array:
+        """Of a sequence that has just drawn its last token; see `Completion`."""
+        page, read = self._limits.page_tokens, len(sequence.tokens) - 1
+        places = torch.arange(read)
+        cells = torch.tensor(sequence.pages)[places // page] * page + places % page
+        (index,) = upload([cells], self._device)
+        rows = torch.cat([slab[index] for slab in self._decoder.cache.experts], -1)
+        return F.pad(rows, (0, 0, 0, 1), value=UNKNOWN).cpu().numpy()
 
     def _grow(self) -> None:
         """Have all pages of the pool in memory."""

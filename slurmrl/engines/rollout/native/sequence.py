@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from slurmrl.data.support import SampledSupport
 from slurmrl.engines.rollout.base import Completion, Finish, GenerationRequest
+from slurmrl.layout.copy import Array
 from slurmrl.ops.sampling import stream
 
 Rank = tuple[int, int]
@@ -34,6 +35,8 @@ class Sequence:
     versions: list[str] = field(default_factory=list)
     support: SampledSupport = field(default_factory=SampledSupport)
     """Of the tokens drawn, if the request asks for it."""
+    experts: Array | None = None
+    """Of all tokens, once it has ended, if the request asks for it."""
     finish: Finish | None = None
     followers: list[Sequence] = field(default_factory=list)
     """Completions of the same prompt that begin when it has been read."""
@@ -86,4 +89,5 @@ class Sequence:
             versions=tuple(self.versions),
             finish=self.finish,
             support=self.support if self.request.options.support else None,
+            experts=self.experts,
         )

@@ -74,7 +74,12 @@ def generate_by_requests(
         if compare is not None and (steps % every == 0 or not batch.busy):
             compare(batch.drawn, batch.checksum)
     output = _output(sequences, input_ids.device, wide(decoder.head_weight().dtype))
-    return replace(output, support=_support(sequences)) if options.support else output
+    if options.support:
+        output = replace(output, support=_support(sequences))
+    if options.experts:
+        experts = [sequence.experts for sequence in sequences if sequence.experts is not None]
+        output = replace(output, experts=experts)
+    return output
 
 
 def _output(

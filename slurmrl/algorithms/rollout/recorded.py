@@ -1,14 +1,16 @@
-"""Supports of completions as keys of a batch."""
+"""What generation has recorded about completions, as keys of a batch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import torch
 
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import IDS, SIZES, SampledSupport
+from slurmrl.data.support import EXPERTS, IDS, SIZES, SampledSupport
+from slurmrl.layout.copy import Array
 
 
 def add_support(sample: SequenceSample, support: SampledSupport) -> None:
@@ -23,4 +25,14 @@ def add_support(sample: SequenceSample, support: SampledSupport) -> None:
         key: torch.from_numpy(np.array(values, np.int32)).to(device)
         for key, values in ((SIZES, support.sizes), (IDS, support.ids))
     }
+    sample.update_(SequenceSample(sample.ids, lengths, data=dict(data)))
+
+
+def add_experts(sample: SequenceSample, experts: Sequence[Array]) -> None:
+    """Add the key of the experts of each sequence, int16 in any shape."""
+    sizes = iter([each.size for each in experts])
+    lengths = {EXPERTS: [[next(sizes) for _ in row] for row in sample.lengths["input_ids"]]}
+    flat = [each.reshape(-1) for each in experts]
+    values = torch.from_numpy(np.concatenate([np.zeros(0, np.int16), *flat]))
+    data = {EXPERTS: values.to(sample.tensor("input_ids").device)}
     sample.update_(SequenceSample(sample.ids, lengths, data=dict(data)))

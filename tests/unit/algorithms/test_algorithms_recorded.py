@@ -1,4 +1,5 @@
-"""Training on tokens that were drawn from a part of the vocabulary."""
+"""Training with what generation has recorded: the part of the vocabulary that each token was drawn
+from, and the experts that read it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,12 +16,13 @@ from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, REF_LOGPROBS, PolicyG
 from slurmrl.algorithms.rollout.stored import StoredInterface
 from slurmrl.config.schema import Config
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import IDS, SIZES, SampledSupport
+from slurmrl.data.support import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.engines.rollout.base import Completion
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.runner import EpisodeOutcome
 from slurmrl.rollouts.sample_group import SampleGroup
 from tests.unit.algorithms.test_algorithms_episodes import SEVERAL, context_of, generated
+from tests.unit.engines.test_engines_waits import ARCHITECTURE, engine
 
 MakeWorld = Callable[..., Any]
 RESTRICTED = {"top_k": 5, "top_p": 0.8, "temperature": 0.6}
@@ -112,6 +115,48 @@ def test_turns_of_episodes_have_supports_and_messages_none(make_world: MakeWorld
     assert distance[~read].abs().max() < 1e-5
 
 
+EXPERTS_OF_TWO = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 12,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "initializer_range": 0.2,
+}
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_the_actor_is_trained_with_the_experts_that_generation_chose(
+    turns: bool, make_world: MakeWorld
+) -> None:
+    """As the same weights choose them, nothing differs; once the routers' weights are others, they
+    do not choose."""
+    world = make_world()
+    world.actor = engine(architecture={**ARCHITECTURE, **EXPERTS_OF_TWO, "vocab_size": 80})
+    rollout = {"n": 2, "replay_experts": True}
+    context = context_of(world, SEVERAL if turns else {}, **rollout)
+    sample, _ = generated(world, context, ["a", "bb", "ccc"])
+    sizes = [size for row in sample.lengths[EXPERTS] for size in row]
+    assert sizes == [4 * size for row in sample.lengths["input_ids"] for size in row]
+
+    def recomputed(keys: list[str]) -> torch.Tensor:
+        needed = sample.only([*keys, "prompt_mask", "logprobs"])
+        result = RecomputeInterface().inference(world.actor, needed, context)
+        assert result.sample is not None
+        return result.sample.tensor(OLD_LOGPROBS)
+
+    drawn = ~sample.tensor("prompt_mask")
+    both = ["input_ids", EXPERTS]
+    assert (recomputed(both) - sample.tensor("logprobs"))[drawn].abs().max() < 1e-5
+    with torch.no_grad():
+        for block in world.actor._shards.decoder._sparse_blocks:
+            block.gate.weight[[0, 1]] = block.gate.weight[[1, 0]]
+    free = recomputed(["input_ids"])
+    assert (recomputed(both) - free)[drawn].abs().max() > 1e-3
+    sample.data[EXPERTS] = torch.full_like(sample.tensor(EXPERTS), -1)
+    assert torch.equal(recomputed(both), free)
+
+
 def completion(tokens: tuple[int, ...], support: SampledSupport | None) -> Completion:
     return Completion(
         tokens=tokens,
@@ -154,13 +199,41 @@ def test_supports_of_tasks_pass_through_their_files(make_world: MakeWorld) -> No
     assert made.take([1]).tensor(IDS).tolist() == [5, 9, 1, 6, 7]
 
 
+def test_experts_of_tasks_pass_through_their_files(make_world: MakeWorld) -> None:
+    """Of a completion whose last turn had a message behind it, and of one whose episode failed."""
+    world = make_world()
+    config = world.settings.config
+    rollout = config.rollout.model_copy(update={"replay_experts": True})
+    config = config.model_copy(update={"rollout": rollout})
+    world.settings = replace(world.settings, config=config)
+    one, failed = Completions([2, 3]), Completions([4])
+    rows = np.arange(12, dtype=np.int16).reshape(3, 4)
+    one.wrote(replace(completion((9,), None), experts=rows))
+    one.read([8])
+    one.cut()
+    outcomes = [
+        EpisodeOutcome(item=cast(Any, None), completions=each, failure=why)
+        for each, why in ((one, ""), (failed, "why"))
+    ]
+    group = SampleGroup.of(0, "1.0", outcomes, "1.1")
+    with pytest.raises(ValueError, match="numbers of experts"):
+        replace(group, experts=group.routes()[0][:-1])
+    found = SampleGroup.from_bytes(group.to_bytes())
+    context = replace(world.context(1), stored=lambda _: found)
+    made = StoredInterface().generate(None, _named("a"), context).sample
+    assert made is not None
+    assert made.tensor(EXPERTS).tolist() == rows.flatten().tolist()
+    assert made.lengths[EXPERTS] == [[12, 0]]
+
+
 def _named(*ids: str) -> SequenceSample:
     return SequenceSample.from_default([1] * len(ids), ids, {"prompt_ids": torch.ones(len(ids))})
 
 
-def test_supports_are_keys_of_the_calls_that_need_them(make_world: MakeWorld) -> None:
-    """The critic reads no log-probabilities. Without top-k, and in evaluations, there are none; nor
-    in an algorithm of the user's own, unless it says so."""
+def test_records_are_keys_of_the_calls_that_need_them(make_world: MakeWorld) -> None:
+    """The critic reads no log-probabilities, and a reference has experts of its own. Without the
+    settings, and in evaluations, there are none; nor in an algorithm of the user's own, unless it
+    says so."""
     world = make_world(recompute_logprobs=True, kl={"coef": 0.1})
     config = restricted(world.settings.config)
 
@@ -168,7 +241,7 @@ def test_supports_are_keys_of_the_calls_that_need_them(make_world: MakeWorld) ->
         return {
             call.name
             for call in algorithm.calls(config)
-            if {SIZES, IDS} & {*call.inputs, *call.outputs}
+            if {SIZES, IDS, EXPERTS} & {*call.inputs, *call.outputs}
         }
 
     assert users(world.ppo, config) == {"actor_gen", "actor_inf", "ref_inf", "actor_train"}
@@ -176,12 +249,14 @@ def test_supports_are_keys_of_the_calls_that_need_them(make_world: MakeWorld) ->
     assert not users(world.ppo, restricted(config, greedy=True))
     for call in world.ppo.evaluation_calls(config):
         assert SIZES not in call.outputs
+    routed = restricted(world.settings.config, top_k=None, replay_experts=True)
+    assert users(world.ppo, routed) == {"actor_gen", "actor_inf", "actor_train"}
 
     class Own(PolicyGradient):
         pass
 
     class Replaying(PolicyGradient):
-        replays_support = True
+        replays = True
 
     assert not users(Own(batch_size=4), config)
     assert users(Replaying(batch_size=4), config)
