@@ -144,7 +144,7 @@ async def everything(
             "greedy": request("greedy", 6, 5, greedy=True, first=9),
             "stops": request("stops", 5, 6, 7, stop_token_ids=(11, 12, 13), min_new_tokens=3),
             "strings": request("strings", 5, 8, stop_strings=("aab", "ccc", "ff")),
-            "top": request("top", 30, 9, top_k=5, top_p=0.9, first=3),
+            "top": request("top", 30, 9, top_k=5, top_p=0.9, first=3, support=True),
             "aborted": request("aborted", 8, 10, 11, max_new_tokens=60),
             "cancelled": request("cancelled", 8, 12, max_new_tokens=60),
         }.items()
@@ -176,6 +176,7 @@ def alike(found: Completion, wanted: Completion) -> None:
         wanted.finish,
     )
     assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+    assert found.support == wanted.support
 
 
 @pytest.fixture(scope="module")
@@ -287,8 +288,8 @@ def breaking(setup: Setup, how: str, weights: Path) -> None:
             return taken()
 
         def other_tokens(*args: Any, **options: Any) -> Any:
-            tokens, logprobs = sample(*args, **options)
-            return (tokens + 1) % 33, logprobs
+            drawn = sample(*args, **options)
+            return drawn._replace(tokens=(drawn.tokens + 1) % 33)
 
         def unreadable(*_: object) -> None:
             raise OSError("stale file handle")
@@ -385,10 +386,10 @@ def disagreeing(setup: Setup, way: str, token: int) -> None:
     sample, draws = module.sample, count()
 
     def other_token(*args: Any, **options: Any) -> Any:
-        tokens, logprobs = sample(*args, **options)
+        drawn = sample(*args, **options)
         if dist.get_rank() == 1 and next(draws) == 2:
-            tokens[0] = token
-        return tokens, logprobs
+            drawn.tokens[0] = token
+        return drawn
 
     module.sample = other_token
     generation_module._pages_pay = lambda *_: way == "pages"

@@ -117,8 +117,8 @@ class Replaced:
 
     @property
     def draws(self) -> Any:
-        tokens, logprobs, support = self.graph.draws
-        return Sampled(tokens + 1, logprobs, support)
+        drawn: Sampled = self.graph.draws
+        return drawn._replace(tokens=drawn.tokens + 1)
 
     def replay(self) -> None:
         self.graph.replay()
