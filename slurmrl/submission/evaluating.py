@@ -54,7 +54,7 @@ OF_ENGINES: Final = (
 OF_LAYOUT: Final = ("model", "gpus")
 OF_HOSTS: Final = ("hosts", "workers_per_host")
 """What of `actor` and `cluster` is about the layout of the trainers."""
-OF_TRAINING_SAMPLES: Final = ("n", "temperature", "greedy", "top_p", "top_k")
+OF_TRAINING_SAMPLES: Final = ("n", "temperature", "greedy", "top_p", "top_k", "replay_experts")
 """Settings of `rollout` that evaluations do not have in common with it."""
 SAMPLING: Final = ("n", "temperature", "greedy", "max_new_tokens")
 SCORING: Final = ("pass_score", "vote_pattern")

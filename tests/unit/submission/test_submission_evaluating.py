@@ -31,7 +31,10 @@ GRPO = {
         "lora": {"rank": 2},
     },
     "ref": {"path": "trial:sft/1"},
-    "rollout": {"n": 8, "max_new_tokens": 6, "top_p": 0.9, "temperature": 0.7, "tasks": {}},
+    "rollout": {
+        **{"n": 8, "max_new_tokens": 6, "top_k": 20, "top_p": 0.9, "temperature": 0.7},
+        **{"replay_experts": True, "tasks": {}},
+    },
     "reward": {"name": "exact_match"},
     "dataset": {"type": "prompt", "path": "training.jsonl"},
     "evaluation": {
@@ -78,7 +81,8 @@ def test_it_has_what_the_evaluation_has_and_nothing_that_trains(trained: Trained
     assert (config.algorithm["batch_size"], config.algorithm["pass_score"]) == (8, 0.5)
     rollout = config.rollout
     assert (rollout.n, rollout.max_new_tokens) == (4, 6)  # the override applies to the evaluation
-    assert (rollout.temperature, rollout.top_p, rollout.tasks) == (1.0, 1.0, None)
+    assert (rollout.temperature, rollout.top_k, rollout.top_p) == (1.0, None, 1.0)
+    assert (rollout.replay_experts, rollout.tasks) == (False, None)
     assert config.dataset.path == str(trained.root / "rows.jsonl")
     assert config.dataset.max_prompt_tokens == 9
     assert config.actor.backend == "fsdp:d2"
