@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.algorithms.rollout.recorded import add_experts, add_support
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import SampledSupport
-from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, denominator, loss, make
+from slurmrl.engines.rollout.server_engine import ServerEngine
+from slurmrl.models.generate import GenerationOptions, GenerationOutput
+from slurmrl.parallel.groups import build
+from tests.distributed.engines.cases import (
+    ARCHITECTURE,
+    Placed,
+    Setup,
+    batch,
+    denominator,
+    loss,
+    make,
+)
 
 
 def supported() -> SequenceSample:
@@ -46,3 +61,22 @@ def replayed(
     outputs = engine.forward(sample, temperature=0.7)
     stats = engine.train_batch(sample, loss, denominator(sample), temperature=0.7)
     return outputs, stats
+
+
+def shared() -> SampledSupport | None:
+    """What a rank knows of the output of a server that another one asks."""
+    context = build(
+        [Placed("actor", (0, 1), {"tp": 2})], rank=dist.get_rank(), device=torch.device("cpu")
+    )["actor"]
+    engine: Any = SimpleNamespace(tensor_ranks=2, context=context)
+    options = GenerationOptions(max_new_tokens=2, top_k=3, support=True)
+    output = None
+    if context.is_leader:
+        support = SampledSupport()
+        support.skip(1)
+        support.add([4, 7])
+        one = torch.tensor([2])
+        output = GenerationOutput(
+            torch.tensor([5, 7]), one, one - 1, torch.zeros(2), one > 0, support
+        )
+    return ServerEngine._share(engine, output, options).support

@@ -49,3 +49,9 @@ def test_ranks_replay_supports_as_one_process_does(
             assert (found[name] - values).abs().max() < 2e-5, name
         assert stats["loss"] == pytest.approx(step["loss"], rel=1e-5)
         assert stats["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-5)
+
+
+def test_ranks_that_share_a_server_have_its_supports(ranks: RankPool) -> None:
+    for found in ranks(2, "tests.distributed.engines.replay_cases:shared"):
+        assert found is not None
+        assert (list(found.sizes), list(found.ids)) == ([0, 2], [4, 7])

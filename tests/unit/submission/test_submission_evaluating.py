@@ -32,8 +32,8 @@ GRPO = {
     },
     "ref": {"path": "trial:sft/1"},
     "rollout": {
-        **{"n": 8, "max_new_tokens": 6, "top_k": 20, "top_p": 0.9, "temperature": 0.7},
-        **{"replay_experts": True, "tasks": {}},
+        "n": 8, "max_new_tokens": 6, "top_k": 20, "top_p": 0.9, "temperature": 0.7,
+        "replay_experts": True, "tasks": {},
     },
     "reward": {"name": "exact_match"},
     "dataset": {"type": "prompt", "path": "training.jsonl"},
