@@ -49,8 +49,8 @@ class AlgorithmSchema(Section, ABC):
 
     trains_on_samples: ClassVar[bool] = False
     """Whether losses take the probabilities of sampled tokens for those that they were drawn with.
-    Then sampling may not be restricted to a part of the vocabulary, unless it
-    ``replays``."""
+    Then sampling may not be restricted to a part of the vocabulary, unless it ``replays`` what is
+    recorded of that."""
 
     replays: ClassVar[bool] = False
     """Whether all models compute log-probabilities under the part of the vocabulary that generation

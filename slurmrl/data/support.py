@@ -1,9 +1,7 @@
 """What generation records about the tokens of a batch. Torch-free.
 
-Sampled supports are the tokens that top-k and top-p left for each draw.
-
-A support is an ascending list of token ids. An empty one stands for the whole vocabulary, and for
-tokens that were not drawn.
+The support of a token is what top-k and top-p left for its draw: token ids, ascending. An empty
+one stands for the whole vocabulary, and for tokens that were not drawn.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ SIZES = "support_sizes"
 """Key of a batch: the number of token ids in each token's support."""
 IDS = "support_ids"
 """Key of a batch: the token ids of the supports of a sequence, one behind the other."""
-
 EXPERTS = "experts"
 """Key of a batch: the experts of all blocks that read a token, for each token of a sequence, one
 behind the other; -1 stands for the router's choice. Nothing for a sequence without a record."""

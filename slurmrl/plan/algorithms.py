@@ -71,8 +71,8 @@ class Algorithm(Protocol):
 
     trains_on_samples: ClassVar[bool]
     """Whether losses take the probabilities of sampled tokens for those that they were drawn with.
-    Then sampling may not be restricted to a part of the vocabulary, unless it
-    ``replays``."""
+    Then sampling may not be restricted to a part of the vocabulary, unless it ``replays`` what is
+    recorded of that."""
 
     replays: ClassVar[bool]
     """Whether all models compute log-probabilities under the part of the vocabulary that generation

@@ -63,7 +63,8 @@ def call_context() -> CallContext:
     )
     settings = Settings(config, ppo, cast(Any, None))
     scalars = PolicyScalars(ppo).values()
-    return CallContext(1, 1, scalars, cast(Any, None), settings, (3,), names)
+    # All logits are 0, so top-k leaves the lowest ids: no completion draws the stop token.
+    return CallContext(1, 1, scalars, cast(Any, None), settings, (60,), names)
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
