@@ -125,7 +125,7 @@ class Rollout(Section):
     server_args: Sequence[Line] = ()
     """Further arguments of each server, a word each: `[--mem-fraction-static, "0.5"]`. They win
     over those that slurmrl sets, its share of GPU memory included. Keys, addresses, the model and
-    its layout are not theirs to set."""
+    its layout are not theirs to set, nor are files with arguments (`--config`)."""
     server_start_s: PositiveFloat = 600.0
     """Seconds that a server may take to start, and to read new weights. It is started three times
     before the run fails. With `servers`: also the seconds without a usable one after which requests

@@ -13,7 +13,11 @@ KEY: Final = "all users of the host could read the key, and a Unix socket of you
 ADDRESS: Final = "slurmrl chooses where the server listens"
 MODEL: Final = "the server has the actor, and gets its weights from slurmrl"
 LAYOUT: Final = "rollout.backend says over how many GPUs a server is spread"
+FILE: Final = (
+    "its file could set what rollout.server_args must not; write its settings there as arguments"
+)
 OF_ALL: Final = {
+    "--config": FILE,
     **dict.fromkeys(("--api-key",), KEY),
     **dict.fromkeys(("--host", "--port"), ADDRESS),
     **dict.fromkeys(("--model", "--load-format"), MODEL),

@@ -175,6 +175,8 @@ def test_the_share_becomes_the_engines_own_fractions() -> None:
             "[--tp, '2', --enable-custom-logit]",
             ["'--tp' is not allowed: rollout.backend says", "requests carry"],
         ),
+        ("sglang", "[--config, f.yaml]", ["'--config' is not allowed: its file could set what"]),
+        ("vllm", "[--config=f.yaml, --context-length=9]", ["write its settings there as"]),
         ("vllm", "[--load_format, auto]", ["'--load_format' is not allowed: the server has the"]),
         ("vllm", "[-tp, '2']", ["'-tp' is not allowed: rollout.backend says over how many GPUs"]),
         ("vllm", "[--logprobs-mode=raw_logprobs]", ["distribution drawn from"]),
