@@ -6,14 +6,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.config.servers import Address
@@ -26,6 +29,7 @@ from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.kept import KeptEngine
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.sglang import SglangDialect
+from slurmrl.engines.rollout.sglang_checksums import on_gpu
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 from tests.engines.conftest import (
@@ -198,10 +202,10 @@ class Recorder(HttpClient):
         meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": []}
         meta["output_token_sampling_logprobs"] = []  # type: ignore[assignment]
         answer = {"output_ids": [], "text": "", "meta_info": meta}
-        return {**answer, "success": True, "per_engine_checksum": "a"}
+        return {**answer, "success": True, "ranks": []}
 
 
-def test_bodies_are_those_of_sglangs_own_classes(tmp_path: Path) -> None:
+def test_bodies_are_those_of_sglangs_own_classes(versions: dict[str, Path]) -> None:
     """Every field that is sent has a name and a value that this version of SGLang knows; it ignores
     fields with other names."""
 
@@ -219,7 +223,7 @@ def test_bodies_are_those_of_sglangs_own_classes(tmp_path: Path) -> None:
             await speaker.draw(draw)
         await speaker.abort("n")
         await speaker.pause()
-        await speaker.load(WeightVersion(name="1.1", folder=tmp_path))
+        await speaker.load(WeightVersion(name="1.1", folder=versions["1.1"]))
         await speaker.resume()
         await speaker.sleep()
         await speaker.wake()
@@ -255,6 +259,81 @@ def test_log_probabilities_are_those_of_transformers(
         assert set(made.versions) == {"1.1"}
         assert made.finish == "length"
         check(served.versions["1.1"], PROMPT, made, 0.7)
+
+
+async def _load_for(served: Served, read: Path, version: WeightVersion) -> None:
+    """Have the server read another folder than that of the version that it is to load."""
+    client = HttpClient(Address(f"unix:{served.folder.path / 'server.sock'}"))
+    post = client.post
+
+    async def astray(path: str, body: Any = None, **options: Any) -> object:
+        if path == "/update_weights_from_disk":
+            body = {**body, "model_path": str(read)}
+        return await post(path, body, **options)
+
+    client.post = astray  # type: ignore[method-assign]
+    speaker = dialect(client)
+    try:
+        await speaker.connect()
+        await speaker.pause()
+        await speaker.load(version)
+    finally:
+        await speaker.resume()
+        await speaker.close()
+
+
+def test_a_server_whose_weights_are_not_those_of_its_version_is_found(
+    served: Served, tmp_path: Path
+) -> None:
+    """It reports the version of weights of which it has one other tensor, or does not have one. The
+    checksums of the weights that it ought to have are those of their files."""
+    wrong, part = tmp_path / "wrong", tmp_path / "part"
+    version = served.version("2.1")
+    assert version.folder is not None
+    for folder in (wrong, part):
+        shutil.copytree(version.folder, folder)
+    tensors = load_file(version.folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    other = tensors.pop(name)
+    save_file(tensors, part / "model.safetensors", {"format": "pt"})
+    tensors[name] = other.roll(1)
+    save_file(tensors, wrong / "model.safetensors", {"format": "pt"})
+    for folder in (part, wrong):  # after 1.1 the part has its own tensor
+        served.loop.run(_load_for(served, served.versions["1.1"], served.version("1.1")))
+        with pytest.raises(RunFailedError, match=rf"2\.1: 1 of 17 parameters .*\({name}\)"):
+            served.loop.run(_load_for(served, folder, version))
+    served.loop.run(_load_for(served, served.versions["1.1"], served.version("1.1")))
+
+
+RUN_KERNEL = """
+import importlib.util, json, sys
+from pathlib import Path
+import torch
+found = importlib.util.find_spec("sglang")
+path = Path(found.submodule_search_locations[0]) / "kernels/ops/memory/gpu_tensor_hash.py"
+spec = importlib.util.spec_from_file_location("gpu_tensor_hash", path)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+for words in json.load(sys.stdin):
+    tensor = torch.tensor(words, dtype=torch.bfloat16)
+    print(f"{module.gpu_tensor_hash(tensor, use_cg=False):016x}")
+"""
+
+
+def test_checksums_of_gpus_are_those_of_sglangs_kernel() -> None:
+    """Triton interprets SGLang's kernel on a CPU; -O takes out that it asks for a GPU."""
+    contents = [[0.5, -3.0, 7.0], [float(number % 251) for number in range(16_390)]]
+    done = subprocess.run(
+        [PYTHON, "-O", "-c", RUN_KERNEL],
+        input=json.dumps(contents),
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    tensors = (torch.tensor(each, dtype=torch.bfloat16) for each in contents)
+    assert done.stdout.split() == [on_gpu(tensor, torch.device("cpu")) for tensor in tensors]
 
 
 async def _one(served: Served, asked: GenerationRequest) -> tuple[Completion, ...]:

@@ -6,15 +6,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.config.servers import Address
@@ -29,7 +32,7 @@ from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.served import ServedEngine
 from slurmrl.engines.rollout.server import KeptServer
 from slurmrl.engines.rollout.vllm import VllmDialect, request_body
-from slurmrl.errors import UsageError
+from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 from tests.engines.conftest import (
     CONTEXT,
@@ -359,6 +362,43 @@ def test_a_server_with_another_vocabulary_is_refused(served: Served) -> None:
     for size in (VOCABULARY - 1, VOCABULARY + 1):
         with pytest.raises(UsageError, match=f"does not have a vocabulary of {size} token ids"):
             served.loop.run(main(size))
+
+
+def test_a_server_whose_weights_are_not_those_of_its_version_is_found(
+    served: Served, tmp_path: Path
+) -> None:
+    """It reports a version and has read other files, of which a norm differs. The checksums of the
+    weights that it ought to have are those of their files."""
+    version = served.version("2.1")
+    assert version.folder is not None
+    shutil.copytree(version.folder, tmp_path / "wrong")
+    tensors = load_file(version.folder / "model.safetensors")
+    name = "model.layers.1.input_layernorm.weight"
+    tensors[name] = tensors[name].roll(1)
+    save_file(tensors, tmp_path / "wrong/model.safetensors", {"format": "pt"})
+
+    async def main(read: Path) -> None:
+        client = HttpClient(served.servers[0]._address)
+        post = client.post
+
+        async def astray(path: str, body: Any = None, **options: Any) -> object:
+            if body and body.get("method") == "reload_weights":
+                body = {**body, "kwargs": {"weights_path": str(read)}}
+            return await post(path, body, **options)
+
+        client.post = astray  # type: ignore[method-assign]
+        speaker = VllmDialect(client, model=MODEL)
+        try:
+            await speaker.connect()
+            await speaker.pause()
+            await speaker.load(version)
+        finally:
+            await speaker.resume()
+            await speaker.close()
+
+    served.loop.run(main(version.folder))
+    with pytest.raises(RunFailedError, match=rf"2\.1: 1 of 8 parameters .*\({name}\)"):
+        served.loop.run(main(tmp_path / "wrong"))
 
 
 def test_four_thousand_requests_at_once_and_64_completions_of_a_prompt(served: Served) -> None:

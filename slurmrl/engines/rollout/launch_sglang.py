@@ -33,6 +33,14 @@ def unused_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def wait_for_no_gpu() -> None:
+    """On a CPU, let SGLang compute checksums of its weights: before 0.5.23 it waits for a GPU
+    first, also where there is none."""
+    import torch
+
+    torch.cuda.synchronize = lambda device=None: None
+
+
 def main(path: str, arguments: list[str]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import http_server
@@ -47,5 +55,7 @@ def main(path: str, arguments: list[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+if "--device cpu" in " ".join(sys.argv):  # also in the processes that SGLang starts
+    wait_for_no_gpu()
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2:])

@@ -19,6 +19,7 @@ from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.kept import KeptEngine
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.server import Running, Serving
+from slurmrl.engines.rollout.weight_checks import WeightChecks
 from slurmrl.fsio.calls import REAL
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf import CONFIG_FILE
@@ -51,8 +52,7 @@ class ServerKind(ABC):
         self.config, self.dtype, self.serving = config, dtype, serving
         self.tensor_ranks, self.device = tensor_ranks, device
         self.model = ServedModel.of(config, dtype, text=serving.text)
-        self._checksums: dict[str, dict[str, object]] = {}
-        """Those that servers have reported, by address and weight version."""
+        self.checks = WeightChecks(device, own=isinstance(serving, Serving))
 
     @abstractmethod
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:

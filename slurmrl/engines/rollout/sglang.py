@@ -25,6 +25,8 @@ from slurmrl.engines.rollout.dialect import Dialect, Draw
 from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
 from slurmrl.engines.rollout.fitness import ServedModel, check_sglang, field_of
 from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.engines.rollout.sglang_checksums import digest_of, read_checksums
+from slurmrl.engines.rollout.weight_checks import Held, ServerCheck, WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
 
 CONTROL_S = 60.0
@@ -176,21 +178,20 @@ class SglangDialect(Dialect):
         *,
         model: ServedModel,
         full_logprobs: bool = False,
-        checksums: dict[str, object] | None = None,
+        checks: WeightChecks | None = None,
         health_s: float = 30.0,
     ) -> None:
         """``control``: a client with the key for administration, if that is another one.
         ``model``: `connect` refuses servers of other models. ``full_logprobs``: see
-        `read_reply`. ``checksums``: those of weight versions that other starts of this server have
-        loaded; this one is compared with them. ``health_s``: time limit of `health`; at least the
-        longest step of the model."""
+        `read_reply`. ``checks``: those of all servers of this run. ``health_s``: time limit of
+        `health`; at least the longest step of the model."""
         self._client, self._control = client, control or client
         self._model = model
         self._full = full_logprobs
-        self._checksums = {} if checksums is None else checksums
+        self._checks = checks or WeightChecks()
+        self._check: ServerCheck | None = None
         self._health_s = health_s
         self._context = 0
-        self._on_gpu = False
         self._draws: dict[str, PiecewiseDraw] = {}
         self._running = asyncio.Event()
         self._running.set()
@@ -201,7 +202,7 @@ class SglangDialect(Dialect):
         info = await self._info(CONTROL_S)
         model = await self._get("/model_info")
         self._context = check_sglang(self.where, info, model, self._model)
-        self._on_gpu = field_of(self.where, info, "device") == "cuda"
+        self._check = ServerCheck(self._checks, self.where, digest_of(info), self._held)
         await self.resume()  # a client that was lost during an update has left it paused
         await self._model.check_vocabulary(self.where, self._knows)
         return self._context
@@ -275,25 +276,18 @@ class SglangDialect(Dialect):
             "flush_cache": True,
         }
         await self._wait_until_idle()  # 0.5.20 would end, later versions refuse the update
+        assert self._check is not None, "a server loads weights once it was connected to"
+        await self._check.before_load()
         await self._succeed("/update_weights_from_disk", body)
         await self.check_version(version.name)
-        await self._compare(version.name)
+        await self._check.after_load(version)
 
     async def version(self) -> str:
         return str(field_of(self.where, await self._get("/model_info"), "weight_version"))
 
-    async def _compare(self, version: str) -> None:
-        """Check that the server's tensors are those of its earlier starts with this version.
-        (SGLang computes checksums on GPUs only.)"""
-        if not self._on_gpu:
-            return
+    async def _held(self) -> list[Held]:
         reply = await self._succeed("/weights_checker", {"action": "checksum"})
-        checksum = field_of(self.where, reply, "per_engine_checksum")
-        if self._checksums.setdefault(version, checksum) != checksum:
-            raise RunFailedError(
-                f"{self.where}: its weights of version {version} differ from those that it held "
-                "before it was started again"
-            )
+        return read_checksums(self.where, reply)
 
     async def sleep(self) -> None:
         await self._wait_until_idle()  # a process of the server that still computes would end

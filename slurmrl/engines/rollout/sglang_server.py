@@ -96,13 +96,12 @@ class SglangServer(ServerKind):
         return ENVIRONMENT
 
     def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
-        checksums = self._checksums.setdefault(client.address.text, {})
         return SglangDialect(
             client,
             control,
             model=self.model,
             full_logprobs=True,
-            checksums=checksums,
+            checks=self.checks,
             health_s=self.serving.patience.silence_s,
         )
 

@@ -27,6 +27,8 @@ from slurmrl.engines.rollout.fitness import (
     without_dev_mode,
 )
 from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.engines.rollout.vllm_checksums import digest_of, read_checksums
+from slurmrl.engines.rollout.weight_checks import Held, ServerCheck, WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 
@@ -146,13 +148,16 @@ class VllmDialect(Dialect):
         control: HttpClient | None = None,
         *,
         model: ServedModel,
+        checks: WeightChecks | None = None,
         health_s: float = 30.0,
     ) -> None:
         """``control``: a client with the key for administration, if that is another one. ``model``:
-        `connect` refuses servers of other models. ``health_s``: time limit of `health`; at least
-        the longest step of the model."""
+        `connect` refuses servers of other models. ``checks``: those of all servers of this run.
+        ``health_s``: time limit of `health`; at least the longest step of the model."""
         self._client, self._control = client, control or client
         self._model = model
+        self._checks = checks or WeightChecks()
+        self._check: ServerCheck | None = None
         self._health_s = health_s
         self.where = client.address.text
 
@@ -164,6 +169,8 @@ class VllmDialect(Dialect):
             raise without_dev_mode(self.where, error) from error
         models = await self._get("/v1/models")
         context = check_vllm(self.where, version, server, models, self._model)
+        digest = digest_of(server)
+        self._check = ServerCheck(self._checks, self.where, digest, self._held, first_only=True)
         await self.resume()  # a client that was lost during an update has left it paused
         await self._try()
         await self._model.check_vocabulary(self.where, self._knows)
@@ -216,12 +223,19 @@ class VllmDialect(Dialect):
             raise UsageError(
                 f"weight version {version.name}: {version.folder} is not a folder with a checkpoint"
             )
+        assert self._check is not None, "a server loads weights once it was connected to"
+        await self._check.before_load()
         await self._call("update_config", overrides=LOADING)
         await self._call("reload_weights", weights_path=str(version.folder))
         if field_of(self.where, await self._post(RESET), "success") is not True:
             raise RunFailedError(f"{self.where}: the server did not empty its prefix cache")
         await self._post("/update_weight_version", {"new_version": version.name})
         await self.check_version(version.name)
+        await self._check.after_load(version)
+
+    async def _held(self) -> list[Held]:
+        reply = await self._post("/weight_checker", {"action": "checksum"}, None)
+        return read_checksums(self.where, reply)
 
     async def version(self) -> str:
         return str(field_of(self.where, await self._get("/weight_info"), "weight_version"))

@@ -95,7 +95,7 @@ class VllmServer(ServerKind):
 
     def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
         health_s = self.serving.patience.silence_s
-        return VllmDialect(client, control, model=self.model, health_s=health_s)
+        return VllmDialect(client, control, model=self.model, checks=self.checks, health_s=health_s)
 
 
 class VllmEngine(ServerEngine):

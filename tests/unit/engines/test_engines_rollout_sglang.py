@@ -19,6 +19,8 @@ from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
 from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.sglang import SglangDialect, read_reply, request_body
+from slurmrl.engines.rollout.sglang_checksums import digest_of, read_checksums
+from slurmrl.engines.rollout.weight_checks import Held, TensorPart
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 
@@ -291,3 +293,39 @@ def test_weights_and_sleep_wait_until_no_batch_runs(tmp_path: Path, busy: bool) 
     idle = "/flush_cache?timeout=30"
     changes = ["/update_weights_from_disk", "/release_memory_occupation"]
     assert asyncio.run(work()) == ([idle, idle] if busy else [idle, changes[0], idle, changes[1]])
+
+
+@pytest.mark.parametrize(
+    ("info", "reason"),
+    [
+        ({"device": "cuda"}, None),
+        ({"device": "cuda", "tp_size": 4}, None),
+        ({"device": "cpu", "attention_backend": "torch_native", "tp_size": 1}, None),
+        ({"device": "cpu", "attention_backend": "torch_native", "tp_size": 2}, "another form"),
+        ({"device": "cpu", "attention_backend": "intel_amx", "tp_size": 1}, "another form"),
+        ({"device": "cuda", "quantization": "fp8"}, "quantizes"),
+        ({"device": "cuda", "torchao_config": "int8wo"}, "quantizes"),
+        ({"device": "cuda", "dp_size": 2}, "several servers"),
+    ],
+)
+def test_servers_that_hold_weights_in_another_form_are_not_checked(
+    info: Mapping[str, Any], reason: str | None
+) -> None:
+    """Their parameters differ from the files without a fault."""
+    digest = digest_of(info)
+    assert isinstance(digest, str) == (reason is not None)
+    assert reason is None or reason in str(digest)
+
+
+def test_checksums_of_another_model_than_the_trained_one_are_left_out() -> None:
+    """Of a draft model, which a server may have beside it."""
+    place = {"tp_rank": 1, "tp_size": 2, "pp_rank": 0, "rank": 1}
+    reply = {
+        "ranks": [
+            {"checksums": {"a": "1"}, "parallelism_info": place},
+            {"checksums": {"a": "2"}, "parallelism_info": {**place, "role": "draft"}},
+        ]
+    }
+    assert read_checksums("server", reply) == [Held(TensorPart(1, 2), {"a": "1"})]
+    with pytest.raises(RunFailedError, match="does not have SGLang's form"):
+        read_checksums("server", {"success": True})

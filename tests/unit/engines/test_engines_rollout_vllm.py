@@ -15,7 +15,9 @@ from slurmrl.engines.rollout.base import Completion, WeightVersion
 from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.vllm import VllmDialect, read_reply
+from slurmrl.engines.rollout.vllm_checksums import digest_of, read_checksums
 from slurmrl.engines.rollout.vllm_server import command
+from slurmrl.engines.rollout.weight_checks import Held, TensorPart
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 
 REPLY: dict[str, Any] = {
@@ -172,8 +174,33 @@ def test_a_server_with_another_vocabulary_is_refused_at_once(size: int) -> None:
 def test_an_update_that_did_not_take_effect_fails(
     answers: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    dialect = VllmDialect(ScriptedClient({**SERVER, **answers}), model=MODEL)
+    async def load(answers: dict[str, Any]) -> None:
+        dialect = VllmDialect(ScriptedClient(answers), model=MODEL)
+        await dialect.connect()
+        await dialect.load(WeightVersion(name="2.1", folder=tmp_path))
+
     with pytest.raises(RunFailedError, match=message):
-        asyncio.run(dialect.load(WeightVersion(name="2.1", folder=tmp_path)))
-    whole = VllmDialect(ScriptedClient(SERVER), model=MODEL)
-    asyncio.run(whole.load(WeightVersion(name="2.1", folder=tmp_path)))
+        asyncio.run(load({**SERVER, **answers}))
+    asyncio.run(load(SERVER))
+
+
+def test_checksums_are_read_by_rank_without_matrices() -> None:
+    """The rank is in the name; what kernels may have reordered is left out."""
+    reply = {
+        "checksums": {
+            f"dp0:pp0:pcp0:tp{rank}:model.{name}": f"{rank}"
+            for rank in (0, 1)
+            for name in ("norm.weight", "layers.0.mlp.down_proj.weight")
+        }
+    }
+    assert read_checksums("server", reply) == [
+        Held(TensorPart(rank, 2), {"model.norm.weight": f"{rank}"}) for rank in (0, 1)
+    ]
+    with pytest.raises(RunFailedError, match=r"model\.x has not the form of vLLM's names"):
+        read_checksums("server", {"checksums": {"model.x": "0"}})
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_servers_that_quantize_are_not_checked(quantization: str | None) -> None:
+    digest = digest_of({"vllm_config": {"model_config": {"quantization": quantization}}})
+    assert isinstance(digest, str) == (quantization is not None)

@@ -1,0 +1,288 @@
+"""Whether a server holds the weights of a version: the checksums of its parameters are compared
+with those of the version's files.
+
+A server joins matrices that the files have apart, splits parameters over its tensor ranks and fills
+up the vocabulary; `parameter` does the same with the files. Parameters that it does not know are
+not compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from slurmrl import log
+from slurmrl.engines.rollout.base import WeightVersion
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.hf import Tensors, open_tensors, read_values
+
+logger = log.get(__name__)
+
+Digest: TypeAlias = Callable[[Tensor, torch.device], str | None]
+"""A server's checksum of a parameter, which may be computed on a device; None where the server's
+is not known."""
+JOINED: Mapping[str, Sequence[str]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Parameters of servers that the files have in parts."""
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
+FULL_ROWS = 64
+"""Servers fill up the vocabulary to a multiple, with rows of zeros."""
+SPLIT_INSIDE = ("o_proj.weight", "down_proj.weight")
+"""Matrices whose columns are split over the tensor ranks."""
+NORM = "norm.weight"
+ADDS_ONE = ("gemma",)
+"""Families whose norms multiply by 1 + weight, a sum that SGLang stores."""
+REPEATED = (NORM, "o_proj.bias", "down_proj.bias")
+"""What every tensor rank holds whole."""
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+"""Matrices of gpt2, whose files have them as [inputs, outputs]."""
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """One of the tensor ranks over which a server splits its parameters."""
+
+    rank: int = 0
+    of: int = 1
+
+
+@dataclass(frozen=True)
+class Held:
+    """The checksums of a tensor rank's parameters, by their names on the server."""
+
+    part: TensorPart
+    checksums: Mapping[str, str]
+
+
+Expected: TypeAlias = dict[tuple[TensorPart, str], str | None]
+"""Checksums of parameters by tensor rank and name; None for those that are not known."""
+
+
+def parameter(
+    files: Tensors, config: Mapping[str, Any], name: str, part: TensorPart
+) -> Tensor | None:
+    """A server's parameter; None for one that is not known."""
+    module, _, kind = name.rpartition(".")
+    path, _, module = module.rpartition(".")
+    sources = [f"{path}.{each}.{kind}" for each in JOINED.get(module, ())] or [name]
+    if any(source not in files for source in sources):
+        return None
+    if name.endswith(NORM) and config["model_type"] in ADDS_ONE:
+        return None
+    tensors = [files.read(source) for source in sources]
+    if name.endswith(VOCABULARY):
+        tensors = [_filled_up(tensors[0])]
+    elif name.endswith(TRANSPOSED):
+        tensors = [tensors[0].T]
+    if part.of > 1:
+        parts = _parts(name, sources, tensors, config, part)
+        if parts is None:
+            return None
+        tensors = parts
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _parts(
+    name: str,
+    sources: Sequence[str],
+    tensors: Sequence[Tensor],
+    config: Mapping[str, Any],
+    part: TensorPart,
+) -> list[Tensor] | None:
+    """What a tensor rank holds of the tensors."""
+    if name.endswith(REPEATED):
+        return list(tensors)
+    axis = 1 if name.endswith(SPLIT_INSIDE) else 0
+    if not (axis or len(sources) > 1 or name.endswith(VOCABULARY)):
+        return None
+    parts = []
+    for source, tensor in zip(sources, tensors, strict=True):
+        of = part.of
+        if ".k_proj." in source or ".v_proj." in source:  # with fewer heads, ranks share them
+            of = min(of, int(config["num_key_value_heads"]))
+        if part.of % of or tensor.shape[axis] % of:
+            return None
+        size = tensor.shape[axis] // of
+        parts.append(tensor.narrow(axis, part.rank // (part.of // of) * size, size))
+    return parts
+
+
+def elements(tensor: Tensor) -> Tensor:
+    """Its bytes, row by row."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def sha256(tensor: Tensor) -> str:
+    """Of a tensor in host memory."""
+    return hashlib.sha256(elements(tensor).numpy().data).hexdigest()
+
+
+def _filled_up(rows: Tensor) -> Tensor:
+    missing = -len(rows) % FULL_ROWS
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+class WeightChecks:
+    """The checks of all servers of a run. Whether a server computes the known checksums shows when
+    they agree for the first time: from then on, every difference is an error."""
+
+    def __init__(self, device: torch.device | None = None, *, own: bool = False) -> None:
+        """``device``: of this process, to compute on. ``own``: whether servers start without
+        weights."""
+        self.own = own
+        self.proven: set[str] = set()
+        """The servers whose checksums have agreed."""
+        self._device = device or torch.device("cpu")
+        self._lock = asyncio.Lock()
+        self._version = ""
+        self._expected: Expected = {}
+        """Checksums of the parameters of this version."""
+        self._before: dict[str, tuple[str, Sequence[Held]]] = {}
+        """The last version that each server has loaded, and its checksums."""
+        self._told: set[tuple[str, str]] = set()
+
+    async def check(
+        self,
+        where: str,
+        version: WeightVersion,
+        held: Sequence[Held],
+        digest: Digest,
+        *,
+        replaced: Sequence[Held] | None = None,
+    ) -> None:
+        """Compare what the server ``where`` holds since it has loaded ``version``.
+
+        ``replaced``: what it held before, if that was not these weights. Raises RunFailedError if
+        it holds something else.
+        """
+        assert version.folder is not None, "it was loaded from there"
+        async with self._lock:
+            if self._version != version.name:
+                self._version, self._expected = version.name, {}
+            expected = self._expected
+            await asyncio.to_thread(self._add, expected, version.folder, held, digest)
+            known = [
+                (each.part, name, checksum == wanted)
+                for each in held
+                for name, checksum in each.checksums.items()
+                if (wanted := expected[each.part, name]) is not None
+            ]
+        wrong = [
+            name if part.of == 1 else f"{name} of rank {part.rank}"
+            for part, name, agrees in known
+            if not agrees
+        ]
+        if not wrong:
+            self.proven |= {where} if known else set()
+            self._tell_of_the_rest(where, held, len(known))
+        elif where in self.proven or len(wrong) < len(known) or held == replaced:
+            some = ", ".join(wrong[:SHOWN])
+            raise RunFailedError(
+                f"{where}: its weights are not those of version {version.name}: {len(wrong)} of "
+                f"{len(known)} parameters differ from {version.folder} ({some})"
+            )
+        else:
+            self.tell(
+                where,
+                "it computes other checksums of its weights than slurmrl knows; they are compared "
+                "only with those before it is started again",
+            )
+        self._compare_starts(where, version.name, held)
+
+    def _add(self, expected: Expected, folder: Path, held: Iterable[Held], digest: Digest) -> None:
+        """Add what is missing to the expected checksums."""
+        config = read_values(folder)
+        with open_tensors(folder) as files:
+            for each in held:
+                for name in each.checksums:
+                    key = each.part, name
+                    if key not in expected:
+                        tensor = parameter(files, config, name, each.part)
+                        expected[key] = None if tensor is None else digest(tensor, self._device)
+
+    def _tell_of_the_rest(self, where: str, held: Sequence[Held], known: int) -> None:
+        count = sum(len(each.checksums) for each in held)
+        if count > known:
+            self.tell(
+                where,
+                f"{count - known} of its {count} parameters cannot be compared with the files of a "
+                "version",
+            )
+
+    def tell(self, where: str, what: str) -> None:
+        """Log something of a server, once."""
+        if (where, what) not in self._told:
+            self._told.add((where, what))
+            logger.warning("%s: %s", where, what)
+
+    def _compare_starts(self, where: str, version: str, held: Sequence[Held]) -> None:
+        before = self._before.get(where)
+        if before is not None and before[0] == version and before[1] != held:
+            raise RunFailedError(
+                f"{where}: its weights of version {version} differ from those that it held before "
+                "it was started again"
+            )
+        self._before[where] = version, held
+
+
+class ServerCheck:
+    """The checks of one server, since it was connected to."""
+
+    def __init__(
+        self,
+        checks: WeightChecks,
+        where: str,
+        digest: Digest | str,
+        report: Callable[[], Awaitable[Sequence[Held]]],
+        *,
+        first_only: bool = False,
+    ) -> None:
+        """``digest``: or why that of the server is not known; ``report`` asks it for what it holds;
+        ``first_only``: whether that takes too long to be done for each version."""
+        self._checks, self._where, self._report = checks, where, report
+        self._first_only = first_only
+        self._digest: Digest | None = None
+        self._replaced: Sequence[Held] | None = None
+        if isinstance(digest, str):
+            self._give_up(digest)
+        else:
+            self._digest = digest
+
+    async def before_load(self) -> None:
+        """To be called before the server replaces its weights."""
+        unproven = self._checks.own and self._where not in self._checks.proven
+        self._replaced = await self._held() if unproven else None
+
+    async def after_load(self, version: WeightVersion) -> None:
+        """Raises RunFailedError if the server does not hold the version that it has loaded."""
+        held = await self._held()
+        if held is None or self._digest is None:
+            return
+        await self._checks.check(self._where, version, held, self._digest, replaced=self._replaced)
+        if self._first_only:
+            self._digest = None
+
+    async def _held(self) -> Sequence[Held] | None:
+        if self._digest is None:
+            return None
+        try:
+            return await self._report()
+        except UsageError as error:  # a route that the server does not have, or a kind of weights
+            if self._where in self._checks.proven:
+                raise
+            self._give_up(error)
+            return None
+
+    def _give_up(self, reason: object) -> None:
+        self._digest = None
+        self._checks.tell(self._where, f"its weights are not checked: {reason}")

@@ -1,0 +1,236 @@
+"""Whether a server holds the weights of a version."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slurmrl.engines.rollout.base import WeightVersion
+from slurmrl.engines.rollout.sglang_checksums import on_gpu
+from slurmrl.engines.rollout.weight_checks import (
+    Held,
+    ServerCheck,
+    TensorPart,
+    WeightChecks,
+    parameter,
+    sha256,
+)
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.hf import open_tensors
+
+CPU = torch.device("cpu")
+LAYER = "model.layers.0"
+VOCABULARY = 70
+CONFIG = {"model_type": "qwen2", "num_key_value_heads": 2}
+
+
+def tensors(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "model.embed_tokens.weight": (VOCABULARY, 8),
+        f"{LAYER}.self_attn.q_proj.weight": (16, 8),
+        f"{LAYER}.self_attn.k_proj.weight": (4, 8),
+        f"{LAYER}.self_attn.v_proj.weight": (4, 8),
+        f"{LAYER}.self_attn.q_proj.bias": (16,),
+        f"{LAYER}.self_attn.k_proj.bias": (4,),
+        f"{LAYER}.self_attn.v_proj.bias": (4,),
+        f"{LAYER}.self_attn.o_proj.weight": (8, 16),
+        f"{LAYER}.mlp.gate_proj.weight": (12, 8),
+        f"{LAYER}.mlp.up_proj.weight": (12, 8),
+        f"{LAYER}.mlp.down_proj.weight": (8, 12),
+        f"{LAYER}.input_layernorm.weight": (8,),
+        f"{LAYER}.mlp.c_fc.weight": (8, 12),
+    }
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def version(folder: Path, name: str = "1.1", seed: int = 0) -> WeightVersion:
+    folder = folder / name
+    folder.mkdir()
+    save_file(tensors(seed), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return WeightVersion(name=name, folder=folder)
+
+
+@pytest.mark.parametrize("of", [1, 2, 4])
+def test_parameters_are_joined_split_and_filled_up_as_servers_do(tmp_path: Path, of: int) -> None:
+    """With 4 ranks, two of them hold each of the 2 key-value heads."""
+    made = tensors()
+    attention = [made[f"{LAYER}.self_attn.{name}_proj.weight"] for name in "qkv"]
+    padded = torch.cat([made["model.embed_tokens.weight"], torch.zeros(128 - VOCABULARY, 8)])
+    folder = version(tmp_path).folder
+    assert folder is not None
+    with open_tensors(folder) as files:
+
+        def held(name: str, rank: int) -> Tensor | None:
+            return parameter(files, CONFIG, name, TensorPart(rank, of))
+
+        for rank in range(of):
+            query, key, value = (
+                tensor.chunk(min(of, heads))[rank * min(of, heads) // of]
+                for tensor, heads in zip(attention, (8, 2, 2), strict=True)
+            )
+            gate_up = [made[f"{LAYER}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+            expected = {
+                f"{LAYER}.self_attn.qkv_proj.weight": torch.cat([query, key, value]),
+                f"{LAYER}.mlp.gate_up_proj.weight": torch.cat(
+                    [each.chunk(of)[rank] for each in gate_up]
+                ),
+                "model.embed_tokens.weight": padded.chunk(of)[rank],
+                f"{LAYER}.input_layernorm.weight": made[f"{LAYER}.input_layernorm.weight"],
+            }
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                columns = made[f"{LAYER}.{name}.weight"].chunk(of, dim=1)
+                expected[f"{LAYER}.{name}.weight"] = columns[rank]
+            for name, tensor in expected.items():
+                assert torch.equal(held(name, rank), tensor), name
+            assert len(held(f"{LAYER}.self_attn.qkv_proj.bias", rank)) == len(
+                torch.cat([query, key, value])
+            )
+        assert held(f"{LAYER}.mlp.experts.w13_weight", 0) is None
+        gemma = {**CONFIG, "model_type": "gemma"}
+        assert parameter(files, gemma, f"{LAYER}.input_layernorm.weight", TensorPart()) is None
+        transposed = held(f"{LAYER}.mlp.c_fc.weight", 0)
+        assert (transposed is None) == (of > 1)
+        if transposed is not None:
+            assert torch.equal(transposed, made[f"{LAYER}.mlp.c_fc.weight"].T)
+
+
+@pytest.mark.parametrize(
+    ("count", "dtype", "expected"),
+    [
+        (1, torch.float32, "a0db759edbf1dfed"),
+        (3, torch.bfloat16, "4c02bbdf1a6072f7"),
+        (8192, torch.float32, "767b62ce6307acbc"),
+        (300_001, torch.bfloat16, "a0857a5b773495c9"),
+    ],
+)
+def test_checksums_of_parameters_on_gpus_are_sglangs(
+    count: int, dtype: torch.dtype, expected: str
+) -> None:
+    """The values are those of SGLang's kernel (tests/engines runs it): of a part of a word, a tile,
+    and more than is computed at a time."""
+    assert on_gpu((torch.arange(count) % 1000 - 300).to(dtype), CPU) == expected
+
+
+def report(made: dict[str, Tensor]) -> list[Held]:
+    """What a server reports that holds these weights as they are in the files."""
+    names = ("self_attn.o_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight")
+    held = {f"{LAYER}.{name}": sha256(made[f"{LAYER}.{name}"]) for name in names}
+    return [Held(TensorPart(), {**held, f"{LAYER}.mlp.experts.w2_weight": "0"})]
+
+
+def digest(tensor: Tensor, device: torch.device) -> str:
+    return sha256(tensor)
+
+
+def check(
+    checks: WeightChecks,
+    held: Sequence[Held],
+    loaded: WeightVersion,
+    replaced: Sequence[Held] | None = None,
+) -> None:
+    asyncio.run(checks.check("server", loaded, held, digest, replaced=replaced))
+
+
+def test_a_server_with_other_weights_than_the_version_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One tensor is enough. What cannot be compared is said, once."""
+    first, second = version(tmp_path), version(tmp_path, "2.1", seed=1)
+    checks = WeightChecks()
+    held = report(tensors())
+    check(checks, held, first)
+    check(checks, held, first)
+    assert checks.proven
+    assert caplog.text.count("1 of its 4 parameters cannot be compared") == 1
+    wrong = {**tensors(), f"{LAYER}.mlp.down_proj.weight": torch.zeros(8, 12)}
+    with pytest.raises(RunFailedError, match=r"server: .* 1\.1: 1 of 3 .*mlp\.down_proj\.weight\)"):
+        check(checks, report(wrong), first)
+    with pytest.raises(RunFailedError, match=r"not those of version 2\.1: 3 of 3 parameters"):
+        check(checks, held, second)  # a server that has not taken the update
+    check(checks, report(tensors(1)), second)
+
+
+def test_a_server_that_did_not_take_its_first_weights_is_named(tmp_path: Path) -> None:
+    """All differ, and nothing has changed."""
+    dummy = report(tensors(5))
+    with pytest.raises(RunFailedError, match="3 of 3 parameters differ"):
+        check(WeightChecks(own=True), dummy, version(tmp_path), dummy)
+
+
+def test_checksums_of_another_kind_are_compared_between_starts_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the weights have changed and not one checksum is the expected one, it is another kind."""
+    first, checks = version(tmp_path), WeightChecks(own=True)
+    other = report(tensors(5))
+    check(checks, other, first, report(tensors(6)))
+    assert not checks.proven
+    assert caplog.text.count("other checksums of its weights than slurmrl knows") == 1
+    check(checks, other, first, report(tensors(6)))
+    with pytest.raises(RunFailedError, match="differ from those that it held before"):
+        check(checks, report(tensors(7)), first, report(tensors(6)))
+
+
+@pytest.mark.parametrize("first_only", [False, True])
+def test_a_server_is_asked_after_each_version_or_the_first_one(
+    tmp_path: Path, first_only: bool
+) -> None:
+    """At first, a server that starts without weights is also asked for what it replaces."""
+    asked = 0
+
+    async def ask() -> list[Held]:
+        nonlocal asked
+        asked += 1
+        return report(tensors(5 if asked == 1 else 0))
+
+    async def work() -> None:
+        loaded = version(tmp_path)
+        checks = WeightChecks(own=True)
+        each = ServerCheck(checks, "server", digest, ask, first_only=first_only)
+        for _ in range(3):
+            await each.before_load()
+            await each.after_load(loaded)
+
+    asyncio.run(work())
+    assert asked == (2 if first_only else 4)
+
+
+def test_a_server_that_computes_no_checksums_is_not_checked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said. Of one that has done so before, a refusal is an error."""
+    checks = WeightChecks()
+    refuses = False
+
+    async def ask() -> list[Held]:
+        if refuses:
+            raise UsageError("HTTP status 404")
+        return report(tensors())
+
+    async def work() -> None:
+        nonlocal refuses
+        loaded = version(tmp_path)
+        refuses = True
+        for _ in range(2):
+            await ServerCheck(checks, "old", digest, ask).after_load(loaded)
+        await ServerCheck(checks, "other", "it quantizes them", ask).after_load(loaded)
+        refuses = False
+        await ServerCheck(checks, "new", digest, ask).after_load(loaded)
+        refuses = True
+        with pytest.raises(UsageError, match="404"):
+            await ServerCheck(checks, "new", digest, ask).after_load(loaded)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(work())
+    assert caplog.text.count("old: its weights are not checked: HTTP status 404") == 1
+    assert "other: its weights are not checked: it quantizes them" in caplog.text
