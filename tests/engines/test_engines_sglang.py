@@ -30,6 +30,7 @@ from slurmrl.engines.rollout.kept import KeptEngine
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.sglang import SglangDialect
 from slurmrl.engines.rollout.sglang_checksums import on_gpu
+from slurmrl.engines.rollout.weight_checks import WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 from tests.engines.conftest import (
@@ -261,7 +262,9 @@ def test_log_probabilities_are_those_of_transformers(
         check(served.versions["1.1"], PROMPT, made, 0.7)
 
 
-async def _load_for(served: Served, read: Path, version: WeightVersion) -> None:
+async def _load_for(
+    served: Served, checks: WeightChecks, read: Path, version: WeightVersion
+) -> None:
     """Have the server read another folder than that of the version that it is to load."""
     client = HttpClient(Address(f"unix:{served.folder.path / 'server.sock'}"))
     post = client.post
@@ -272,7 +275,8 @@ async def _load_for(served: Served, read: Path, version: WeightVersion) -> None:
         return await post(path, body, **options)
 
     client.post = astray  # type: ignore[method-assign]
-    speaker = dialect(client)
+    model = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=VOCABULARY)
+    speaker = SglangDialect(client, model=model, checks=checks)
     try:
         await speaker.connect()
         await speaker.pause()
@@ -298,11 +302,13 @@ def test_a_server_whose_weights_are_not_those_of_its_version_is_found(
     save_file(tensors, part / "model.safetensors", {"format": "pt"})
     tensors[name] = other.roll(1)
     save_file(tensors, wrong / "model.safetensors", {"format": "pt"})
+    checks = WeightChecks()
+    before = served.version("1.1")
     for folder in (part, wrong):  # after 1.1 the part has its own tensor
-        served.loop.run(_load_for(served, served.versions["1.1"], served.version("1.1")))
+        served.loop.run(_load_for(served, checks, served.versions["1.1"], before))
         with pytest.raises(RunFailedError, match=rf"2\.1: 1 of 17 parameters .*\({name}\)"):
-            served.loop.run(_load_for(served, folder, version))
-    served.loop.run(_load_for(served, served.versions["1.1"], served.version("1.1")))
+            served.loop.run(_load_for(served, checks, folder, version))
+    served.loop.run(_load_for(served, checks, served.versions["1.1"], before))
 
 
 RUN_KERNEL = """

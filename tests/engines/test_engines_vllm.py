@@ -32,6 +32,7 @@ from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.served import ServedEngine
 from slurmrl.engines.rollout.server import KeptServer
 from slurmrl.engines.rollout.vllm import VllmDialect, request_body
+from slurmrl.engines.rollout.weight_checks import WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 from tests.engines.conftest import (
@@ -377,6 +378,8 @@ def test_a_server_whose_weights_are_not_those_of_its_version_is_found(
     tensors[name] = tensors[name].roll(1)
     save_file(tensors, tmp_path / "wrong/model.safetensors", {"format": "pt"})
 
+    checks = WeightChecks()
+
     async def main(read: Path) -> None:
         client = HttpClient(served.servers[0]._address)
         post = client.post
@@ -387,7 +390,7 @@ def test_a_server_whose_weights_are_not_those_of_its_version_is_found(
             return await post(path, body, **options)
 
         client.post = astray  # type: ignore[method-assign]
-        speaker = VllmDialect(client, model=MODEL)
+        speaker = VllmDialect(client, model=MODEL, checks=checks)
         try:
             await speaker.connect()
             await speaker.pause()

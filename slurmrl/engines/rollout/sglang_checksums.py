@@ -14,8 +14,8 @@ from slurmrl.errors import RunFailedError
 
 TILE = 8192
 """Words of 32 bits that are summed."""
-CHUNK = {"cpu": 16 * TILE, "cuda": 2048 * TILE}
-"""Words that are computed at a time: in a CPU's cache, or some hundred MB of a GPU."""
+CHUNK = {"cpu": 16 * TILE, "cuda": 512 * TILE}
+"""Words that are computed at a time: in a CPU's cache, or some 100 MB of a GPU."""
 MOST_WORDS = 2**31 - 1
 """SGLang's kernel cannot count further."""
 BITS = 2**32 - 1

@@ -64,6 +64,8 @@ class Held:
     checksums: Mapping[str, str]
 
 
+Place: TypeAlias = tuple[int, str]
+"""The rank, by its place in an answer, and the name of a parameter."""
 Expected: TypeAlias = dict[tuple[TensorPart, str], str | None]
 """Checksums of parameters by tensor rank and name; None for those that are not known."""
 
@@ -133,23 +135,30 @@ def _filled_up(rows: Tensor) -> Tensor:
 
 
 class WeightChecks:
-    """The checks of all servers of a run. Whether a server computes the known checksums shows when
-    they agree for the first time: from then on, every difference is an error."""
+    """The checks of all servers of a run.
+
+    Which parameters a server holds in the known form shows at its first check: those that agree
+    must do so from then on. One that differs then, and was there before, was not read.
+    """
 
     def __init__(self, device: torch.device | None = None, *, own: bool = False) -> None:
         """``device``: of this process, to compute on. ``own``: whether servers start without
         weights."""
         self.own = own
-        self.proven: set[str] = set()
-        """The servers whose checksums have agreed."""
         self._device = device or torch.device("cpu")
         self._lock = asyncio.Lock()
         self._version = ""
         self._expected: Expected = {}
         """Checksums of the parameters of this version."""
+        self._comparable: dict[str, set[Place]] = {}
+        """The parameters of each server that have agreed at its first check."""
         self._before: dict[str, tuple[str, Sequence[Held]]] = {}
         """The last version that each server has loaded, and its checksums."""
         self._told: set[tuple[str, str]] = set()
+
+    def began(self, where: str) -> bool:
+        """Whether a server was checked before."""
+        return where in self._comparable
 
     async def check(
         self,
@@ -158,7 +167,7 @@ class WeightChecks:
         held: Sequence[Held],
         digest: Digest,
         *,
-        replaced: Sequence[Held] | None = None,
+        replaced: Sequence[Held] = (),
     ) -> None:
         """Compare what the server ``where`` holds since it has loaded ``version``.
 
@@ -171,32 +180,23 @@ class WeightChecks:
                 self._version, self._expected = version.name, {}
             expected = self._expected
             await asyncio.to_thread(self._add, expected, version.folder, held, digest)
-            known = [
-                (each.part, name, checksum == wanted)
-                for each in held
-                for name, checksum in each.checksums.items()
-                if (wanted := expected[each.part, name]) is not None
-            ]
-        wrong = [
-            name if part.of == 1 else f"{name} of rank {part.rank}"
-            for part, name, agrees in known
-            if not agrees
-        ]
-        if not wrong:
-            self.proven |= {where} if known else set()
-            self._tell_of_the_rest(where, held, len(known))
-        elif where in self.proven or len(wrong) < len(known) or held == replaced:
-            some = ", ".join(wrong[:SHOWN])
+        now, before = _places(held), _places(replaced)
+        files = {place: expected[held[place[0]].part, place[1]] for place in now}
+        agree = {place for place in now if now[place] == files[place]}
+        if where in self._comparable:
+            wrong = self._comparable[where] - agree
+        else:
+            differ = {place for place in now.keys() - agree if files[place] is not None}
+            wrong = {place for place in differ if before.get(place) == now[place]}
+        if wrong:
+            names = sorted(name for _, name in wrong)
             raise RunFailedError(
                 f"{where}: its weights are not those of version {version.name}: {len(wrong)} of "
-                f"{len(known)} parameters differ from {version.folder} ({some})"
+                f"{len(now)} parameters differ from {version.folder} ({', '.join(names[:SHOWN])})"
             )
-        else:
-            self.tell(
-                where,
-                "it computes other checksums of its weights than slurmrl knows; they are compared "
-                "only with those before it is started again",
-            )
+        if where not in self._comparable:
+            self._comparable[where] = agree
+            self._tell_of_the_rest(where, {name for _, name in now.keys() - agree}, len(now))
         self._compare_starts(where, version.name, held)
 
     def _add(self, expected: Expected, folder: Path, held: Iterable[Held], digest: Digest) -> None:
@@ -210,13 +210,13 @@ class WeightChecks:
                         tensor = parameter(files, config, name, each.part)
                         expected[key] = None if tensor is None else digest(tensor, self._device)
 
-    def _tell_of_the_rest(self, where: str, held: Sequence[Held], known: int) -> None:
-        count = sum(len(each.checksums) for each in held)
-        if count > known:
+    def _tell_of_the_rest(self, where: str, names: set[str], count: int) -> None:
+        if names:
+            some = ", ".join(sorted(names)[:SHOWN])
             self.tell(
                 where,
-                f"{count - known} of its {count} parameters cannot be compared with the files of a "
-                "version",
+                f"of its {count} parameters, some cannot be compared with the files of a version, "
+                f"because it holds them in another form: {some}{', …' * (len(names) > SHOWN)}",
             )
 
     def tell(self, where: str, what: str) -> None:
@@ -233,6 +233,14 @@ class WeightChecks:
                 "it was started again"
             )
         self._before[where] = version, held
+
+
+def _places(held: Sequence[Held]) -> dict[Place, str]:
+    return {
+        (number, name): checksum
+        for number, each in enumerate(held)
+        for name, checksum in each.checksums.items()
+    }
 
 
 class ServerCheck:
@@ -252,7 +260,7 @@ class ServerCheck:
         self._checks, self._where, self._report = checks, where, report
         self._first_only = first_only
         self._digest: Digest | None = None
-        self._replaced: Sequence[Held] | None = None
+        self._replaced: Sequence[Held] = ()
         if isinstance(digest, str):
             self._give_up(digest)
         else:
@@ -260,8 +268,8 @@ class ServerCheck:
 
     async def before_load(self) -> None:
         """To be called before the server replaces its weights."""
-        unproven = self._checks.own and self._where not in self._checks.proven
-        self._replaced = await self._held() if unproven else None
+        first = self._checks.own and not self._checks.began(self._where)
+        self._replaced = (await self._held() or ()) if first else ()
 
     async def after_load(self, version: WeightVersion) -> None:
         """Raises RunFailedError if the server does not hold the version that it has loaded."""
@@ -278,7 +286,7 @@ class ServerCheck:
         try:
             return await self._report()
         except UsageError as error:  # a route that the server does not have, or a kind of weights
-            if self._where in self._checks.proven:
+            if self._checks.began(self._where):
                 raise
             self._give_up(error)
             return None
