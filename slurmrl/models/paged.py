@@ -20,6 +20,7 @@ from slurmrl.models.rotary import Rotation
 from slurmrl.models.routes import Recorded
 from slurmrl.ops.attention import Packing, packed_attention
 from slurmrl.ops.layer import PackedLayer
+from slurmrl.ops.native.load import for_floats
 from slurmrl.ops.paged_attention import (
     attend_heads,
     paged_attention,
@@ -180,6 +181,12 @@ class PagedDecoder:
         self.decoder, self.cache = decoder, PagedCache(decoder, page)
         self._products: tuple[Forward, Apply] | None = None
         self._packed = packs(decoder)
+
+    @property
+    def reads_beginnings_apart(self) -> bool:
+        """Whether whole beginnings are faster as the fresh tokens of a call. On CPUs the compiled
+        attention over cells is not slower, and each token's result depends on its row alone."""
+        return for_floats(self.decoder.head_weight()) is None
 
     @property
     def copies_weights(self) -> bool:

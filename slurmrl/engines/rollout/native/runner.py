@@ -81,7 +81,8 @@ class Runner:
             return self._decoded([reading.sequence for reading in step.readings], version)
         fresh = sorted((c for c in step.readings if not c.begin), key=lambda c: c.tokens)
         readings = fresh + [reading for reading in step.readings if reading.begin]
-        logits = self._logits(readings, len(fresh))
+        apart = len(fresh) if self._decoder.reads_beginnings_apart else 0
+        logits = self._logits(readings, apart)
         sequences = [reading.sequence for reading in readings if reading.draws]
         places = {id(sequence): place for place, sequence in enumerate(sequences)}
         if step.forks:
@@ -139,7 +140,8 @@ class Runner:
             self._decode.forget()
 
     def _logits(self, readings: list[Reading], fresh: int) -> Tensor:
-        """The logits [·, V] after the readings that draw; the first ``fresh`` begin at 0."""
+        """The logits [·, V] after the readings that draw; the first ``fresh`` begin at 0 and are
+        read apart."""
         page = self._limits.page_tokens
         ids: list[int] = []
         slots: list[int] = []
