@@ -77,6 +77,7 @@ def main() -> int:
             overview.keep(paths)
             announce(paths)
             last_report.write(paths)
+            late_results.hand_over(paths)  # may take minutes, so what follows this job comes first
 
 
 def run(options: argparse.Namespace, paths: RunPaths) -> int:
@@ -86,8 +87,6 @@ def run(options: argparse.Namespace, paths: RunPaths) -> int:
     reason = reason_to_leave(paths, options.submission)
     if reason is not None:
         logger.info("nothing to do: %s", reason)
-        if options.group == TRAINERS:
-            late_results.hand_over(paths)  # in case that who ended the trial has not done so
         if in_chain:
             end_chain(link)  # the process that ended the trial may not have done so
         return 0
@@ -109,8 +108,7 @@ def run(options: argparse.Namespace, paths: RunPaths) -> int:
 
 
 def run_rounds(rounds: Rounds) -> int:
-    """Run the rounds of the trainers, and submit evaluations of their checkpoints meanwhile. Then
-    hand over what evaluations have found out."""
+    """Run the rounds of the trainers, and submit evaluations of their checkpoints meanwhile."""
     options = rounds.options
     if options.group != TRAINERS:
         return rounds.run()
@@ -121,7 +119,6 @@ def run_rounds(rounds: Rounds) -> int:
     evaluations.start()
     code = rounds.run()
     evaluations.stop(ended=reason_to_leave(rounds.paths, options.submission) is not None)
-    late_results.hand_over(rounds.paths)
     return code
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from slurmrl.workers.supervisor import __main__ as supervisor
 from slurmrl.workers.supervisor import late_results
 from slurmrl.workers.supervisor.evaluating_trials import subject
+from slurmrl.worlds import TRAINERS
 from tests.fake_runs import FakeRun
 
 
@@ -62,6 +64,28 @@ def test_the_results_of_all_are_handed_over_whoever_ends(
     assert started == [str(family.trained.paths.run)] * 2
     assert time.monotonic() - began < 300.0
     assert "evaluations are not handed over: it took longer than" in caplog.text
+
+
+def test_what_follows_a_job_does_not_wait_for_sinks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sink may hang for longer than the job has left."""
+    order: list[str] = []
+
+    def run(*_: Any) -> int:
+        order.append("what follows")
+        return 0
+
+    monkeypatch.setattr(supervisor, "run", run)
+    for part in (supervisor.overview, supervisor.last_report, supervisor.late_results):
+        for name in {"keep", "write", "hand_over"} & set(vars(part)):
+            monkeypatch.setattr(part, name, lambda *_, name=name: order.append(name))
+    monkeypatch.setattr(supervisor, "announce", lambda _: order.append("announce"))
+    monkeypatch.setattr(supervisor.log, "configure", lambda _: None)
+    arguments = ["supervisor", "--run", str(tmp_path), "--submission", "1", "--group", TRAINERS]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert supervisor.main() == 0
+    assert order == ["what follows", "keep", "announce", "write", "hand_over"]
 
 
 def test_a_trial_that_nobody_evaluates_starts_nothing(
