@@ -14,6 +14,7 @@ hang, and it has its turn to itself (`turn`).
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,8 @@ HELD = {"held": each(COUNT)}
 
 def main() -> int:
     umask.make_private()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends a turn, whatever was inherited
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     log.configure("evaluations")
     paths = RunPaths(Path(sys.argv[1]))
     try:

@@ -32,8 +32,7 @@ def turn(
 ) -> Iterator[None]:
     """Wait for the turn and hold it; the process is killed if that takes longer than ``held_s``.
     Raises EnvironmentFailure."""
-    number = _taken(folder, sleep)
-    signal.alarm(held_s)
+    number = _taken(folder, sleep, held_s)
     try:
         yield
     finally:
@@ -44,8 +43,8 @@ def turn(
                 atomic.remove(folder / name)
 
 
-def _taken(folder: Path, sleep: Callable[[float], None]) -> int:
-    """The number of the turn that is now this process's."""
+def _taken(folder: Path, sleep: Callable[[float], None], held_s: int) -> int:
+    """The number of the turn that is now this process's, which has ``held_s`` for it."""
     atomic.make_private_directory(folder)
     waited_for, waited_s = 0, 0.0
     while True:
@@ -54,11 +53,23 @@ def _taken(folder: Path, sleep: Callable[[float], None]) -> int:
         if newest != waited_for:
             waited_for, waited_s = newest, 0.0
         if not newest or f"{newest}{ENDED}" in names or waited_s >= GONE_S:
-            if atomic.exclusive_create(folder / str(newest + 1), uuid.uuid4().hex.encode()):
+            signal.alarm(held_s)  # before others see the turn: this process may be stopped then
+            if _created(folder, newest + 1):
                 return newest + 1
-        else:
-            sleep(LOOK_S)
-            waited_s += LOOK_S
+            signal.alarm(0)
+        sleep(LOOK_S)
+        waited_s += LOOK_S
+
+
+def _created(folder: Path, number: int) -> bool:
+    """Whether a turn is now this process's. Between its last look and this one, others may have had
+    that turn and later ones, and have removed its file."""
+    if not atomic.exclusive_create(folder / str(number), uuid.uuid4().hex.encode()):
+        return False
+    if max(map(_number, atomic.list_names(folder)), default=0) <= number:
+        return True
+    atomic.remove(folder / str(number))
+    return False
 
 
 def _number(name: str) -> int:

@@ -153,3 +153,27 @@ def test_turns_follow_each_other_and_a_dead_holder_is_not_waited_for_long(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "3.ended"]
     with turn.turn(tmp_path, slept.append):
         assert sum(slept) == turn.GONE_S
+
+
+def test_a_turn_that_others_have_had_meanwhile_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was stopped between its look and the creation of the file. Its time runs from
+    before that."""
+    (tmp_path / "8").touch()
+    (tmp_path / "8.ended").touch()
+    create, listed, alarms = turn.atomic.exclusive_create, turn.atomic.list_names, []
+    looks = iter((["5", "5.ended"],))
+
+    def created(path: Path, data: bytes) -> bool:
+        alarms.append(turn.signal.getitimer(turn.signal.ITIMER_REAL)[0] > 0)
+        return create(path, data)
+
+    monkeypatch.setattr(turn.atomic, "list_names", lambda path: next(looks, None) or listed(path))
+    monkeypatch.setattr(turn.atomic, "exclusive_create", created)
+    slept: list[float] = []
+    with turn.turn(tmp_path, slept.append):
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["8", "8.ended", "9"]
+    assert slept == [turn.LOOK_S]
+    assert alarms == [True] * 3, "turns 6 and 9, and the end of that"
+    assert turn.signal.getitimer(turn.signal.ITIMER_REAL)[0] == 0
