@@ -18,6 +18,8 @@ HEADER_BYTES = 7
 BLOCK_BYTES = 32768
 WHOLE, FIRST, LAST = 1, 2, 4
 """Kinds of pieces: the whole record, its first and its last one."""
+ARRIVED_S = 30.0
+"""How long evaluations wait for a server: the sinks after this one have what is left of a turn."""
 
 
 class WeightsAndBiases:
@@ -51,7 +53,8 @@ def log_arrived(paths: RunPaths, wanted: Wandb, lines: Lines, held: int) -> None
     line is its row; its step is a metric, which charts have as their x axis."""
     run = f"{uuid(paths)}-evaluations"
     first = held_by(paths.wandb, run, wanted.project, held - 1) + 1
-    opened = _opened(paths, wanted, run, f"{_group(paths)} evaluations", job_type="evaluation")
+    name = f"{_group(paths)} evaluations"
+    opened = _opened(paths, wanted, run, name, job_type="evaluation", within_s=ARRIVED_S)
     if wanted.mode == "online":
         first = opened.starting_step
     opened.define_metric("*", step_metric="step")
@@ -79,8 +82,14 @@ def _group(paths: RunPaths) -> str:
 
 
 def _opened(
-    paths: RunPaths, wanted: Wandb, run: str, name: str, job_type: str | None = None
+    paths: RunPaths,
+    wanted: Wandb,
+    run: str,
+    name: str,
+    job_type: str | None = None,
+    within_s: float | None = None,
 ) -> Any:
+    """``within_s``: longest time that a server may take; None leaves that to the library."""
     import wandb
 
     return wandb.init(
@@ -93,6 +102,7 @@ def _opened(
         mode=wanted.mode,
         dir=str(paths.run),
         job_type=job_type,
+        settings=None if within_s is None else {"init_timeout": within_s},
     )
 
 
