@@ -62,7 +62,7 @@ def sweep(paths: RunPaths, *, given_up: bool = False) -> None:
                 folder = paths.checkpoint_to_evaluate(commit.directory)
                 atomic.remove(folder / ORIGIN)  # what a kill leaves is none to be read
                 shutil.rmtree(folder, ignore_errors=True)
-    except SlurmrlError as error:
+    except (SlurmrlError, OSError) as error:  # a file system may not tell what is there
         logger.info("checkpoints that were evaluated stay for now: %s", error)
 
 

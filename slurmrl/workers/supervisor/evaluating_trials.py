@@ -21,9 +21,11 @@ def subject(paths: RunPaths) -> RunPaths | None:
 
 
 def users(paths: RunPaths, step: int, model: Path) -> list[RunPaths]:
-    """The trials that evaluate a folder of a step of a trial. Raises as `subject`."""
+    """The trials that evaluate a folder of a step of a trial, by whatever path to the root they do
+    so. Raises as `subject`."""
     own = (trial for number, trial in evaluated.trials(paths) if number == step)
-    return [trial for trial in own if trial.config.is_file() and _model(trial) == model]
+    found = ((trial, _model(trial)) for trial in own if trial.config.is_file())
+    return [trial for trial, of in found if of is not None and of.parts[-4:] == model.parts[-4:]]
 
 
 def _model(paths: RunPaths) -> Path | None:

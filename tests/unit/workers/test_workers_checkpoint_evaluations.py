@@ -200,6 +200,27 @@ def test_a_kill_while_a_folder_is_removed_is_made_up_for(
     assert site.folders == []
 
 
+def test_folders_stay_while_it_is_uncertain_who_reads_them(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another path to the root of the trials changes nothing."""
+    paths = site.run.paths
+    site.run.commit(2)
+    site.evaluation(2, "a")
+    site.link()
+    other = tmp_path / "other_path"
+    other.symlink_to(paths.run.parents[2], target_is_directory=True)
+    evaluated_checkpoints.sweep(RunPaths(other / paths.run.relative_to(paths.run.parents[2])))
+    assert site.folders == ["step-00000002.1-checkpoint"]
+
+    def unreadable(*_: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(evaluated_checkpoints.evaluating_trials, "users", unreadable)
+    evaluated_checkpoints.sweep(paths)
+    assert site.folders == ["step-00000002.1-checkpoint"]
+
+
 def test_a_folder_whose_evaluations_are_given_up_is_removed(site: Site) -> None:
     """At the end of the trial; with what a killed process left half made."""
     left = temporary_beside(site.run.paths.checkpoint_to_evaluate("step-00000002.1"))
