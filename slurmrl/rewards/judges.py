@@ -67,14 +67,14 @@ class JudgePool:
         :raises WorkerDiedError: judges do not start.
         :raises UsageError: the program reports that the configuration is wrong.
         """
-        for judge in [judge for judge in self._judges if judge.request is not None]:
-            self._drop(judge)  # it works on a request of a call that was interrupted
+        self._drop_busy()  # with requests of a call that was interrupted
         batch = _Requests(requests, within_s)
         while batch.waiting or any(judge.request is not None for judge in self._judges):
             self._turn(batch, min(self._size or most, len(requests)), LOOK_S if abandoned else inf)
             if time.monotonic() > batch.end:
                 batch.waiting.clear()
             if abandoned is not None and abandoned():
+                self._drop_busy()
                 break
         return batch.verdicts
 
@@ -157,6 +157,10 @@ class JudgePool:
         judge.ready = True
         self.facts = message
         self._failed_starts = 0
+
+    def _drop_busy(self) -> None:
+        for judge in [judge for judge in self._judges if judge.request is not None]:
+            self._drop(judge)
 
     def _drop(self, judge: Judge) -> None:
         judge.close()

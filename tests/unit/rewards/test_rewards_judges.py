@@ -125,6 +125,17 @@ def test_an_interrupted_call_leaves_no_verdict_for_the_next_one(make: Make) -> N
     assert verdicts(pool, [{"x": 3}, {"x": 3}]) == [False, False]
 
 
+def test_the_judge_of_an_abandoned_call_is_stopped_at_once(make: Make) -> None:
+    pool = make()
+    pool.start()
+    [pid] = pool.pids
+    [verdict] = pool.judge([{"hang": True}], abandoned=lambda: True)
+    assert isinstance(verdict, Unjudged)
+    assert pool.pids == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 def test_no_more_judges_than_requests(make: Make) -> None:
     pool = make(None)
     verdicts(pool, [{"x": 2}] * 3, most=8)
