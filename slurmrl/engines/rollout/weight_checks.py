@@ -181,6 +181,7 @@ class WeightChecks:
             expected = self._expected
             await asyncio.to_thread(self._add, expected, version.folder, held, digest)
         now, before = _places(held), _places(replaced)
+        self._forget_other_form(where, now)
         files = {place: expected[held[place[0]].part, place[1]] for place in now}
         agree = {place for place in now if now[place] == files[place]}
         if where in self._comparable:
@@ -208,7 +209,13 @@ class WeightChecks:
                     key = each.part, name
                     if key not in expected:
                         tensor = parameter(files, config, name, each.part)
-                        expected[key] = None if tensor is None else digest(tensor, self._device)
+                        expected[key] = None if tensor is None else self._of(tensor, digest)
+
+    def _of(self, tensor: Tensor, digest: Digest) -> str | None:
+        try:
+            return digest(tensor, self._device)
+        except torch.OutOfMemoryError:  # servers and trainers may have all of the GPU
+            return digest(tensor, torch.device("cpu"))
 
     def _tell_of_the_rest(self, where: str, names: set[str], count: int) -> None:
         if names:
@@ -224,6 +231,12 @@ class WeightChecks:
         if (where, what) not in self._told:
             self._told.add((where, what))
             logger.warning("%s: %s", where, what)
+
+    def _forget_other_form(self, where: str, now: Mapping[Place, str]) -> None:
+        """Begin anew with a server that was started again over another number of GPUs."""
+        before = self._before.get(where)
+        if before is not None and _places(before[1]).keys() != now.keys():
+            del self._before[where], self._comparable[where]
 
     def _compare_starts(self, where: str, version: str, held: Sequence[Held]) -> None:
         before = self._before.get(where)

@@ -185,6 +185,29 @@ def test_parameters_in_another_form_are_compared_between_starts_only(
         check(checks, report(tensors()), second)
 
 
+def test_a_server_may_be_started_again_over_fewer_gpus(tmp_path: Path) -> None:
+    """Whoever runs it chooses: it is compared from then on."""
+    loaded, checks = version(tmp_path), WeightChecks()
+    check(checks, report(tensors()) * 2, loaded)
+    check(checks, report(tensors()), loaded)
+    with pytest.raises(RunFailedError, match="3 of 4 parameters differ"):
+        check(checks, report(tensors(1)), loaded)
+
+
+def test_a_gpu_without_free_memory_is_done_without(tmp_path: Path) -> None:
+    devices = []
+
+    def full(tensor: Tensor, device: torch.device) -> str:
+        devices.append(device.type)
+        if device.type != "cpu":
+            raise torch.OutOfMemoryError("no memory")
+        return sha256(tensor)
+
+    checks = WeightChecks(torch.device("cuda"))
+    asyncio.run(checks.check("server", version(tmp_path), report(tensors()), full))
+    assert devices == ["cuda", "cpu"] * 3
+
+
 @pytest.mark.parametrize("first_only", [False, True])
 def test_a_server_is_asked_after_each_version_or_the_first_one(
     tmp_path: Path, first_only: bool
