@@ -58,7 +58,8 @@ def sweep(paths: RunPaths, *, given_up: bool = False) -> None:
         commits = linked(paths)
         suites = load_resolved(paths.config).evaluations if commits else {}
         for commit in commits:
-            if (given_up or _submitted(paths, commit, suites)) and not _in_use(paths, commit):
+            wanted: Collection[str] = () if given_up else suites
+            if _submitted(paths, commit, wanted) and not _in_use(paths, commit, len(wanted)):
                 folder = paths.checkpoint_to_evaluate(commit.directory)
                 atomic.remove(folder / ORIGIN)  # what a kill leaves is none to be read
                 shutil.rmtree(folder, ignore_errors=True)
@@ -78,9 +79,12 @@ def _submitted(paths: RunPaths, commit: Commit, suites: Collection[str]) -> bool
     return all(paths.evaluation_mark(commit.directory, suite).exists() for suite in suites)
 
 
-def _in_use(paths: RunPaths, commit: Commit) -> bool:
-    """Whether an evaluation reads the folder or may do so again: a failed one can be resumed."""
+def _in_use(paths: RunPaths, commit: Commit, least: int) -> bool:
+    """Whether an evaluation reads the folder or may do so again: a failed one can be resumed. Of
+    ``least`` trials that do or did so, a stale listing may lack those submitted last."""
     folder = paths.checkpoint_to_evaluate(commit.directory)
     trials = evaluating_trials.users(paths, commit.step, folder)
+    if len(trials) < least:
+        return True
     ends = [recent(trial.history, exports=False).end for trial in trials]
     return any(end is None or end.kind is Kind.FAILED for end in ends)

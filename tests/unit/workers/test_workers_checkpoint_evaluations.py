@@ -203,14 +203,20 @@ def test_a_kill_while_a_folder_is_removed_is_made_up_for(
 def test_folders_stay_while_it_is_uncertain_who_reads_them(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another path to the root of the trials changes nothing."""
+    """Another path to the root of the trials changes nothing. A listing may lack a trial that was
+    submitted a moment ago."""
     paths = site.run.paths
     site.run.commit(2)
-    site.evaluation(2, "a")
+    a = site.evaluation(2, "a")
     site.link()
+    a.end(Kind.FINISHED)
+    evaluated_checkpoints.sweep(paths)
+    assert site.folders == ["step-00000002.1-checkpoint"]
+    a.resume()
     other = tmp_path / "other_path"
     other.symlink_to(paths.run.parents[2], target_is_directory=True)
-    evaluated_checkpoints.sweep(RunPaths(other / paths.run.relative_to(paths.run.parents[2])))
+    same = RunPaths(other / paths.run.relative_to(paths.run.parents[2]))
+    evaluated_checkpoints.sweep(same, given_up=True)
     assert site.folders == ["step-00000002.1-checkpoint"]
 
     def unreadable(*_: Any) -> None:
