@@ -16,8 +16,9 @@ def subject(paths: RunPaths) -> RunPaths | None:
     if model is None or len(model.parents) < 2:
         return None
     found = RunPaths(model.parents[1])
-    of_it = evaluated.checkpoint_of(found, model) and found.evaluated() == paths.run.parent
-    return found if of_it and found.config.is_file() else None
+    if evaluated.checkpoint_of(found, model) is None or not found.config.is_file():
+        return None
+    return found if found.evaluated().resolve() == paths.run.parent.resolve() else None
 
 
 def users(paths: RunPaths, step: int, model: Path) -> list[RunPaths]:

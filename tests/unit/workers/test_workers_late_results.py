@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slurmrl.paths import RunPaths
 from slurmrl.workers.supervisor import __main__ as supervisor
 from slurmrl.workers.supervisor import late_results
 from slurmrl.workers.supervisor.evaluating_trials import subject
@@ -40,6 +41,9 @@ def test_who_is_evaluated(family: Family, tmp_path: Path) -> None:
     assert subject(other) == trained
     family.evaluates(trained.export(2))
     assert subject(other) == trained
+    link = tmp_path / "other_path"
+    link.symlink_to(other.run.parents[2], target_is_directory=True)
+    assert subject(RunPaths(link / other.run.relative_to(other.run.parents[2]))) == trained
     for model in (tmp_path / "model", trained.checkpoint(2, 1), Path("/"), Path("export/step-2")):
         family.evaluates(model)
         assert subject(other) is None, model
