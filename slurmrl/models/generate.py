@@ -168,7 +168,7 @@ class _Drawn:
     tokens: Tensor
     """[N, rows]; a row's tokens after its last one do not count."""
     logprobs: Tensor
-    support: Tensor
+    support: Tensor | None
     """[N, rows, K], as `Sampled`."""
 
 
@@ -235,7 +235,8 @@ class _Batch:
         self._count += 1
         self._tokens.append(tokens)
         self._logprobs.append(logprobs)
-        self._supports.append(support)
+        if support is not None:
+            self._supports.append(support)
         self._finite = self._finite & torch.isfinite(logprobs).all()
         self._counts = self._counts + self.alive
         self.alive = self.alive & ~torch.isin(tokens, self._stops)
@@ -273,7 +274,8 @@ class _Batch:
         for row, unfinished, count in zip(self._rows, alive, counts, strict=True):
             self._new[row], self._finished[row] = count, not unfinished
         first = self._count - len(self._tokens)
-        logprobs, support = torch.stack(self._logprobs), torch.stack(self._supports)
+        logprobs = torch.stack(self._logprobs)
+        support = torch.stack(self._supports) if self._supports else None
         self._drawn.append(_Drawn(self._rows, first, drawn, logprobs, support))
         self._tokens, self._logprobs, self._supports = [], [], []
         self._find_longest()
@@ -314,7 +316,7 @@ class _Batch:
         """That of the output's tokens, which come from ``source``."""
         width = self._options.top_k or 0
         none = torch.full((input_ids.shape[0], width), NONE, device=source.device)
-        drawn = [part.support.flatten(0, 1) for part in self._drawn]
+        drawn = [part.support.flatten(0, 1) for part in self._drawn if part.support is not None]
         rows = torch.cat([none.to(torch.int32), *drawn])[source]
         kept = rows != NONE
         both = (kept.sum(-1, dtype=torch.int32), rows[kept])

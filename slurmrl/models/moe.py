@@ -63,8 +63,9 @@ class SparseMLP(nn.Module):
         probabilities = logits.softmax(-1, dtype=wide(logits.dtype))
         weights, chosen = probabilities.topk(self.per_token)
         if self.routes is not None:
-            chosen = self.routes.chosen(self.number, chosen)
-            weights = probabilities.gather(-1, chosen)
+            taken = self.routes.chosen(self.number, chosen)
+            if taken is not chosen:
+                weights, chosen = probabilities.gather(-1, taken), taken
         if self.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         counts = tokens_of_experts(chosen, probabilities.shape[1])

@@ -5,7 +5,7 @@ S rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,15 +21,20 @@ NONE = -1
 
 
 class Sampled(NamedTuple):
-    """One token of each row. (K: the ``top_k`` of a draw that records its support, else 0)"""
+    """One token of each row. (K: the ``top_k`` of the draw)"""
 
     tokens: Tensor
     """[S] int64"""
     logprobs: Tensor
     """[S]"""
-    support: Tensor
+    support: Tensor | None = None
     """[S, K] int32: the tokens that ``top_k`` and ``top_p`` left, ascending, behind as many
-    `NONE` as are missing."""
+    `NONE` as are missing; None: it is not recorded."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Sampled:
+        """With every tensor changed."""
+        support = None if self.support is None else change(self.support)
+        return Sampled(change(self.tokens), change(self.logprobs), support)
 
 
 def keyed_uniform(seed: int, step: int, keys: Tensor, position: Tensor | int) -> Tensor:
@@ -75,7 +80,7 @@ def sample(
     """
     scaled = logits.to(wide(logits.dtype)) / temperature
     allowed, whole = _ban(scaled, banned), scaled
-    kept = scaled.new_empty((scaled.shape[0], 0), dtype=torch.int32)
+    kept = None
     if greedy:
         tokens = allowed.argmax(-1)
     else:
@@ -91,9 +96,18 @@ def sample(
 
 def joined(parts: Sequence[Sampled]) -> Sampled:
     """The draws of several calls, one behind the other."""
-    width = max(part.support.shape[1] for part in parts)
-    tokens, logprobs = (torch.cat([part[place] for part in parts]) for place in (0, 1))
-    return Sampled(tokens, logprobs, torch.cat([_widened(part.support, width) for part in parts]))
+    tokens = torch.cat([part.tokens for part in parts])
+    logprobs = torch.cat([part.logprobs for part in parts])
+    if all(part.support is None for part in parts):
+        return Sampled(tokens, logprobs)
+    supports = [
+        part.tokens.new_empty((len(part.tokens), 0), dtype=torch.int32)
+        if part.support is None
+        else part.support
+        for part in parts
+    ]
+    width = max(support.shape[1] for support in supports)
+    return Sampled(tokens, logprobs, torch.cat([_widened(each, width) for each in supports]))
 
 
 def _widened(support: Tensor, width: int) -> Tensor:
@@ -111,7 +125,7 @@ def _restrict(scaled: Tensor, top_k: int | None, top_p: float) -> Tensor:
         least = scaled.topk(top_k, dim=-1).values[:, -1:]
         ties, above = scaled == least, scaled > least
         left = top_k - above.sum(-1, keepdim=True)
-        kept = above | (ties & (ties.cumsum(-1) <= left))
+        kept = above | (ties & (ties.cumsum(-1, dtype=torch.int32) <= left))
         scaled = scaled.masked_fill(~kept, float("-inf"))
     if top_p < 1.0:
         ordered, order = scaled.sort(dim=-1, descending=True, stable=True)

@@ -231,6 +231,8 @@ class SampleGroup:
         sizes, ids = np.array(support.sizes, np.int32), np.array(support.ids, np.int32)
         if sizes.shape != self.input_ids.shape or sizes.min() < 0 or sizes.sum() != ids.size:
             return f"{sizes.size} supports with {ids.size} token ids"
+        if (ids < 0).any():
+            return "a token id of a support is negative"
         if ((sizes > 0) & (self.drawn_by < 0)).any():
             return "a token that was not drawn has a support"
         drawn = np.repeat(self.input_ids, sizes) == ids

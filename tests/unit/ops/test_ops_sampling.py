@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.ops.sampling import keyed_uniform, sample
+from slurmrl.ops.sampling import joined, keyed_uniform, sample
 
 
 def splitmix(x: int) -> int:
@@ -142,6 +142,18 @@ def test_the_tokens_that_were_left_are_recorded() -> None:
     wide = sample(logits, uniforms(2), top_k=8, **options)
     assert wide.support.tolist() == [[-1, -1, -1, 0, 1, 2, 3, 4], [-1, -1, 0, 1, 2, 3, 4, 5]]
     for one in (drawn, nucleus, banned, wide):
+        assert one.support is not None
         assert (one.support == one.tokens[:, None]).any(1).all()
-    assert sample(logits, uniforms(2), top_k=3).support.shape == (2, 0)
-    assert sample(logits, uniforms(2), top_k=3, greedy=True, **options).support.shape == (2, 0)
+    assert sample(logits, uniforms(2), top_k=3).support is None
+    assert sample(logits, uniforms(2), top_k=3, greedy=True, **options).support is None
+
+
+def test_draws_without_a_record_have_none_unless_others_beside_them_have_one() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    plain, recorded = (
+        sample(logits, uniforms(1), top_k=2, record=record) for record in (False, True)
+    )
+    assert joined([plain, plain]).support is None
+    mixed = joined([plain, recorded]).support
+    assert mixed is not None
+    assert mixed.tolist() == [[-1, -1], [1, 2]]

@@ -121,7 +121,7 @@ class DecodeStep:
         spare = RowInput(0, self._decoder.cache.spare, 0, self._state.spare, 0)
         rows = torch.tensor([*inputs, *[spare] * more], dtype=torch.int64)
         draws = self._replayed(rows.t().contiguous(), shape)
-        return Sampled(*(each[: len(inputs)] for each in draws))
+        return draws.each(lambda values: values[: len(inputs)])
 
     def _shape(self, inputs: list[RowInput], law: Law, banned: tuple[int, ...]) -> DecodeShape:
         count, longest = len(inputs), 1 + max(each.position for each in inputs)

@@ -45,6 +45,8 @@ class Drawn:
         if self.copied is not None:
             self.copied.synchronize()
         tokens, logprobs, support = self.draws
+        if support is None:
+            return tokens.tolist(), logprobs.tolist(), [[]] * len(tokens)
         kept = support != NONE
         ends = [0, *accumulate(kept.sum(-1).tolist())]
         ids = support[kept].tolist()
@@ -189,7 +191,7 @@ class Runner:
         own = torch.tensor([sequence.row for sequence in sequences], dtype=torch.int64)
         back, rows = upload([order.argsort(), own], self._device)
         if len(groups) > 1:
-            draws = Sampled(*(each[back] for each in draws))
+            draws = draws.each(lambda values: values[back])
         self._rows.last.index_copy_(0, rows, draws.tokens)
         return self._drawn(sequences, draws, version)
 
@@ -228,13 +230,17 @@ class Runner:
         for sequence in sequences:
             sequence.unread += 1
         if self._device.type != "cuda":
-            return Drawn(sequences, Sampled(*(each.clone() for each in draws)), version, None)
-        host = [torch.empty_like(each, device="cpu", pin_memory=True) for each in draws]
-        for copy, values in zip(host, draws, strict=True):
-            copy.copy_(values, non_blocking=True)
+            return Drawn(sequences, draws.each(torch.clone), version, None)
+        host = draws.each(_on_its_way)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return Drawn(sequences, Sampled(*host), version, copied)
+        return Drawn(sequences, host, version, copied)
+
+
+def _on_its_way(values: Tensor) -> Tensor:
+    """A copy in host memory, which is not waited for."""
+    copy = torch.empty_like(values, device="cpu", pin_memory=True)
+    return copy.copy_(values, non_blocking=True)
 
 
 def _only_decodes(step: Step) -> bool:
