@@ -21,6 +21,11 @@ from slurmrl.registry import near, resolve
 
 BASE: Final = "slurmrl.algorithms.schema:AlgorithmSchema"
 """Its layer is above the plan's, so it is resolved by name."""
+RECORDED: Final = {
+    "rollout.top_k": "slurmrl.algorithms.schema:supports",
+    "rollout.replay_experts": "slurmrl.algorithms.schema:routes",
+}
+"""What gives the keys that generation records, by the setting that has it do so."""
 REFERENCE: Final = re.compile(r"[\w.]+:\w+")
 NUMBERS: Final = ("batch_size", "minibatches", "optimizer_steps", "epochs", "completions")
 ALGORITHM: Final = ("algorithm",)
@@ -122,6 +127,7 @@ def violations(
             problems += wrong or _wrong_call(call, {use.role: use for use in uses}, config)
         problems += _untrained(uses, calls)
         problems += _records(calls, evaluation, one_pass=algorithm.one_pass)
+        problems += _unread(algorithm, calls, config)
     for problem in dict.fromkeys(problems):
         yield ALGORITHM, f"{algorithm.name}: {problem}"
     if not problems:
@@ -221,6 +227,19 @@ def _records(calls: Sequence[Call], evaluation: Sequence[Call], *, one_pass: boo
     for call in calls:
         if call.method is Method.FILTER and one_pass:
             yield f"call '{call.name}' filters; with one_pass, a step cannot replace items"
+
+
+def _unread(algorithm: Algorithm, calls: Sequence[Call], config: Config) -> Iterator[str]:
+    """Calls that would train on other probabilities than those that tokens were drawn with."""
+    for setting, recorded in RECORDED.items():
+        keys = resolve(recorded)(algorithm, config)
+        for call in calls:
+            trains = call.role == "actor" and call.method is Method.TRAIN_STEP
+            if trains and (missing := [key for key in keys if key not in call.inputs]):
+                yield (
+                    f"replays what generation records, but with {setting} call '{call.name}' does "
+                    f"not read {' and '.join(missing)}"
+                )
 
 
 def _unused_models(uses: Sequence[RoleUse], config: Config) -> Iterator[tuple[KeyPath, str]]:

@@ -52,6 +52,10 @@ class Grouped(PolicyGradient):
     based_on: ClassVar = "grpo"
     name: str
     bonus: float = 0.0
+
+
+class Replaying(Grouped):
+    replays: ClassVar = True
 """
 REFERENCE = "algorithm.name=my_algorithm.py:Mine"
 
@@ -251,6 +255,19 @@ def test_what_breaks_the_contract_is_one_problem_at_submission(
     load_own: Load, code: Path, old: str, new: str, message: str
 ) -> None:
     assert message in broken(load_own, code, (old, new))
+
+
+def test_an_algorithm_that_replays_reads_what_generation_records(
+    load_own: Load, code: Path
+) -> None:
+    """Else its losses would silently be those of the whole vocabulary."""
+    declared = "strength: PositiveFloat = 1.0\n    replays: ClassVar = True"
+    code.write_text(CODE.replace("strength: PositiveFloat = 1.0", declared))
+    load_own()
+    (problem,) = problems(load_own, "rollout.top_k=20")
+    assert problem.key == "algorithm"
+    assert "with rollout.top_k call 'train' does not read support_sizes and" in problem.message
+    load_own("rollout.top_k=20", "algorithm.name=my_algorithm.py:Replaying")
 
 
 def test_what_a_run_cannot_record_is_refused(load_own: Load, code: Path) -> None:
