@@ -76,9 +76,9 @@ def attends_in_place(decoder: Decoder, page: int) -> bool:
 
 
 class PagedCache:
-    """Keys and values of all layers, and the experts that read them, in pages of ``page`` cells.
-    Behind the pages lies one more cell, the ``spare`` one, for tokens that belong to no
-    sequence."""
+    """Keys and values of all layers, and if they are recorded the experts that read them, in pages
+    of ``page`` cells. Behind the pages lies one more cell, the ``spare`` one, for tokens that
+    belong to no sequence."""
 
     def __init__(self, decoder: Decoder, page: int) -> None:
         """Empty, in the dtype and on the device of the decoder's head."""
@@ -89,11 +89,9 @@ class PagedCache:
             (like.new_zeros((0, *self._shape)), like.new_zeros((0, *self._shape)))
             for _ in range(config.num_layers)
         ]
-        self.experts = [
-            torch.zeros((0, count), dtype=torch.int16, device=like.device)
-            for count in expert_numbers(decoder)
-        ]
-        """[C, K] of each block."""
+        self._device, self._numbers = like.device, expert_numbers(decoder)
+        self.experts: list[Tensor] = []
+        """[C, K] of each block, once they are recorded."""
 
     @property
     def spare(self) -> int:
@@ -107,6 +105,19 @@ class PagedCache:
         for layer, (keys, values) in enumerate(self.layers):
             self.layers[layer] = (self._grown(keys), self._grown(values))
         self.experts = [self._grown(slab) for slab in self.experts]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether there are any to record."""
+        return bool(self._numbers)
+
+    def record_experts(self) -> None:
+        """From now on; what the cache holds has no record."""
+        cells = self.spare + 1 if self.pages else 0
+        self.experts = [
+            torch.zeros((cells, count), dtype=torch.int16, device=self._device)
+            for count in self._numbers
+        ]
 
     def _grown(self, slab: Tensor) -> Tensor:
         # Zeros: what is masked is still multiplied by 0.

@@ -18,6 +18,7 @@ from slurmrl.engines.fsdp import generation as generation_module
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.engines.rollout.base import Completion, GenerationRequest
 from slurmrl.engines.rollout.lockstep import LockstepEngine
+from slurmrl.engines.rollout.native.batch import ContinuousBatch
 from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.errors import UsageError
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
@@ -252,6 +253,27 @@ def test_requests_get_the_experts_that_read_each_token(limits: Limits, late: boo
         assert made.experts is not None
         assert made.experts[:-1].tolist() == choices(decoder, tokens)[:-1].tolist()
         assert (made.experts[-1] == -1).all()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_experts_are_recorded_from_the_first_request_on_that_asks_for_them(late: bool) -> None:
+    """What other requests have left in the cache is read again, and their draws stay the same."""
+    decoder, text = decoder_of("mixtral-windows"), tuple(range(4, 24))
+    plain = GenerationOptions(max_new_tokens=12)
+    batch = ContinuousBatch(decoder, Limits(page_tokens=4), context=None, late=late)
+    before = batch.add(request("before", text, plain, 1))
+    for _ in range(4):
+        batch.step()
+    assert not batch._runner.records_experts
+    asked = batch.add(request("asked", text, replace(plain, experts=True), 2))
+    while batch.busy:
+        batch.step()
+    (first,), (second,) = before, asked
+    ((alone,), _) = served(decoder, [request("before", text, plain, 1)])
+    assert first.completion().tokens == alone.tokens
+    made = second.completion()
+    assert made.experts is not None
+    assert made.experts[:-1].tolist() == choices(decoder, [*text, *made.tokens])[:-1].tolist()
 
 
 def test_a_model_without_experts_records_none() -> None:

@@ -65,12 +65,15 @@ class ContinuousBatch:
 
         Raises UsageError for a request that can never be served."""
         limit = self._limit(request)
-        if request.options.experts and not self._runner.records_experts:
+        if request.options.experts and not self._runner.has_experts:
             raise UsageError(f"request {request.request_id}: the model has no experts to record")
         if request.options.stop_strings and self._decode is None:
             raise UsageError(
                 f"request {request.request_id} has stop strings, but the engine has no tokenizer"
             )
+        if request.options.experts and not self._runner.records_experts:
+            self._empty_cache()
+            self._runner.record_experts()
         arrivals = [(request.priority, next(self._arrivals)) for _ in request.keys]
         sequences = [
             Sequence(rank, request, key, limit)
@@ -105,12 +108,16 @@ class ContinuousBatch:
 
     def renew(self, version: str) -> None:
         """The decoder's weights have changed: sequences keep their tokens, which are read again."""
+        self._empty_cache()
+        self._runner.renew()
+        self.version = version
+
+    def _empty_cache(self) -> None:
+        """All tokens are read again."""
         self._settle()
         for sequence in list(self._schedule.running):
             self._schedule.preempt(sequence)
         self._pool.forget()
-        self._runner.renew()
-        self.version = version
 
     def _limit(self, request: GenerationRequest) -> int:
         """Most tokens of the request's sequences."""

@@ -100,8 +100,17 @@ class Runner:
         return drawn
 
     @property
+    def has_experts(self) -> bool:
+        return self._decoder.cache.has_experts
+
+    @property
     def records_experts(self) -> bool:
         return bool(self._decoder.cache.experts)
+
+    def record_experts(self) -> None:
+        """From now on; what the cache holds has no record."""
+        self._decoder.cache.record_experts()
+        self._decode.forget()
 
     def experts(self, sequence: Sequence) -> Array:
         """Of a sequence that has just drawn its last token; see `Completion`."""
