@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.rollout.interface import RolloutInterface
 from slurmrl.config.schema import Dataset, EpisodeSettings, Rollout
 from slurmrl.data.sample import SequenceSample
@@ -30,7 +31,7 @@ def episodes(setup: Setup, name: str) -> dict[str, Any] | None:
     )
     dataset = Dataset(type="prompt", path="unused")
     config = SimpleNamespace(rollout=rollout, evaluation=None, dataset=dataset)
-    settings: Any = SimpleNamespace(config=config)
+    settings: Any = SimpleNamespace(config=config, algorithm=PolicyGradient(batch_size=5))
     tokenizer = load_tokenizer(TOKENIZER)
     context = CallContext(3, 1, {}, tokenizer, settings, (1,), tuple(IDS))
     sample = prompts(share) if share else prompts(["none"]).take([])
