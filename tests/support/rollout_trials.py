@@ -63,10 +63,23 @@ def of_group(site: Site, trial: str, role: str, group: str) -> list[int]:
     return found
 
 
-def settled(site: Site, trial: str) -> int:
-    """Items before which the last checkpoint has trained or dropped all, and none behind."""
+def last_ledger(site: Site, trial: str) -> dict[str, Any]:
+    """That of the last checkpoint."""
     last = max(site.paths(trial).checkpoints.glob("step-*/state.json"))
     ledger: dict[str, Any] = json.loads(last.read_bytes())["ledger"]
-    number: int = ledger["settled"]
-    assert all(one["item"] >= number for one in ledger.get("samples", ()))
-    return number
+    return ledger
+
+
+def settled(site: Site, trial: str) -> int:
+    """How many items the last checkpoint has trained or dropped. Items before them may still be
+    made, since steps with stale samples take what is finished."""
+    ledger = last_ledger(site, trial)
+    first: int = ledger["settled"]
+    behind = [
+        item for one in ledger.get("trained", ()) for item in range(one["first"], one["stop"])
+    ]
+    to_come = [one["item"] for one in ledger.get("samples", ())]
+    to_come += [item for lease in ledger.get("leased", ()) for item in lease["items"]]
+    assert all(item >= first for item in behind + to_come)
+    assert len({*behind, *to_come}) == len(behind) + len(to_come), "each has one state"
+    return first + len(behind)
