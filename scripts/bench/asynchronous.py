@@ -1,7 +1,9 @@
 """What rollout tasks bring and cost the trainers: scripts/bench/asynchronous.py [OPTIONS]
 
 Whole GRPO trials of the local scheduler, in rounds; each round runs every trial once, one after the
-other, with the same number of completions, most of which have the greatest length:
+other, with the same number of trained completions. Most have the greatest length, or with fewer
+``--words`` lengths vary. With ``--dynamic`` groups whose completions are all wrong or all right are
+generated, but not trained on.
 
 - synchronous: two trainer ranks that generate;
 - published: the same, with a weight version of each step;
@@ -27,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,6 @@ WARM_UP = 3
 POLL_S = 0.005
 BATCH, GROUP = 8, 8
 MODEL = {
-    "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 512,
     "num_hidden_layers": 4,
@@ -52,8 +53,12 @@ MODEL = {
     "max_position_embeddings": 1024,
 }
 REWARD = """
-def different(prompts, completions, rows):
-    return [float(len(set(completion))) for completion in completions]
+import zlib
+
+
+def drawn(prompts, completions, rows):
+    # 1 for a share of the completions, which depends on their texts alone.
+    return [float(zlib.crc32(text.encode()) < SOLVED * 2**32) for text in completions]
 """
 
 
@@ -229,13 +234,19 @@ def config_of(kind: Kind, number: int, options: argparse.Namespace) -> dict[str,
         experiment="bench",
         trial=f"{kind.name}-{number}",
         total_steps=WARM_UP + options.steps,
-        algorithm={"name": "grpo", "batch_size": BATCH, "n_minibatches": 1, "kl": {"coef": 0}},
+        algorithm={
+            "name": "grpo",
+            "batch_size": BATCH,
+            "n_minibatches": 1,
+            "kl": {"coef": 0},
+            "zero_variance": "drop" if options.dynamic else "keep",
+        },
         rollout={"n": GROUP, "max_new_tokens": options.tokens},
-        reward={"name": "reward_of_bench:different"},
+        reward={"name": "reward_of_bench:drawn"},
         checkpoint={"every_steps": 1000},
     )
     actor = config["actor"]
-    actor["architecture"] = {**actor["architecture"], **MODEL}
+    actor["architecture"] = {**actor["architecture"], **MODEL, "vocab_size": options.words}
     actor["backend"] = f"fsdp:d{kind.ranks}"
     actor["optimizer"] = {"lr": 1e-5}
     config["dataset"]["type"] = "prompt"
@@ -249,66 +260,64 @@ def config_of(kind: Kind, number: int, options: argparse.Namespace) -> dict[str,
 # -- the table -----------------------------------------------------------------------------------
 
 
-def rows(rounds: list[dict[str, Run]]) -> Iterator[tuple[str, str, str]]:
-    """What was measured, the goal, and the median with the least and the most."""
+class Table:
+    """What was measured, the goals, and medians with the least and the most."""
 
-    def of(value: Callable[[dict[str, Run]], float], form: str = ".2f") -> str:
-        return Spread.of(map(value, rounds)).text(form)
+    def __init__(self, rounds: list[dict[str, Run]]) -> None:
+        self._rounds = rounds
 
-    def all_of(kind: Kind, values: Callable[[Run], list[float]], form: str = ".3f") -> str:
-        known = [one for found in rounds for one in values(found[kind.name])]
-        return f"{Spread.of(known).text(form)}, {len(known)} values" if known else "none"
+    def print(self) -> None:
+        """The rows of which all trials were run."""
+        print("| | goal | median (least to most) |\n|---|---|---|")
+        for (what, *kinds), goal, measured in self._rows():
+            if all(kind.name in self._rounds[0] for kind in kinds):
+                print(f"| {what} | {goal} | {measured(*kinds)} |")
 
-    def ratio(above: Kind, below: Kind) -> str:
-        return of(lambda found: found[above.name].token_s / found[below.name].token_s)
+    def _rows(self) -> Iterator[tuple[Any, str, Callable[..., str]]]:
+        both = SYNCHRONOUS, ASYNCHRONOUS
+        yield ("synchronous / asynchronous, wall time per token", *both), "> 1", self._ratio
+        generate = "share of the steps in which trainers generate, synchronous"
+        yield (generate, SYNCHRONOUS), "", partial(self._share, "time/actor_gen")
+        for what, kind in (
+            ("share of the steps in which trainers wait, asynchronous", ASYNCHRONOUS),
+            ("… with two tasks", UNDISTURBED),
+            ("… with two tasks that are killed", KILLED),
+        ):
+            yield (what, kind), "", partial(self._share, "rollout/waited_s")
+        yield ("kills in a trial", KILLED), "", self._kills
+        effective = "effective training time: undisturbed / killed, wall time per token"
+        yield (effective, UNDISTURBED, KILLED), "≥ 0.95", self._ratio
+        for what, goal, kind, values in (
+            ("a step without its waiting, s, undisturbed", "", UNDISTURBED, "busy_s"),
+            ("… a step with a kill, or after one", "the same", KILLED, "disturbed_s"),
+        ):
+            yield (what, kind), goal, partial(self._all, values)
+        published = "published / not, wall time per token"
+        yield (published, PUBLISHED, SYNCHRONOUS), "1", self._ratio
+        for what, values in (
+            ("stall of the trainers for a publication, s", "stalls_s"),
+            (
+                "from the end of a step to the first task that draws with its weights, s",
+                "first_tokens_s",
+            ),
+        ):
+            yield (what, ASYNCHRONOUS), "", partial(self._all, values)
 
-    def share(kind: Kind, metric: str) -> str:
-        return of(lambda found: found[kind.name].share(metric))
+    def _of(self, value: Callable[[dict[str, Run]], float], form: str = ".2f") -> str:
+        return Spread.of(map(value, self._rounds)).text(form)
 
-    yield (
-        "synchronous / asynchronous, wall time per token",
-        "> 1",
-        ratio(SYNCHRONOUS, ASYNCHRONOUS),
-    )
-    yield (
-        "share of the steps in which trainers generate, synchronous",
-        "",
-        share(SYNCHRONOUS, "time/actor_gen"),
-    )
-    yield (
-        "share of the steps in which trainers wait, asynchronous",
-        "",
-        share(ASYNCHRONOUS, "rollout/waited_s"),
-    )
-    yield "… with two tasks", "", share(UNDISTURBED, "rollout/waited_s")
-    yield "… with two tasks that are killed", "", share(KILLED, "rollout/waited_s")
-    yield "kills in a trial", "", of(lambda found: len(found[KILLED.name].kills), ".0f")
-    yield (
-        "effective training time: undisturbed / killed, wall time per token",
-        "≥ 0.95",
-        ratio(UNDISTURBED, KILLED),
-    )
-    yield (
-        "a step without its waiting, s, undisturbed",
-        "",
-        all_of(UNDISTURBED, lambda run: run.busy_s),
-    )
-    yield (
-        "… a step with a kill, or after one",
-        "the same",
-        all_of(KILLED, lambda run: run.disturbed_s),
-    )
-    yield "published / not, wall time per token", "1", ratio(PUBLISHED, SYNCHRONOUS)
-    yield (
-        "stall of the trainers for a publication, s",
-        "",
-        all_of(ASYNCHRONOUS, lambda run: run.stalls_s),
-    )
-    yield (
-        "from the end of a step to the first task that draws with its weights, s",
-        "",
-        all_of(ASYNCHRONOUS, lambda run: run.first_tokens_s),
-    )
+    def _ratio(self, above: Kind, below: Kind) -> str:
+        return self._of(lambda found: found[above.name].token_s / found[below.name].token_s)
+
+    def _share(self, metric: str, kind: Kind) -> str:
+        return self._of(lambda found: found[kind.name].share(metric))
+
+    def _kills(self, kind: Kind) -> str:
+        return self._of(lambda found: len(found[kind.name].kills), ".0f")
+
+    def _all(self, values: str, kind: Kind) -> str:
+        known = [one for found in self._rounds for one in getattr(found[kind.name], values)]
+        return f"{Spread.of(known).text('.3f')}, {len(known)} values" if known else "none"
 
 
 def main() -> None:
@@ -318,18 +327,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40, help="that count, of each trial")
     parser.add_argument("--tokens", type=int, default=96, help="of each completion")
+    parser.add_argument("--words", type=int, default=512, help="one in so many ends a completion")
+    parser.add_argument(
+        "--solved", type=float, default=0.5, help="share of the completions that earn the reward"
+    )
+    parser.add_argument(
+        "--dynamic", action="store_true", help="drop prompts with equal rewards (zero_variance)"
+    )
+    parser.add_argument(
+        "--kinds", nargs="+", choices=[kind.name for kind in KINDS], help="default: all"
+    )
     parser.add_argument("--staleness", type=int, default=1, help="rollout.tasks.max_staleness")
     parser.add_argument("--kill-every-s", type=float, default=20.0)
     options = parser.parse_args()
+    kinds = [kind for kind in KINDS if not options.kinds or kind.name in options.kinds]
     loads, found = [], []
     with tempfile.TemporaryDirectory(prefix="slurmrl-bench-") as made:
         folder = Path(made)
-        (folder / "reward_of_bench.py").write_text(REWARD)
+        (folder / "reward_of_bench.py").write_text(f"SOLVED = {options.solved}\n{REWARD}")
         path = os.pathsep.join((str(folder), str(REPOSITORY)))
         site = Site(folder, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
         for number in range(1, options.rounds + 1):
             runs = {}
-            for kind in KINDS:
+            for kind in kinds:
                 runs[kind.name] = train(site, kind, number, options)
                 loads.append(os.getloadavg()[0])
                 text = f"round {number}, {kind.name}: {runs[kind.name].wall_s:.1f} s"
@@ -337,12 +357,12 @@ def main() -> None:
             found.append(runs)
     print(
         f"{os.cpu_count()} CPUs, load average {Spread.of(loads).text('.1f')}; {BATCH} x {GROUP} "
-        f"completions of {options.tokens} tokens, {options.rounds} rounds of {options.steps} "
-        f"steps, max_staleness {options.staleness}, a kill every {options.kill_every_s:.0f} s\n"
+        f"completions of up to {options.tokens} tokens, one in {options.words} ends one, "
+        f"{options.solved:.0%} earn the reward{', dynamic sampling' * options.dynamic}; "
+        f"{options.rounds} rounds of {options.steps} steps, "
+        f"max_staleness {options.staleness}, a kill every {options.kill_every_s:.0f} s\n"
     )
-    print("| | goal | median (least to most) |\n|---|---|---|")
-    for row in rows(found):
-        print(f"| {' | '.join(row)} |")
+    Table(found).print()
 
 
 if __name__ == "__main__":
