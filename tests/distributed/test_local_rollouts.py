@@ -27,9 +27,9 @@ from tests.support.rollout_trials import (
     config_of,
     last_ledger,
     of_group,
-    settled,
     site_in,
     train_adapters,
+    trained,
 )
 from tests.support.servers import check_served, servers
 from tests.support.stand_ins import python
@@ -158,7 +158,7 @@ def test_tasks_in_the_job_of_the_trainers_are_started_again_and_outlive_incarnat
     assert set(kept) <= set(of_group(site, trial, "worker", "rollout"))
     status = site.wait_for_end(trial)
     assert (status["state"], status["incarnation"]) == ("COMPLETED", 2)
-    assert settled(site, trial) == STEPS * BATCH
+    assert trained(site, trial) == STEPS * BATCH
     jobs = read_jobs(site.paths(trial), 1)
     assert jobs is not None
     assert set(jobs) == {"trainer"}
@@ -196,7 +196,7 @@ def test_with_staleness_each_item_is_trained_once_whoever_is_killed(site: Site) 
     lines = site.metrics(trial)
     assert max(line["rollout/staleness_max"] for line in lines) >= 1
     assert all(line["rollout/dropped_stale"] == 0 for line in lines)
-    assert settled(site, trial) == STEPS * BATCH, "no item was trained twice, and none is missing"
+    assert trained(site, trial) == STEPS * BATCH, "no item was trained twice, and none is missing"
     held = [lease["oldest"] for lease in last_ledger(site, trial).get("leased", ())]
     assert all(int(version.partition(".")[0]) > STEPS - 4 for version in held), held
 
@@ -217,7 +217,7 @@ def test_ranks_of_a_task_draw_together_with_the_weights_of_each_step(site: Site)
     os.kill(max(workers), signal.SIGKILL)
     status = site.wait_for_end(trial)
     assert (status["state"], status["incarnation"]) == ("COMPLETED", 1)
-    assert settled(site, trial) == steps * BATCH
+    assert trained(site, trial) == steps * BATCH
     check_served(site.metrics(trial), steps)
     told = [one for one in events.read_all(site.paths(trial)) if one["kind"] == "world_ready"]
     assert len(told) == 2
@@ -253,7 +253,7 @@ def test_servers_of_tasks_draw_with_the_weights_of_each_step_whatever_is_killed(
     second = wait_until("both servers", lambda: found if len(found := servers(run)) == 2 else None)
     os.kill(worker, signal.SIGKILL)
     assert site.wait_for_end(trial)["state"] == "COMPLETED"
-    assert settled(site, trial) == STEPS * BATCH
+    assert trained(site, trial) == STEPS * BATCH
     check_served(site.metrics(trial), STEPS)
     wait_until("all processes to leave", lambda: not any(processes(run).values()))
     assert servers(run) == []

@@ -13,9 +13,9 @@ from tests.support.rollout_trials import (
     STEPS,
     config_of,
     of_group,
-    settled,
     site_in,
     train_adapters,
+    trained,
 )
 from tests.support.servers import check_served, servers
 from tests.support.trials import processes, wait_until
@@ -60,7 +60,7 @@ def test_a_task_draws_with_the_weights_of_each_step_whatever_is_killed(
     os.kill(of_group(site, trial, "worker", "rollout")[0], signal.SIGKILL)
     status = site.wait_for_end(trial, timeout_s=STARTED_S)
     assert (status["state"], status["incarnation"]) == ("COMPLETED", 1)
-    assert settled(site, trial) == STEPS * BATCH, "no item was trained twice, and none is missing"
+    assert trained(site, trial) == STEPS * BATCH, "no item was trained twice, and none is missing"
     check_served(site.metrics(trial), STEPS)
     wait_until("all processes to leave", lambda: not any(processes(run).values()))
     assert servers(run) == []

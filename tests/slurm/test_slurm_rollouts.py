@@ -12,7 +12,7 @@ import pytest
 
 from slurmrl.monitor import events
 from slurmrl.scheduler.submission import read_jobs
-from tests.support.rollout_trials import BATCH, STEPS, config_of, settled, site_in
+from tests.support.rollout_trials import BATCH, STEPS, config_of, site_in, trained
 from tests.support.trials import Site, processes, wait_until
 
 
@@ -33,7 +33,7 @@ def test_tasks_that_are_cancelled_are_replaced_and_nothing_is_lost(
     subprocess.run(["scancel", *first], check=True)
     status = site.wait_for_end(trial)
     assert (status["state"], status["step"], status["incarnation"]) == ("COMPLETED", STEPS, 1)
-    assert settled(site, trial) == STEPS * BATCH
+    assert trained(site, trial) == STEPS * BATCH
     told = [one for one in events.read_all(site.paths(trial)) if one["kind"] == "rollout_task"]
     joined = {one["task"] for one in told if one["state"] == "joined"}
     assert joined & {"rollout/0", "rollout/1"}
@@ -84,7 +84,7 @@ def test_tasks_come_and_go_with_their_number(tmp_path: Path, slurm_bed: Any) -> 
     site.slurmrl("scale", trial, "1")
     status = site.wait_for_end(trial)
     assert (status["state"], status["step"], status["incarnation"]) == ("COMPLETED", STEPS, 1)
-    assert settled(site, trial) == STEPS * BATCH
+    assert trained(site, trial) == STEPS * BATCH
     wait_for("joined", 3)
     wait_until("an empty queue", lambda: not queue())
 
@@ -125,7 +125,7 @@ def test_tasks_in_the_job_of_the_trainers_are_steps_of_it(tmp_path: Path, slurm_
     subprocess.run(["scancel", f"{jobs['trainer'][0]}_0"], check=True)
     status = site.wait_for_end(trial)
     assert (status["state"], status["step"], status["incarnation"]) == ("COMPLETED", STEPS, 2)
-    assert settled(site, trial) == STEPS * BATCH
+    assert trained(site, trial) == STEPS * BATCH
     assert sorted(one["task"] for one in starts()[:2]) == [0, 1]
     assert starts()[0]["host"] != starts()[1]["host"]
     assert [one["failures"] for one in starts()] == [0, 0, 1, 0, 0]

@@ -70,11 +70,12 @@ def last_ledger(site: Site, trial: str) -> dict[str, Any]:
     return ledger
 
 
-def settled(site: Site, trial: str) -> int:
-    """How many items the last checkpoint has trained or dropped. Items before them may still be
-    made, since steps with stale samples take what is finished."""
+def trained(site: Site, trial: str) -> int:
+    """How many items the last checkpoint has trained. Items before them may still be made, since
+    steps with stale samples take what is finished, and others were dropped."""
     ledger = last_ledger(site, trial)
     first: int = ledger["settled"]
+    dropped = sum(one["items"] for one in ledger.get("dropped_before", ()))
     behind = [
         item for one in ledger.get("trained", ()) for item in range(one["first"], one["stop"])
     ]
@@ -82,4 +83,4 @@ def settled(site: Site, trial: str) -> int:
     to_come += [item for lease in ledger.get("leased", ()) for item in lease["items"]]
     assert all(item >= first for item in behind + to_come)
     assert len({*behind, *to_come}) == len(behind) + len(to_come), "each has one state"
-    return first + len(behind)
+    return first - dropped + len(behind)
