@@ -6,7 +6,6 @@ Each sink's package is imported only if the sink is configured.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ from slurmrl.config.schema import Logging
 from slurmrl.errors import MissingDependencyError
 from slurmrl.history.log import History
 from slurmrl.history.writer import IncarnationWriter
+from slurmrl.monitor.sinks import mlflow, tensorboard, wandb
 from slurmrl.monitor.sinks.base import Sink
 from slurmrl.monitor.sinks.csv import Csv
 from slurmrl.monitor.sinks.feeder import Feeder
@@ -44,20 +44,26 @@ def make_feeders(
     Raises MissingDependencyError if a package is not installed.
     """
     check(logging)
-    _import_packages(logging)
+    _load(logging)
     return [
         Feeder(name, make, paths, committed=committed, check=_check_of(paths, incarnation))
         for name, make in _wanted(paths, logging)
     ]
 
 
-def _import_packages(logging: Logging) -> None:
+def _load(logging: Logging) -> None:
     """Import what the sinks use before they do so in their threads: two imports at the same time
-    whose modules need each other can both get modules that are not complete. A package that cannot
+    whose modules need each other can both get modules that are not complete. A library that cannot
     be imported is its sink's failure, which is reported there."""
-    for module in _modules(logging):
-        with suppress(Exception):
-            importlib.import_module(module)
+    configured = (
+        (logging.tensorboard, tensorboard.load),
+        (logging.wandb is not None, wandb.load),
+        (logging.mlflow is not None, mlflow.load),
+    )
+    for wanted, load in configured:
+        if wanted:
+            with suppress(Exception):
+                load()
 
 
 def _check_of(paths: RunPaths, incarnation: int | None) -> Callable[[], object]:
@@ -90,13 +96,3 @@ def _packages(logging: Logging) -> Iterator[tuple[str, str, str]]:
         yield "mlflow", "mlflow", "mlflow-skinny"
         if logging.mlflow.is_database:
             yield "mlflow.tracking_uri", "sqlalchemy", "mlflow"
-
-
-def _modules(logging: Logging) -> Iterator[str]:
-    """What the configured sinks import."""
-    if logging.tensorboard:
-        yield "tensorboard.summary.writer.event_file_writer"
-    if logging.wandb is not None:
-        yield from ("wandb", "wandb.proto.wandb_internal_pb2")
-    if logging.mlflow is not None:
-        yield "mlflow.tracking"

@@ -88,9 +88,15 @@ def log_arrived(paths: RunPaths, wanted: Mlflow, lines: Lines) -> None:
     _log_metrics(client, run.info.run_id, lines, seen)
 
 
+def load() -> None:
+    """Import the library, which tells nobody: it looks at this variable once."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    import mlflow.tracking  # noqa: F401
+
+
 def _client(wanted: Mlflow, paths: RunPaths) -> Any:
+    load()
     uri = wanted.tracking_uri or str(paths.mlflow)
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # clusters tell nobody
     if Path(uri.removeprefix("file://")).is_absolute():
         # Its makers prefer databases, which do not belong on a shared file system.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")

@@ -15,6 +15,11 @@ from slurmrl.monitor.sinks.base import Lines, numbers
 FILES = "events.*"
 
 
+def load() -> None:
+    """Import the library."""
+    import tensorboard.summary.writer.event_file_writer  # noqa: F401
+
+
 class TensorBoard:
     """Writes event files in ``tensorboard/``. The first event of a new file says at which step it
     starts, and TensorBoard drops that step and later ones from earlier files: those were handed

@@ -22,6 +22,11 @@ ARRIVED_S = 30.0
 """How long evaluations wait for a server: the sinks after this one have what is left of a turn."""
 
 
+def load() -> None:
+    """Import the library."""
+    import wandb.proto.wandb_internal_pb2  # noqa: F401
+
+
 class WeightsAndBiases:
     """Logs all incarnations of a trial to one W&B run, identified by the trial's uuid.
 

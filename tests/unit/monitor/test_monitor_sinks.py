@@ -73,6 +73,25 @@ def test_nothing_is_needed_for_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert not sinks.make_feeders(RunPaths(tmp_path), Logging(), committed=-1, incarnation=None)
 
 
+def test_mlflow_tells_nobody(tmp_path: Path) -> None:
+    """The library decides while it is imported whether it sends what clusters do to its makers."""
+    code = (
+        "import sys; from pathlib import Path; from slurmrl.config.schema import Logging, Mlflow; "
+        "from slurmrl.monitor import sinks; from slurmrl.paths import RunPaths; "
+        "sinks.make_feeders(RunPaths(Path(sys.argv[1])), Logging(mlflow=Mlflow(experiment='e')), "
+        "committed=-1, incarnation=None); from mlflow.telemetry import get_telemetry_client; "
+        "print(get_telemetry_client())"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={"PATH": os.environ["PATH"]},  # it tells nobody of tests and CI either
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert told.stdout == "None\n", told.stderr
+
+
 @pytest.mark.parametrize("uri", ["https://me:secret@host/mlflow", "mlruns", "ftp://host"])
 def test_a_tracking_uri_that_cannot_work_is_refused(uri: str) -> None:
     with pytest.raises(ValueError, match=r"variables_file|must be a URL"):
