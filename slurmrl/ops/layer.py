@@ -8,7 +8,6 @@ heads, Hkv key and value heads, D head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,8 +71,7 @@ class PackedLayer:
         cos, sin = rotation or (None, None)
         places = (keys, values, slots, tables, rows, lengths)
         sizes = (heads, self.gate_up.outer // 2, page, scale, window or 0)
-        operators: Any = for_floats(x)
-        operators.layer.default(x, self._weights, cos, sin, *places, out, *sizes, *self._eps)
+        for_floats(x).layer.default(x, self._weights, cos, sin, *places, out, *sizes, *self._eps)
         return out
 
 

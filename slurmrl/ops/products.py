@@ -86,8 +86,7 @@ class PackedMatrix:
         """They must be `packable`."""
         outer, inner = weight.shape
         packed = weight.new_empty((-(-outer // PANEL), inner, PANEL))
-        operators: Any = for_floats(weight)
-        operators.pack.default(weight.detach().contiguous(), packed)
+        for_floats(weight).pack.default(weight.detach().contiguous(), packed)
         return cls(packed, bias, outer)
 
     def product(self, x: Tensor) -> Tensor:
@@ -102,8 +101,7 @@ class PackedMatrix:
         if x.stride(1) != 1:
             x = x.contiguous()
         out = x.new_empty((x.shape[0], self.outer))
-        operators: Any = for_floats(x)
-        operators.product.default(x, self.packed, self.bias, total, out)
+        for_floats(x).product.default(x, self.packed, self.bias, total, out)
         return out
 
 

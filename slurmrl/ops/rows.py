@@ -8,8 +8,6 @@ T tokens, n elements of a row, H heads, D head size.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -26,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tens
     1 / sqrt(mean(x^2) + eps) [..., 1]."""
     x = x.contiguous()
     out, scales = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1))
-    _operators(x).norm.default(x, weight.contiguous(), out, scales, eps, offset)
+    for_floats(x).norm.default(x, weight.contiguous(), out, scales, eps, offset)
     return out, scales
 
 
@@ -36,7 +34,7 @@ def rms_norm_gradient(
     """The gradients of x [..., n] and of the weight [n] of `rms_norm`, from that of its result."""
     x, grad, weight = x.contiguous(), grad.contiguous(), weight.contiguous()
     grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
-    _operators(x).norm_gradient.default(grad, x, weight, scales, grad_x, grad_weight, offset)
+    for_floats(x).norm_gradient.default(grad, x, weight, scales, grad_x, grad_weight, offset)
     return grad_x, grad_weight
 
 
@@ -44,7 +42,7 @@ def gated_product(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, [T, n] each."""
     gate, up = _alike(gate, up)
     product = gate.new_empty(gate.shape)
-    _operators(gate).gated.default(gate, up, product)
+    for_floats(gate).gated.default(gate, up, product)
     return product
 
 
@@ -54,7 +52,7 @@ def gated_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tens
     gate, up = _alike(gate, up)
     rows, columns = gate.shape
     product, gradients = gate.new_empty(rows, columns), gate.new_empty(rows, 2 * columns)
-    _operators(gate).gated_gradient.default(gate, up, grad.contiguous(), product, gradients)
+    for_floats(gate).gated_gradient.default(gate, up, grad.contiguous(), product, gradients)
     return product, gradients
 
 
@@ -66,13 +64,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     if x.stride()[1:] != (x.shape[2], 1):
         x = x.contiguous()
     out = x.new_empty(x.shape)
-    _operators(x).rotate.default(x, cos.contiguous(), sin.contiguous(), out, sign)
+    for_floats(x).rotate.default(x, cos.contiguous(), sin.contiguous(), out, sign)
     return out
-
-
-def _operators(like: Tensor) -> Any:
-    """Those of tensors that fit."""
-    return for_floats(like)
 
 
 def _alike(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ def operators(device: torch.device, elements: int) -> Any | None:
     return _ready_or_warn(device)
 
 
-def for_floats(like: Tensor) -> Any | None:
+def for_floats(like: Tensor) -> Any:
     """The operators for tensors of this dtype and device that have only a float32 form for CPUs,
     whatever their size; None if there are none."""
     if like.dtype != torch.float32 or like.device.type != "cpu":

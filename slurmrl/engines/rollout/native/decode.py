@@ -3,7 +3,7 @@
 Their inputs have few shapes, so a GPU repeats them as CUDA graphs: the host starts one graph for
 each token of all rows, whatever the number of layers. Other devices compute the same directly.
 
-B rows of a call, padding included; D of them draw.
+B rows of a call, padding included.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class DecodeShape(NamedTuple):
     """What is fixed in a graph."""
 
     rows: int
-    drawn: int
     longest: int
     """Upper bound of the cells that a row sees."""
     law: Law
@@ -126,9 +125,9 @@ class DecodeStep:
     def _shape(self, inputs: list[RowInput], law: Law, banned: tuple[int, ...]) -> DecodeShape:
         count, longest = len(inputs), 1 + max(each.position for each in inputs)
         if self._capture is None:
-            return DecodeShape(count, count, longest, law, banned)
+            return DecodeShape(count, longest, law, banned)
         rows = min(_power(count), self._state.spare)
-        return DecodeShape(rows, rows, max(LEAST_CELLS, _power(longest)), law, banned)
+        return DecodeShape(rows, max(LEAST_CELLS, _power(longest)), law, banned)
 
     def _replayed(self, columns: Tensor, shape: DecodeShape) -> Sampled:
         if shape.banned not in self._banned:
@@ -193,11 +192,11 @@ class DecodeStep:
             longest=shape.longest,
         )
         ids = self._state.tokens(ids, rows)
-        logits = self._decoder.logits(ids, positions, call, None)[: shape.drawn]
+        logits = self._decoder.logits(ids, positions, call, None)
         temperature, top_k, top_p, greedy, record = shape.law
         drawn = sample(
             logits,
-            stream_uniform(streams[: shape.drawn], lengths[: shape.drawn]),
+            stream_uniform(streams, lengths),
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -206,7 +205,7 @@ class DecodeStep:
             support=self._support,
             record=record,
         )
-        self._state.last.index_copy_(0, rows[: shape.drawn], drawn.tokens)
+        self._state.last.index_copy_(0, rows, drawn.tokens)
         return drawn
 
 
