@@ -260,6 +260,16 @@ def config_of(kind: Kind, number: int, options: argparse.Namespace) -> dict[str,
 # -- the table -----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Row:
+    """A row of the table, for which these trials are needed."""
+
+    what: str
+    goal: str
+    measured: Callable[..., str]
+    kinds: tuple[Kind, ...]
+
+
 class Table:
     """What was measured, the goals, and medians with the least and the most."""
 
@@ -269,39 +279,63 @@ class Table:
     def print(self) -> None:
         """The rows of which all trials were run."""
         print("| | goal | median (least to most) |\n|---|---|---|")
-        for (what, *kinds), goal, measured in self._rows():
-            if all(kind.name in self._rounds[0] for kind in kinds):
-                print(f"| {what} | {goal} | {measured(*kinds)} |")
+        for row in self._rows():
+            if all(kind.name in self._rounds[0] for kind in row.kinds):
+                print(f"| {row.what} | {row.goal} | {row.measured(*row.kinds)} |")
 
-    def _rows(self) -> Iterator[tuple[Any, str, Callable[..., str]]]:
-        both = SYNCHRONOUS, ASYNCHRONOUS
-        yield ("synchronous / asynchronous, wall time per token", *both), "> 1", self._ratio
-        generate = "share of the steps in which trainers generate, synchronous"
-        yield (generate, SYNCHRONOUS), "", partial(self._share, "time/actor_gen")
-        for what, kind in (
-            ("share of the steps in which trainers wait, asynchronous", ASYNCHRONOUS),
-            ("… with two tasks", UNDISTURBED),
-            ("… with two tasks that are killed", KILLED),
-        ):
-            yield (what, kind), "", partial(self._share, "rollout/waited_s")
-        yield ("kills in a trial", KILLED), "", self._kills
-        effective = "effective training time: undisturbed / killed, wall time per token"
-        yield (effective, UNDISTURBED, KILLED), "≥ 0.95", self._ratio
-        for what, goal, kind, values in (
-            ("a step without its waiting, s, undisturbed", "", UNDISTURBED, "busy_s"),
-            ("… a step with a kill, or after one", "the same", KILLED, "disturbed_s"),
-        ):
-            yield (what, kind), goal, partial(self._all, values)
-        published = "published / not, wall time per token"
-        yield (published, PUBLISHED, SYNCHRONOUS), "1", self._ratio
-        for what, values in (
-            ("stall of the trainers for a publication, s", "stalls_s"),
-            (
-                "from the end of a step to the first task that draws with its weights, s",
-                "first_tokens_s",
-            ),
-        ):
-            yield (what, ASYNCHRONOUS), "", partial(self._all, values)
+    def _rows(self) -> Iterator[Row]:
+        waited = partial(self._share, "rollout/waited_s")
+        yield Row(
+            "synchronous / asynchronous, wall time per token",
+            "> 1",
+            self._ratio,
+            (SYNCHRONOUS, ASYNCHRONOUS),
+        )
+        yield Row(
+            "share of the steps in which trainers generate, synchronous",
+            "",
+            partial(self._share, "time/actor_gen"),
+            (SYNCHRONOUS,),
+        )
+        yield Row(
+            "share of the steps in which trainers wait, asynchronous", "", waited, (ASYNCHRONOUS,)
+        )
+        yield Row("… with two tasks", "", waited, (UNDISTURBED,))
+        yield Row("… with two tasks that are killed", "", waited, (KILLED,))
+        yield Row("kills in a trial", "", self._kills, (KILLED,))
+        yield Row(
+            "effective training time: undisturbed / killed, wall time per token",
+            "≥ 0.95",
+            self._ratio,
+            (UNDISTURBED, KILLED),
+        )
+        yield Row(
+            "a step without its waiting, s, undisturbed",
+            "",
+            partial(self._all, "busy_s"),
+            (UNDISTURBED,),
+        )
+        yield Row(
+            "… a step with a kill, or after one",
+            "the same",
+            partial(self._all, "disturbed_s"),
+            (KILLED,),
+        )
+        yield Row(
+            "published / not, wall time per token", "1", self._ratio, (PUBLISHED, SYNCHRONOUS)
+        )
+        yield Row(
+            "stall of the trainers for a publication, s",
+            "",
+            partial(self._all, "stalls_s"),
+            (ASYNCHRONOUS,),
+        )
+        yield Row(
+            "from the end of a step to the first task that draws with its weights, s",
+            "",
+            partial(self._all, "first_tokens_s"),
+            (ASYNCHRONOUS,),
+        )
 
     def _of(self, value: Callable[[dict[str, Run]], float], form: str = ".2f") -> str:
         return Spread.of(map(value, self._rounds)).text(form)

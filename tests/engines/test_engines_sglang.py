@@ -47,6 +47,7 @@ from tests.engines.conftest import (
     midway,
     request,
 )
+from tests.support.servers import load_once
 
 PYTHON = os.environ.get("SGLANG_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="no SGLang: run scripts/test-engines")
@@ -276,14 +277,7 @@ async def _load_for(
 
     client.post = astray  # type: ignore[method-assign]
     model = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=VOCABULARY)
-    speaker = SglangDialect(client, model=model, checks=checks)
-    try:
-        await speaker.connect()
-        await speaker.pause()
-        await speaker.load(version)
-    finally:
-        await speaker.resume()
-        await speaker.close()
+    await load_once(SglangDialect(client, model=model, checks=checks), version)
 
 
 def test_a_server_whose_weights_are_not_those_of_its_version_is_found(

@@ -50,6 +50,7 @@ from tests.engines.conftest import (
     request,
     until,
 )
+from tests.support.servers import load_once
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="no vLLM: run scripts/test-engines")
@@ -390,14 +391,7 @@ def test_a_server_whose_weights_are_not_those_of_its_version_is_found(
             return await post(path, body, **options)
 
         client.post = astray  # type: ignore[method-assign]
-        speaker = VllmDialect(client, model=MODEL, checks=checks)
-        try:
-            await speaker.connect()
-            await speaker.pause()
-            await speaker.load(version)
-        finally:
-            await speaker.resume()
-            await speaker.close()
+        await load_once(VllmDialect(client, model=MODEL, checks=checks), version)
 
     served.loop.run(main(version.folder))
     with pytest.raises(RunFailedError, match=rf"2\.1: 1 of 8 parameters .*\({name}\)"):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurmrl.engines.rollout.base import WeightVersion
+from slurmrl.engines.rollout.dialect import Dialect
 from slurmrl.engines.rollout.process import WARDEN
 
 
@@ -30,6 +32,17 @@ def servers(run: Path) -> list[ServerOfARun]:
         if "server.sock" in names and WARDEN.name not in names and run in output.parents:
             found.append(ServerOfARun(int(entry.name), names["server.sock"]))
     return sorted(found, key=lambda server: server.pid)
+
+
+async def load_once(speaker: Dialect, version: WeightVersion) -> None:
+    """Connect to a server, have it load a version, and close the connection."""
+    try:
+        await speaker.connect()
+        await speaker.pause()
+        await speaker.load(version)
+    finally:
+        await speaker.resume()
+        await speaker.close()
 
 
 def check_served(lines: Sequence[dict[str, Any]], steps: int) -> None:
