@@ -282,14 +282,22 @@ def test_a_version_that_was_refused_is_taken_when_it_is_published_anew(trial: Tr
     assert taken.name == OLD.name
 
 
+def _drawn_by(group: SampleGroup) -> torch.Tensor:
+    """Int64 [T]: 0 for the old weights, 1 for the new ones, -1 for tokens of prompts."""
+    place = [(OLD.name, NEW.name).index(name) for name in group.versions]
+    return torch.tensor([*place, -1])[torch.from_numpy(group.drawn_by).long()]
+
+
 def interrupted(trial: Trial, groups: list[SampleGroup]) -> None:
     """The old weights' completions up to a token; the others are from the new weights."""
     assert any(group.versions == (OLD.name, NEW.name) for group in groups)
     lengths = [group.lengths.tolist() for group in groups]
-    ids, drawn_by, logprobs = (
+    ids, logprobs = (
         torch.from_numpy(np.concatenate([getattr(group, name) for group in groups]))
-        for name in ("input_ids", "drawn_by", "logprobs")
+        for name in ("input_ids", "logprobs")
     )
+    # A group that began after the update has the new weights alone.
+    drawn_by = torch.cat([_drawn_by(group) for group in groups])
     old = trial.generated(OLD, (4, 5))
     flat = [length for row in lengths for length in row]
     before = [length for row in old.lengths["input_ids"] for length in row]
