@@ -61,10 +61,19 @@ def kill_node(directory: Path, run: Path, name: str, also: Sequence[int] = ()) -
     kill_daemon(directory, name)
     victims = {pid for pid in daemons if is_step_daemon(pid)} | set(pids)
     # All stop before the first is killed: nothing survives long enough to report another's death.
+    # Children die before their parents: the kernel continues stopped processes that a parent leaves
+    # behind, and an srun that runs again cancels its step on the other hosts.
+    deepest_first = sorted(victims, key=_depth, reverse=True)
     for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in victims:
+        for pid in deepest_first:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+
+def _depth(pid: int) -> int:
+    """Number of ancestors of a process."""
+    above = parent(Path(f"/proc/{pid}"))
+    return 1 + _depth(above) if above else 0
 
 
 def is_step_daemon(pid: int) -> bool:

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 
 from slurmrl import log
-from slurmrl.backoff import Interval
+from slurmrl.backoff import Backoff, Interval
 from slurmrl.errors import (
     CorruptFileError,
     EnvironmentFailure,
+    SchedulerError,
     SlurmrlError,
 )
 from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
@@ -23,7 +24,7 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import continues
-from slurmrl.scheduler.client import SlurmClient, usable_hosts
+from slurmrl.scheduler.client import SlurmClient, may_have_worked, usable_hosts
 from slurmrl.scheduler.succession import TIMEOUT_S, Link
 from slurmrl.workers.failure import failed
 from slurmrl.worlds import TRAINERS
@@ -35,6 +36,10 @@ WATCHERS = 3
 GRACE_S = 30.0
 """How long a batch process that still runs may take to end this step."""
 LOOK_S = 3.0
+ASK_S = (2.0, 60.0)
+"""First and longest pause between attempts to end the job."""
+ASKED = 30
+"""This many attempts: more than 20 minutes."""
 
 
 class Leader:
@@ -98,17 +103,44 @@ def leave_without(
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Requeue the job in place of its batch process, which was lost with ``host``. If the batch
-    process is alive after all, it ends this process within the grace."""
+    process is alive after all, it ends this process within the grace.
+
+    Nobody else would end the job before its time limit, so a controller that does not answer is
+    asked again, and a job that Slurm refuses to requeue is cancelled."""
     client = SlurmClient(TIMEOUT_S)
     waited_s = 0.0
     while waited_s < GRACE_S and usable_hosts([host], ()):
         sleep(LOOK_S)
         waited_s += LOOK_S
     link = Link.here(paths, submission, identity.group)
+    leave = client.requeue if _is_requeued(link) else _cancel(client)
+    backoff = Backoff(*ASK_S, sleep=sleep)
+    for number in range(ASKED):
+        try:
+            if number and not _holds_hosts(client, link):
+                return
+            leave(link.element)
+            return
+        except SchedulerError as error:
+            logger.warning("cannot end the job: %s", error)
+            if not may_have_worked(error):
+                leave = _cancel(client)
+        backoff.sleep()
+
+
+def _is_requeued(link: Link) -> bool:
     try:
-        if continues(link) is Continue.NONE:
-            client.cancel([link.element])
-        else:
-            client.requeue(link.element)
+        return continues(link) is not Continue.NONE
     except SlurmrlError as error:
-        logger.warning("cannot requeue the job: %s", error)
+        logger.warning("cannot read how the trial continues: %s", error)
+        return True
+
+
+def _cancel(client: SlurmClient) -> Callable[[str], None]:
+    return lambda element: client.cancel([element])
+
+
+def _holds_hosts(client: SlurmClient, link: Link) -> bool:
+    """Return whether the job runs and has not been requeued since this process started."""
+    rows = [row for row in client.queue([link.job]) if link.index in row.elements]
+    return any(row.raw == "RUNNING" and row.restarts == link.restart for row in rows)

@@ -16,6 +16,7 @@ from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
+from slurmrl.scheduler.rows import QueueRow
 from slurmrl.workers.agent.leader import GRACE_S, WATCHERS, Leader, leave_without
 
 TTL_S = 20.0
@@ -116,15 +117,46 @@ def test_the_job_is_given_back_in_place_of_its_batch_process(
     assert sum(bed.slept) == (GRACE_S if waits else 0.0)
 
 
-def test_a_second_agent_that_gives_the_job_back(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: SlurmClient, element: str) -> None:
-        raise SchedulerError("Job is pending execution")
+@pytest.mark.parametrize(
+    ("answers", "rows", "does"),
+    [
+        pytest.param(("did not answer", ""), ("RUNNING 0",), "requeue requeue", id="no answer"),
+        pytest.param(("did not answer",), ("RUNNING 1",), "requeue", id="runs again"),
+        pytest.param(("did not answer",), ("PENDING 1",), "requeue", id="was requeued"),
+        pytest.param(("is pending execution",), ("PENDING 1",), "requeue", id="another agent did"),
+        pytest.param(("not permitted",), ("RUNNING 0",), "requeue cancel", id="refused"),
+    ],
+)
+def test_a_job_that_is_not_requeued_at_once(
+    bed: Bed,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: tuple[str, ...],
+    rows: tuple[str, ...],
+    does: str,
+) -> None:
+    """It holds its hosts for nothing; a later start of it is left alone."""
+    done: list[str] = []
+    left, queue = list(answers), list(rows)
+
+    def requeue(self: SlurmClient, element: str) -> None:
+        done.append("requeue")
+        if said := left.pop(0):
+            raise SchedulerError(said)
+
+    def queued(self: SlurmClient, jobs: object) -> list[QueueRow]:
+        raw, _, restarts = queue.pop(0).partition(" ")
+        return [QueueRow("41", (0,), raw, (), "", "", restarts=int(restarts))]
 
     monkeypatch.setattr(SlurmClient, "hosts", lambda self, partition, names: [])
-    monkeypatch.setattr(SlurmClient, "requeue", refuse)
+    monkeypatch.setattr(SlurmClient, "requeue", requeue)
+    monkeypatch.setattr(SlurmClient, "queue", queued)
+    monkeypatch.setattr(SlurmClient, "cancel", lambda self, some: done.append("cancel"))
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "41")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
     bed.paths.submission(1).mkdir()
     bed.paths.submission_request(1).write_text("{}")
     leave_without("n0", bed.paths, 1, bed.identity(1), bed.slept.append)
+    assert (" ".join(done), left, queue) == (does, [], [])
 
 
 def test_other_groups_do_not_watch_the_trainers(bed: Bed) -> None:
