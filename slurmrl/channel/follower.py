@@ -3,6 +3,7 @@ the rings of their writers."""
 
 from __future__ import annotations
 
+import math
 import select
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -159,16 +160,23 @@ class Follower:
         """Return the longest wait before the next `read_due`, including waits for `fileno`."""
         return max(self._next_at - self._clock(), 0.0)
 
-    def wait(self) -> None:
-        """Wait until there may be news."""
-        while not self.woken and (left_s := self.pause_s()) > 0:
-            if self.fileno() < 0:
+    def wait(self, also: Collection[int] = (), most_s: float = math.inf) -> None:
+        """Wait until there may be news, one of the descriptors ``also`` is readable, or ``most_s``
+        are over."""
+        until = self._clock() + most_s
+        while not self.woken and (left_s := min(self.pause_s(), until - self._clock())) > 0:
+            descriptors = [one for one in (self.fileno(), *also) if one >= 0]
+            if not descriptors:
                 time.sleep(left_s)
                 return
             poller = select.poll()
-            poller.register(self.fileno(), select.POLLIN)
-            if poller.poll(left_s * 1000):
+            for descriptor in descriptors:
+                poller.register(descriptor, select.POLLIN)
+            readable = {descriptor for descriptor, _ in poller.poll(left_s * 1000)}
+            if self.fileno() in readable:
                 self.drain()
+            if not readable.isdisjoint(also):
+                return
 
     def close(self) -> None:
         self._wakeup.close()

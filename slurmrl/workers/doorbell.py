@@ -1,4 +1,4 @@
-"""The doorbells of the agents and the master (see `channel.bell`)."""
+"""The doorbells of the master, the agents and the rollout tasks (see `channel.bell`)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ def install(control: Path, interface: str | None, hosts: int) -> Bell | None:
     None where the kernel reports their changes, and where no bell is possible: then they are only
     polled.
     """
-    if is_local(control):
-        return None
+    return None if is_local(control) else hang(interface, hosts)
+
+
+def hang(interface: str | None, hosts: int) -> Bell | None:
+    """Return a bell on this host's fabric address; None where none is possible."""
     try:
         return Bell(fabric_address(interface, hosts))
     except (EnvironmentFailure, OSError) as error:

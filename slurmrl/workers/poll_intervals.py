@@ -53,6 +53,10 @@ class PollIntervals:
     """Between two reads of the results of a busy rollout task."""
     task_s: float
     """Shortest pause of a rollout task between two looks for requests and weights."""
+    record_s: float
+    """Shortest time between two records of results by a task, each of which it announces."""
+    spread_s: float
+    """Over which the tasks' looks are spread after the master has announced something to all."""
 
     @staticmethod
     def of(hosts: int, heartbeat_s: float) -> PollIntervals:
@@ -68,7 +72,11 @@ class PollIntervals:
         # Every agent polls the master's log, and the master polls every agent's.
         polls = 2 * BEAT * hosts * POLL_JITTER
         poll_s = max(SHORTEST_POLL_S, polls / (budget - used))
-        results_s = max(SHORTEST_RESULTS_S, hosts / RESULTS_PER_S)
+        record_s = hosts / RESULTS_PER_S
+        results_s = max(SHORTEST_RESULTS_S, record_s)
         tasks = max(TASKS_OPERATIONS_PER_S, TASKS_OPERATIONS_PER_S_AND_HOST * hosts)
-        task_s = max(SHORTEST_TASK_S, LOOK * hosts / tasks)
-        return PollIntervals(beat_s, check_s, status_s, poll_s, results_s, task_s)
+        spread_s = LOOK * hosts / tasks
+        task_s = max(SHORTEST_TASK_S, spread_s)
+        return PollIntervals(
+            *(beat_s, check_s, status_s, poll_s, results_s, task_s, record_s, spread_s)
+        )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final, TypeAlias
 
+from slurmrl.channel.bell import BellAddress
 from slurmrl.fsio.shapes import NUMBER, SECONDS, SIZE
 from slurmrl.monitor.reports import Identity
 from slurmrl.rollouts.sample_files import StoredGroup
@@ -47,6 +48,8 @@ class Confirm:
     leases: tuple[GenerateItems, ...] = ()
     """Those that still hold, with the items that the master has no result of. The request may have
     been made by an earlier incarnation, whose log the task need not have read."""
+    bell: BellAddress | None = None
+    """To ring when results are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +118,13 @@ class Unreadable:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Hears:
+    """The task's bell, to ring when there are requests or weights. Said to each incarnation."""
+
+    bell: BellAddress
+
+
 COUNTS_S: Final = 30.0
 """An attempt says its counts this often, whatever it does."""
 
@@ -127,7 +137,7 @@ class RolloutCounts:
 
 
 RolloutResult: TypeAlias = (
-    Joined | GroupsFinished | GaveBack | Leaving | Holds | Unreadable | RolloutCounts
+    Joined | GroupsFinished | GaveBack | Leaving | Holds | Unreadable | Hears | RolloutCounts
 )
 
 REQUEST_LOG: Final = MessageSet[RolloutRequest](
@@ -143,6 +153,7 @@ RESULT_LOG: Final = MessageSet[RolloutResult](
         "leaving": Leaving,
         "holds": Holds,
         "unreadable": Unreadable,
+        "hears": Hears,
         "counts": RolloutCounts,
     },
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from slurmrl.channel.bell import BellAddress
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.monitor.reports import Identity
 from slurmrl.paths import RunPaths
@@ -41,6 +42,7 @@ class ScriptedTask:
         """Leases by item that are asked for and not answered."""
         self.answered: set[tuple[str, int]] = set()
         self.leaving = False
+        self.masters_bell: BellAddress | None = None
         self._paths = paths
         self._samples = SampleWriter(paths.rollout_samples(*self.place))
         self._log = LogWriter(paths.rollout_results(*self.place))
@@ -67,7 +69,7 @@ class ScriptedTask:
     def _follow(self, request: RolloutRequest) -> None:
         match request:
             case Confirm():
-                self.open = {}
+                self.open, self.masters_bell = {}, request.bell
                 for lease in request.leases:
                     self._follow(lease)
             case GenerateItems():

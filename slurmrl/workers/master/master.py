@@ -95,6 +95,7 @@ class Master:
             self._while_waiting,
             longest_poll_s=intervals.poll_s,
             bell=doorbell.install(paths.control, config.cluster.interface, plan.trainers.hosts),
+            wakers=rollouts.bells.descriptors if rollouts is not None else (),
         )
         self.agents = AgentRegistry(
             names,
@@ -377,6 +378,8 @@ class Master:
             seconds=round(outcome.seconds, 3),
             stall_s=round(outcome.stall_s, 3),
         )
+        if self.rollouts is not None:
+            self.rollouts.tell_weights()
 
     # -- checkpoints -------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from slurmrl.workers.master.task_attempts import (
     is_name,
     parse_name,
 )
+from slurmrl.workers.master.task_bells import TaskBells
 from slurmrl.workers.master.task_numbers import TaskNumbers
 from slurmrl.workers.poll_intervals import SHORTEST_RESULTS_S
 from slurmrl.workers.rollout_messages import (
@@ -90,6 +91,7 @@ class RolloutTasks:
         look_s: float,
         numbers: TaskNumbers | None = None,
         poll_s: float = SHORTEST_RESULTS_S,
+        bells: TaskBells | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``ledger`` and ``record`` are of the same commit. New attempts are looked for every
@@ -109,6 +111,7 @@ class RolloutTasks:
         self._incarnation = incarnation
         self._events = events
         self._numbers = numbers or TaskNumbers(paths, clock=clock)
+        self.bells = bells or TaskBells()
         self._clock = clock
         self._looks = Interval(look_s, clock)
         self._pauses_s = min(poll_s, look_s), look_s
@@ -163,9 +166,12 @@ class RolloutTasks:
             for attempt in self._numbers.surplus(self._joined()):
                 self.leave(attempt.name, LEAVE_S)
             self._grant()
-        for attempt in self._living.values():
-            attempt.send()
+        self.bells.ring([one for one in self._living.values() if one.send()])
         self._sweep.look()
+
+    def tell_weights(self) -> None:
+        """A version was published."""
+        self.bells.ring(self._living.values())
 
     def take(self, step: int, count: int) -> Sequence[ItemSample] | None:
         """Take the groups of a step, all of which could be read; they are in flight then. None:
@@ -284,6 +290,7 @@ class RolloutTasks:
     def _read(self) -> None:
         """Read the logs of living attempts, of each when it is due: often while it has items."""
         now = self._clock()
+        self.bells.hear(self._living.values(), now)
         for attempt in [one for one in self._living.values() if one.read_at <= now]:
             try:
                 for result in attempt.read():
@@ -327,13 +334,8 @@ class RolloutTasks:
             return
         self.unreadable.add(version)
         logger.warning("%s cannot read weight version %s", attempt.name, version)
-        self._events.write(
-            "weights_unreadable",
-            task=attempt.label,
-            attempt=attempt.number,
-            version=result.version,
-            reason=result.reason,
-        )
+        what = {"version": result.version, "reason": result.reason}
+        self._events.write("weights_unreadable", **attempt.who, **what)
 
     def _note(self, attempt: RolloutAttempt, version: str) -> None:
         """Note how much later than others an attempt has taken the newest weights."""
@@ -386,12 +388,10 @@ class RolloutTasks:
 
     def _tell_silent(self, attempt: RolloutAttempt, items: int) -> None:
         logger.warning("%s says nothing, %d items are queued again", attempt.name, items)
-        who = {"task": attempt.label, "attempt": attempt.number}
-        self._events.write("task_silent", **who, silent_s=attempt.silent_s, items=items)
+        self._events.write("task_silent", **attempt.who, silent_s=attempt.silent_s, items=items)
 
     def _tell(self, attempt: RolloutAttempt, state: str, **more: object) -> None:
-        who = {"task": attempt.label, "attempt": attempt.number}
-        self._events.write("rollout_task", state=state, **who, **more)
+        self._events.write("rollout_task", state=state, **attempt.who, **more)
 
     # -- leases ------------------------------------------------------------------------------
 
@@ -461,7 +461,8 @@ class RolloutTasks:
         if not attempt.confirmed:
             attempt.confirmed = True
             held = self._ledger.leases_of(attempt.name)
-            attempt.post(Confirm(leases=tuple(map(self._request, held))))
+            leases = tuple(map(self._request, held))
+            attempt.post(Confirm(leases=leases, bell=self.bells.address))
         attempt.post(*requests)
 
     def _grant(self) -> None:

@@ -33,7 +33,7 @@ from slurmrl.paths import DAMAGED_PREFIX, RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.settings import Settings, load_run_settings
-from slurmrl.workers import evidence
+from slurmrl.workers import doorbell, evidence
 from slurmrl.workers.failure import describe, publish
 from slurmrl.workers.master import limits
 from slurmrl.workers.master.base import begin_on_base, set_aside
@@ -44,6 +44,7 @@ from slurmrl.workers.master.results import Results
 from slurmrl.workers.master.rollout_tasks import RolloutTasks
 from slurmrl.workers.master.scores import EvaluationScores
 from slurmrl.workers.master.task_attempts import rollouts_of
+from slurmrl.workers.master.task_bells import TaskBells
 from slurmrl.workers.master.task_numbers import TaskNumbers
 from slurmrl.workers.master.versions import remove_leftovers
 from slurmrl.workers.poll_intervals import PollIntervals
@@ -182,6 +183,7 @@ def _rollouts(
         rollouts_of(known, STATE) if known is not None else None,
         look_s=intervals.status_s,
         poll_s=intervals.results_s,
+        bells=TaskBells(doorbell.hang(config.cluster.interface, plan.hosts)),
         numbers=TaskNumbers(
             paths,
             planned=plan.group(ROLLOUTS).hosts,

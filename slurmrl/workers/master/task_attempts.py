@@ -11,6 +11,8 @@ from typing import Annotated, Any
 from slurmrl import log
 from slurmrl.backoff import Backoff
 from slurmrl.channel import frame
+from slurmrl.channel.bell import BellAddress
+from slurmrl.channel.follower import SPARE_LOOKS
 from slurmrl.channel.log import LogPosition, LogReader, LogWriter
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import objects
@@ -24,6 +26,7 @@ from slurmrl.workers.rollout_messages import (
     REQUEST_LOG,
     RESULT_LOG,
     GroupsFinished,
+    Hears,
     Holds,
     Joined,
     RolloutCounts,
@@ -97,6 +100,8 @@ class RolloutAttempt:
     """When its log is to be read next, by the master's clock."""
     heard_at: float
     """When its last message was read, by the same clock."""
+    bell: BellAddress | None = None
+    """Where to ring when there is something for it."""
     silent_s: float = 0.0
     """How long it has said nothing while its log could be read."""
     counts: Mapping[str, float] = field(default_factory=dict)
@@ -115,6 +120,8 @@ class RolloutAttempt:
         path = self.paths.rollout_results(self.group, self.task, self.number)
         self._reader = LogReader(path, start=self.record.read)
         self._read_at = self.heard_at
+        self._rung = False
+        self._spare = SPARE_LOOKS
         self._nonce = uuid.uuid4().hex
         self._log: LogWriter | None = None
         self._outbox: list[frame.Message] = []
@@ -123,6 +130,11 @@ class RolloutAttempt:
     @property
     def name(self) -> str:
         return self.record.name
+
+    @property
+    def who(self) -> dict[str, Any]:
+        """Its name in events."""
+        return {"task": self.label, "attempt": self.number}
 
     @property
     def over(self) -> bool:
@@ -151,12 +163,23 @@ class RolloutAttempt:
         for values in news:
             yield RESULT_LOG.from_json(values)
 
+    def rang(self, now: float) -> None:
+        """It says that its log has grown. Rings without news bring reads forward less and less
+        (see `channel.follower`)."""
+        if self._spare > 0:
+            self._rung = True
+            self.read_at = min(self.read_at, now)
+
     def listened(self, now: float, most_s: float) -> None:
         """Its log was read to the end, which is due every ``most_s``. A read that hung says
         nothing about the time before."""
+        news = self.heard_at == now
         silent_s = self.silent_s + min(now - self._read_at, most_s)
-        self.silent_s = 0.0 if self.heard_at == now else silent_s
+        self.silent_s = 0.0 if news else silent_s
         self._read_at = now
+        left = self._spare - 1 if self._rung else self._spare + 1
+        self._spare = SPARE_LOOKS if news else min(left, SPARE_LOOKS)
+        self._rung = False
 
     def take(self, result: RolloutResult) -> None:
         """Keep what a result says about the task itself. Raises CorruptFileError."""
@@ -170,6 +193,8 @@ class RolloutAttempt:
                 self.record = replace(self.record, agent=agent)
             case Holds():
                 self.record = replace(self.record, version=result.version)
+            case Hears():
+                self.bell = result.bell
             case RolloutCounts():
                 self.counts = result.counts
             case GroupsFinished() if result.groups:
@@ -179,10 +204,11 @@ class RolloutAttempt:
         """Queue requests for `send`."""
         self._outbox += map(REQUEST_LOG.to_json, requests)
 
-    def send(self) -> None:
-        """Append the queued requests to the log; what the directory does not take stays queued."""
+    def send(self) -> bool:
+        """Append the queued requests to the log; what the directory does not take stays queued.
+        Return whether anything was appended."""
         if not self._outbox and not self._unsent:
-            return
+            return False
         try:
             if self._log is None:
                 place = self.group, self.task, self.number
@@ -193,6 +219,7 @@ class RolloutAttempt:
             self._unsent = False
         except (EnvironmentFailure, FileNotFoundError) as error:
             logger.warning("cannot ask %s, will retry: %s", self.name, error)
+        return not self._unsent
 
 
 def is_name(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -95,7 +95,9 @@ class WorkerChannel:
         *,
         longest_poll_s: float = 0.05,
         bell: Bell | None = None,
+        wakers: Collection[int] = (),
     ) -> None:
+        """``wakers``: descriptors that are readable when ``while_waiting`` has something to do."""
         self.plan = plan
         self.mailbox = Mailbox()
         self._log = LogWriter(paths.master_log(incarnation))
@@ -111,7 +113,7 @@ class WorkerChannel:
         self._bell = bell
         self._bells: dict[int, BellAddress] = {}
         """The agents' bells by task."""
-        self._while_waiting = while_waiting
+        self._while_waiting, self._wakers = while_waiting, wakers
         self._numbers = itertools.count()
         self._waits: tuple[Callable[[], str], Callable[[], set[int]], float] | None = None
         """What `_wait` waits for, from which ranks, and since when."""
@@ -210,7 +212,7 @@ class WorkerChannel:
             self._waits = what, set, since
             if not self._take(self._agents.read_due()):
                 self._while_waiting()
-                time.sleep(REST_S)
+                self._agents.wait(self._wakers, REST_S)
         self._waits = None
         return found
 
@@ -263,7 +265,7 @@ class WorkerChannel:
                     f"waited {timeout_s:.0f} s for {self._describe(missing())} {what}"
                 )
             self._while_waiting()
-            self._agents.wait()
+            self._agents.wait(self._wakers)
         self._waits = None
 
     def _describe(self, ranks: Iterable[int]) -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from slurmrl.algorithms.base import CallContext
 from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.backoff import READ_S, retry
+from slurmrl.channel.bell import Bell
 from slurmrl.channel.pipe import Connection
 from slurmrl.config.schema.model import Model
 from slurmrl.data.tokenizer import decoding, end_id, load_tokenizer
@@ -33,7 +34,7 @@ from slurmrl.plan.checks import memory
 from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings
-from slurmrl.workers import gpus
+from slurmrl.workers import doorbell, gpus
 from slurmrl.workers.distributed import collective_timeout, join
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
 from slurmrl.workers.poll_intervals import PollIntervals
@@ -90,10 +91,17 @@ def build_rollout(
     assert tasks is not None, "the plan has rollout tasks"
     intervals = PollIntervals.of(plan.hosts, settings.config.cluster.heartbeat_s)
     poll_s = intervals.task_s, max(intervals.task_s, intervals.poll_s)
-    options = TaskOptions(interruptible=tasks.interruptible, poll_s=poll_s)
+    options = TaskOptions(
+        interruptible=tasks.interruptible,
+        poll_s=poll_s,
+        record_s=intervals.record_s,
+        spread_s=intervals.spread_s,
+    )
+    bell = doorbell.hang(settings.config.cluster.interface, plan.hosts)
     return TaskWorker(
         *(paths, start, settings, tokenizer, make, config, accelerator.device, options),
         cores=_cores(plan.trainers),
+        bell=bell,
     )
 
 
@@ -145,9 +153,10 @@ class TaskWorker:
         options: TaskOptions,
         *,
         cores: int,
+        bell: Bell | None,
     ) -> None:
         """``config``: of the weights that the engine is given; ``cores``: CPU cores for rewards."""
-        self._cores = cores
+        self._cores, self._bell = cores, bell
         self._paths, self._agent, self._settings = paths, start.agent, settings
         self._submission = start.submission
         self._make_engine, self._config, self._options = make_engine, config, options
@@ -182,6 +191,7 @@ class TaskWorker:
         task = TaskAtWork(
             *(self._paths, self._agent, engine, weights, generation, self._options),
             judging=judging,
+            bell=self._bell,
         )
         listening = asyncio.create_task(_listen(agent, task))
         running = asyncio.create_task(task.run())

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from slurmrl import log
 from slurmrl.backoff import OUTAGE_S, Backoff
+from slurmrl.channel.bell import Bell, BellAddress
 from slurmrl.channel.log import LogReader
 from slurmrl.engines.rollout.base import RolloutEngine, WeightVersion
 from slurmrl.errors import EnvironmentFailure
@@ -19,6 +20,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.rollouts.tools.toolbox import in_thread
 from slurmrl.weights.version import VersionId
+from slurmrl.workers.rollout.bell import TaskBell
 from slurmrl.workers.rollout.generation import Generation
 from slurmrl.workers.rollout.judging import Judging
 from slurmrl.workers.rollout.results import ResultWriter
@@ -27,6 +29,8 @@ from slurmrl.workers.rollout.weights import TaskWeights
 from slurmrl.workers.rollout_messages import (
     COUNTS_S,
     REQUEST_LOG,
+    Confirm,
+    Hears,
     Holds,
     Leaving,
     RolloutCounts,
@@ -54,7 +58,11 @@ class TaskOptions:
     """Shortest and longest pause between two looks for requests, and for weight versions. Pauses
     grow until there is news of either."""
     gather_s: float = 0.5
-    """How long finished items wait for others, to share a file with them."""
+    """How long finished items wait for others that are being made, to share a file with them."""
+    record_s: float = 0.0
+    """Shortest time between two records."""
+    spread_s: float = 0.0
+    """See `TaskBell`."""
     counts_s: float = COUNTS_S
     """Between two records of the counts."""
 
@@ -72,15 +80,17 @@ class TaskAtWork:
         options: TaskOptions,
         *,
         judging: Judging | None = None,
+        bell: Bell | None = None,
         calls: SystemCalls = REAL,
     ) -> None:
-        """``judging``: None leaves it to the trainers. Raises EnvironmentFailure if the attempt's
-        files cannot be made."""
+        """``judging``: None leaves it to the trainers. ``bell``: closed at the end of `run`. Raises
+        EnvironmentFailure if the attempt's files cannot be made."""
         self._paths, self._agent = paths, agent
         self._engine, self._weights = engine, weights
         self._generation, self._judging = generation, judging
         self._options, self._calls = options, calls
         self._polls = Backoff(*options.poll_s, growth=POLL_GROWTH)
+        self._bell = TaskBell(bell, options.spread_s)
         self._results = ResultWriter(paths, agent, calls=calls)
         self._session = Session(
             most_begun=generation.items_at_a_time, most_unwritten=options.most_unwritten
@@ -93,7 +103,7 @@ class TaskAtWork:
         """Aborted, and not yet gone from the engine."""
         self._messages: list[RolloutResult] = []
         """To record."""
-        self._began_s = time.monotonic()
+        self._began_s = self._recorded_s = time.monotonic()
 
     async def serve(self, incarnation: int) -> None:
         """Take the requests of this incarnation, which is the newest now."""
@@ -110,21 +120,25 @@ class TaskAtWork:
         """Raises RunFailedError and UsageError of the engine, EpisodeError, and CorruptFileError
         for damaged requests or rows."""
         try:
-            async with asyncio.TaskGroup() as group:
-                followers = [
-                    group.create_task(each)
-                    for each in (
-                        self._follow_requests(),
-                        self._follow_weights(),
-                        self._make_items(group),
-                        self._count(),
-                    )
-                ]
-                await self._record_results()
-                for follower in followers:
-                    follower.cancel()
+            with self._bell.hung():
+                await self._run()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            followers = [
+                group.create_task(each)
+                for each in (
+                    self._follow_requests(),
+                    self._follow_weights(),
+                    self._make_items(group),
+                    self._count(),
+                )
+            ]
+            await self._record_results()
+            for follower in followers:
+                follower.cancel()
 
     # -- what comes in -----------------------------------------------------------------------
 
@@ -138,8 +152,9 @@ class TaskAtWork:
                 place = self._agent.group, self._agent.task, self._agent.attempt
                 path = self._paths.rollout_requests(*place, reading)
                 reader = LogReader(path, calls=self._calls)
+            heard = self._bell.heard
             await self._take(reader, reading)
-            await asyncio.sleep(self._polls.next_s())
+            await self._bell.rest(heard, self._polls.next_s())
 
     async def _take(self, reader: LogReader, incarnation: int | None) -> None:
         try:
@@ -149,20 +164,29 @@ class TaskAtWork:
             return
         if found and self._session.incarnation == incarnation:
             self._polls.reset()
-            for values in found:
-                self._session.take(REQUEST_LOG.from_json(values), time.monotonic())
+            for request in map(REQUEST_LOG.from_json, found):
+                self._session.take(request, time.monotonic())
+                if isinstance(request, Confirm):
+                    self._meet(request.bell)
             await self._tell()
+
+    def _meet(self, master: BellAddress | None) -> None:
+        """Ring at the bell of this incarnation's master, and be rung."""
+        self._bell.ring_at(master)
+        if master is not None and self._bell.address is not None:
+            self._messages.append(Hears(bell=self._bell.address))
 
     async def _follow_weights(self) -> None:
         while True:
             version: WeightVersion | None = None
+            heard = self._bell.heard
             try:
                 version = await in_thread(self._weights.newer)
             except EnvironmentFailure as error:
                 logger.warning("weight versions cannot be read now: %s", error)
             await self._tell_unreadable()
             if version is None:
-                await asyncio.sleep(self._polls.next_s())
+                await self._bell.rest(heard, self._polls.next_s())
             else:
                 self._polls.reset()
                 await self._install(version)
@@ -228,7 +252,7 @@ class TaskAtWork:
         backoff = Backoff(*OUTAGE_S)
         while not self._session.over:
             await self._until(self._has_results)
-            await asyncio.sleep(self._options.gather_s)
+            await self._gather()
             groups = self._session.to_record()
             messages = [*self._messages, *self._session.to_give_back()]
             self._messages.clear()
@@ -242,6 +266,14 @@ class TaskAtWork:
         await self._recorded([*self._messages, self._counts(), leaving], [], backoff)
         while not self._results.settled:
             await self._recorded([], [], backoff)
+
+    async def _gather(self) -> None:
+        """Wait for more to record, which finished groups do while others are being made."""
+        rest_s = self._recorded_s + self._options.record_s - time.monotonic()
+        await asyncio.sleep(max(0.0, rest_s))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._options.gather_s):
+                await self._until(lambda: bool(self._messages or not self._making))
 
     def _has_results(self) -> bool:
         waiting = self._messages or not self._results.settled
@@ -258,6 +290,8 @@ class TaskAtWork:
             await asyncio.sleep(backoff.next_s())
             return False
         backoff.reset()
+        self._recorded_s = time.monotonic()
+        self._bell.ring()
         return True
 
     async def _count(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slurmrl.channel import frame
+from slurmrl.channel.bell import BellAddress
 from slurmrl.channel.log import LogPosition, LogReader, LogWriter
 from slurmrl.errors import CorruptFileError
 from slurmrl.monitor.reports import Identity
@@ -22,6 +23,7 @@ from slurmrl.workers.rollout_messages import (
     GaveBack,
     GenerateItems,
     GroupsFinished,
+    Hears,
     Holds,
     Joined,
     Leave,
@@ -37,8 +39,9 @@ STORED = StoredGroup(
 )  # fmt: skip
 ITEMS = (RequestedItem(item=5, epoch=0, index=3), RequestedItem(item=9, epoch=1, index=3))
 AGENT = Identity("rollout", 7, 2, "n03", "50.0.0", "50_7", 99)
+BELL = BellAddress("10.0.0.7", 4711, 16 * "0a")
 MESSAGES: list[tuple[MessageSet[Any], Any]] = [
-    (REQUEST_LOG, Confirm()),
+    (REQUEST_LOG, Confirm(bell=BELL)),
     (REQUEST_LOG, Confirm(leases=(GenerateItems(lease="1.7", items=ITEMS, oldest="4.1"),))),
     (REQUEST_LOG, GenerateItems(lease="1.7", items=ITEMS, oldest="4.1")),
     (REQUEST_LOG, Abort(lease="1.7", items=(5,))),
@@ -48,6 +51,7 @@ MESSAGES: list[tuple[MessageSet[Any], Any]] = [
     (RESULT_LOG, GaveBack(lease="1.7", items=(5, 9), reason="leaving")),
     (RESULT_LOG, Leaving(reason="preemption")),
     (RESULT_LOG, Holds(version="5.1")),
+    (RESULT_LOG, Hears(bell=BELL)),
     (RESULT_LOG, RolloutCounts(counts={"tokens": 17.0})),
 ]
 

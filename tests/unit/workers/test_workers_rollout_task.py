@@ -18,6 +18,7 @@ from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import RecomputeInterface
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.channel.bell import Bell
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.checkpoint.tensors import TensorFile
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer, Rollout
@@ -50,6 +51,7 @@ from slurmrl.workers.rollout_messages import (
     Confirm,
     GenerateItems,
     GroupsFinished,
+    Hears,
     Holds,
     Joined,
     Leave,
@@ -115,7 +117,10 @@ class Trial:
                 writer.add(name, spec.dtype, spec.shape, file.flat(name).view(np.uint8))
             publish(folder, [writer.finish()], version, None, clock=lambda: 1e9)
 
-    def task(self, engine: NativeRollout, *, interruptible: bool = True) -> TaskAtWork:
+    def task(
+        self, engine: NativeRollout, *, bell: Bell | None = None, **options: Any
+    ) -> TaskAtWork:
+        options = {"poll_s": (0.01, 0.01), "gather_s": 0.01, **options}
         rows = TaskRows(self.paths.data, self.config.dataset, self.tokenizer)
         return TaskAtWork(
             self.paths,
@@ -123,7 +128,8 @@ class Trial:
             engine,
             TaskWeights(self.paths.versions, self.folder / "host", ARCHITECTURE),
             Generation(rows, self.context(0), engine),
-            TaskOptions(interruptible=interruptible, poll_s=(0.01, 0.01), gather_s=0.01),
+            TaskOptions(**options),
+            bell=bell,
         )
 
     async def until(self, kind: type[RolloutResult], count: int) -> None:
@@ -264,6 +270,47 @@ def test_completions_that_are_not_interrupted_end_with_the_weights_that_began_th
         asyncio.run(run())
     versions = {item: group.versions for item, group in trial.groups().items()}
     assert versions == {4: (OLD.name,), 5: (OLD.name,), 6: (NEW.name,), 7: (NEW.name,)}
+
+
+def test_a_task_is_as_fast_as_its_doorbell(trial: Trial) -> None:
+    """It neither polls nor waits for more results than there will be."""
+    engine: NativeRollout
+    masters, own = (Bell("127.0.0.1") for _ in range(2))
+
+    async def heard() -> None:
+        async with asyncio.timeout(60):
+            while own.address.source not in masters.hear().sources:
+                await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        nonlocal engine
+        config, dtype = actor_config(trial.config.actor), trial.config.actor.dtype
+        engine = NativeRollout(undefined_decoder(config, dtype, torch.device("cpu")))
+        task = trial.task(engine, bell=own, poll_s=(600.0, 600.0), gather_s=600.0, spread_s=0.01)
+        running = asyncio.create_task(task.run())
+        log = LogWriter(trial.requests(3))
+        log.append(REQUEST_LOG.to_json(Confirm(bell=masters.address)))
+        await task.serve(3)
+        await trial.until(Hears, 1)
+        await heard()
+        assert trial.results[-1] == Hears(bell=own.address)
+        trial.publish(OLD)
+        masters.ring([own.address])
+        await trial.until(Holds, 1)
+        await heard()
+        log.append(asked("3.0", 0, 1, 2, 3))
+        masters.ring([own.address])
+        await trial.until(GroupsFinished, 4)
+        await heard()
+        log.append(REQUEST_LOG.to_json(Leave(within_s=60.0)))
+        masters.ring([own.address])
+        await asyncio.wait_for(running, 60)
+        await engine.close()
+
+    with torch.no_grad():
+        asyncio.run(run())
+    assert own.fileno() < 0, "it is closed"
+    masters.close()
 
 
 def test_a_version_that_was_refused_is_taken_when_it_is_published_anew(trial: Trial) -> None:

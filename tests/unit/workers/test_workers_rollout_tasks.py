@@ -7,6 +7,8 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from slurmrl.channel import frame
+from slurmrl.channel.bell import TOKEN_BYTES, Bell
+from slurmrl.channel.follower import SPARE_LOOKS
 from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.data.ledger import LedgerRecord
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SampleFileError
@@ -31,11 +35,13 @@ from slurmrl.weights.version import VersionId
 from slurmrl.workers.master.progress import STATE
 from slurmrl.workers.master.rollout_tasks import LEAVE_S, SILENT_S, RolloutTasks
 from slurmrl.workers.master.task_attempts import RolloutAttempt, parse_name, rollouts_of
+from slurmrl.workers.master.task_bells import TaskBells
 from slurmrl.workers.master.task_numbers import TaskNumbers
 from slurmrl.workers.rollout_messages import (
     Abort,
     Confirm,
     GenerateItems,
+    Hears,
     Leave,
     RequestedItem,
     RolloutCounts,
@@ -376,6 +382,60 @@ def test_logs_of_tasks_without_items_are_read_less_often(
         bed.tasks.look((), 0)
     assert 900 < reads["rollout.0.0"] <= 1003
     assert 90 < reads["rollout.1.0"] < 300
+
+
+def test_rings_announce_results_requests_and_weights(
+    beds: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hardly any time passes: without a ring nothing would be read. Only the task's own rings
+    count, and rings without news cause few reads."""
+    reads: list[str] = []
+
+    def counted(attempt: RolloutAttempt) -> Iterator[RolloutResult]:
+        reads.append(attempt.name)
+        return read(attempt)
+
+    read = RolloutAttempt.read
+    monkeypatch.setattr(RolloutAttempt, "read", counted)
+    with (
+        closing(Bell("127.0.0.1")) as masters,
+        closing(Bell("127.0.0.1")) as own,
+        closing(Bell("127.0.0.1")) as stranger,
+    ):
+        bed = beds()
+        bed.tasks.bells = TaskBells(masters)
+        task = bed.begin(0)
+        assert task.masters_bell == masters.address
+        task.say(Hears(bell=own.address))
+        bed.look()
+        assert not own.hear().sources, "there is nothing to tell"
+
+        def look() -> int:
+            reads.clear()
+            bed.now += 1e-6
+            bed.tasks.look((), 0)
+            return len(reads)
+
+        look()
+        task.hold("0.1")
+        stranger.ring([masters.address])
+        own.ring([replace(masters.address, token="00" * TOKEN_BYTES)])
+        assert not look()
+        own.ring([masters.address])
+        assert look() == 1
+        assert own.hear().sources == {masters.address.source}, "it was asked for items"
+        task.hear(1)
+        task.finish(*task.open)
+        own.ring([masters.address])
+        assert look() == 1
+        assert bed.train() == [0, 1]
+        bed.tasks.tell_weights()
+        assert own.hear().sources == {masters.address.source}
+        in_vain = 0
+        for _ in range(100):
+            own.ring([masters.address])
+            in_vain += look()
+        assert in_vain == SPARE_LOOKS
 
 
 def test_a_task_without_usable_weights_gets_nothing(beds: Callable[..., Bed]) -> None:

@@ -1,0 +1,42 @@
+"""The doorbells of rollout tasks as the master uses them (see `channel.bell`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from slurmrl.channel.bell import Bell, BellAddress
+from slurmrl.workers.master.task_attempts import RolloutAttempt
+
+
+class TaskBells:
+    """Hears which attempts have recorded results, and rings at theirs. Without a ``bell`` nothing
+    is ever heard."""
+
+    def __init__(self, bell: Bell | None = None) -> None:
+        self._bell = bell
+
+    @property
+    def address(self) -> BellAddress | None:
+        return None if self._bell is None else self._bell.address
+
+    @property
+    def descriptors(self) -> Collection[int]:
+        """What is readable when there is something to `hear`."""
+        return () if self._bell is None else (self._bell.fileno(),)
+
+    def hear(self, attempts: Iterable[RolloutAttempt], now: float) -> None:
+        """Have the logs of those be read that have rung."""
+        if self._bell is None:
+            return
+        rings = self._bell.hear()
+        if not rings.sources and not rings.overflowed:
+            return
+        for attempt in attempts:
+            bell = attempt.bell
+            if bell is not None and (rings.overflowed or bell.source in rings.sources):
+                attempt.rang(now)
+
+    def ring(self, attempts: Iterable[RolloutAttempt]) -> None:
+        """Say that there are requests or weights."""
+        if self._bell is not None:
+            self._bell.ring([one.bell for one in attempts if one.bell is not None])

@@ -1,0 +1,68 @@
+"""The doorbell of a rollout task in its asyncio loop (see `channel.bell`)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from slurmrl.channel.bell import Bell, BellAddress
+
+
+class TaskBell:
+    """Hears the master ring, and rings there. Without a ``bell`` nothing is ever heard."""
+
+    def __init__(self, bell: Bell | None, spread_s: float) -> None:
+        """A ring is heeded half of ``spread_s`` to ``spread_s`` seconds later: the master may have
+        rung at a thousand tasks. Further rings are ignored meanwhile."""
+        self._bell, self._spread_s = bell, spread_s
+        self._random = random.Random()
+        self._master: BellAddress | None = None
+        self._next = asyncio.Event()
+        self.heard = 0
+        """How often rings of the master have come."""
+
+    @property
+    def address(self) -> BellAddress | None:
+        return None if self._bell is None else self._bell.address
+
+    def ring_at(self, master: BellAddress | None) -> None:
+        """Heed this bell's owner and ring there from now on; None: nowhere."""
+        self._master = master
+
+    def ring(self) -> None:
+        """Say that results are recorded."""
+        if self._bell is not None and self._master is not None:
+            self._bell.ring([self._master])
+
+    @contextmanager
+    def hung(self) -> Iterator[None]:
+        """Listen."""
+        if self._bell is None:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._bell.fileno(), self._hear)
+        try:
+            yield
+        finally:
+            loop.remove_reader(self._bell.fileno())
+            self._bell.close()
+
+    async def rest(self, heard: int, seconds: float) -> None:
+        """Wait until the master has rung more often than ``heard``, or for a time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.heard == heard:
+                    await self._next.wait()
+                await asyncio.sleep(self._spread_s * self._random.uniform(0.5, 1.0))
+
+    def _hear(self) -> None:
+        assert self._bell is not None, "it is listened to"
+        rings = self._bell.hear()
+        sources = set() if self._master is None else {self._master.source}
+        if rings.sources & sources:
+            self.heard += 1
+            self._next.set()
+            self._next = asyncio.Event()
