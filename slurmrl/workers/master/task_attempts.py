@@ -163,12 +163,12 @@ class RolloutAttempt:
         for values in news:
             yield RESULT_LOG.from_json(values)
 
-    def rang(self, now: float) -> None:
-        """It says that its log has grown. Rings without news bring reads forward less and less
-        (see `channel.follower`)."""
+    def rang(self, read_at: float) -> None:
+        """It says that its log has grown, which is to be read then. Rings without news bring reads
+        forward less and less (see `channel.follower`)."""
         if self._spare > 0:
             self._rung = True
-            self.read_at = min(self.read_at, now)
+            self.read_at = min(self.read_at, read_at)
 
     def listened(self, now: float, most_s: float) -> None:
         """Its log was read to the end, which is due every ``most_s``. A read that hung says

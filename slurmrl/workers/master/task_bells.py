@@ -6,6 +6,10 @@ from collections.abc import Collection, Iterable
 
 from slurmrl.channel.bell import Bell, BellAddress
 from slurmrl.workers.master.task_attempts import RolloutAttempt
+from slurmrl.workers.poll_intervals import RESULTS_PER_S
+
+AT_ONCE = 15
+"""Logs that are read at once, which takes the master a tenth of a second or less."""
 
 
 class TaskBells:
@@ -25,16 +29,20 @@ class TaskBells:
         return () if self._bell is None else (self._bell.fileno(),)
 
     def hear(self, attempts: Iterable[RolloutAttempt], now: float) -> None:
-        """Have the logs of those be read that have rung."""
+        """Have the logs of those be read that have rung: of a few at once, of a thousand at the
+        pace at which logs of results are read."""
         if self._bell is None:
             return
         rings = self._bell.hear()
         if not rings.sources and not rings.overflowed:
             return
-        for attempt in attempts:
-            bell = attempt.bell
-            if bell is not None and (rings.overflowed or bell.source in rings.sources):
-                attempt.rang(now)
+        rung = [
+            one
+            for one in attempts
+            if one.bell is not None and (rings.overflowed or one.bell.source in rings.sources)
+        ]
+        for number, attempt in enumerate(rung):
+            attempt.rang(now + max(0, number - AT_ONCE) / RESULTS_PER_S)
 
     def ring(self, attempts: Iterable[RolloutAttempt]) -> None:
         """Say that there are requests or weights."""
