@@ -34,6 +34,7 @@ from slurmrl.monitor.reports import (
 )
 from slurmrl.monitor.rollouts import RolloutsView
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.worlds import TRAINERS
 
 Said = Mapping[str, Any]
 STATUS: Fields = {
@@ -114,6 +115,17 @@ def attempt_numbers(names: NameStore, group: str, task: int) -> list[int]:
     """Return the numbers of a task's attempts, the newest first."""
     ends = (key.rpartition("/")[2] for key in names.find_subtree(keys.attempts(group, task)))
     return sorted((int(end) for end in ends if end.isdecimal()), reverse=True)
+
+
+def first_agent(names: NameStore, job: str) -> Identity | None:
+    """Return the newest claim of the trainers' first agent in a round (``JOBID.RESTART.ROUND``) or
+    in any round of a start of a job (``JOBID.RESTART``); None before there is one. Raises
+    CorruptFileError, EnvironmentFailure."""
+    for number in attempt_numbers(names, TRAINERS, 0):
+        claim = attempt(names, TRAINERS, 0, number)
+        if claim is not None and f"{claim.job}.".startswith(f"{job}."):
+            return claim
+    return None
 
 
 def attempts(names: NameStore) -> list[Identity]:

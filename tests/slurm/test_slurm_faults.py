@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slurmrl.monitor import events
 from tests.support import paced
 from tests.support.nodes import kill_node, node_of, private_bed, queued, slurm
 from tests.support.soak.slurm import (
@@ -110,12 +111,15 @@ def test_a_host_whose_gpu_fails_is_replaced_by_a_spare(
 
 
 @pytest.mark.long
-def test_the_masters_host_is_lost_in_a_job_with_spares(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", [2, 1])
+def test_the_masters_host_is_lost_in_a_job_with_spares(tmp_path: Path, hosts: int) -> None:
     """Slurm keeps the job without a batch process, and no other link has room to start: a remaining
-    agent requeues it."""
+    agent requeues it, or with trainers on one host a watcher on a spare."""
     with private_bed() as directory:
-        spares = paced.cluster(tmp_path, spares=1, extra_lines=["--exclusive"])
-        trial = paced.start(tmp_path, cluster={**spares, "lease_ttl_s": 20})
+        spares = paced.cluster(tmp_path, spares=3 - hosts, extra_lines=["--exclusive"])
+        cluster = {**spares, "workers_per_host": 2 // hosts, "lease_ttl_s": 20}
+        config = {**paced.config(tmp_path, pause_s=5), "total_steps": 10, "cluster": cluster}
+        trial = paced.start(tmp_path, **config)
         assert trial.until("a step", lambda: trial.witness.has_trained(1))
         run = trial.witness.paths.run
         kill_node(directory, run, node_of(processes(run)["supervisor"][-1]))
@@ -123,4 +127,9 @@ def test_the_masters_host_is_lost_in_a_job_with_spares(tmp_path: Path) -> None:
         paced.hurry(trial)
         trial.outcome()
         how = trial.site.status(trial.name)["incarnations"][0]
-        assert how["cause"] in ("lost_host", "exception"), how
+        told = {event["kind"] for event in events.read_all(trial.witness.paths)}
+        if hosts == 1:
+            assert how["cause"] == "killed", how
+            assert "batch_host_lost" in told
+        else:
+            assert how["cause"] in ("lost_host", "exception"), how

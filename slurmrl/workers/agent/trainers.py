@@ -9,10 +9,10 @@ from slurmrl import log
 from slurmrl.backoff import Interval
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.lease import GAPS_PER_TTL, LeaseObserver, LeaseView
+from slurmrl.monitor import published
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.orphaned import Orphaned
-from slurmrl.workers.agent.leader import find_first_agent
 from slurmrl.worlds import TRAINERS
 
 logger = log.get(__name__)
@@ -65,7 +65,7 @@ class TrainersLease:
         if self._sought is None:
             return
         try:
-            claim = find_first_agent(self._names, self._sought)
+            claim = published.first_agent(self._names, self._sought)
         except (CorruptFileError, EnvironmentFailure) as error:
             logger.info("cannot look for the trainers' first agent, will retry: %s", error)
             return

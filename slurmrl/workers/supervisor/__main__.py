@@ -47,6 +47,7 @@ from slurmrl.workers.supervisor.job_hosts import JobHosts
 from slurmrl.workers.supervisor.notice import announce
 from slurmrl.workers.supervisor.rounds import Rounds, job_tag
 from slurmrl.workers.supervisor.surplus import wait_for_turn
+from slurmrl.workers.supervisor.watchers import Watchers
 from slurmrl.worlds import TRAINERS
 
 logger = log.get(__name__)
@@ -70,17 +71,19 @@ def main() -> int:
     umask.make_private()
     log.configure(f"supervisor {options.group}")
     paths = RunPaths(options.run)
+    watchers = Watchers(options)
     try:
-        return run(options, paths)
+        return run(options, paths, watchers)
     finally:
         if options.group == TRAINERS:
             overview.keep(paths)
             announce(paths)
             last_report.write(paths)
             late_results.hand_over(paths)  # may take minutes, so what follows this job comes first
+        watchers.end()
 
 
-def run(options: argparse.Namespace, paths: RunPaths) -> int:
+def run(options: argparse.Namespace, paths: RunPaths, watchers: Watchers) -> int:
     """Return the exit code of this job."""
     link = Link.here(paths, options.submission, options.group)
     in_chain = options.launcher == "srun"
@@ -98,6 +101,7 @@ def run(options: argparse.Namespace, paths: RunPaths) -> int:
         rounds = retry("read the run's files", lambda: prepare(options, paths), timeout_s=PREPARE_S)
     except SlurmrlError as error:
         return cannot_begin(link, error, in_chain=in_chain)
+    watchers.start(rounds.allocation)
     try:
         return run_link(link, rounds) if in_chain else run_rounds(rounds)
     except RunGoneError as error:

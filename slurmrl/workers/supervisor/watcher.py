@@ -1,0 +1,129 @@
+"""``python -m slurmrl.workers.supervisor.watcher --run RUN --submission N --group G --host HOST``
+requeues the job once Slurm has taken HOST, where its batch process runs, away from it.
+
+A job with spares needs that (see `workers.requeue`). The agents of a round notice sooner, but other
+hosts may have none: the trainers run on one host, or the agents that watch were lost, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from slurmrl import env, log
+from slurmrl.backoff import Interval, retry
+from slurmrl.config.load import load_resolved
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, SchedulerError
+from slurmrl.fsio import umask
+from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
+from slurmrl.monitor import published
+from slurmrl.monitor.events import EventWriter
+from slurmrl.monitor.reports import Identity
+from slurmrl.name_resolve import make as make_names
+from slurmrl.name_resolve.base import NameStore
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.succession import TIMEOUT_S, Link
+from slurmrl.workers.requeue import requeue, this_start
+
+logger = log.get(__name__)
+
+END = signal.SIGUSR2
+"""The supervisor sends it at the end of the job; srun forwards it without a word."""
+ASK_S = 30.0
+"""Interval between two questions to Slurm while no agent is known to live."""
+
+
+class Watcher:
+    """Watches the batch host of this start of a link."""
+
+    def __init__(
+        self,
+        link: Link,
+        names: NameStore,
+        host: str,
+        ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``host`` is the batch host, ``ttl_s`` is that of the agents' leases."""
+        self._link, self._names, self._host = link, names, host
+        self._ttl_s, self._clock = ttl_s, clock
+        self._here = env.NODE_NAME.get()
+        self._start = f"{env.JOB_ID.get()}.{link.restart}"
+        self._client = SlurmClient(TIMEOUT_S)
+        self._asks = Interval(ASK_S, clock)
+        self._first: Identity | None = None
+        self._lease: LeaseObserver | None = None
+
+    def watch(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Return once the job was requeued, or is no longer what it was when this began."""
+        while True:
+            if not self._is_busy() and self._asks.due():
+                lost = self._is_lost()
+                if lost is None:
+                    logger.info("nothing to watch: this start of the job is over")
+                    return
+                if lost:
+                    self._tell()
+                    requeue(self._link, sleep)
+            sleep(self._ttl_s / GAPS_PER_TTL / 2)
+
+    def _is_busy(self) -> bool:
+        """Return whether the first agent of the newest round lives. As long as it does, the trial
+        goes on, even without a batch process, and Slurm is not asked."""
+        if self._lease is not None and self._lease.observe().alive:
+            return True
+        try:
+            first = published.first_agent(self._names, self._start)
+        except (CorruptFileError, EnvironmentFailure) as error:
+            logger.info("cannot look for the first agent, will retry: %s", error)
+            return False
+        if first is None or first == self._first:
+            return False
+        path = self._link.run.lease(first.group, first.task, first.attempt)
+        self._first, self._lease = first, LeaseObserver(path, self._ttl_s, self._clock)
+        return True
+
+    def _is_lost(self) -> bool | None:
+        """Return whether the job runs without its batch host, but with this one; None if this start
+        of it is over."""
+        try:
+            row = this_start(self._client, self._link)
+        except SchedulerError as error:
+            logger.info("cannot ask Slurm for the hosts of this job, will retry: %s", error)
+            return False
+        if row is None:
+            return None
+        left = self._here in row.hosts and self._host not in row.hosts
+        return row.raw == "RUNNING" and left
+
+    def _tell(self) -> None:
+        logger.warning("the batch host %s is lost: requeueing the job", self._host)
+        writer = EventWriter(self._link.run, f"watcher.{self._start}.{self._here}")
+        writer.write("batch_host_lost", host=self._host, job=self._start)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="slurmrl.workers.supervisor.watcher")
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--submission", type=int, required=True)
+    parser.add_argument("--group", required=True)
+    parser.add_argument("--host", required=True)
+    options = parser.parse_args()
+    signal.signal(END, lambda *_: sys.exit(0))
+    umask.make_private()
+    log.configure(f"watcher on {env.NODE_NAME.get()}")
+    paths = RunPaths(options.run)
+    link = Link.here(paths, options.submission, options.group)
+    config = retry("read the configuration", lambda: load_resolved(paths.config))
+    with make_names("file", directory=paths.names) as names:
+        Watcher(link, names, options.host, config.cluster.lease_ttl_s).watch()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

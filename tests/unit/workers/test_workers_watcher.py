@@ -1,0 +1,184 @@
+"""The watchers of a job with spares: where they run, and when they requeue the job."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from slurmrl import keys
+from slurmrl.errors import SchedulerError
+from slurmrl.fsio import objects
+from slurmrl.lease import Lease
+from slurmrl.monitor.events import read_all
+from slurmrl.monitor.reports import Identity
+from slurmrl.name_resolve import make
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.rows import QueueRow
+from slurmrl.scheduler.succession import Link
+from slurmrl.workers.supervisor.job_hosts import JobHosts
+from slurmrl.workers.supervisor.watcher import ASK_S, Watcher
+from slurmrl.workers.supervisor.watchers import MOST, Watchers
+from tests.support.trials import wait_until
+
+TTL_S = 20.0
+WHOLE, REST = ("n0", "n1"), ("n1",)
+"""Hosts of the job with its batch host n0, and without."""
+OVER = None
+
+
+class Slurm:
+    """Answers of squeue from certain times on; no row, or another restart, ends the watch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, paths: RunPaths) -> None:
+        self.now = 0.0
+        self.answers: Mapping[float, tuple[str, ...] | str | None] = {}
+        self.lives_until = 0.0
+        self.asked: list[float] = []
+        self.requeued: list[tuple[float, str]] = []
+        self.lease: Lease | None = None
+        self._paths = paths
+        monkeypatch.setattr(SlurmClient, "queue", lambda client, jobs: self._queue())
+        monkeypatch.setattr(SlurmClient, "requeue", lambda client, one: self._requeue(one))
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setenv("SLURMD_NODENAME", "n1")
+        paths.submission(1).mkdir()
+        paths.submission_request(1).write_text("{}")
+
+    def watch(self) -> None:
+        link = Link(self._paths, 1, "trainer", "41", 0)
+        with make("file", directory=self._paths.names) as names:
+            Watcher(link, names, "n0", TTL_S, lambda: self.now).watch(self._sleep)
+
+    def first_agent(self, round_of: str, attempt: int) -> None:
+        identity = Identity("trainer", 0, attempt, "n0", round_of, "41_0", 1)
+        said = json.dumps(objects.to_json(identity))
+        with make("file", directory=self._paths.names) as names:
+            names.add(keys.attempt("trainer", 0, attempt), said, delete_on_exit=False)
+        self.lease = Lease(self._paths.lease("trainer", 0, attempt))
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+        assert self.now < 1000.0, "it watches forever"
+        if self.lease is not None and self.now <= self.lives_until:
+            self.lease.beat()
+
+    def _queue(self) -> list[QueueRow]:
+        self.asked.append(self.now)
+        answer = [said for since, said in self.answers.items() if since <= self.now][-1]
+        if answer == "silent":
+            raise SchedulerError("squeue did not answer")
+        if answer is OVER:
+            return []
+        hosts, restarts = (WHOLE, 1) if isinstance(answer, str) else (answer, 0)
+        return [QueueRow("41", (0,), "RUNNING", hosts, "", "", restarts=restarts)]
+
+    def _requeue(self, element: str) -> None:
+        self.requeued.append((self.now, element))
+        self.answers = {0.0: "restarted"}
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch, paths: RunPaths) -> Slurm:
+    return Slurm(monkeypatch, paths)
+
+
+def test_the_batch_host_is_lost_with_the_only_agent(slurm: Slurm, paths: RunPaths) -> None:
+    slurm.first_agent("7.0.0", 0)
+    slurm.lives_until = 200.0
+    slurm.answers = {0.0: WHOLE, 290.0: REST}
+    slurm.watch()
+    ((when, element),) = slurm.requeued
+    assert element == "41_0"
+    assert 290.0 <= when <= 290.0 + ASK_S + TTL_S / 8
+    assert slurm.asked[0] >= 200.0 + TTL_S / 2, "Slurm is left alone while the agent lives"
+    assert min(b - a for a, b in zip(slurm.asked, slurm.asked[1:], strict=False)) >= ASK_S
+    (told,) = read_all(paths)
+    assert (told["kind"], told["host"], told["writer"]) == (
+        "batch_host_lost", "n0", "watcher.7.0.n1",
+    )  # fmt: skip
+
+
+def test_the_batch_host_is_lost_before_an_agent_has_started(slurm: Slurm) -> None:
+    """Agents of an earlier start of the job say nothing about this one."""
+    slurm.first_agent("7.1.0", 0)
+    slurm.lives_until = 1000.0
+    slurm.answers = {0.0: WHOLE, 100.0: REST}
+    slurm.watch()
+    assert [element for _, element in slurm.requeued] == ["41_0"]
+
+
+def test_the_agents_of_the_newest_round_count(slurm: Slurm) -> None:
+    slurm.first_agent("7.0.9", 0)
+    slurm.first_agent("7.0.10", 1)
+    slurm.lives_until = 500.0
+    slurm.answers = {0.0: REST}
+    slurm.watch()
+    assert slurm.requeued[0][0] > 500.0, "the trial goes on without a batch process"
+
+
+@pytest.mark.parametrize("answer", [OVER, "restarted"])
+def test_an_earlier_start_of_the_job_ends_nothing(slurm: Slurm, answer: str | None) -> None:
+    """A watcher may outlive its start on a host that Slurm could not reach."""
+    slurm.answers = {0.0: "silent", 100.0: WHOLE, 200.0: answer}
+    slurm.watch()
+    assert slurm.requeued == []
+    assert slurm.now >= 200.0
+
+
+@pytest.mark.parametrize("hosts", [(), ("n2",)])
+def test_hosts_without_that_of_the_watcher_prove_nothing(
+    slurm: Slurm, hosts: tuple[str, ...]
+) -> None:
+    slurm.answers = {0.0: hosts, 100.0: WHOLE, 200.0: OVER}
+    slurm.watch()
+    assert slurm.requeued == []
+
+
+@pytest.mark.parametrize(
+    ("hosts", "needed", "on"),
+    [
+        pytest.param(("n0", "n1"), 1, ["n1"], id="one host and a spare"),
+        pytest.param(("n0", "n1"), 2, [], id="no spares: Slurm ends the job itself"),
+        pytest.param(tuple(f"n{i}" for i in range(8)), 7, ["n5", "n6", "n7"], id="the last ones"),
+        pytest.param((), 1, [], id="no Slurm"),
+    ],
+)
+def test_where_watchers_run(
+    paths: RunPaths,
+    monkeypatch: pytest.MonkeyPatch,
+    hosts: tuple[str, ...],
+    needed: int,
+    on: list[str],
+) -> None:
+    commands: list[list[str]] = []
+
+    def command(its: Watchers, host: str, batch: str) -> list[str]:
+        commands.append(made(its, host, batch))
+        return ["sh", "-c", "trap 'exit 0' USR2; while sleep 0.1; do :; done"]
+
+    made: Callable[[Watchers, str, str], list[str]] = Watchers._command
+    monkeypatch.setattr(Watchers, "_command", command)
+    monkeypatch.setenv("SLURMD_NODENAME", "n0")
+    watchers = Watchers(Namespace(run=paths.run, submission=2, group="trainer"))
+    watchers.start(JobHosts(paths, needed, hosts))
+    steps = watchers._steps
+    assert [one[one.index("--overlap") - 3] for one in commands] == [f"--nodelist={n}" for n in on]
+    assert len(steps) == len(on) <= MOST
+    for one in commands:
+        assert one[one.index("--host") + 1] == "n0"
+    watchers.end()
+    wait_until("the steps to end", lambda: all(step.poll() is not None for step in steps) or None)
+
+
+def test_a_job_without_srun_has_no_watchers(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They alone do not end it."""
+    monkeypatch.setenv("PATH", str(paths.run))
+    watchers = Watchers(Namespace(run=paths.run, submission=2, group="trainer"))
+    watchers.start(JobHosts(paths, 1, ("n0", "n1")))
+    watchers.end()
