@@ -77,6 +77,19 @@ def read_ends(paths: RunPaths, writer: str) -> list[Event]:
         return []
 
 
+def read_kind(paths: RunPaths, writer: str, kind: str) -> list[Event]:
+    """Return the events of one kind of one writer, however long its file is. Raises
+    CorruptFileError if that is not a regular file, EnvironmentFailure."""
+    path = paths.event_file(writer)
+    sought = json.dumps(kind).encode()
+    try:
+        with lines.opened(path) as file:
+            found = _parse((line for line in file.forward() if sought in line), path)
+    except FileNotFoundError:
+        return []
+    return [event for event in found if event["kind"] == kind]
+
+
 class EventReader:
     """Reads the events added since the last time, including new writers' files."""
 

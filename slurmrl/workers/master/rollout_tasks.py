@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Final
 
 from slurmrl import log
 from slurmrl.backoff import Backoff, Interval
@@ -34,9 +33,9 @@ from slurmrl.workers.master.task_attempts import (
     RolloutAttempt,
     RolloutsRecord,
     is_name,
-    parse_name,
 )
 from slurmrl.workers.master.task_bells import TaskBells
+from slurmrl.workers.master.task_events import LEFT, LOST, TaskEvents
 from slurmrl.workers.master.task_numbers import TaskNumbers
 from slurmrl.workers.poll_intervals import SHORTEST_RESULTS_S
 from slurmrl.workers.rollout_messages import (
@@ -69,10 +68,6 @@ its share of the items goes to others."""
 SILENT_S = 6 * COUNTS_S
 """Without a message while its log can be read, after which a living attempt counts as unable to
 write."""
-
-JOINED: Final = "joined"
-LEFT: Final = "left"
-LOST: Final = "lost"
 
 
 class RolloutTasks:
@@ -109,7 +104,7 @@ class RolloutTasks:
         self._lineage = lineage
         self._admission = admission
         self._incarnation = incarnation
-        self._events = events
+        self._events = TaskEvents(paths, events, lineage, incarnation)
         self._numbers = numbers or TaskNumbers(paths, clock=clock)
         self.bells = bells or TaskBells()
         self._clock = clock
@@ -311,7 +306,7 @@ class RolloutTasks:
         match result:
             case Joined():
                 self._join(result.agent)
-                self._tell(attempt, JOINED, host=result.agent.host)
+                self._events.joined(attempt, result.agent.host)
             case GroupsFinished():
                 for group in result.groups:
                     sample = group.sample(attempt.name)
@@ -333,9 +328,7 @@ class RolloutTasks:
         if version.incarnation != self._incarnation:
             return
         self.unreadable.add(version)
-        logger.warning("%s cannot read weight version %s", attempt.name, version)
-        what = {"version": result.version, "reason": result.reason}
-        self._events.write("weights_unreadable", **attempt.who, **what)
+        self._events.unreadable(attempt, result.version, result.reason)
 
     def _note(self, attempt: RolloutAttempt, version: str) -> None:
         """Note how much later than others an attempt has taken the newest weights."""
@@ -350,16 +343,7 @@ class RolloutTasks:
         if not self._ledger.redo(sample):
             return  # it was dropped meanwhile
         self._counts.items["damaged"] += 1
-        group, task, attempt = parse_name(sample.task)
-        logger.warning("item %d is made again: %s", sample.item, reason)
-        self._events.write(
-            "samples_damaged",
-            task=f"{group}/{task}",
-            attempt=attempt,
-            item=sample.item,
-            file=sample.file,
-            reason=reason,
-        )
+        self._events.damaged(sample, reason)
 
     def _end_those(self, dead: Collection[str]) -> None:
         for attempt in list(self._living.values()):
@@ -381,17 +365,10 @@ class RolloutTasks:
         lost = self._ledger.lose(attempt.name)
         self._counts.items["lost"] += len(lost)
         logger.info("%s %s, %d items are queued again: %s", attempt.name, state, len(lost), reason)
-        self._tell(attempt, state, reason=reason, items=len(lost))
+        self._events.ended(attempt, state, reason, len(lost))
         if state == LOST:  # it may live, and hold GPUs
             self._post(attempt, Leave(within_s=0.0))
             attempt.send()
-
-    def _tell_silent(self, attempt: RolloutAttempt, items: int) -> None:
-        logger.warning("%s says nothing, %d items are queued again", attempt.name, items)
-        self._events.write("task_silent", **attempt.who, silent_s=attempt.silent_s, items=items)
-
-    def _tell(self, attempt: RolloutAttempt, state: str, **more: object) -> None:
-        self._events.write("rollout_task", state=state, **attempt.who, **more)
 
     # -- leases ------------------------------------------------------------------------------
 
@@ -448,7 +425,7 @@ class RolloutTasks:
             if attempt.confirmed:
                 attempt.post(Abort(lease=lease.lease, items=lease.items))
             if lease.holder in silent:
-                self._tell_silent(attempt, len(returned))
+                self._events.silent(attempt, len(returned))
 
     def _confirm(self) -> None:
         """Tell attempts which leases hold, once all that they had said before is known."""
