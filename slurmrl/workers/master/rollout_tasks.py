@@ -1,4 +1,5 @@
-"""The rollout tasks of a trial: the master leases items to them and takes what they have finished.
+"""The rollout tasks of a trial, as the master knows them: it reads what they say, leases items to
+them (`TaskLeases`) and takes what they have finished.
 
 Tasks come and go as they like and outlive the incarnations of the trainers. None of it delays or
 ends an incarnation, except that a step waits until enough groups are finished. See "Leases of
@@ -15,7 +16,7 @@ from dataclasses import replace
 from slurmrl import log
 from slurmrl.backoff import Backoff, Interval
 from slurmrl.data.leases import Admission, SampleLedger, oldest_step
-from slurmrl.data.ledger import ItemSample, LeasedItems, LedgerRecord
+from slurmrl.data.ledger import ItemSample, LedgerRecord
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.history.lineage import Lineage
@@ -27,7 +28,6 @@ from slurmrl.weights.version import VersionId
 from slurmrl.workers.master.sample_checks import SampleChecks
 from slurmrl.workers.master.sample_counts import SampleCounts
 from slurmrl.workers.master.sample_sweep import SampleSweep
-from slurmrl.workers.master.shares import dealt
 from slurmrl.workers.master.task_attempts import (
     AttemptRecord,
     RolloutAttempt,
@@ -36,20 +36,16 @@ from slurmrl.workers.master.task_attempts import (
 )
 from slurmrl.workers.master.task_bells import TaskBells
 from slurmrl.workers.master.task_events import LEFT, LOST, TaskEvents
+from slurmrl.workers.master.task_leases import TaskLeases
 from slurmrl.workers.master.task_numbers import TaskNumbers
 from slurmrl.workers.poll_intervals import SHORTEST_RESULTS_S
 from slurmrl.workers.rollout_messages import (
-    COUNTS_S,
-    Abort,
-    Confirm,
     GaveBack,
-    GenerateItems,
     GroupsFinished,
     Holds,
     Joined,
     Leave,
     Leaving,
-    RequestedItem,
     RolloutResult,
     Unreadable,
 )
@@ -60,14 +56,6 @@ LEAVE_S = 300.0
 """How long a task that is too many may take to finish what it has begun."""
 POLL_GROWTH = 1.1
 """News of an attempt without items is late by at most a tenth of the time waited for it."""
-
-LAG_S = 10.0
-"""How much longer an attempt may take for new weights than twice what it took the last time, before
-its share of the items goes to others."""
-
-SILENT_S = 6 * COUNTS_S
-"""Without a message while its log can be read, after which a living attempt counts as unable to
-write."""
 
 
 class RolloutTasks:
@@ -101,7 +89,6 @@ class RolloutTasks:
         """Versions of this incarnation that a task cannot read; for the caller to empty."""
         self._paths = paths
         self._ledger = ledger
-        self._lineage = lineage
         self._admission = admission
         self._incarnation = incarnation
         self._events = TaskEvents(paths, events, lineage, incarnation)
@@ -110,24 +97,28 @@ class RolloutTasks:
         self._clock = clock
         self._looks = Interval(look_s, clock)
         self._pauses_s = min(poll_s, look_s), look_s
-        self._rows: Callable[[Iterable[int]], Sequence[tuple[int, int]]] | None = None
-        self._step = 0
-        """The last one that was trained."""
         self._wanted = 0
         """Groups that a step waits for."""
         self._attempts: dict[str, RolloutAttempt] = {}
         """By name; also those that are over, as long as they have a directory."""
         self._living: dict[str, RolloutAttempt] = {}
         """Those of them that are not over."""
-        self._newest: str | None = None
-        """The newest version that an attempt has taken."""
-        self._newest_at = clock()
         self._sweep = SampleSweep(paths)
         self._checks = SampleChecks(paths, clock)
         self._checks.add(ledger.finished)
         self._snapshot: tuple[RolloutsRecord, LedgerRecord] | None = None
         """What the checkpoint holds that is being written."""
         self._counts = SampleCounts(ledger)
+        self._leases = TaskLeases(
+            ledger,
+            lineage,
+            admission,
+            self._living,
+            self._counts,
+            self._events,
+            self.bells.address,
+            clock,
+        )
         for one in (record or RolloutsRecord()).attempts:
             attempt = self._add(one)
             if one.agent is not None and not attempt.over:
@@ -140,14 +131,14 @@ class RolloutTasks:
 
     def start(self, rows: Callable[[Iterable[int]], Sequence[tuple[int, int]]]) -> None:
         """``rows`` gives (epoch, index) of each item."""
-        self._rows = rows
+        self._leases.rows = rows
 
     def look(self, dead: Collection[str], step: int) -> None:
         """When due, look for attempts, read what they say, and ask them for more.
 
         ``dead`` names the agents whose leases have expired, ``step`` is the last one trained.
         """
-        self._step = step
+        self._leases.step = step
         if self._looks.due():
             self._find()
             self._numbers.look()
@@ -155,12 +146,13 @@ class RolloutTasks:
         self._end_those(dead)
         for sample, reason in self._checks.look():
             self._redo(sample, reason)
-        if self._rows is not None:
-            self._take_back()
-            self._confirm()
+        if self._leases.rows is not None:
+            self._leases.take_back()
+            self._leases.confirm()
             for attempt in self._numbers.surplus(self._joined()):
                 self.leave(attempt.name, LEAVE_S)
-            self._grant()
+            if self._numbers.are_enough(len(self._joined())):
+                self._leases.grant()
         self.bells.ring([one for one in self._living.values() if one.send()])
         self._sweep.look()
 
@@ -187,7 +179,7 @@ class RolloutTasks:
         attempt = self._attempts[name]
         if not attempt.leaving:
             attempt.leaving = True
-            self._post(attempt, Leave(within_s=within_s))
+            self._leases.post(attempt, Leave(within_s=within_s))
 
     # -- commits -----------------------------------------------------------------------------
 
@@ -212,7 +204,7 @@ class RolloutTasks:
             return "for a rollout task"
         if not self._numbers.are_enough(len(agents)):
             return f"for rollout tasks: {len(agents)} of at least {self._numbers.least}"
-        if not self._ledger.leased and not self._able():
+        if not self._ledger.leased and not self._leases.able():
             return "for a rollout task that holds usable weights"
         sound = sum(one in self._checks.sound for one in self._ledger.finished)
         return f"for groups of rollout tasks: {sound} of {self._wanted}"
@@ -222,7 +214,7 @@ class RolloutTasks:
         """Whether there are tasks, but none with weights that the next step could be trained
         with."""
         joined = any(one.record.agent is not None for one in self._living.values())
-        return joined and not self._able()
+        return joined and not self._leases.able()
 
     def metrics(self) -> dict[str, float]:
         """Of the steps taken since the last call."""
@@ -231,7 +223,7 @@ class RolloutTasks:
     def view(self) -> RolloutsView:
         """What the status tells."""
         now = self._clock()
-        finished = Counter(self._step - oldest_step(one) for one in self._ledger.finished)
+        finished = Counter(self._leases.step - oldest_step(one) for one in self._ledger.finished)
         return RolloutsView(
             wanted=self._numbers.allowed,
             waits_for=self.waits_for() if self._wanted else "",
@@ -316,7 +308,7 @@ class RolloutTasks:
                 returned = self._ledger.return_items(result.lease, result.items)
                 self._counts.items["given_back"] += len(returned)
             case Holds():
-                self._note(attempt, result.version)
+                self._leases.note(attempt, result.version)
             case Unreadable():
                 self._refuse(attempt, result)
             case Leaving():
@@ -329,14 +321,6 @@ class RolloutTasks:
             return
         self.unreadable.add(version)
         self._events.unreadable(attempt, result.version, result.reason)
-
-    def _note(self, attempt: RolloutAttempt, version: str) -> None:
-        """Note how much later than others an attempt has taken the newest weights."""
-        now = self._clock()
-        if self._newest is None or VersionId.parse(self._newest) < VersionId.parse(version):
-            self._newest, self._newest_at = version, now
-        if version == self._newest:
-            attempt.lag_s = now - self._newest_at
 
     def _redo(self, sample: ItemSample, reason: str) -> None:
         """Queue the item of a damaged sample again."""
@@ -367,110 +351,8 @@ class RolloutTasks:
         logger.info("%s %s, %d items are queued again: %s", attempt.name, state, len(lost), reason)
         self._events.ended(attempt, state, reason, len(lost))
         if state == LOST:  # it may live, and hold GPUs
-            self._post(attempt, Leave(within_s=0.0))
+            self._leases.post(attempt, Leave(within_s=0.0))
             attempt.send()
-
-    # -- leases ------------------------------------------------------------------------------
-
-    def _of_use(self, names: Collection[str]) -> dict[str, VersionId]:
-        """Those of the versions with whose tokens the next step could be trained."""
-        versions = {name: VersionId.parse(name) for name in names}
-        first = self._step - self._admission.max_staleness
-        return {
-            name: one
-            for name, one in versions.items()
-            if one.step >= first and self._lineage.has(one.step, one.incarnation)
-        }
-
-    def _able(self) -> dict[str, str]:
-        """The attempts that may get leases, each with the version that it holds."""
-        held = {
-            one.name: one.record.version
-            for one in self._living.values()
-            if one.confirmed and not one.leaving and one.record.version is not None
-        }
-        of_use = self._of_use({*held.values()})
-        return {name: version for name, version in held.items() if version in of_use}
-
-    def _expected(self) -> set[str]:
-        """The attempts that have not taken the newest weights yet but should soon, and then need
-        items too."""
-        since_s = self._clock() - self._newest_at
-        return {
-            one.name
-            for one in self._living.values()
-            if one.confirmed
-            and not one.leaving
-            and one.record.version not in (None, self._newest)
-            and since_s < LAG_S + 2 * one.lag_s
-        }
-
-    def _silent(self) -> set[str]:
-        """The attempts that live and cannot write, if there are others that can work for them."""
-        silent = {one.name for one in self._living.values() if one.silent_s >= SILENT_S}
-        return silent if self._able().keys() - silent else set()
-
-    def _take_back(self) -> None:
-        """Queue items again whose samples would be too stale for every step to come, and those of
-        attempts that cannot write: without staleness a step waits for them alone."""
-        oldest, silent = self._ledger.oldest, self._silent()
-        useless = oldest - self._of_use(oldest).keys()
-        for lease in self._ledger.leases if useless or silent else ():
-            attempt = self._attempts[lease.holder]
-            too_old = lease.oldest in useless and attempt.is_read
-            if not too_old and lease.holder not in silent:
-                continue  # it may have finished them
-            returned = self._ledger.return_items(lease.lease, lease.items)
-            self._counts.items["aborted"] += len(returned)
-            if attempt.confirmed:
-                attempt.post(Abort(lease=lease.lease, items=lease.items))
-            if lease.holder in silent:
-                self._events.silent(attempt, len(returned))
-
-    def _confirm(self) -> None:
-        """Tell attempts which leases hold, once all that they had said before is known."""
-        for attempt in self._living.values():
-            if attempt.is_read and attempt.record.agent is not None and not attempt.confirmed:
-                self._post(attempt)
-
-    def _post(self, attempt: RolloutAttempt, *requests: Leave) -> None:
-        """Post requests, of which the first of a log says which leases hold."""
-        if not attempt.confirmed:
-            attempt.confirmed = True
-            held = self._ledger.leases_of(attempt.name)
-            leases = tuple(map(self._request, held))
-            attempt.post(Confirm(leases=leases, bell=self.bells.address))
-        attempt.post(*requests)
-
-    def _grant(self) -> None:
-        """Lease items to those who have the least to do, as far as their weights allow, and to none
-        more than its share of what may be with tasks now."""
-        silent = self._silent()
-        able = {name: held for name, held in self._able().items() if name not in silent}
-        if not self._numbers.are_enough(len(self._joined())):
-            return
-        rooms = {
-            name: self._ledger.room(self._admission, version=version.step, step=self._step)
-            for name, version in self._of_use({*able.values()}).items()
-        }
-        room = max(rooms.values(), default=0)
-        if not room:
-            return
-        sharers = len(able.keys() | self._expected() - silent)
-        share = -(-(self._ledger.leased + room) // sharers)
-        loads = {name: self._ledger.leased_by(name) for name in able}
-        granted = dealt(loads, {name: rooms[version] for name, version in able.items()}, share)
-        for name, count in sorted(granted.items()):
-            lease = self._ledger.lease(count, name, able[name])
-            self._living[name].post(self._request(lease))
-
-    def _request(self, lease: LeasedItems) -> GenerateItems:
-        assert self._rows is not None
-        rows = zip(lease.items, self._rows(lease.items), strict=True)
-        items = (
-            RequestedItem(item=item, epoch=epoch, index=index) for item, (epoch, index) in rows
-        )
-        return GenerateItems(lease=lease.lease, items=tuple(items), oldest=lease.oldest)
 
 
 def _by_age(counts: Counter[int]) -> dict[str, int]:

@@ -33,9 +33,10 @@ from slurmrl.rollouts.sample_files import StoredGroup, read_group
 from slurmrl.scheduler import scale
 from slurmrl.weights.version import VersionId
 from slurmrl.workers.master.progress import STATE
-from slurmrl.workers.master.rollout_tasks import LEAVE_S, SILENT_S, RolloutTasks
+from slurmrl.workers.master.rollout_tasks import LEAVE_S, RolloutTasks
 from slurmrl.workers.master.task_attempts import RolloutAttempt, parse_name, rollouts_of
 from slurmrl.workers.master.task_bells import TaskBells
+from slurmrl.workers.master.task_leases import SILENT_S
 from slurmrl.workers.master.task_numbers import TaskNumbers
 from slurmrl.workers.rollout_messages import (
     Abort,
@@ -78,9 +79,12 @@ def rows(items: Any) -> list[tuple[int, int]]:
 class Bed:
     """A master's side with a clock of its own; its incarnations follow each other."""
 
-    def __init__(self, paths: RunPaths, *, least: int = 1, **bounds: int) -> None:
+    def __init__(
+        self, paths: RunPaths, *, least: int = 1, bells: TaskBells | None = None, **bounds: int
+    ) -> None:
         make_private_directory(paths.rollouts)
         self.least = least
+        self.bells = bells
         self.paths, self.now, self.step = paths, 0.0, 0
         self.admission = Admission(
             **{"max_staleness": 1, "batch_size": 2, "max_leased": 100, **bounds}
@@ -111,6 +115,7 @@ class Bed:
             rollouts_of(state.get("rollouts", {}), "a commit"),
             look_s=LOOK_S,
             numbers=TaskNumbers(self.paths, least=self.least, clock=lambda: self.now),
+            bells=self.bells,
             clock=lambda: self.now,
         )
         self.tasks.start(rows)
@@ -402,8 +407,7 @@ def test_rings_announce_results_requests_and_weights(
         closing(Bell("127.0.0.1")) as own,
         closing(Bell("127.0.0.1")) as stranger,
     ):
-        bed = beds()
-        bed.tasks.bells = TaskBells(masters)
+        bed = beds(bells=TaskBells(masters))
         task = bed.begin(0)
         assert task.masters_bell == masters.address
         task.say(Hears(bell=own.address))
