@@ -11,7 +11,8 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import EXPERTS, IDS, SIZES
 from slurmrl.engines.base import TOKENS
 from slurmrl.errors import UsageError
-from slurmrl.models.routes import UNKNOWN, Replayed
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.routes import UNKNOWN
 from slurmrl.ops.support import Support
 
 
@@ -22,17 +23,19 @@ def support_of(sample: SequenceSample | None) -> Support | None:
     return Support.of(sample.tensor(SIZES), sample.tensor(IDS))
 
 
-def routes_of(sample: SequenceSample | None, blocks: list[int]) -> Replayed | None:
-    """The recorded experts of a sample's tokens for a model whose ``blocks`` give a token so many
-    each; None if there is no record."""
+def experts_of(sample: SequenceSample | None, config: ModelConfig) -> Tensor | None:
+    """The recorded experts, or `UNKNOWN`, of a sample's T tokens in the L blocks that have experts,
+    K of each: [T, L, K]. None if there is no record."""
     if sample is None or EXPERTS not in sample.keys:
         return None
-    width = sum(blocks)
+    blocks = 0 if config.moe is None else len(config.moe.layers)
+    each = 0 if config.moe is None else config.moe.per_token
+    width = blocks * each
     tokens = list(chain.from_iterable(sample.lengths[TOKENS]))
     sizes = list(chain.from_iterable(sample.lengths[EXPERTS]))
     if any(size not in (0, count * width) for size, count in zip(sizes, tokens, strict=True)):
         raise UsageError(
-            f"the samples' experts are not those of a model with {len(blocks)} blocks of experts"
+            f"the samples' experts are not those of a model with {blocks} blocks of experts"
         )
     parts = torch.split(sample.tensor(EXPERTS), sizes)
     rows: list[Tensor] = [
@@ -40,4 +43,4 @@ def routes_of(sample: SequenceSample | None, blocks: list[int]) -> Replayed | No
         for part, count in zip(parts, tokens, strict=True)
     ]
     experts = torch.cat(rows) if rows else sample.tensor(EXPERTS)
-    return Replayed(experts.view(-1, len(blocks), width // max(len(blocks), 1)))
+    return experts.view(sum(tokens), blocks, each)

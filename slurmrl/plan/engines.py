@@ -39,8 +39,6 @@ class EngineRules:
     """Whether generation can report the tokens that each one was drawn from."""
     records_experts: bool = False
     """Whether generation can report the experts that read each token."""
-    replays_experts: bool = False
-    """Whether it trains with recorded experts."""
     experts_of_whole_sequences: bool = True
     """Whether it trains experts on several tensor ranks without sequence parallelism."""
 
@@ -54,7 +52,6 @@ FSDP: Final = EngineRules(
     adapters=True,
     context_heads=True,
     records_experts=True,
-    replays_experts=True,
 )
 """FSDP2 around the built-in decoder; ``archon`` is another name for it."""
 SERVERS: Final = EngineRules("dt", "slurmrl.models.config:ModelConfig", own_experts=False)

@@ -53,7 +53,7 @@ ON_EXPERTS = {
     "actor": megatron("d2p2e2"),
     "critic": megatron("d4e2"),
     "ref": {"backend": "fsdp:d2t2"},
-    "rollout": {"backend": "native:d2t2"},
+    "rollout": {"backend": "native:d2t2", "replay_experts": True},
 }
 
 
@@ -211,13 +211,17 @@ def test_a_reference_follows_the_actor(tmp_path: Path) -> None:
 def test_an_actor_on_megatron_generates(
     tmp_path: Path, layouts: dict[str, Any], architecture: dict[str, Any]
 ) -> None:
-    """On tensor ranks, stages and expert ranks of megatron; each other model has a layout of its
-    own, too. The numbers are those of one fsdp rank."""
+    """On tensor ranks, stages and expert ranks of megatron, which replay the experts of generation;
+    each other model has a layout of its own, too. The numbers are those of one fsdp rank."""
     site, found = Site(tmp_path), []
     for trial in ("mixed", "one"):
         sections = {**layouts, "actor": {**layouts["actor"], "architecture": architecture}}
         if trial == "one":
-            sections = {"actor": {"architecture": architecture}}
+            replays = layouts["rollout"].get("replay_experts", False)
+            sections = {
+                "actor": {"architecture": architecture},
+                "rollout": {"replay_experts": replays},
+            }
         else:
             sections["cluster"] = let_megatron_compute_here(site, tmp_path, trial, "ppo")
         found.append(run(site, trial, **sections))

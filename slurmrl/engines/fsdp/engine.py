@@ -46,15 +46,15 @@ from slurmrl.engines.offload import Offload
 from slurmrl.engines.optimizers import OPTIMIZERS
 from slurmrl.engines.optimizers.base import ShardOptimizer
 from slurmrl.engines.prefixes import shared_tokens
-from slurmrl.engines.replay import routes_of, support_of
+from slurmrl.engines.replay import experts_of, support_of
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
 from slurmrl.models.adapters import adapted_weight, trained_shapes
 from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.paged import expert_numbers
 from slurmrl.models.prefixes import Pieces
+from slurmrl.models.routes import Replayed
 from slurmrl.ops import prefix_attention
 from slurmrl.ops.support import Support
 from slurmrl.ops.upload import OnHost
@@ -257,8 +257,8 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         decoder = self._shards.decoder
         if not isinstance(decoder, Decoder):
             return nullcontext()
-        routes = routes_of(sample, expert_numbers(decoder))
-        return nullcontext() if routes is None else decoder.routed(routes)
+        experts = experts_of(sample, decoder.config)
+        return nullcontext() if experts is None else decoder.routed(Replayed(experts))
 
     @torch.no_grad()
     def _count(

@@ -22,13 +22,14 @@ from slurmrl.engines.host import HostCopies
 from slurmrl.engines.initial_weights import initial_weights, model_config
 from slurmrl.engines.megatron import transformer_engine
 from slurmrl.engines.megatron.collection import collection
-from slurmrl.engines.megatron.layers import BalancedRouter, balance_of, own_modules
+from slurmrl.engines.megatron.layers import own_modules
 from slurmrl.engines.megatron.model import Chunk
 from slurmrl.engines.megatron.optimizer import ShardedOptimizer
 from slurmrl.engines.megatron.packing import Micro, micro_batch
 from slurmrl.engines.megatron.parts import Parts, layout_of, padded, parts_of
 from slurmrl.engines.megatron.place import Place, misfits, place_of
 from slurmrl.engines.megatron.random_tracker import RandomStates
+from slurmrl.engines.megatron.routing import Router, balance_of
 from slurmrl.engines.megatron.schedule import PipelineSchedule, Use
 from slurmrl.engines.megatron.schema import check
 from slurmrl.engines.megatron.settings import transformer_config
@@ -42,7 +43,7 @@ from slurmrl.engines.microbatch import (
     no_outputs,
 )
 from slurmrl.engines.offload import Offload
-from slurmrl.engines.replay import support_of
+from slurmrl.engines.replay import experts_of, support_of
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
 from slurmrl.models.balance import Balance
@@ -106,7 +107,7 @@ class MegatronEngine(TrainEngine):
         )
         self._balance = balance_of(config) if trained else None
         if self._balance is not None:
-            router = partial(BalancedRouter, balance=self._balance)
+            router = partial(Router, balance=self._balance)
             self._modules = replace(self._modules, router=router)
         self._random = RandomStates(seed, self._place)
         assert config.rope is not None, "checked"
@@ -280,9 +281,9 @@ class MegatronEngine(TrainEngine):
         split = self._place.tp if self._settings.sequence_parallel else 1
         multiple = self.context.axis_size("cp") * split
         dtype = self._settings.params_dtype
-        support = support_of(sample)
-        micro = micro_batch(ids, cu_seqlens, most, multiple, self._rotary, dtype, support)
-        if self._balance is None:
+        support, experts = support_of(sample), experts_of(sample, self.config)
+        micro = micro_batch(ids, cu_seqlens, most, multiple, self._rotary, dtype, support, experts)
+        if self._balance is None and experts is None:
             return micro
         tokens = 0 if sample is None else ids.shape[0]
         return replace(micro, real=torch.arange(micro.ids.shape[0], device=device) < tokens)

@@ -1,4 +1,4 @@
-"""Our own modules in megatron's layers: norms, packed attention, and the balanced router.
+"""Our own modules in megatron's layers: norms, packed attention, and products.
 
 T packed tokens, c ranks along the context axis, H query heads and Hkv key and value heads on this
 rank, D head size.
@@ -20,7 +20,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -34,7 +33,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from slurmrl.engines.megatron.packing import Packed
 from slurmrl.engines.megatron.place import Stage
-from slurmrl.models.balance import Balance
+from slurmrl.engines.megatron.routing import Router
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.norm import RMSNorm
 from slurmrl.models.recompute import Recompute, keeping_products, recomputed
@@ -157,32 +156,6 @@ class GatedHalves(nn.Module):
         return product.view(*x.shape[:-1], product.shape[1])
 
 
-class BalancedRouter(TopKRouter):  # type: ignore[misc]
-    """A router with the gradient of the load-balancing loss over the whole batch. (megatron's own
-    loss is per micro-batch, or uses counts that change between micro-batches.)"""
-
-    def __init__(self, *, balance: Balance, **options: Any) -> None:
-        super().__init__(**options)
-        self.balance, self.number = balance, balance.join()
-
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [T, 1, E] -> weights and choices, both [T, E]; the mask is true of real tokens."""
-        weights, chosen = super().routing(logits, padding_mask)
-        assert padding_mask is not None
-        real = padding_mask.reshape(-1, 1)
-        probabilities = logits.view_as(weights).softmax(-1, dtype=torch.float32) * real
-        counts = (chosen & real).sum(0)
-        return self.balance.follow(self.number, weights, probabilities, counts), chosen
-
-
-def balance_of(config: ModelConfig) -> Balance | None:
-    """The loss, as a mean over all layers with experts; a stage has some of these layers."""
-    moe = config.moe
-    if moe is None or not moe.balance or not moe.layers:
-        return None
-    return Balance(moe.experts, moe.per_token, moe.balance / len(moe.layers))
-
-
 @dataclass(frozen=True)
 class Modules:
     """The module classes of layers."""
@@ -196,7 +169,7 @@ class Modules:
     experts: ModuleSpec
     activation: ModuleSpec | None = None
     """Of dense layers; None for megatron's own."""
-    router: Callable[..., TopKRouter] = TopKRouter
+    router: Callable[..., Router] = Router
 
 
 def own_modules(config: ModelConfig, device: torch.device, recompute: Recompute) -> Modules:

@@ -24,6 +24,7 @@ from slurmrl.engines.base import Outputs
 from slurmrl.engines.megatron.layers import Modules, block_spec
 from slurmrl.engines.megatron.packing import Micro
 from slurmrl.engines.megatron.place import Place, Stage
+from slurmrl.engines.megatron.routing import Router, marks
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.ops.collectives import (
     own_to_partial,
@@ -74,6 +75,10 @@ class Chunk(GPTModel):  # type: ignore[misc]
                 config.hidden_size, 1, bias=False, device=device, dtype=settings.params_dtype
             )
         self._mark_parameters()
+        self.blocks = stage.blocks(config)
+        routers = (module for module in self.modules() if isinstance(module, Router))
+        for block, router in enumerate(routers):
+            router.block = block
         for module in self.modules():
             if isinstance(module, MoELayer):
                 module.register_forward_hook(_forget)
@@ -90,10 +95,24 @@ class Chunk(GPTModel):  # type: ignore[misc]
                 # They are replicated along the experts' own data axis, whatever the sizes are.
                 vars(parameter)["allreduce"] = False
 
+    def share(self, micro: Micro) -> dict[str, Tensor | None]:
+        """The arguments for this context-parallel rank's tokens of a micro-batch."""
+        cp, moe = self.pg_collection.cp, self.model_config.moe
+
+        def own(tokens: Tensor) -> Tensor:
+            part: Tensor = tokens.chunk(cp.size())[cp.rank()]
+            return part
+
+        mask = None
+        if micro.real is not None and moe is not None:
+            recorded = None if micro.experts is None else own(micro.experts)[:, self.blocks]
+            mask = marks(own(micro.real), recorded, moe.experts)[None]
+        return {"input_ids": own(micro.ids)[None], "padding_mask": mask}
+
     def _preprocess(
         self, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """Split the mask [1, T/c] as tokens are split; megatron would use its global groups."""
+        """Split the mask [1, T/c, …] as tokens are split; megatron would use its global groups."""
         hidden, *more, _ = super()._preprocess(*args, **kwargs)
         if self.pre_process and self.model_config.family.scaled_embedding:
             scale = torch.tensor(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.rotary import RotaryTable, Rotation
+from slurmrl.models.routes import UNKNOWN
 from slurmrl.ops.attention import Packing
 from slurmrl.ops.support import Support
 from slurmrl.ops.upload import upload
@@ -39,14 +40,11 @@ class Micro:
     """[T] index of each token of the sample's order."""
     params: Packed
     real: Tensor | None = None
-    """[T + padding] whether a token belongs to the batch; None without load-balancing loss."""
+    """[T + padding] whether a token belongs to the batch; None where routers need no mask."""
     support: Support | None = None
     """Of T + padding tokens; None: all were drawn from the whole vocabulary."""
-
-    def share(self, rank: int, ranks: int) -> dict[str, Tensor | None]:
-        """The arguments of a chunk for the tokens of one context-parallel rank."""
-        real = None if self.real is None else self.real.chunk(ranks)[rank][None]
-        return {"input_ids": self.ids.chunk(ranks)[rank][None], "padding_mask": real}
+    experts: Tensor | None = None
+    """[T + padding, L, K] recorded experts in the blocks that have some; None: no record."""
 
 
 def micro_batch(
@@ -57,6 +55,7 @@ def micro_batch(
     rotary: RotaryTable,
     dtype: torch.dtype,
     support: Support | None = None,
+    experts: Tensor | None = None,
 ) -> Micro:
     """ids [T], cu_seqlens [S+1] int32 in host memory; the padded length is a multiple of
     ``multiple``."""
@@ -74,4 +73,7 @@ def micro_batch(
         rotation=rotary.rotation(positions, dtype),
     )
     drawn_from = None if support is None else support.at(order).padded(padding)
-    return Micro(padded, cu_sorted, back, params, support=drawn_from)
+    if experts is not None:
+        unknown = experts.new_full((padding, *experts.shape[1:]), UNKNOWN)
+        experts = torch.cat((experts[order], unknown))
+    return Micro(padded, cu_sorted, back, params, support=drawn_from, experts=experts)

@@ -19,6 +19,13 @@ class Stage:
     embeds: bool
     ends: bool
 
+    def blocks(self, config: ModelConfig) -> slice:
+        """Its blocks with experts, among those of the model."""
+        sparse = () if config.moe is None else config.moe.layers
+        first = sum(layer < self.first_layer for layer in sparse)
+        last = sum(layer < self.first_layer + self.layers for layer in sparse)
+        return slice(first, last)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Place:

@@ -72,7 +72,7 @@ class PipelineSchedule:
         batch = micro(number)
         chunk: Any = getattr(model, "module", model)
         hidden = model(
-            **batch.share(self.groups.cp.rank(), self.groups.cp.size()),
+            **chunk.share(batch),
             position_ids=None,
             attention_mask=None,
             packed_seq_params=batch.params,

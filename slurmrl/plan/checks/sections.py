@@ -237,11 +237,11 @@ def _unrecorded(draft: Draft) -> Iterator[Problem]:
 
 
 def experts(draft: Draft) -> Iterator[Problem]:
-    """Only some engines record and replay the experts of models that have some."""
+    """Only some engines record the experts of models that have some."""
     if not draft.config.rollout.replay_experts:
         return
     actor, allocations = draft.config.actor, draft.allocations()
-    trains, draws = allocations.get("actor"), allocations.get(ROLLOUTS, allocations.get("actor"))
+    draws = allocations.get(ROLLOUTS, allocations.get("actor"))
     shape, reason = shape_of(actor), ""
     if not (draft.algorithm.trains_on_samples and draft.algorithm.replays):
         reason = f"{draft.algorithm.name} does not replay what generation records"
@@ -249,9 +249,6 @@ def experts(draft: Draft) -> Iterator[Problem]:
         reason = "the actor has no experts"
     elif actor.implementation == "hf":
         reason = "only the built-in decoder replays experts, not implementation: hf"
-    elif trains and trains.backend in ENGINES and not ENGINES[trains.backend].replays_experts:
-        able = ", ".join(name for name, rules in ENGINES.items() if rules.replays_experts)
-        reason = f"{trains.backend} does not replay experts; actor.backend may be one of {able}"
     elif draws and draws.backend in ENGINES and not ENGINES[draws.backend].records_experts:
         reason = f"{draws.backend} does not record experts here; rollout.backend may be native"
     if reason:

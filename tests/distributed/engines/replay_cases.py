@@ -1,7 +1,9 @@
-"""What ranks do in the tests of replayed supports."""
+"""What ranks do in the tests of replayed supports and experts."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,13 @@ from torch import Tensor
 
 from slurmrl.algorithms.rollout.recorded import add_experts, add_support
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import SampledSupport
+from slurmrl.data.support import EXPERTS, SampledSupport
+from slurmrl.engines.base import Outputs
 from slurmrl.engines.rollout.server_engine import ServerEngine
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
+from slurmrl.models.routes import UNKNOWN
 from slurmrl.parallel.groups import build
+from tests.distributed.engines import megatron_cases
 from tests.distributed.engines.cases import (
     ARCHITECTURE,
     Placed,
@@ -24,6 +29,8 @@ from tests.distributed.engines.cases import (
     loss,
     make,
 )
+from tests.distributed.engines.megatron_cases import Case, share
+from tests.support import megatron_cpu
 
 
 def supported() -> SequenceSample:
@@ -41,12 +48,15 @@ def supported() -> SequenceSample:
 
 
 def with_experts(sample: SequenceSample, blocks: int, experts: int) -> SequenceSample:
-    """The same with arbitrary two of the ``experts`` of each block for every token."""
+    """The same with arbitrary two of the ``experts`` of each block for every token but the last of
+    each sequence, and with none for the fourth sequence."""
     generator = torch.Generator().manual_seed(5)
     rows = []
-    for length in sample.item_lengths("input_ids"):
+    for number, length in enumerate(sample.item_lengths("input_ids")):
         picks = [torch.randperm(experts, generator=generator)[:2] for _ in range(blocks * length)]
-        rows.append(torch.cat(picks).to(torch.int16).numpy())
+        picks[-blocks:] = [torch.full((2,), UNKNOWN)] * blocks
+        row = torch.cat(picks).to(torch.int16).numpy()
+        rows.append(row[:0] if number == 3 else row)
     add_experts(sample, rows)
     return sample
 
@@ -61,6 +71,43 @@ def replayed(
     outputs = engine.forward(sample, temperature=0.7)
     stats = engine.train_batch(sample, loss, denominator(sample), temperature=0.7)
     return outputs, stats
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What an engine computes with recorded experts."""
+
+    items: list[int]
+    """Of this rank."""
+    outputs: Outputs
+    without: Outputs
+    """The outputs without the record."""
+    reference: Outputs
+    """Those of a frozen model beside it, which has no record, after the outputs with it."""
+    stats: dict[str, float]
+
+
+def recorded(case: Setup | Case, blocks: int, experts: int, folder: Path) -> Recorded:
+    """Outputs of this rank's items, and a step with them, whose result is saved."""
+    of: Any = megatron_cases.make if isinstance(case, Case) else make
+    actor, reference = of(case), of(replace(case, trained=False))
+    items = share(actor)
+    sample = with_experts(batch(), blocks, experts).take(items)
+    plain = sample.only(key for key in sample.keys if key != EXPERTS)
+    without, outputs = actor.forward(plain), actor.forward(sample)
+    beside = reference.forward(plain)
+    stats = actor.train_batch(sample, loss, denominator(sample))
+    actor.save(folder)
+    return Recorded(items, outputs, without, beside, stats)
+
+
+def marked(recorded: list[list[list[int]]], experts: int) -> list[list[int]]:
+    """The mask of real tokens with these experts."""
+    megatron_cpu.install()
+    from slurmrl.engines.megatron.routing import marks
+
+    found = torch.tensor(recorded, dtype=torch.int16)
+    return marks(torch.ones(len(found), dtype=torch.bool), found, experts).int().tolist()
 
 
 def shared() -> SampledSupport | None:

@@ -6,13 +6,47 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.distributed.engines.cases import Setup, model
-from tests.distributed.engines.one_process import of_folder, random_model
-from tests.distributed.engines.test_engines_megatron import EVEN, MOE
+from slurmrl.checkpoint.shards import RoleCheckpoint
+from slurmrl.engines.replay import experts_of
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.moe import SparseMLP
+from slurmrl.models.routes import UNKNOWN, Replayed
+from tests.distributed.engines.cases import LENGTHS, Setup, batch, model
+from tests.distributed.engines.megatron_cases import Case, Placed, placed
+from tests.distributed.engines.one_process import assert_gradients, of_folder, random_model
+from tests.distributed.engines.replay_cases import with_experts
+from tests.distributed.engines.test_engines_balance import BALANCED
+from tests.distributed.engines.test_engines_megatron import (
+    BUDGET,
+    EVEN,
+    MARGIN,
+    MIXTRAL,
+    MOE,
+    grid,
+    outputs_of,
+)
 from tests.pool import RankPool
 
 HERE = "tests.distributed.engines.replay_cases:replayed"
+RECORDED = "tests.distributed.engines.replay_cases:recorded"
+UNSCALED = {**MOE, "norm_topk_prob": False}
+LAYOUTS: dict[str, tuple[Placed, dict[str, Any], str]] = {
+    "d2 e2": (placed(dp=2, experts=grid(1, 1, 2, 1)), MOE, "selective"),
+    "t2 sp p2": (placed(tp=2, sp=True, pp=2), {**MOE, **BALANCED}, "full"),
+    "p2 v2": (placed(pp=2, v=2), MOE, "off"),
+    "c2 e2": (placed(cp=2, experts=grid(1, 1, 2, 1)), UNSCALED, "full"),
+    "one": (placed(), UNSCALED, "off"),
+    "p2 v2 full": (placed(pp=2, v=2), {**MOE, **BALANCED}, "full"),
+    "t2 sp c2": (placed(tp=2, sp=True, cp=2), MOE, "off"),
+    "p2 d2 e2": (placed(pp=2, dp=2, experts=grid(2, 1, 2, 1)), MOE, "full"),
+    "attn t2 d2 ffn e2 t2": (
+        placed(tp=2, sp=True, dp=2, experts=grid(1, 1, 2, 2)), MOE, "selective",
+    ),
+    "mixtral d2 e2": (placed(dp=2, experts=grid(1, 1, 2, 1)), MIXTRAL, "selective"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -28,6 +62,85 @@ def test_ranks_replay_experts_as_one_process_does(
     several = Setup(model=settings, sizes={"cp": 2, "tp": 2})
     for found in ranks(4, HERE, of_folder(several, tmp_path / "model"), 3, 4):
         assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_megatron_replays_experts_as_fsdp_does(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Outputs, and the gradients, the statistics and the weights of a step with several
+    micro-batches. Beside it a model without a record routes as before."""
+    megatron_as_fsdp(*LAYOUTS[name], ranks, tmp_path)
+
+
+def megatron_as_fsdp(
+    where: Placed,
+    architecture: dict[str, Any],
+    recompute: str,
+    ranks: RankPool,
+    folder: Path,
+    **more: bool,
+) -> None:
+    """``more`` settings of the model on megatron."""
+    decoder = random_model(folder / "model", architecture)
+    blocks, experts = len(decoder._sparse_blocks), 4
+    assert free_margin(decoder.double(), blocks, experts) > MARGIN
+    alone = of_folder(Setup(model=model(), sizes={"dp": 1}), folder / "model")
+    settings = model(architecture=None, gradient_checkpointing=recompute, **BUDGET, **more)
+    several = Case(where, settings, source=folder / "model")
+    saved = [folder / "alone", folder / "several"]
+    for each in saved:
+        each.mkdir()
+    (wanted,) = ranks(1, RECORDED, alone, blocks, experts, saved[0])
+    found = ranks(len(where.ranks), RECORDED, several, blocks, experts, saved[1])
+    away = (wanted.outputs["logp"] - wanted.without["logp"]).abs()
+    assert away.mean() > 0.05, "the record is that of the routers"
+    for part in found:
+        for kind in ("outputs", "without", "reference"):
+            for output, values in getattr(wanted, kind).items():
+                own = torch.cat([values.split(LENGTHS)[item] for item in part.items])
+                assert (getattr(part, kind)[output] - own).abs().max() < 1e-5, (kind, output)
+        for stat in ("loss", "grad_norm"):
+            assert part.stats[stat] == pytest.approx(wanted.stats[stat], rel=1e-5)
+    fsdp, megatron = (RoleCheckpoint(each, "actor") for each in saved)
+    names = [name for name, _ in fsdp.weights()]
+    assert_gradients(saved[1], {name: of_step(fsdp, f"exp_avg/{name}") for name in names}, 4e-6)
+    for name in names:
+        assert (of_step(megatron, name) - of_step(fsdp, name)).abs().max() < 1e-5, name
+
+
+def test_routers_of_megatron_choose_where_no_whole_set_is_recorded(ranks: RankPool) -> None:
+    """Two experts of three in each of two blocks; a damaged record must not make them fewer."""
+    rows = [[[0, 2], [2, 1]], [[UNKNOWN, UNKNOWN], [1, 0]], [[1, 1], [UNKNOWN, 2]]]
+    (found,) = ranks(1, "tests.distributed.engines.replay_cases:marked", rows, 3)
+    free = [1, 1, 1]
+    assert found == [[1, 1, 0, 1, 0, 1, 1], [1, *free, 1, 1, 0], [1, *free, *free]]
+
+
+def of_step(checkpoint: RoleCheckpoint, name: str) -> Tensor:
+    return torch.from_numpy(checkpoint.read(name))
+
+
+def free_margin(decoder: Decoder, blocks: int, experts: int) -> float:
+    """The least margin of a router for a token without a record: rounding must not move it."""
+    sample, found = with_experts(batch(), blocks, experts), []
+
+    def note(block: SparseMLP, _: Any, logits: Tensor) -> None:
+        ranked = logits[free[:, block.number]].sort(-1, descending=True).values
+        found.extend((ranked[:, block.per_token - 1] - ranked[:, block.per_token]).tolist())
+
+    hooks = [
+        block.gate.register_forward_hook(lambda _, *args, block=block: note(block, *args))
+        for block in decoder._sparse_blocks
+    ]
+    for item in (sample.take([index]) for index in range(sample.bs)):
+        recorded = experts_of(item, decoder.config)
+        assert recorded is not None
+        free = (recorded == UNKNOWN).all(-1)
+        with torch.no_grad(), decoder.routed(Replayed(recorded)):
+            outputs_of(decoder, item)
+    for hook in hooks:
+        hook.remove()
+    assert len(found) > len(LENGTHS)
+    return float(min(found))
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])

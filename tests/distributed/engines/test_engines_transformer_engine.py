@@ -19,6 +19,7 @@ from tests.distributed.engines.test_engines_megatron import (
     compared,
     start,
 )
+from tests.distributed.engines.test_engines_replay_ranks import megatron_as_fsdp
 from tests.pool import RankPool
 from tests.support.transformer_engine_cpu import FOLDER
 
@@ -53,6 +54,12 @@ def te_ranks() -> Iterator[RankPool]:
 def test_a_model_trains_as_in_one_process(te_ranks: RankPool, tmp_path: Path, name: str) -> None:
     where, architecture, head = LAYOUTS[name]
     compared(te_ranks, tmp_path, where, head, start(tmp_path, architecture, head), USED, **DESCENT)
+
+
+def test_recorded_experts_are_replayed(te_ranks: RankPool, tmp_path: Path) -> None:
+    """Also when megatron computes a block of experts again by itself."""
+    where, architecture, _ = LAYOUTS["experts t2 sp e2"]
+    megatron_as_fsdp(where, architecture, "selective", te_ranks, tmp_path, **USED)
 
 
 def test_layers_are_made_of_its_modules(te_ranks: RankPool) -> None:

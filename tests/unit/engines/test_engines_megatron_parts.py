@@ -32,6 +32,24 @@ SPARSE = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("dense", "found"),
+    [
+        ([0], [[(0, 0), (0, 1)], [(1, 2), (2, 3)]]),
+        ([2], [[(0, 1), (1, 2)], [(2, 2), (2, 3)]]),
+    ],
+)
+def test_chunks_have_the_blocks_of_experts_of_their_layers(
+    dense: list[int], found: list[list[tuple[int, int]]]
+) -> None:
+    """Layer by layer, as two stages of two chunks have them alternately."""
+    config = ModelConfig.from_hf({**SPARSE, "mlp_only_layers": dense})
+    places = [Place(pp=2, pp_rank=rank, virtual=2) for rank in range(2)]
+    stages = [stage for pair in zip(*(p.stages(4) for p in places), strict=True) for stage in pair]
+    blocks = [stage.blocks(config) for stage in stages]
+    assert [(one.start, one.stop) for one in blocks] == [one for pair in found for one in pair]
+
+
 def all_parts(values: dict[str, Any], head: Any, grid: dict[str, int], **more: Any) -> Layout:
     config = ModelConfig.from_hf(values)
     topology = ProcessTopology(tuple(grid), tuple(grid.values()))

@@ -12,6 +12,7 @@ from slurmrl.plan.checks.fit import Misfit
 from slurmrl.plan.engines import rules_of
 from slurmrl.plan.estimates.lengths import Lengths
 from slurmrl.plan.estimates.shape import read
+from tests.unit.plan.conftest import EXPERTS, Load
 
 SHAPE = read(
     {
@@ -45,6 +46,16 @@ def test_the_native_engine_splits_d_t_and_c(backend: str, layout: str) -> None:
 def test_what_it_does_not_split_is_refused(text: str, message: str) -> None:
     with pytest.raises(AllocationError, match=message):
         rules_of(parse(text))
+
+
+@pytest.mark.parametrize("layout", ["fsdp:d2t2", "megatron:d2p2e2"])
+def test_engines_that_train_replay_experts(layout: str, plan_ppo: Load) -> None:
+    layouts = (f"actor.backend={layout}", "rollout.backend=native:d4")
+    found = plan_ppo("rollout.replay_experts=true", *layouts, architecture=EXPERTS)
+    [training] = [
+        call for call in found.algorithm.calls(found.config) if call.name == "actor_train"
+    ]
+    assert "experts" in training.inputs
 
 
 def problems(layout: str) -> list[Misfit]:

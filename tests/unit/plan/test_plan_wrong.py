@@ -187,12 +187,6 @@ KINDS = {
         for name, message, overrides, architecture in (
             ("a dense model", "the actor has no experts", (), ARCHITECTURE),
             (
-                "megatron",
-                "megatron does not replay experts; actor.backend may be one of fsdp",
-                ("actor.backend=megatron:d2", "rollout.backend=native:d2"),
-                EXPERTS,
-            ),
-            (
                 "sglang",
                 "sglang does not record experts here; rollout.backend may be native",
                 ("rollout.backend=sglang:d2",),

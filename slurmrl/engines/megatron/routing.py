@@ -1,0 +1,104 @@
+"""Routers in megatron's layers: recorded experts, and the load-balancing loss.
+
+T tokens of a rank, L blocks with experts in a chunk, E experts, K of them for each token.
+
+megatron passes each layer a mask of its tokens, and keeps it for the layers that it computes again.
+Routers read there what they must know about a micro-batch, so they hold nothing of it: several
+micro-batches may be on their way through a pipeline, and several models be in a process. (The
+recorded experts of megatron's own `RouterReplay` are in lists of the class.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from slurmrl.models.balance import Balance
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.routes import UNKNOWN
+
+
+def marks(real: Tensor, recorded: Tensor | None, experts: int) -> Tensor:
+    """The mask of tokens [T, 1 + L * E]: whether a token is ``real`` [T], and if there are
+    ``recorded`` experts [T, L, K], those that it may be sent to in each block. Those are all where
+    the record does not name K different ones, as where it is `UNKNOWN`."""
+    if recorded is None:
+        return real[:, None]
+    allowed = real.new_zeros((*recorded.shape[:2], experts))
+    allowed.scatter_(-1, recorded.long().clamp(min=0), recorded != UNKNOWN)
+    free = allowed.sum(-1, keepdim=True) != recorded.shape[-1]
+    return torch.cat((real[:, None], (allowed | free).flatten(1)), 1)
+
+
+class Router(TopKRouter):  # type: ignore[misc]
+    """A router that takes recorded experts, with the gradient of the load-balancing loss over the
+    whole batch. (megatron's own loss is per micro-batch, or uses counts that change between
+    micro-batches.)"""
+
+    router_replay: _Among | None
+
+    def __init__(self, *, balance: Balance | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.balance = balance
+        self.number = 0 if balance is None else balance.join()
+        self.block = 0
+        """This router's index among those of its chunk."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logits [T, 1, E] -> weights and choices, both [T, E]. The mask [T, 1, 1 + L * E] has the
+        tokens' `marks`; None where there is neither a record nor a loss."""
+        if padding_mask is None:
+            assert self.balance is None
+            return self._among(logits, None)
+        marked, experts = padding_mask.flatten(1), logits.shape[-1]
+        real, allowed = marked[:, :1], marked[:, 1:]
+        first = self.block * experts
+        own = allowed[:, first : first + experts] if allowed.shape[1] else None
+        weights, chosen = self._among(logits, own)
+        if self.balance is None:
+            return weights, chosen
+        probabilities = logits.view_as(weights).softmax(-1, dtype=torch.float32) * real
+        counts = (chosen & real).sum(0)
+        return self.balance.follow(self.number, weights, probabilities, counts), chosen
+
+    def _among(self, logits: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Weights and choices among the ``allowed`` experts [T, E]; None: among all."""
+        self.router_replay = None if allowed is None else _Among(allowed)
+        try:
+            chosen: tuple[Tensor, Tensor] = super().routing(logits)
+        finally:
+            self.router_replay = None
+        return chosen
+
+
+@dataclass(frozen=True)
+class _Among:
+    """Takes the place of megatron's `RouterReplay` in a call of a router."""
+
+    allowed: Tensor
+    """[T, E]"""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """The scores [T, E] and numbers of the best of the allowed experts."""
+        among = scores.masked_fill(~self.allowed, -torch.inf)
+        return compute_topk(among, topk, num_groups, group_topk)
+
+
+def balance_of(config: ModelConfig) -> Balance | None:
+    """The loss, as a mean over all layers with experts; a stage has some of these layers."""
+    moe = config.moe
+    if moe is None or not moe.balance or not moe.layers:
+        return None
+    return Balance(moe.experts, moe.per_token, moe.balance / len(moe.layers))
