@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from slurmrl.algorithms.rollout.recorded import add_experts
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs, TrainEngine
 from slurmrl.engines.megatron import state
@@ -55,8 +57,12 @@ def loss(outputs: Outputs, sample: SequenceSample) -> tuple[torch.Tensor, dict[s
 def test_no_tensor_is_on_a_wrong_device(
     kind: str, experts: bool, head: Head, tmp_path: Path
 ) -> None:
-    """Training in every mode of recomputation, inference, generation, checkpoints, offloading."""
+    """Training in every mode of recomputation, inference, generation, checkpoints, offloading; with
+    recorded experts where a model has some and can replay them."""
     sample = cases.batch(LENGTHS)
+    if experts and kind != "hf":
+        recorded = np.array([2, 1] * 2, np.int16)  # of the two layers
+        add_experts(sample, [np.tile(recorded, length) for length in LENGTHS])
     with cases.first_of(1), SmallValues():
         for mode in MODES:
             if (kind, mode) == ("hf", "selective"):
