@@ -14,7 +14,6 @@ import torch
 from slurmrl.algorithms.rollout.recorded import add_experts
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs, TrainEngine
-from slurmrl.engines.megatron import state
 from slurmrl.models.config import Head
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
 from slurmrl.parallel.groups import ParallelContext
@@ -152,6 +151,8 @@ def answer_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     shards that each rank saves."""
     schedule = "slurmrl.engines.megatron.schedule.PipelineSchedule"
     monkeypatch.setattr(f"{schedule}.broadcast_stats", lambda _, stats, device: stats)
+    from slurmrl.engines.megatron import state  # its import of megatron-core warns
+
     gathered = state._gathered
 
     def renumbered(content: bytes, context: ParallelContext) -> list[bytes] | None:

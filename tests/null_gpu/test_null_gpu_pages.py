@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +17,6 @@ from slurmrl.ops.paged_check import Sizes, example
 from tests.null_gpu import cases, device
 from tests.null_gpu.values import SmallValues
 
-UNIT_TESTS = Path(__file__).parents[1] / "unit" / "ops" / "test_ops_paged_kernels.py"
 LAYERS = 4
 FOUR_LAYERS = {**cases.QWEN_1_5B, "num_hidden_layers": LAYERS}
 ROWS, PROMPT = 4, 64
@@ -113,15 +108,3 @@ def test_a_token_of_a_whole_batch(
     launches = sum(more[name] - few[name] for name in ("launches", "products")) / steps
     assert launches <= LAUNCHES_OF_A_TOKEN
     assert (more["waits"] - few["waits"]) / steps <= 1, sites - sites_of_few
-
-
-def test_the_interpreter_finds_their_numbers_right() -> None:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("LD_")}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"]
-    command += ["-W", "ignore:CUDA initialization"]
-    done = subprocess.run(
-        [*command, str(UNIT_TESTS)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout
-    assert "skipped" not in done.stdout
