@@ -12,6 +12,7 @@ import click
 from slurmrl.cli import completion
 from slurmrl.cli.follow import PolledScheduler, Seen, follow
 from slurmrl.cli.options import common, examples
+from slurmrl.cli.status import is_over
 
 if TYPE_CHECKING:
     from slurmrl.monitor.collect import SchedulerFactory
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 FIRST_S, LONGEST_S = 5.0, 60.0
 """Pauses of ``--watch``."""
-ENDS = ("COMPLETED", "FAILED", "CANCELLED")
 
 
 @click.command(
@@ -38,7 +38,7 @@ ENDS = ("COMPLETED", "FAILED", "CANCELLED")
     help="The file. Default: report.html in the run directory of a single trial, report.html here "
     "for several.",
 )
-@click.option("--watch", is_flag=True, help="Write it again until all trials have ended.")
+@click.option("--watch", is_flag=True, help="Write it again until no trial runs or waits.")
 @common
 def report(names: tuple[str, ...], output: Path | None, watch: bool, root: str | None) -> int:
     """Write one HTML file about trials: curves, story, time, checkpoints, samples, settings. It
@@ -59,7 +59,7 @@ def report(names: tuple[str, ...], output: Path | None, watch: bool, root: str |
 
 def _look(chosen: Sequence[RunPaths], file: Path, schedulers: SchedulerFactory) -> Seen:
     statuses = _write(chosen, file, schedulers)
-    return Seen.END if all(one["state"] in ENDS for one in statuses) else Seen.NOTHING_NEW
+    return Seen.END if all(map(is_over, statuses)) else Seen.NOTHING_NEW
 
 
 def _write(

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 FIRST_S, LONGEST_S = 1.0, 30.0
 """Pauses of ``--watch``: a look at many trials costs more than one at new events or output."""
-ENDS = ("COMPLETED", "FAILED", "CANCELLED")
 
 
 @click.command(
@@ -44,7 +43,7 @@ ENDS = ("COMPLETED", "FAILED", "CANCELLED")
 @click.option(
     "--watch",
     is_flag=True,
-    help="Refresh until all trials have ended; into a pipe, print a line for each change.",
+    help="Refresh until no trial runs or waits; into a pipe, print a line for each change.",
 )
 @click.option("--exit-status", is_flag=True, help="Exit with 1 if one of the trials has failed.")
 @common
@@ -136,13 +135,19 @@ class _Watch:
         gists = {status["trial"]: _gist(status) for status in statuses}
         news = [one for one in statuses if gists[one["trial"]] != self._gists.get(one["trial"])]
         self._statuses, self._gists = statuses, gists
-        ended = all(status["state"] in ENDS for status in statuses)
+        ended = all(map(is_over, statuses))
         if self._redraws or (self._as_json and news):
             text = _text(self._root, self._names, statuses, self._as_json)
             self._show(f"{text}\n{_footer()}" if self._redraws and not ended else text)
         elif news:
             self._show("\n".join(map(_line, news)))
         return Seen.END if ended else Seen.NEWS if news else Seen.NOTHING_NEW
+
+
+def is_over(status: dict[str, Any]) -> bool:
+    """Whether nothing will happen by itself: the trial has ended, or the scheduler says that no job
+    of it is left."""
+    return status["state"] not in render.LIVES and not status.get("problem")
 
 
 def _line(status: dict[str, Any]) -> str:
@@ -160,7 +165,7 @@ def _footer() -> str:
 def _gist(status: dict[str, Any]) -> tuple[object, ...]:
     """Return what must change for a status to be news; ages alone are not."""
     checkpoint = status["checkpoint"] or {}
-    ended = status["state"] in ENDS
+    ended = is_over(status)
     return (
         status["trial"],
         status["state"],

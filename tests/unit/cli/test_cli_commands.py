@@ -102,6 +102,25 @@ def test_watching_ends_with_the_trial(
     assert output.index("(Priority): others come first") < output.index("gave up: NaN")
 
 
+def test_watching_ends_when_no_job_is_left(
+    waiting: FakeRun,
+    scheduler: FakeScheduler,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing more happens by itself; a scheduler that does not answer does not say that."""
+
+    def silent() -> None:
+        scheduler.problem = "squeue did not answer"
+
+    def gone() -> None:
+        scheduler.problem = None
+        scheduler.tasks = []
+
+    assert watch(monkeypatch, silent, lambda: None, gone) == 0
+    assert "INTERRUPTED" in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_without_a_terminal_only_changes_are_printed(
     waiting: FakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
