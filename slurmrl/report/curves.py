@@ -34,13 +34,13 @@ def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
 def smoothed(values: Iterable[float | None], factor: float) -> list[float | None]:
     """Return the exponential moving averages; ``factor``, below 1, is the weight of what came
     before. The first values have no bias towards zero."""
-    total = weight = 0.0
+    mean = weight = 0.0
     found: list[float | None] = []
     for value in values:
         if value is not None:
-            total = factor * total + (1 - factor) * value
             weight = factor * weight + (1 - factor)
-        found.append(None if value is None else total / weight)
+            mean += (value - mean) * ((1 - factor) / weight)  # exact for constants
+        found.append(None if value is None else mean)
     return found
 
 

@@ -100,12 +100,11 @@
   }
 
   function smoothed(values) {
-    let mean = null, weight = 0;
+    let mean = 0, weight = 0;
     return values.map((value) => {
       if (value === null) return null;
-      mean = view.smooth * (mean ?? 0) + (1 - view.smooth) * value;
-      weight = view.smooth * weight + (1 - view.smooth);
-      return mean / weight; // without the bias towards 0 of the first values
+      weight = view.smooth * weight + (1 - view.smooth); // without a bias towards 0 of the first values
+      return mean += (value - mean) * ((1 - view.smooth) / weight); // exact for constants
     });
   }
 

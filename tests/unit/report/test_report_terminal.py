@@ -61,6 +61,8 @@ def test_a_chart_has_the_size_that_it_is_given() -> None:
 def test_smoothing_starts_at_the_first_value_and_keeps_gaps() -> None:
     assert smoothed([4.0, None, 4.0], 0.9) == [pytest.approx(4.0), None, pytest.approx(4.0)]
     assert smoothed([0.0, 3.0], 0.5) == [0.0, pytest.approx(2.0)]
+    # a chart would stretch the smallest difference over its whole height
+    assert smoothed([0.7] * 50, 0.9) == [0.7] * 50
 
 
 def test_two_trials_are_compared(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
