@@ -55,13 +55,14 @@ def evaluate(
 
     CONFIG is the configuration that trains the model, whose `evaluation` section is used, on all
     rows of its dataset, or one of algorithm evaluate. Overrides are those of algorithm evaluate:
-    rollout.n=16, dataset.path=FILE, trial=NAME.
+    rollout.n=16, dataset.path=FILE, trial=NAME. experiment=NAME is that of the training, if it was
+    submitted with one.
 
     The trial is EXPERIMENT-eval/CHECKPOINT; of an evaluation with suites, each has a trial
     EXPERIMENT-eval/CHECKPOINT-SUITE. The same command again continues what was interrupted.
     """
     from slurmrl.errors import UsageError
-    from slurmrl.submission.evaluating import choose_suites, evaluation_of
+    from slurmrl.submission.evaluating import choose_suites, evaluation_of, of_evaluation
     from slurmrl.submission.proposal import propose
     from slurmrl.submission.trials import chosen_root
 
@@ -70,7 +71,7 @@ def evaluate(
         raise UsageError("trial=NAME is for one suite: each has a trial of its own; add --suite")
     proposals = [
         propose(
-            *(config, overrides),
+            *(config, of_evaluation(overrides)),
             root=root,
             scheduler=scheduler,
             new=new,

@@ -60,6 +60,7 @@ SAMPLING: Final = ("n", "temperature", "greedy", "max_new_tokens")
 SCORING: Final = ("pass_score", "vote_pattern")
 """Settings of `evaluation` that belong to the rollout and to the algorithm `evaluate`."""
 LONGEST_NAME: Final = 64
+EXPERIMENT: Final = "experiment="
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,12 @@ def _name_of(trial: str, step: int | str) -> str:
 def _as_name(text: str) -> str:
     name = re.sub(r"[^A-Za-z0-9._-]+|\.\.+", "-", text).strip(".-_")
     return name[-LONGEST_NAME:].lstrip(".-_") or "model"
+
+
+def of_evaluation(overrides: Sequence[str]) -> list[str]:
+    """Overrides of an evaluation, of which ``experiment=NAME`` names the experiment that trains: a
+    trial that was submitted with it finds the results."""
+    return [f"{each}{EVALUATED}" if each.startswith(EXPERIMENT) else each for each in overrides]
 
 
 def choose_suites(config: Path, wanted: Sequence[str]) -> Sequence[str]:

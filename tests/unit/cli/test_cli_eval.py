@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.cli.main import main
+from slurmrl.paths import RunPaths
 from tests.support.trials import ADDITION, ARCHITECTURE
 
 
@@ -47,6 +48,15 @@ def test_each_suite_is_a_trial_with_a_name_of_its_own(
     assert evaluate(file, "--dry-run", "--json", "--suite", "two") == 0
     [only] = map(json.loads, capsys.readouterr().out.splitlines())
     assert only["trial"] == wanted[1]
+
+
+def test_an_experiment_of_the_command_line_is_the_one_that_trains(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So the results are where the trials of ``slurmrl submit CONFIG experiment=other`` look."""
+    assert evaluate(file, "--dry-run", "--json", "--suite", "two", "experiment=other") == 0
+    trial = json.loads(capsys.readouterr().out)["trial"]
+    assert trial.split("/")[0] == RunPaths.of(file.parent, "me", "other", "1").evaluated().name
 
 
 @pytest.mark.parametrize(
