@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -115,7 +116,7 @@ def test_a_step_of_ppo_s_training_with_every_engine(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])
 def test_a_step_and_an_evaluation_of_sft(engine: str) -> None:
-    context = call_context()
+    context = replace(call_context(), step=11)  # it has no tokenizer to show what is trained on
     sample = cases.batch(PROMPTS)
     made = cases.engine(cases.TINY, name=engine)
     assert SFTInterface().train_step(made, sample, context).stats["skipped"] == (0.0, 1.0)

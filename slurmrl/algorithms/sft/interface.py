@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.sequences import sequence_sums
+from slurmrl.algorithms.sft.shown import rows_of
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ class SFTInterface(Interface):
         tokens = float((~sample.tensor("prompt_mask")).sum())
         result = engine.train_batch(sample, sft_loss, tokens)
         means = {key: result[key] for key in ("loss", "grad_norm", "lr", "skipped")}
-        return CallResult(stats={key: (x, 1.0) for key, x in means.items() if isfinite(x)})
+        stats = {key: (x, 1.0) for key, x in means.items() if isfinite(x)}
+        return CallResult(stats=stats, texts=rows_of(sample, context))
 
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext

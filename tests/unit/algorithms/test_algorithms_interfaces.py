@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -418,9 +418,37 @@ def pairs() -> SequenceSample:
     )
 
 
+class Letters:
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(ord("a") + token) for token in ids)
+
+
+def test_sft_shows_what_it_trains_on_in_few_steps(make_world: MakeWorld) -> None:
+    """The second row as two turns, of which the first token of the model's is in the loss."""
+    world = make_world()
+    context = replace(world.context(step=1), tokenizer=cast(Any, Letters()))
+    sample = SequenceSample.from_default(
+        [3, 5],
+        ["a@0", "b@0"],
+        {
+            "input_ids": torch.tensor([2, 3, 4, 5, 6, 7, 8, 9]),
+            "prompt_mask": torch.tensor([1, 1, 0, 1, 0, 1, 1, 0]).bool(),
+        },
+    )
+    found = SFTInterface().train_step(world.actor, sample, context).texts
+    assert [(row["id"], row["prompt"], row["completion"]) for row in found] == [
+        ("a@0", "cd", "e"),
+        ("b@0", "f", "ghij"),
+    ]
+    assert (found[1]["tokens"], found[1]["values"]) == (list("ghij"), {"masked": [0, 1, 1, 0]})
+    for step, rows in ((99, 0), (100, 2)):
+        later = replace(context, step=step)
+        assert len(SFTInterface().train_step(world.actor, sample, later).texts) == rows
+
+
 def test_sft_reports_the_mean_over_answer_tokens_and_lowers_it(make_world: MakeWorld) -> None:
     world = make_world()
-    sample, context, interface = pairs(), world.context(step=1), SFTInterface()
+    sample, context, interface = pairs(), world.context(step=99), SFTInterface()
     logp = world.actor.forward(sample.only(["input_ids"]))["logp"]
     wanted = -float(logp[~sample.tensor("prompt_mask")].mean())
     held_out = interface.inference(world.actor, sample, context).stats["loss"]
