@@ -39,6 +39,8 @@ class PinnedOrigin:
     """The model folder that the adapters belong to."""
     lora: Mapping[str, Any] | None = None
     """Of a role that trains adapters: its settings."""
+    dtype: str | None = None
+    """Of the weights that the adapters were trained on; None in older folders."""
 
 
 def is_pinned(folder: Path) -> bool:

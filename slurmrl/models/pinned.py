@@ -32,12 +32,21 @@ class PinnedTensors:
     def __init__(self, folder: Path) -> None:
         origin = read_origin(folder)
         values = inputs.read_json(folder / "config.json")
-        self._weights, storage = _opened(folder, origin, values)
+        self._dtype = origin.dtype
+        self._trained = RoleCheckpoint(folder, origin.role)
+        self._weights, storage = _opened(self._trained, origin, values)
         self._tensors = file_tensors(self._weights.weights(), storage)
 
     def specs(self) -> dict[str, TensorSpec]:
         """The tensors by name."""
         return {name: tensor.spec for name, tensor in self._tensors.items()}
+
+    def check_base(self) -> None:
+        """Compare the model that adapters belong to with the one that they were trained on, as an
+        export does; reads all of its weights. Raises UsageError for another one."""
+        frozen, weights = self._trained.frozen, self._weights
+        if isinstance(weights, MergedCheckpoint) and frozen and self._dtype:
+            weights.check_base(frozen, self._dtype)
 
     def read(self, name: str, box: Box) -> Array:
         """A box of a tensor, contiguous; bfloat16 as its bits (uint16)."""
@@ -55,9 +64,8 @@ class PinnedTensors:
 
 
 def _opened(
-    folder: Path, origin: PinnedOrigin, values: dict[str, Any]
+    trained: RoleCheckpoint, origin: PinnedOrigin, values: dict[str, Any]
 ) -> tuple[ExportedWeights, Storage]:
-    trained = RoleCheckpoint(folder, origin.role)
     if origin.implementation == "hf":
         return trained, stored
     config = ModelConfig.from_hf(values)

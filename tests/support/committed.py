@@ -57,11 +57,12 @@ class CommittedTrial:
     def paths(self) -> RunPaths:
         return self.run.paths
 
-    def commit(self, step: int, weights: Weights) -> Path:
-        """Commit weights with moments of zeros, and a critic's file besides."""
+    def commit(self, step: int, weights: Weights, *, frozen: str | None = None) -> Path:
+        """Commit weights with moments of zeros, and a critic's file besides. ``frozen``: the
+        fingerprint of the weights that adapters belong to."""
         directory = self.paths.checkpoint(step, 1)
         directory.mkdir()
-        files = [*write(directory, "actor", weights), *write(directory, "critic", weights)]
+        files = [*write(directory, "actor", weights, frozen), *write(directory, "critic", weights)]
         state = {"step": step, "stop_token_ids": [1]}
         write_manifest(directory, step=step, files=files, state=state)
         self.run.commit(step)
@@ -74,7 +75,9 @@ class CommittedTrial:
         shutil.rmtree(directory)
 
 
-def write(directory: Path, role: str, weights: Weights) -> list[SavedFile]:
+def write(
+    directory: Path, role: str, weights: Weights, frozen: str | None = None
+) -> list[SavedFile]:
     """The files of a role, each with a part of the rows of every tensor."""
     values = {**weights, **{f"exp_avg/{name}": np.zeros_like(weights[name]) for name in weights}}
     tensors = {name: TensorSpec(each.shape, str(each.dtype)) for name, each in values.items()}
@@ -92,5 +95,5 @@ def write(directory: Path, role: str, weights: Weights) -> list[SavedFile]:
     saved: list[SavedFile] = []
     for rank, entries in enumerate(parts):
         header = ShardHeader(role, rank, RANKS, 4)
-        saved += RoleSnapshot(header, tuple(entries), layout).write(directory)
+        saved += RoleSnapshot(header, tuple(entries), layout, frozen).write(directory)
     return saved

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from slurmrl.checkpoint.pinned import is_pinned
 from slurmrl.config.schema import Config, EpisodeSettings, Reward, evaluation_key, role_key
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.source import KeyPath, dotted
@@ -24,6 +25,7 @@ from slurmrl.data.tokenizer import load_tokenizer, vocabulary
 from slurmrl.errors import ConfigError, SlurmrlError, UnreadableInputError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.headers import mismatches, read_headers, unused
+from slurmrl.models.pinned import PinnedTensors
 from slurmrl.models.shapes import VALUE_HEAD
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.estimates.lengths import longest
@@ -75,6 +77,7 @@ class CheckProcess:
             "tokenizer": ("reading the tokenizer", self._tokenizer),
             "lengths": ("tokenising the data", self._lengths),
             "steps": ("counting the steps", self._steps),
+            "adapters": ("comparing the models that adapters belong to", self._adapters),
         }
 
     def run(self) -> None:
@@ -141,6 +144,18 @@ class CheckProcess:
                 ]
             for message in wrong:
                 yield Finding("weights", Weight.FAILED, message, key)
+
+    def _adapters(self) -> Iterator[Finding]:
+        """Of checkpoints that are evaluated without an export, which would compare them. The last
+        check, because it reads whole models."""
+        roles = {Path(self.config.model(use.role).path or ""): use.role for use in self.roles}
+        for folder, role in roles.items():
+            try:
+                if is_pinned(folder):
+                    PinnedTensors(folder).check_base()
+            except UsageError as error:
+                key = dotted((*role_key(role), "path"))
+                yield Finding("adapters", Weight.FAILED, str(error), key)
 
     def _data(self) -> Iterator[Finding]:
         for key, dataset in datasets(self.config):

@@ -120,6 +120,7 @@ class Exporter:
             head=self.head,
             base=None if model.lora is None else model.path,
             lora=None if model.lora is None else model.lora.model_dump(mode="json"),
+            dtype=None if model.lora is None else model.dtype,
         )
 
         def fill(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -11,13 +12,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, models
 
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump
+from slurmrl.config.schema import Lora
 from slurmrl.data.tokenizer import save_tokenizer, vocabulary
 from slurmrl.errors import ConfigError
+from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import build
 from slurmrl.models.hf import to_hf
@@ -29,7 +34,10 @@ from slurmrl.submission.checks import child, room, run
 from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
 from slurmrl.submission.checks.run import Code, check, refuse
 from slurmrl.submission.versions import TorchBuild
+from slurmrl.workers.master.exporting import pin_actor
 from tests.fake_runs import write_config
+from tests.support.committed import CommittedTrial, Weights
+from tests.support.trials import ARCHITECTURE
 
 REWARD = """
 class Good:
@@ -389,6 +397,43 @@ def test_of_a_large_file_the_top_is_checked(
     (found,) = [json.loads(line) for line in lines if "begins" not in line]
     assert (found["subject"], found["weight"], found["key"]) == ("data", "warning", "dataset.path")
     assert "were checked" in found["message"]
+
+
+def test_adapters_are_not_evaluated_with_another_model_than_they_were_trained_on(
+    tmp_path: Path,
+) -> None:
+    """A checkpoint of adapters has the fingerprint of the weights that they belong to."""
+    base = tmp_path / "base"
+    base.mkdir()
+    torch.manual_seed(1)
+    to_hf(build(ModelConfig.from_hf(ARCHITECTURE), "lm"), base)
+    trial = CommittedTrial(tmp_path / "runs", path=str(base), lora={"rank": 2})
+    shapes = trained_shapes(ModelConfig.from_hf(ARCHITECTURE), "lm", Lora(rank=2))
+    adapters = {name: np.ones(shape, "<f4") for name, shape in shapes.items()}
+    wrong = evaluated(tmp_path, trial, 4, adapters, frozen="0123456789abcdef")
+    assert (wrong[0].key, wrong[0].weight) == ("actor.path", Weight.FAILED)
+    own = re.search(
+        r"holds other weights .* is (\w+) now and was 0123456789abcdef", wrong[0].message
+    )
+    assert own is not None
+    assert evaluated(tmp_path, trial, 8, adapters, frozen=own[1]) == []
+
+
+def evaluated(
+    folder: Path, trial: CommittedTrial, step: int, adapters: Weights, *, frozen: str
+) -> list[Finding]:
+    """What the last check finds before a checkpoint is evaluated without an export."""
+    trial.commit(step, adapters, frozen=frozen)
+    settings = settings_of(
+        folder,
+        "algorithm={name: evaluate, batch_size: 8, measure: likelihood}",
+        "evaluation=null",
+        "total_steps=null",
+        f"actor={{path: {pin_actor(trial.paths, step)}}}",
+    )
+    (folder / CONFIG).write_text(dump(settings.config))
+    with closing(child.CheckProcess(folder)) as process:
+        return list(process.looks()["adapters"][1]())
 
 
 def test_a_checkpoint_s_size_is_that_of_weights_and_moments(tmp_path: Path) -> None:
