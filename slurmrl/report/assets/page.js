@@ -284,13 +284,15 @@
       const before = told[i - 1];
       const idle = before ? Math.max(one.began - before.began - before.seconds, 0) : null;
       const lost = one === last && one.cause === "running" ? 0 : Math.max(one.to_step - Math.max(one.commit ?? one.from_step, one.from_step), 0);
-      return [one.number, one.job_id ?? "–", one.link ?? "–", one.hosts.join(", "), `${one.from_step} to ${one.to_step}`, one.commit ?? "–",
-        idle === null ? "–" : span(idle), span(one.seconds), lost || "–", text(one.how)];
+      const until = one.began + one.seconds, kept = trial.commits.map((commit) => commit.time).filter((at) => at >= one.began && at <= until);
+      return [one.number, one.job_id ?? "–", one.link ?? "–", one.hosts.join(", "), one.to_step > one.from_step ? `${one.from_step + 1} to ${one.to_step}` : "–",
+        one.commit ?? "–", idle === null ? "–" : span(idle), span(one.seconds),
+        lost ? `${lost} ${lost === 1 ? "step" : "steps"}, ${span(until - Math.max(one.began, ...kept))}` : "–", text(one.how)];
     });
     return [heading(trial), facts(trial),
       el("p", { className: "dim", textContent: `${clock(begin)} to ${clock(end)}; lines mark commits` }),
       lanes([{ label: "incarnations", bars, marks }], begin, end),
-      table(["#", "job", "link", "hosts", "steps", "commit", "waited before", "took", "steps lost", "how it ended"], rows),
+      table(["#", "job", "link", "hosts", "steps", "commit", "waited before", "took", "lost", "how it ended"], rows),
       trial.status.traceback ? el("pre", { textContent: trial.status.traceback }) : null];
   }
 

@@ -67,6 +67,7 @@ def fake_trial(root: Path, trial: str, *, steps: int, rows: int) -> FakeRun:
     lines = (
         {
             "step": step,
+            "time": begun + 1,
             "reward": step % 97 / 97,
             "loss": 1 / step,
             "kl": step / 1e6,
@@ -249,6 +250,8 @@ async def _look(file: Path, scheme: str, shots: Path) -> None:
         await enter("metrics", "kl")
         shown = "[...document.querySelectorAll('.chart')].filter((one) => !one.hidden).length"
         assert await page.evaluate(shown) == 1
+        story = await page.evaluate("document.querySelector('#story').textContent")
+        assert re.search(r"1 to 50000.*25000 steps, [0-9.]+ \w+", story), story
         for section in SECTIONS:
             await page.screenshot(shots / f"{section}.{scheme}.png", f"#{section}")
         assert "broken out" not in await page.evaluate("document.title")
