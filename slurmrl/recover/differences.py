@@ -115,8 +115,11 @@ def changes(old: Config, new: Config, keys: frozenset[str]) -> list[Difference]:
 
 
 def may_change() -> str:
-    """List the settings that may change, for a message."""
-    return ", ".join(sorted(MAY_CHANGE | LAYOUT | SCHEDULES))
+    """List the settings that may change, for a message; those of models once for all of them."""
+    keys = MAY_CHANGE | LAYOUT | SCHEDULES
+    of_models = {key.removeprefix("actor.") for key in keys if key.startswith("actor.")}
+    others = keys - {f"{role}.{name}" for role in SECTIONS for name in of_models}
+    return f"{', '.join(sorted(others))}; of each model {', '.join(sorted(of_models))}"
 
 
 def _differing(old: Any, new: Any, key: str) -> list[Difference]:

@@ -195,7 +195,8 @@ def test_another_configuration_is_refused_with_the_differences(
     with pytest.raises(UsageError, match=r"seed: 1 in the trial, 2 now\n  actor.optimizer.lr: "):
         again("seed=2", "actor.optimizer.lr=1.0")
     with pytest.raises(
-        UsageError, match=r"seed: 1 .*\nSettings that a trial may change: actor.backend"
+        UsageError,
+        match=r"seed: 1 .*\nSettings that a trial may change: checkpoint, .* of each model",
     ):
         again("seed=2", "actor.backend=fsdp:d2")
     assert len(scheduler.requests) == 1
