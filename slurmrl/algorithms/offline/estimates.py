@@ -31,7 +31,10 @@ def of_completions(
         own = {"id": record["id"], "rewards": rewards, f"avg@{n}": sum(rewards) / n}
         scores.append({**own, **attempt_rates(correct, votes, sizes)})
     rates = attempt_rates([True] * n, [None] * n, sizes)
-    return summarize(scores, {f"avg@{n}": Measure.MEAN, **dict.fromkeys(rates, Measure.RATE)})
+    # as `eval/reward` of evaluations during training, with which it is drawn
+    shares = all(reward in (0.0, 1.0) for score in scores for reward in score["rewards"])
+    average = Measure.RATE if shares else Measure.MEAN
+    return summarize(scores, {f"avg@{n}": average, **dict.fromkeys(rates, Measure.RATE)})
 
 
 def of_preferences(records: Iterable[Record]) -> Summary:

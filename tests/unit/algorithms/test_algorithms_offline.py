@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.offline.estimates import (
     mean,
+    of_completions,
     of_likelihood,
     of_preferences,
+    rate,
     ratio,
     summarize,
 )
@@ -26,7 +29,7 @@ from slurmrl.algorithms.offline.interface import (
 )
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import ConfigError, UsageError
-from slurmrl.graph.call import Measure
+from slurmrl.graph.call import Estimate, Measure
 from slurmrl.plan.settings import Settings, load_settings
 
 PAIRS = [{"id": "b", "chosen": [2.0], "rejected": [1.0]}]
@@ -203,6 +206,20 @@ def test_the_summary_of_completions_is_that_of_all_subsets(tmp_path: Path) -> No
         assert estimate.value == pytest.approx(sum(column) / 2), "scores are those of the items"
         assert estimate.low < estimate.value < estimate.high
     assert summary.scores[1]["rewards"] == rewards["q"]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "interval"), [([0.0, 1.0, 0.0], rate), ([0.0, 1.5, 0.0], mean)]
+)
+def test_the_interval_of_right_and_wrong_stays_between_0_and_1(
+    rewards: list[float], interval: Callable[[list[float]], Estimate]
+) -> None:
+    lines = [
+        {"id": str(at), "completions": [{"text": "", "reward": reward}]}
+        for at, reward in enumerate(rewards)
+    ]
+    summary = of_completions(lines, n=1, pass_score=None, pattern=None)
+    assert summary.estimates["avg@1"] == interval(rewards)
 
 
 def test_intervals_of_means_and_ratios() -> None:
