@@ -35,7 +35,10 @@ def rows_of(sample: SequenceSample, context: CallContext) -> list[dict[str, Any]
     rows = []
     for number, (start, stop) in enumerate(pairwise(sample.cu_seqlens("input_ids").tolist())):
         first = next((at for at in range(start, stop) if not read[at]), stop)
-        texts = (context.tokenizer.decode(ids[a:b]) for a, b in ((start, first), (first, stop)))
-        row = dict(zip(("prompt", "completion"), texts, strict=True))
-        rows.append({"id": sample.ids[number], **row, **(tokens[number] if tokens else {})})
+        row = {
+            "id": sample.ids[number],
+            "prompt": context.tokenizer.decode(ids[start:first]),
+            "completion": context.tokenizer.decode(ids[first:stop]),
+        }
+        rows.append(row | (tokens[number] if tokens else {}))
     return rows
