@@ -43,7 +43,12 @@ def settings_of(config: Config) -> dict[str, Any] | None:
         model = ModelConfig.from_hf(config_values(config.actor))
     except (AllocationError, UsageError):
         return None
-    needs = ServedModel.of(model, config.actor.dtype, text=rollout.needs_text)
+    needs = ServedModel.of(
+        model,
+        config.actor.dtype,
+        text=rollout.needs_text,
+        experts=rollout.replay_experts,
+    )
     return {
         "backend": backend,
         "addresses": list(rollout.servers),

@@ -80,6 +80,7 @@ PACKAGES = {
             "schedule_low_priority_values_first",
             "disable_priority_preemption",
             "sampling_mask_max_tokens",
+            "enable_return_routed_experts",
             "enable_memory_saver",
             "log_level_http",
             "SGLANG_USE_PICKLE_IPC",

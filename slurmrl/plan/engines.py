@@ -39,8 +39,14 @@ class EngineRules:
     """Whether generation can report the tokens that each one was drawn from."""
     records_experts: bool = False
     """Whether generation can report the experts that read each token."""
+    records_no_experts_of: tuple[str, ...] = ()
+    """Kinds of models (``model_type``) of which it cannot."""
     experts_of_whole_sequences: bool = True
     """Whether it trains experts on several tensor ranks without sequence parallelism."""
+
+    def records_experts_of(self, kind: object) -> bool:
+        """Whether generation can report the experts of models with this ``model_type``."""
+        return self.records_experts and kind not in self.records_no_experts_of
 
 
 FSDP: Final = EngineRules(
@@ -68,7 +74,11 @@ ENGINES: Final = {
         context_heads=True,
         experts_of_whole_sequences=False,
     ),
-    "sglang": SERVERS,
+    "sglang": replace(
+        SERVERS,
+        records_experts=True,
+        records_no_experts_of=("mixtral",),
+    ),
     "vllm": replace(SERVERS, records_support=False),
     "native": EngineRules(
         "dt",

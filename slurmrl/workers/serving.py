@@ -29,6 +29,7 @@ def own_server(
         log=log,
         memory_bytes=memory_bytes,
         sleeps=sleeps,
+        experts=rollout.replay_experts,
     )
 
 
@@ -45,6 +46,7 @@ def running_servers(settings: Settings, paths: RunPaths) -> Running:
         context=least_context(settings.config),
         text=rollout.needs_text,
         patience=_patience(rollout),
+        experts=rollout.replay_experts,
     )
 
 

@@ -13,7 +13,12 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from slurmrl.engines.rollout.base import GenerationRequest, RolloutEngine, WeightVersion
 from slurmrl.engines.rollout.server import Patience
@@ -126,12 +131,10 @@ def loop() -> Iterator[Loop]:
     made.close()
 
 
-@pytest.fixture(scope="session")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of two versions of the model."""
-    folder = tmp_path_factory.mktemp("versions")
+def save_versions(folder: Path, make: Callable[[], PreTrainedModel]) -> dict[str, Path]:
+    """Checkpoints of two versions of a model, whose weights are random."""
     for seed, name in ((1, "1.1"), (2, "2.1")):
-        model = Qwen2ForCausalLM(Qwen2Config(**SIZES))
+        model = make()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -140,6 +143,13 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         model.save_pretrained(folder / name)
         (folder / name / "generation_config.json").unlink()
     return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="session")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of two versions of the model."""
+    folder = tmp_path_factory.mktemp("versions")
+    return save_versions(folder, lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)))
 
 
 @pytest.fixture(scope="session")

@@ -159,8 +159,8 @@ class Rollout(Section):
     are for each token, and computes log-probabilities under them (at most 1024; not with vllm)."""
     replay_experts: bool = False
     """The actor is trained with the experts that generation has chosen for each token, instead of
-    those that its routers would choose now. For models with experts, with rollouts of the native or
-    the actor's own engine."""
+    those that its routers would choose now. For models with experts, with rollouts of native,
+    sglang or the actor's own engine."""
     greedy: bool = False
     """Always take the most probable token."""
     stop_token_ids: Sequence[NonNegativeInt] = ()

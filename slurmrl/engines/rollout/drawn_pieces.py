@@ -2,6 +2,8 @@
 
 A server looks for stop strings in what it draws for one request. So that none is missed that spans
 two requests, a request also stops at the rests of those that may have begun.
+
+The experts are those of the last request, which has read the tokens of the others as its prompt.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class PiecewiseDraw:
             versions=tuple(version for piece in pieces for version in piece.versions),
             finish=finish,
             support=_support(pieces) if self.draw.options.support else None,
+            experts=pieces[-1].experts if pieces and finish != "aborted" else None,
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from slurmrl.engines.rollout.routed_experts import check_settings
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.plan.estimates.shape import ModelShape
@@ -29,15 +30,18 @@ class ServedModel:
     """None: of any sizes."""
     text: bool = False
     """Whether requests need a tokenizer on the server."""
+    experts: bool = False
+    """Whether requests ask for the experts that read each token."""
 
     @staticmethod
-    def of(config: ModelConfig, dtype: str, *, text: bool) -> ServedModel:
+    def of(config: ModelConfig, dtype: str, *, text: bool, experts: bool) -> ServedModel:
         values = config.to_hf(head="lm", dtype=dtype)
         return ServedModel(
             architecture=values["architectures"][0],
             vocabulary=config.vocab_size,
             shape=read_shape(values),
             text=text,
+            experts=experts,
         )
 
     def check_folder(self, where: str, folder: object) -> None:
@@ -86,6 +90,9 @@ def check_sglang(where: str, server: object, model: object, needs: ServedModel) 
             "that requests carry"
         )
     _check_tokenizer(where, server, needs)
+    if needs.experts:
+        assert isinstance(server, dict), "it has fields"
+        check_settings(where, server)
     names = field_of(where, model, "architectures")
     if not isinstance(names, list) or needs.architecture not in names:
         raise UsageError(

@@ -33,12 +33,23 @@ def unused_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_for_no_gpu() -> None:
-    """On a CPU, let SGLang compute checksums of its weights: before 0.5.23 it waits for a GPU
-    first, also where there is none."""
+class PageableMemory:
+    """Stands for CUDA's runtime where SGLang asks it to pin the memory for the experts of tokens,
+    which it does on a CPU as well."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, size: int, flags: int) -> int:  # noqa: N802
+        return 0
+
+
+def need_no_gpu() -> None:
+    """On a CPU, let SGLang compute checksums of its weights and record experts: before 0.5.23 it
+    waits for a GPU before the first, and the second asks CUDA for memory, also where there is
+    none."""
     import torch
 
     torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.cudart = PageableMemory
 
 
 def main(path: str, arguments: list[str]) -> None:
@@ -56,6 +67,6 @@ def main(path: str, arguments: list[str]) -> None:
 
 
 if "--device cpu" in " ".join(sys.argv):  # also in the processes that SGLang starts
-    wait_for_no_gpu()
+    need_no_gpu()
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2:])

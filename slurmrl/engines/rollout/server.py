@@ -56,6 +56,8 @@ class Serving:
     """Its share of each GPU; None leaves that to its own settings."""
     sleeps: bool = False
     """Whether it frees its GPUs between generations."""
+    experts: bool = False
+    """Whether it is to record the experts that read each token."""
 
     @property
     def text(self) -> bool:
@@ -76,6 +78,8 @@ class Running:
     text: bool
     """Whether requests need a tokenizer on the server."""
     patience: Patience
+    experts: bool = False
+    """Whether they must record the experts that read each token."""
 
 
 class KeptServer:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +33,7 @@ from slurmrl.engines.rollout.server import Running, Serving
 from slurmrl.engines.rollout.server_kind import VISIBLE, ServerKind
 from slurmrl.engines.rollout.servers import PlacedServer, RunningServers, Servers
 from slurmrl.engines.rollout.whole_weights import WholeWeights
+from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import Layout
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import build
@@ -43,6 +45,8 @@ from slurmrl.parallel.groups import ParallelContext
 T = TypeVar("T")
 REPORT_S = 5.0
 """Between two reports of a server that starts."""
+EMPTY = np.zeros((0, 0), np.int16)
+"""The experts of no tokens."""
 
 
 class ServerEngine(GenerateEngine):
@@ -227,7 +231,7 @@ class ServerEngine(GenerateEngine):
             for index, prompt in enumerate(prompts)
         ]
         completions = self._run(_complete(self._servers, requests))
-        output = _output(requests, completions, self.context.device, support=options.support)
+        output = _output(requests, completions, self.context.device, options)
         return self._share(output, options)
 
     def _install(self, step: int) -> None:
@@ -269,14 +273,22 @@ class ServerEngine(GenerateEngine):
         if self.tensor_ranks > 1:
             group, device = self.context.group("tp"), self.context.device
             shared = _broadcast(output, group, device)
-            if not options.support:
-                return shared
-            own = SampledSupport() if output is None else output.support
-            assert own is not None, "the leader's output has what the options ask for"
-            both = (
-                broadcast_bytes(values.tobytes(), group, device) for values in (own.sizes, own.ids)
-            )
-            return replace(shared, support=SampledSupport(*(array("i", each) for each in both)))
+            if options.support:
+                own = SampledSupport() if output is None else output.support
+                assert own is not None, "the leader's output has what the options ask for"
+                both = (
+                    broadcast_bytes(values.tobytes(), group, device)
+                    for values in (own.sizes, own.ids)
+                )
+                support = SampledSupport(*(array("i", each) for each in both))
+                shared = replace(shared, support=support)
+            if options.experts:
+                rows = np.concatenate(output.experts) if output and output.experts else EMPTY
+                flat = np.frombuffer(broadcast_bytes(rows.tobytes(), group, device), np.int16)
+                experts = flat.reshape(len(shared.tokens), -1) if flat.size else EMPTY
+                ends = shared.lengths.cumsum(0).tolist()
+                shared = replace(shared, experts=np.split(experts, ends)[:-1])
+            return shared
         assert output is not None, "a rank without others is the leader"
         return output
 
@@ -299,14 +311,14 @@ def _output(
     requests: Sequence[GenerationRequest],
     completions: Sequence[Sequence[Completion]],
     device: torch.device,
-    *,
-    support: bool,
+    options: GenerationOptions,
 ) -> GenerationOutput:
     tokens: list[int] = []
     logprobs: list[float] = []
     sizes: list[tuple[int, int]] = []
     finished: list[bool] = []
     supports = SampledSupport()
+    experts: list[Array] = []
     for request, drawn in zip(requests, completions, strict=True):
         for completion in drawn:
             tokens += (*request.prompt, *completion.tokens)
@@ -317,6 +329,8 @@ def _output(
             if completion.support is not None:
                 supports.skip(prompt)
                 supports.extend(completion.support)
+            if completion.experts is not None:
+                experts.append(completion.experts)
     both = torch.tensor(sizes, dtype=torch.int64).view(-1, 2)
     return GenerationOutput(
         torch.tensor(tokens, dtype=torch.int64, device=device),
@@ -324,7 +338,8 @@ def _output(
         both[:, 1].contiguous(),
         torch.tensor(logprobs, dtype=torch.float32, device=device),
         torch.tensor(finished, dtype=torch.bool),
-        supports if support else None,
+        supports if options.support else None,
+        experts if options.experts else None,
     )
 
 

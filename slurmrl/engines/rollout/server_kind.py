@@ -51,7 +51,7 @@ class ServerKind(ABC):
         """``tensor_ranks``: GPUs that share the model, of which ``device`` is one."""
         self.config, self.dtype, self.serving = config, dtype, serving
         self.tensor_ranks, self.device = tensor_ranks, device
-        self.model = ServedModel.of(config, dtype, text=serving.text)
+        self.model = ServedModel.of(config, dtype, text=serving.text, experts=serving.experts)
         self.checks = WeightChecks(device, own=isinstance(serving, Serving))
 
     @abstractmethod

@@ -25,6 +25,7 @@ from slurmrl.engines.rollout.dialect import Dialect, Draw
 from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
 from slurmrl.engines.rollout.fitness import ServedModel, check_sglang, field_of
 from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.engines.rollout.routed_experts import RoutedLayers
 from slurmrl.engines.rollout.sglang_checksums import digest_of, read_checksums
 from slurmrl.engines.rollout.weight_checks import Held, ServerCheck, WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
@@ -64,6 +65,7 @@ class _SglangMeta(BaseModel):
     output_token_logprobs: list[tuple[float, int, str | None]]
     output_token_sampling_logprobs: list[float] | None = None
     output_token_sampling_mask: list[list[int]] | None = None
+    routed_experts: str | None = None
 
 
 class _SglangReply(BaseModel):
@@ -109,13 +111,17 @@ def request_body(draw: Draw, *, context: int, vocabulary: int, full: bool) -> di
         },
         "return_logprob": True,
         "return_sampling_mask": masked,
+        "return_routed_experts": options.experts,
         "priority": draw.priority,
     }
 
 
-def read_reply(where: str, reply: object, draw: Draw, *, full: bool) -> DrawnPiece:
+def read_reply(
+    where: str, reply: object, draw: Draw, *, full: bool, routed: RoutedLayers | None = None
+) -> DrawnPiece:
     """What a reply brings. ``full``: its log-probabilities are those under the distribution
-    over all tokens, whatever the draw was restricted to, unless it records its support."""
+    over all tokens, whatever the draw was restricted to, unless it records its support.
+    ``routed``: the model's blocks of experts."""
     try:
         read = REPLY.validate_python(reply)
     except ValidationError as error:
@@ -136,6 +142,10 @@ def read_reply(where: str, reply: object, draw: Draw, *, full: bool) -> DrawnPie
     support = None
     if options.support:
         support = _support(where, tokens, meta.output_token_sampling_mask or [])
+    experts = None
+    if options.experts and finish.type != "abort":
+        assert routed is not None, "checked with the request"
+        experts = routed.read(where, meta.routed_experts, len(draw.prompt) + len(tokens))
     stops = (*options.stop_token_ids, *options.stop_strings)
     if finish.type == "stop" and finish.matched not in stops:
         raise RunFailedError(
@@ -150,6 +160,7 @@ def read_reply(where: str, reply: object, draw: Draw, *, full: bool) -> DrawnPie
         versions=tuple(versions),
         finish=FINISH[finish.type],
         support=support,
+        experts=experts,
     )
     stop = finish.matched if isinstance(finish.matched, str) else ""
     return DrawnPiece(completion=completion, text=read.text or "", stop=stop)
@@ -177,16 +188,18 @@ class SglangDialect(Dialect):
         control: HttpClient | None = None,
         *,
         model: ServedModel,
+        routed: RoutedLayers | None = None,
         full_logprobs: bool = False,
         checks: WeightChecks | None = None,
         health_s: float = 30.0,
     ) -> None:
         """``control``: a client with the key for administration, if that is another one.
-        ``model``: `connect` refuses servers of other models. ``full_logprobs``: see
+        ``model``: `connect` refuses servers of other models. ``routed``, ``full_logprobs``: see
         `read_reply`. ``checks``: those of all servers of this run. ``health_s``: time limit of
         `health`; at least the longest step of the model."""
         self._client, self._control = client, control or client
         self._model = model
+        self._routed = routed
         self._full = full_logprobs
         self._checks = checks or WeightChecks()
         self._check: ServerCheck | None = None
@@ -221,6 +234,8 @@ class SglangDialect(Dialect):
         return True
 
     async def draw(self, draw: Draw) -> Completion:
+        if draw.options.experts and self._routed is None:
+            raise UsageError(f"{draw.name}: the model has no experts to record")
         drawing = self._draws[draw.name] = PiecewiseDraw(draw)
         try:
             while await self._running_before(drawing.aborted):
@@ -248,7 +263,9 @@ class SglangDialect(Dialect):
             draw, context=self._context, vocabulary=self._model.vocabulary, full=self._full
         )
         reply = await self._client.post("/generate", body, timeout_s=None)
-        return read_reply(f"{self.where}/generate", reply, draw, full=self._full)
+        return read_reply(
+            f"{self.where}/generate", reply, draw, full=self._full, routed=self._routed
+        )
 
     async def abort(self, name: str) -> None:
         if name in self._draws:

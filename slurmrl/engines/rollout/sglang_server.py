@@ -7,6 +7,7 @@ from pathlib import Path
 
 from slurmrl.engines.rollout.dialect import Dialect
 from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.engines.rollout.routed_experts import FLAG, RoutedLayers
 from slurmrl.engines.rollout.server import Serving
 from slurmrl.engines.rollout.server_engine import ServerEngine
 from slurmrl.engines.rollout.server_kind import ServerKind
@@ -79,6 +80,7 @@ class SglangServer(ServerKind):
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
         on_cpu = self.device.type == "cpu"
         flags = CPU_FLAGS if on_cpu else ("--enable-memory-saver",) if serving.sleeps else ()
+        records = (FLAG,) if serving.experts else ()
         return command(
             serving.python,
             model,
@@ -86,7 +88,7 @@ class SglangServer(ServerKind):
             vocabulary=self.model.vocabulary,
             tokenizer=serving.tokenizer,
             tensor_ranks=self.tensor_ranks,
-            options=(*flags, "--dtype", self.dtype, *serving.arguments),
+            options=(*flags, *records, "--dtype", self.dtype, *serving.arguments),
         )
 
     def memory_flags(self, share: int, free: int, total: int) -> Sequence[str]:
@@ -100,6 +102,7 @@ class SglangServer(ServerKind):
             client,
             control,
             model=self.model,
+            routed=RoutedLayers.of(self.config),
             full_logprobs=True,
             checks=self.checks,
             health_s=self.serving.patience.silence_s,

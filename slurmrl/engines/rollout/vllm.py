@@ -201,6 +201,11 @@ class VllmDialect(Dialect):
         return await self._client.post(GENERATE, body, timeout_s=timeout_s)
 
     async def draw(self, draw: Draw) -> Completion:
+        if draw.options.experts:
+            raise UsageError(
+                f"{self.where}: experts of vLLM's tokens are not recorded; use native or sglang, "
+                "or leave out replay_experts"
+            )
         if draw.options.support:
             raise UsageError(
                 f"{self.where}: vLLM reports what a token was drawn from for all requests of a "

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.config.conditions import StopWhen
-from slurmrl.config.schema import WHOLE, Config, Dataset, Reward, evaluation_key
+from slurmrl.config.schema import WHOLE, Config, Dataset, Model, Reward, evaluation_key
 from slurmrl.config.schema.config import FOLLOWERS
 from slurmrl.config.schema.optimizer import USERS
 from slurmrl.config.schema.reward import ALONE, OWN_REWARD
@@ -28,6 +29,7 @@ from slurmrl.plan.metrics import (
     STEP_METRICS,
     evaluation_metric,
 )
+from slurmrl.plan.model_files import config_values
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.registry import near, resolve
 
@@ -249,10 +251,23 @@ def experts(draft: Draft) -> Iterator[Problem]:
         reason = "the actor has no experts"
     elif actor.implementation == "hf":
         reason = "only the built-in decoder replays experts, not implementation: hf"
-    elif draws and draws.backend in ENGINES and not ENGINES[draws.backend].records_experts:
-        reason = f"{draws.backend} does not record experts here; rollout.backend may be native"
+    elif shape is not None and draws and draws.backend in ENGINES:
+        reason = _unrecorded_experts(actor, draws.backend)
     if reason:
         yield draft.problem(("rollout", "replay_experts"), f"true is not allowed: {reason}")
+
+
+def _unrecorded_experts(actor: Model, backend: str) -> str:
+    """Why an engine cannot record the experts of the actor; empty if it can."""
+    kind = config_values(actor).get("model_type")
+    if ENGINES[backend].records_experts_of(kind):
+        return ""
+    able = " or ".join(
+        name
+        for name, rules in ENGINES.items()
+        if rules.records_experts_of(kind) and not BACKENDS[name].trains
+    )
+    return f"{backend} does not record the experts of {kind}; rollout.backend may be {able}"
 
 
 def untrained_steps(draft: Draft) -> Iterator[Problem]:

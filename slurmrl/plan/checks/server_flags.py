@@ -41,14 +41,31 @@ REFUSED: Final[Mapping[str, Mapping[str, str]]] = {
     },
 }
 """By kind of server, the flags and the reasons. argparse also knows a flag by its beginning."""
+WITHOUT_RECORD: Final[Mapping[str, Mapping[str, str]]] = {
+    "sglang": dict.fromkeys(
+        (
+            "--disaggregation-mode",
+            "--enable-hierarchical-cache",
+            "--enable-lmcache",
+            "--enable-two-batch-overlap",
+            "--speculative-algorithm",
+        ),
+        "with rollout.replay_experts: the server would report the experts of other tokens",
+    ),
+}
+"""Those that are refused with ``rollout.replay_experts`` besides."""
 LEAST: Final = len("--tp")
 
 
 def server_flags(draft: Draft, backend: str) -> Iterator[Problem]:
     """Arguments with which a server cannot be reached, or is another one than the plan's."""
-    for argument in draft.config.rollout.server_args:
+    rollout = draft.config.rollout
+    flags = REFUSED[backend]
+    if rollout.replay_experts:
+        flags = {**flags, **WITHOUT_RECORD.get(backend, {})}
+    for argument in rollout.server_args:
         flag = argument.partition("=")[0].replace("_", "-")
-        for refused, reason in REFUSED[backend].items():
+        for refused, reason in flags.items():
             if flag == refused or (
                 len(flag) >= LEAST and flag.startswith("--") and refused.startswith(flag)
             ):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slurmrl.config.servers import Address
@@ -18,6 +21,7 @@ from slurmrl.engines.rollout.dialect import Draw
 from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
 from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.engines.rollout.routed_experts import RoutedLayers
 from slurmrl.engines.rollout.sglang import SglangDialect, read_reply, request_body
 from slurmrl.engines.rollout.sglang_checksums import digest_of, read_checksums
 from slurmrl.engines.rollout.weight_checks import Held, TensorPart
@@ -236,6 +240,104 @@ def test_pieces_of_a_draw_have_one_support() -> None:
         drawing.add(piece)
     support = drawing.completion("length").support
     assert support == SampledSupport(array("i", [2, 1, 2, 2]), array("i", [3, 9, 4, 3, 5, 2, 4]))
+
+
+ROUTED = RoutedLayers(layers=3, sparse=(0, 2), experts=5, per_token=2)
+
+
+def routed(rows: object, answer: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A reply with these experts."""
+    answer = answer or reply([3, 4], "length")
+    text = base64.b64encode(np.array(rows, "<i4").tobytes()).decode()
+    return {**answer, "meta_info": {**answer["meta_info"], "routed_experts": text}}
+
+
+def experts_of(answer: dict[str, Any]) -> Any:
+    asked = draw(experts=True)
+    return read_reply("server", answer, asked, full=True, routed=ROUTED).completion.experts
+
+
+def test_experts_are_those_of_the_blocks_that_have_some() -> None:
+    """SGLang reports all layers, and nothing of the last token, which was not read."""
+    assert request_body(draw(experts=True), context=64, vocabulary=VOCABULARY, full=True)[
+        "return_routed_experts"
+    ]
+    rows = [[[0, 1], [9, 9], [4, 2]], [[3, 1], [0, 0], [0, 4]], [[1, 0], [0, 0], [2, 3]]]
+    found = experts_of(routed(rows))
+    assert found.dtype == np.int16
+    assert found.tolist() == [[0, 1, 4, 2], [3, 1, 0, 4], [1, 0, 2, 3], [-1, -1, -1, -1]]
+    assert experts_of(reply([3], "abort")) is None
+    plain = read_reply("server", routed(rows), draw(), full=True).completion
+    assert plain.experts is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (reply([3, 4], "length"), "has no experts; start the server with --enable-return-routed"),
+        (routed(np.ones((2, 3, 2))), "the experts of 4 tokens are not 3 rows of 2 in each of 3"),
+        (routed([1, 2, 3]), "are not 3 rows"),
+        (routed(np.zeros((3, 3, 2))), "are not 2 of the 5 experts"),
+        (routed(np.full((3, 3, 2), [0, 5])), "are not 2 of the 5 experts"),
+        (routed(np.full((3, 3, 2), [-1, 2])), "are not 2 of the 5 experts"),
+        (
+            {"output_ids": [3], "meta_info": {**reply([3], "stop")["meta_info"],
+             "routed_experts": "not base64"}},
+            "are not 2 rows",
+        ),
+        (
+            {"output_ids": [3], "meta_info": {**reply([3], "stop")["meta_info"],
+             "routed_experts": [[1, 2]]}},
+            "does not have SGLang's form",
+        ),
+    ],
+)  # fmt: skip
+def test_experts_of_other_tokens_or_models_are_refused(
+    answer: dict[str, Any], message: str
+) -> None:
+    """Those of a layer that was not recorded are zeros, which are no two experts."""
+    with pytest.raises(RunFailedError, match=message):
+        experts_of(answer)
+
+
+def test_pieces_of_a_draw_have_the_experts_of_the_last_one() -> None:
+    """It has read the tokens of the others."""
+    drawing = PiecewiseDraw(draw(experts=True))
+    rows = np.full((5, 3, 2), [0, 1])
+    for answer in (reply([3, 4], "abort"), routed(rows, reply([3, 4], "length"))):
+        drawing.add(read_reply("server", answer, drawing.rest(), full=True, routed=ROUTED))
+    experts = drawing.completion("length").experts
+    assert experts is not None
+    assert experts.shape == (6, 4)
+    assert drawing.completion("aborted").experts is None
+
+
+def test_a_model_without_experts_records_none() -> None:
+    with pytest.raises(UsageError, match="the model has no experts to record"):
+        asyncio.run(SglangDialect(ScriptedServer(), model=MODEL).draw(draw(experts=True)))
+
+
+RECORDS = {"enable_return_routed_experts": True, "speculative_algorithm": None, "pp_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({}, "replay_experts needs a server with --enable-return-routed-experts"),
+        ({**RECORDS, "enable_hierarchical_cache": True}, "enable_hierarchical_cache is True"),
+        ({**RECORDS, "speculative_algorithm": "EAGLE"}, "the experts of other tokens"),
+        (RECORDS, None),
+    ],
+)
+def test_servers_that_report_no_experts_or_those_of_other_tokens_are_refused(
+    info: Mapping[str, Any], message: str | None
+) -> None:
+    """Only where they are needed."""
+    for needed in (False, True):
+        model = replace(MODEL, experts=needed)
+        refuses = pytest.raises(UsageError, match=message) if needed and message else nullcontext()
+        with refuses:
+            asyncio.run(SglangDialect(ScriptedServer({**INFO, **info}), model=model).connect())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from slurmrl.plan.estimates.hardware import GIB, margin
 from slurmrl.plan.estimates.host import WORKER, worker_bytes
 from slurmrl.plan.estimates.servers import computing, least, own_share
 from slurmrl.plan.settings import Settings
-from tests.unit.plan.conftest import memory_problems
+from tests.unit.plan.conftest import EXPERTS, memory_problems
 from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
 
 Load = Callable[..., Settings]
@@ -182,6 +182,7 @@ def test_the_share_becomes_the_engines_own_fractions() -> None:
         ("vllm", "[--logprobs-mode=raw_logprobs]", ["distribution drawn from"]),
         ("vllm", "[--uds, /tmp/s]", ["'--uds' is not allowed: slurmrl chooses where"]),
         ("vllm", "[--max-num-seqs, '8', --dtype, float16, --model-impl=vllm]", []),
+        ("sglang", "[--speculative-algorithm, EAGLE]", []),
         ("sglang", "[--enable-deterministic-inference, --mem-fraction-static=0.5]", []),
     ],
 )
@@ -196,3 +197,23 @@ def test_arguments_that_make_another_server_are_refused(
     found = [each.message for each in settings.missing if each.key == "rollout.server_args"]
     assert len(found) == len(messages), found
     assert all(message in text for message, text in zip(messages, found, strict=True))
+
+
+WITH_EXPERTS = ("rollout.backend=sglang:d2", "rollout.gpus=0-1", "rollout.python=/bin/sh")
+
+
+def missing(plan_ppo: Load, *overrides: str, **architecture: object) -> list[tuple[str, str]]:
+    settings = plan_ppo(*WITH_EXPERTS, *overrides, architecture={**EXPERTS, **architecture})
+    found = [(each.key, each.message) for each in settings.missing]
+    return [each for each in found if each[0].startswith("rollout.")]
+
+
+@pytest.mark.parametrize("argument", ["--speculative-algorithm=EAGLE", "--enable-hier"])
+def test_arguments_with_which_experts_are_those_of_other_tokens_are_refused(
+    plan_ppo: Load, argument: str
+) -> None:
+    arguments = f"rollout.server_args=['{argument}']"
+    assert missing(plan_ppo, arguments) == []
+    ((key, message),) = missing(plan_ppo, arguments, "rollout.replay_experts=true")
+    assert key == "rollout.server_args"
+    assert message.startswith(f"'{argument}' is not allowed: with rollout.replay_experts")

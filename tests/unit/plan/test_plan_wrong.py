@@ -14,6 +14,7 @@ from tests.unit.plan.conftest import EXPERTS, LARGE, memory_problems
 
 Load = Callable[..., Settings]
 ARCHITECTURE = LARGE
+MIXTRAL = {**LARGE, "model_type": "mixtral", "num_local_experts": 4}
 MEGATRON = "actor.backend=megatron:"
 
 
@@ -187,10 +188,17 @@ KINDS = {
         for name, message, overrides, architecture in (
             ("a dense model", "the actor has no experts", (), ARCHITECTURE),
             (
-                "sglang",
-                "sglang does not record experts here; rollout.backend may be native",
-                ("rollout.backend=sglang:d2",),
+                "vllm",
+                "vllm does not record the experts of qwen3_moe; rollout.backend may be sglang or "
+                "native",
+                ("rollout.backend=vllm:d2",),
                 EXPERTS,
+            ),
+            (
+                "a kind of models of sglang",
+                "sglang does not record the experts of mixtral; rollout.backend may be native",
+                ("rollout.backend=sglang:d2",),
+                MIXTRAL,
             ),
         )
     },

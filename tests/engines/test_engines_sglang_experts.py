@@ -1,0 +1,258 @@
+"""A real SGLang server on a CPU that reports the experts of a small Qwen 3 with experts, which the
+actor is trained with."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from slurmrl.algorithms.rollout.recorded import add_experts
+from slurmrl.config.schema.model import Model
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.fsdp.engine import FSDPEngine
+from slurmrl.engines.rollout.base import Completion
+from slurmrl.engines.rollout.host_folder import HostFolder
+from slurmrl.engines.rollout.kept import KeptEngine
+from slurmrl.engines.rollout.server import Serving
+from slurmrl.engines.rollout.sglang_server import SglangServer
+from slurmrl.layout.copy import Array
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.hf import read_values
+from slurmrl.parallel.groups import ParallelContext
+from slurmrl.parallel.topology import ProcessTopology
+from tests.engines.conftest import (
+    EXACT,
+    PATIENCE,
+    PROMPT,
+    SIZES,
+    Loop,
+    SharedServer,
+    midway,
+    request,
+    save_versions,
+)
+from tests.support.servers import check_served
+from tests.support.trials import Site, sft_config
+
+PYTHON = os.environ.get("SGLANG_PYTHON", "")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="no SGLang: run scripts/test-engines")
+EXPERTS = {
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+TIGHT = ("--max-total-tokens", "400", "--chunked-prefill-size", "32")
+"""A cache that is too small for many requests, and prompts that are read in parts."""
+STEPS = 4
+ENVIRONMENT = """
+from slurmrl.rollouts.base import Environment, PolicyTurn, Reply
+
+
+class Questions(Environment):
+    async def step(self, turn):
+        return Reply(text="1+2=", reward=float(len(set(turn.text))))
+"""
+
+
+class Served(SharedServer):
+    """A server that the kind of servers starts for a trial with ``rollout.replay_experts``."""
+
+    def __init__(self, loop: Loop, versions: dict[str, Path], logs: Path) -> None:
+        super().__init__(loop, versions)
+        self.folder = HostFolder()
+        self.log = logs / "sglang.log"
+        self.engine = loop.run(self._make())
+
+    async def _make(self) -> KeptEngine:
+        serving = Serving(
+            python=PYTHON,
+            arguments=TIGHT,
+            tokenizer=None,
+            patience=PATIENCE,
+            log=self.log,
+            experts=True,
+        )
+        config = ModelConfig.from_hf(read_values(self.versions["1.1"]))
+        kind = SglangServer(config, "float32", serving, tensor_ranks=1, device=torch.device("cpu"))
+        return kind.keep(serving, self.folder.path, name="sglang server", visible="")
+
+    def close(self) -> None:
+        self.loop.run(self.engine.close())
+        self.folder.close()
+
+
+@pytest.fixture(scope="module")
+def server(loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("versions_with_experts")
+    config = Qwen3MoeConfig(**{**SIZES, **EXPERTS})
+    versions = save_versions(folder, lambda: Qwen3MoeForCausalLM(config))
+    with closing(Served(loop, versions, tmp_path_factory.mktemp("logs"))) as made:
+        yield made
+
+
+@pytest.fixture
+def served(server: Served) -> Served:
+    server.start_anew()
+    return server
+
+
+async def _drawn(
+    served: Served, prompt: tuple[int, ...], n: int, size: int = 16
+) -> tuple[Completion, ...]:
+    return await served.engine.submit(request(prompt, n, size, experts=True))
+
+
+@cache
+def loaded(folder: Path) -> Qwen3MoeForCausalLM:
+    return Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@torch.no_grad()
+def chosen(folder: Path, tokens: tuple[int, ...]) -> list[list[int]]:
+    """The experts that transformers chooses for each token but the last, those of a block in
+    ascending order."""
+    logits = loaded(folder)(torch.tensor([tokens]), output_router_logits=True).router_logits
+    rows = [block.topk(2).indices.sort().values for block in logits]
+    found: list[list[int]] = torch.cat(rows, -1)[:-1].tolist()
+    return found
+
+
+def ordered(experts: Array | None) -> list[list[int]]:
+    """Of each token but the last, those of a block in ascending order."""
+    assert experts is not None
+    assert (experts[-1] == -1).all(), "the last token was not read"
+    rows = torch.from_numpy(experts[:-1]).view(len(experts) - 1, 3, 2).sort().values
+    found: list[list[int]] = rows.flatten(1).tolist()
+    return found
+
+
+def actor(folder: Path) -> FSDPEngine:
+    return FSDPEngine(
+        "actor",
+        Model(path=str(folder), optimizer={"lr": 1e-3}),
+        head="lm",
+        trained=True,
+        context=ParallelContext(
+            "actor", torch.device("cpu"), 0, (0,), ProcessTopology(("dp",), (1,)), {}
+        ),
+        seed=3,
+        total_steps=10,
+        source=folder,
+    )
+
+
+def test_a_completion_has_the_experts_that_have_read_it(served: Served) -> None:
+    """Those of its prompt too, which others have read: completions of the same request, and, in an
+    episode, the turns before. With them the actor computes the log-probabilities of the server."""
+    folder = served.versions["1.1"]
+    found = served.loop.run(_drawn(served, PROMPT, 3))
+    turn = (*PROMPT, *found[0].tokens, 11, 12)
+    read = [(PROMPT, each) for each in found]
+    read += [(turn, each) for each in served.loop.run(_drawn(served, turn, 1))]
+    assert re.search(r"#cached-token: (?!0)", served.log.read_text())
+    for prompt, made in read:
+        assert ordered(made.experts) == chosen(folder, (*prompt, *made.tokens))
+    sequences = [(*prompt, *made.tokens) for prompt, made in read]
+    batch = SequenceSample.from_default(
+        [len(each) for each in sequences],
+        list("abcd"),
+        {"input_ids": torch.tensor([token for each in sequences for token in each])},
+    )
+    add_experts(batch, [made.experts for _, made in read if made.experts is not None])
+    engine = actor(folder)
+    replayed = engine.forward(batch)["logp"].split(batch.item_lengths("input_ids"))
+    for logprobs, (prompt, made) in zip(replayed, read, strict=True):
+        assert (logprobs[len(prompt) :] - torch.tensor(made.logprobs)).abs().max() < EXACT
+
+
+def test_experts_are_right_where_the_server_reads_requests_in_parts_and_again(
+    served: Served,
+) -> None:
+    """Of many requests with prompts that begin alike, which do not fit into its cache together."""
+    prompts = [(*(7 * place % 128 for place in range(12 * number)), number) for number in range(6)]
+
+    async def work() -> list[tuple[Completion, ...]]:
+        return await asyncio.gather(*(_drawn(served, prompt, 2, 60) for prompt in prompts))
+
+    found = served.loop.run(work())
+    assert "Retract requests" in served.log.read_text()
+    for prompt, completions in zip(prompts, found, strict=True):
+        for made in completions:
+            tokens = (*prompt, *made.tokens)
+            assert ordered(made.experts) == chosen(served.versions["1.1"], tokens)
+
+
+def test_experts_behind_an_update_in_flight_are_those_of_the_new_weights(served: Served) -> None:
+    """They have read the tokens again that the old ones have drawn."""
+
+    async def attempt(delay_s: float) -> Completion | None:
+        future = served.engine.submit(request(max_new_tokens=200, greedy=True, experts=True))
+        await asyncio.sleep(delay_s)
+        await served.engine.update_weights(served.version("2.1"))
+        (made,) = await future
+        await served.engine.update_weights(served.version("1.1"))
+        return made if len(set(made.versions)) == 2 else None
+
+    made = served.loop.run(midway(attempt))
+    found, tokens = ordered(made.experts), (*PROMPT, *made.tokens)
+    assert found == chosen(served.versions["2.1"], tokens)
+    assert found != chosen(served.versions["1.1"], tokens)
+
+
+def test_a_completion_that_was_aborted_has_no_experts(served: Served) -> None:
+    async def attempt(delay_s: float) -> Completion | None:
+        asked = request(max_new_tokens=200, experts=True)
+        future = served.engine.submit(asked)
+        await asyncio.sleep(delay_s)
+        served.engine.abort(asked.request_id)
+        (made,) = await future
+        return made if made.finish == "aborted" and made.tokens else None
+
+    made = served.loop.run(midway(attempt))
+    assert made.experts is None
+
+
+@pytest.mark.soak
+def test_a_trial_trains_with_the_experts_that_its_server_reports(tmp_path: Path) -> None:
+    """Of episodes with two turns, whose second one reads the first again."""
+    (tmp_path / "environment_of_mine.py").write_text(ENVIRONMENT)
+    site = Site(tmp_path)
+    config = sft_config(
+        experiment="grpo",
+        total_steps=STEPS,
+        algorithm={"name": "grpo", "batch_size": 4, "n_minibatches": 1},
+        rollout={
+            "backend": "sglang:d1",
+            "gpus": "0",
+            "python": PYTHON,
+            "n": 4,
+            "max_new_tokens": 8,
+            "replay_experts": True,
+            "episode": {
+                "name": "multi_turn",
+                "environment": {"name": "environment_of_mine:Questions"},
+                "max_turns": 2,
+            },
+        },
+    )
+    config["actor"]["architecture"] |= {"model_type": "qwen3_moe", **EXPERTS}
+    config["actor"]["optimizer"] = {"lr": 1e-2}
+    config["dataset"]["type"] = "prompt"
+    path = site.write("grpo.yaml", config)
+    site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
+    assert site.wait_for_end("grpo/1", timeout_s=500.0)["state"] == "COMPLETED"
+    lines = site.metrics("grpo/1")
+    check_served(lines, STEPS)
+    assert max(line["turns"] for line in lines) > 1.0
