@@ -41,6 +41,8 @@ class EngineRules:
     """Whether generation can report the experts that read each token."""
     records_no_experts_of: tuple[str, ...] = ()
     """Kinds of models (``model_type``) of which it cannot."""
+    dense_layers: bool = True
+    """Whether some layers of a model with experts may be dense."""
     experts_of_whole_sequences: bool = True
     """Whether it trains experts on several tensor ranks without sequence parallelism."""
 
@@ -78,6 +80,7 @@ ENGINES: Final = {
         SERVERS,
         records_experts=True,
         records_no_experts_of=("mixtral",),
+        dense_layers=False,
     ),
     "vllm": replace(SERVERS, records_support=False),
     "native": EngineRules(

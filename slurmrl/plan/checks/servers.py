@@ -15,6 +15,7 @@ from slurmrl.errors import Problem, UsageError
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.server_flags import server_flags
 from slurmrl.plan.engines import ENGINES
+from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.placement import ROLLOUTS
 
 OF_OURS: Final = ("python", "server_args")
@@ -45,12 +46,27 @@ def servers(draft: Draft) -> Iterator[Problem]:
         yield from _refused(draft, OF_RUNNING, message)
         yield from _own(draft, backend)
         yield from server_flags(draft, backend)
+    yield from _dense_layers(draft, backend)
     if rollout.greedy and rollout.temperature != 1.0:
         message = (
             f"{rollout.temperature:g} is not allowed with greedy and {backend}: its "
             "log-probabilities of greedy tokens are those at temperature 1"
         )
         yield draft.problem((ROLLOUTS, "temperature"), message)
+
+
+def _dense_layers(draft: Draft, backend: str) -> Iterator[Problem]:
+    """SGLang reads a model with experts and dense layers without a word, as another one."""
+    shape = shape_of(draft.config.actor)
+    if shape is None or ENGINES[backend].dense_layers:
+        return
+    if shape.experts and shape.dense_layers:
+        message = (
+            f"{backend} is not allowed with this actor, of which {shape.dense_layers} of "
+            f"{shape.layers} layers are dense: it gives every layer experts, with weights that the "
+            "actor does not have"
+        )
+        yield draft.problem((ROLLOUTS, "backend"), message)
 
 
 def _refused(draft: Draft, fields: Iterable[str], message: str) -> Iterator[Problem]:

@@ -119,5 +119,6 @@ def _shared(values: Mapping[str, Any]) -> int:
 
 def _dense_layers(values: Mapping[str, Any], layers: int) -> int:
     listed = values.get("mlp_only_layers")
-    several = len(listed) if isinstance(listed, list) else 0
-    return min(layers, (_number(values, "first_k_dense_replace") or 0) + several)
+    dense = listed if isinstance(listed, list) else []
+    first, step = _number(values, "first_k_dense_replace"), _number(values, "decoder_sparse_step")
+    return sum(n < (first or 0) or n in dense or (n + 1) % (step or 1) > 0 for n in range(layers))

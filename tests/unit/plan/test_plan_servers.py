@@ -217,3 +217,11 @@ def test_arguments_with_which_experts_are_those_of_other_tokens_are_refused(
     ((key, message),) = missing(plan_ppo, arguments, "rollout.replay_experts=true")
     assert key == "rollout.server_args"
     assert message.startswith(f"'{argument}' is not allowed: with rollout.replay_experts")
+
+
+def test_dense_layers_that_a_server_would_give_experts_are_refused(plan_ppo: Load) -> None:
+    assert missing(plan_ppo) == []
+    ((key, message),) = missing(plan_ppo, decoder_sparse_step=2)
+    assert key == "rollout.backend"
+    assert "sglang is not allowed with this actor, of which 6 of 12 layers are dense" in message
+    assert missing(plan_ppo, "rollout.backend=vllm:d2", decoder_sparse_step=2) == []
