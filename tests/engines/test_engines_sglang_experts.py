@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -225,7 +226,10 @@ def test_a_completion_that_was_aborted_has_no_experts(served: Served) -> None:
 
 
 @pytest.mark.soak
-def test_a_trial_trains_with_the_experts_that_its_server_reports(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [{"gpus": "0"}, {"tasks": {"max": 1, "max_staleness": 0}}])
+def test_a_trial_trains_with_the_experts_that_its_server_reports(
+    where: dict[str, Any], tmp_path: Path
+) -> None:
     """Of episodes with two turns, whose second one reads the first again."""
     (tmp_path / "environment_of_mine.py").write_text(ENVIRONMENT)
     site = Site(tmp_path)
@@ -235,7 +239,7 @@ def test_a_trial_trains_with_the_experts_that_its_server_reports(tmp_path: Path)
         algorithm={"name": "grpo", "batch_size": 4, "n_minibatches": 1},
         rollout={
             "backend": "sglang:d1",
-            "gpus": "0",
+            **where,
             "python": PYTHON,
             "n": 4,
             "max_new_tokens": 8,

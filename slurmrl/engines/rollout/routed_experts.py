@@ -21,10 +21,13 @@ FLAG = "--enable-return-routed-experts"
 ENABLED = "enable_return_routed_experts"
 WITHOUT_RECORD: Mapping[str, object] = {
     "disaggregation_mode": "null",
+    "enable_flexkv": False,
     "enable_hierarchical_cache": False,
     "enable_lmcache": False,
     "enable_two_batch_overlap": False,
+    "enable_unified_cache_external_linker": False,
     "pp_size": 1,
+    "radix_cache_backend": None,
     "speculative_algorithm": None,
 }
 """Settings whose other values bring keys and values into the cache, or move them, without the

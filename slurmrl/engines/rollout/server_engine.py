@@ -45,8 +45,6 @@ from slurmrl.parallel.groups import ParallelContext
 T = TypeVar("T")
 REPORT_S = 5.0
 """Between two reports of a server that starts."""
-EMPTY = np.zeros((0, 0), np.int16)
-"""The experts of no tokens."""
 
 
 class ServerEngine(GenerateEngine):
@@ -274,20 +272,11 @@ class ServerEngine(GenerateEngine):
             group, device = self.context.group("tp"), self.context.device
             shared = _broadcast(output, group, device)
             if options.support:
-                own = SampledSupport() if output is None else output.support
-                assert own is not None, "the leader's output has what the options ask for"
-                both = (
-                    broadcast_bytes(values.tobytes(), group, device)
-                    for values in (own.sizes, own.ids)
-                )
-                support = SampledSupport(*(array("i", each) for each in both))
-                shared = replace(shared, support=support)
+                shared = replace(shared, support=_broadcast_support(output, group, device))
             if options.experts:
-                rows = np.concatenate(output.experts) if output and output.experts else EMPTY
-                flat = np.frombuffer(broadcast_bytes(rows.tobytes(), group, device), np.int16)
-                experts = flat.reshape(len(shared.tokens), -1) if flat.size else EMPTY
-                ends = shared.lengths.cumsum(0).tolist()
-                shared = replace(shared, experts=np.split(experts, ends)[:-1])
+                rows = _broadcast_experts(output, len(shared.tokens), group, device)
+                experts = np.split(rows, shared.lengths.cumsum(0).tolist())[:-1]
+                shared = replace(shared, experts=experts)
             return shared
         assert output is not None, "a rank without others is the leader"
         return output
@@ -362,3 +351,22 @@ def _broadcast(
         dist.broadcast(values, group=group, group_src=0)
     lengths, prompt_lengths, finished = numbers[tokens:].cpu().view(3, sequences)
     return GenerationOutput(numbers[:tokens], lengths, prompt_lengths, logprobs, finished.bool())
+
+
+def _broadcast_support(
+    output: GenerationOutput | None, group: dist.ProcessGroup, device: torch.device
+) -> SampledSupport:
+    own = SampledSupport() if output is None else output.support
+    assert own is not None, "the leader's output has what the options ask for"
+    both = (broadcast_bytes(values.tobytes(), group, device) for values in (own.sizes, own.ids))
+    return SampledSupport(*(array("i", each) for each in both))
+
+
+def _broadcast_experts(
+    output: GenerationOutput | None, tokens: int, group: dist.ProcessGroup, device: torch.device
+) -> Array:
+    """int16 [tokens, experts of all blocks]"""
+    own = [] if output is None else output.experts
+    assert own is not None, "the leader's output has what the options ask for"
+    shared = broadcast_bytes(b"".join(rows.tobytes() for rows in own), group, device)
+    return np.frombuffer(shared, np.int16).reshape(tokens, len(shared) // 2 // max(tokens, 1))

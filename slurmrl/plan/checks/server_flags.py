@@ -45,9 +45,12 @@ WITHOUT_RECORD: Final[Mapping[str, Mapping[str, str]]] = {
     "sglang": dict.fromkeys(
         (
             "--disaggregation-mode",
+            "--enable-flexkv",
             "--enable-hierarchical-cache",
             "--enable-lmcache",
             "--enable-two-batch-overlap",
+            "--enable-unified-cache-external-linker",
+            "--radix-cache-backend",
             "--speculative-algorithm",
         ),
         "with rollout.replay_experts: the server would report the experts of other tokens",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.base import Completion, WeightVersion
 from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.vllm import VllmDialect, read_reply
+from slurmrl.engines.rollout.vllm import FIRST, VllmDialect, read_reply
 from slurmrl.engines.rollout.vllm_checksums import digest_of, read_checksums
 from slurmrl.engines.rollout.vllm_server import command
 from slurmrl.engines.rollout.weight_checks import Held, TensorPart
@@ -204,3 +205,13 @@ def test_checksums_are_read_by_rank_without_matrices() -> None:
 def test_servers_that_quantize_are_not_checked(quantization: str | None) -> None:
     digest = digest_of({"vllm_config": {"model_config": {"quantization": quantization}}})
     assert isinstance(digest, str) == (quantization is not None)
+
+
+def test_records_that_vllm_does_not_give_are_refused() -> None:
+    for options in (
+        replace(FIRST.options, greedy=False, top_k=2, support=True),
+        replace(FIRST.options, experts=True),
+    ):
+        draw = replace(FIRST, options=options)
+        with pytest.raises(UsageError, match="use native or sglang"):
+            asyncio.run(VllmDialect(ScriptedClient({}), model=MODEL).draw(draw))
