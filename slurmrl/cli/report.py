@@ -12,7 +12,7 @@ import click
 from slurmrl.cli import completion
 from slurmrl.cli.follow import PolledScheduler, Seen, follow
 from slurmrl.cli.options import common, examples
-from slurmrl.cli.status import is_over
+from slurmrl.cli.status import Rest
 
 if TYPE_CHECKING:
     from slurmrl.monitor.collect import SchedulerFactory
@@ -49,17 +49,17 @@ def report(names: tuple[str, ...], output: Path | None, watch: bool, root: str |
     chosen = [trials.find(folder, name) for name in dict.fromkeys(names)]
     file = output or (chosen[0].report if len(chosen) == 1 else Path("report.html"))
     if watch:
-        schedulers = functools.cache(PolledScheduler)
-        follow(lambda: _look(chosen, file.absolute(), schedulers), FIRST_S, LONGEST_S)
+        schedulers, rest = functools.cache(PolledScheduler), Rest()
+
+        def look() -> Seen:
+            statuses = _write(chosen, file.absolute(), schedulers)
+            return Seen.END if rest.begins(statuses) else Seen.NOTHING_NEW
+
+        follow(look, FIRST_S, LONGEST_S)
     else:
         _write(chosen, file.absolute())
     click.echo(file)
     return 0
-
-
-def _look(chosen: Sequence[RunPaths], file: Path, schedulers: SchedulerFactory) -> Seen:
-    statuses = _write(chosen, file, schedulers)
-    return Seen.END if all(map(is_over, statuses)) else Seen.NOTHING_NEW
 
 
 def _write(

@@ -121,6 +121,7 @@ class _Watch:
         self._schedulers = functools.cache(PolledScheduler)
         self._gists: dict[str, tuple[object, ...]] = {}
         self._statuses: list[dict[str, Any]] = []
+        self._rest = Rest()
 
     def run(self) -> list[dict[str, Any]]:
         """Return the last statuses."""
@@ -135,7 +136,7 @@ class _Watch:
         gists = {status["trial"]: _gist(status) for status in statuses}
         news = [one for one in statuses if gists[one["trial"]] != self._gists.get(one["trial"])]
         self._statuses, self._gists = statuses, gists
-        ended = all(map(is_over, statuses))
+        ended = self._rest.begins(statuses)
         if self._redraws or (self._as_json and news):
             text = _text(self._root, self._names, statuses, self._as_json)
             self._show(f"{text}\n{_footer()}" if self._redraws and not ended else text)
@@ -144,9 +145,21 @@ class _Watch:
         return Seen.END if ended else Seen.NEWS if news else Seen.NOTHING_NEW
 
 
-def is_over(status: dict[str, Any]) -> bool:
-    """Whether nothing will happen by itself: the trial has ended, or the scheduler says that no job
-    of it is left."""
+class Rest:
+    """Tells when nothing will happen by itself: each trial has ended, or the scheduler says twice
+    in a row that no job of it is left. (The history is read first, and a trial may end before the
+    scheduler is asked.)"""
+
+    def __init__(self) -> None:
+        self._rested = False
+
+    def begins(self, statuses: Sequence[dict[str, Any]]) -> bool:
+        before, self._rested = self._rested, all(map(_is_over, statuses))
+        ended = all(one["state"] != "INTERRUPTED" for one in statuses)
+        return self._rested and (ended or before)
+
+
+def _is_over(status: dict[str, Any]) -> bool:
     return status["state"] not in render.LIVES and not status.get("problem")
 
 
@@ -165,7 +178,7 @@ def _footer() -> str:
 def _gist(status: dict[str, Any]) -> tuple[object, ...]:
     """Return what must change for a status to be news; ages alone are not."""
     checkpoint = status["checkpoint"] or {}
-    ended = is_over(status)
+    ended = _is_over(status)
     return (
         status["trial"],
         status["state"],

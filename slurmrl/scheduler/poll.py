@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from slurmrl.errors import EnvironmentFailure
 from slurmrl.scheduler.base import JobIds, Scheduler, TaskState
 
 SHORTEST_S = {"local": 0.5}
@@ -32,6 +33,8 @@ class SchedulerPoll:
         self._due = 0.0
         self._asked: dict[str, tuple[str, ...]] | None = None
         self._answer: list[TaskState] = []
+        self._failure: EnvironmentFailure | None = None
+        """Why there is no answer for the jobs that were asked for last."""
 
     @property
     def pause_s(self) -> float:
@@ -40,15 +43,21 @@ class SchedulerPoll:
 
     def query(self, jobs: JobIds) -> list[TaskState]:
         """Return the states of these jobs: the last answer, or a new one if it is due or the jobs
-        differ. Raises SchedulerError, after which the pause has grown too."""
+        differ. Raises SchedulerError, after which the pause has grown too; until it is over, so do
+        calls for jobs of which there is no earlier answer."""
         if self._asked == dict(jobs) and self.pause_s > 0:
+            if self._failure is not None:
+                raise self._failure
             return self._answer
         changed = self._asked != dict(jobs)
         self._asked = dict(jobs)
         try:
             answer = self._scheduler.query(jobs)
             changed = changed or _shape(answer) != _shape(self._answer)
-            self._answer = answer
+            self._answer, self._failure = answer, None
+        except EnvironmentFailure as error:
+            self._failure = error if changed or self._failure is not None else None
+            raise
         finally:
             grown_s = min(self._pause_s * GROWTH, self._longest_s)
             self._pause_s = self._shortest_s if changed else grown_s

@@ -117,7 +117,11 @@ def _as_name(text: str) -> str:
 def of_evaluation(overrides: Sequence[str]) -> list[str]:
     """Overrides of an evaluation, of which ``experiment=NAME`` names the experiment that trains: a
     trial that was submitted with it finds the results."""
-    return [f"{each}{EVALUATED}" if each.startswith(EXPERIMENT) else each for each in overrides]
+    unset = (EXPERIMENT, f"{EXPERIMENT}null")
+    return [
+        f"{each}{EVALUATED}" if each.startswith(EXPERIMENT) and each not in unset else each
+        for each in overrides
+    ]
 
 
 def choose_suites(config: Path, wanted: Sequence[str]) -> Sequence[str]:

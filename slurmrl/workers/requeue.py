@@ -25,6 +25,8 @@ ASK_S = (2.0, 60.0)
 """First and longest pause between attempts to end the job."""
 ASKED = 30
 """This many attempts: more than 20 minutes."""
+REFUSALS = 3
+"""So many times Slurm must refuse to requeue a running job until it is cancelled."""
 
 
 def requeue(link: Link, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -34,16 +36,17 @@ def requeue(link: Link, sleep: Callable[[float], None] = time.sleep) -> None:
     asked again, and a job that Slurm refuses to requeue is cancelled."""
     client = SlurmClient(TIMEOUT_S)
     leave = client.requeue if _is_requeued(link) else _cancel(client)
-    backoff = Backoff(*ASK_S, sleep=sleep)
+    backoff, refusals = Backoff(*ASK_S, sleep=sleep), 0
     for number in range(ASKED):
+        if number and not _holds_hosts(client, link):
+            return
         try:
-            if number and not _holds_hosts(client, link):
-                return
             leave(link.element)
             return
         except SchedulerError as error:
             logger.warning("cannot end the job: %s", error)
-            if not may_have_worked(error):
+            refusals += not may_have_worked(error)
+            if refusals == REFUSALS:
                 leave = _cancel(client)
         backoff.sleep()
 
@@ -68,5 +71,10 @@ def _cancel(client: SlurmClient) -> Callable[[str], None]:
 
 
 def _holds_hosts(client: SlurmClient, link: Link) -> bool:
-    row = this_start(client, link)
+    """Return whether the job runs and was not requeued since, as far as Slurm says."""
+    try:
+        row = this_start(client, link)
+    except SchedulerError as error:
+        logger.warning("cannot ask about the job: %s", error)
+        return True
     return row is not None and row.raw == "RUNNING"

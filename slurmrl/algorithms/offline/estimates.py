@@ -17,10 +17,15 @@ ROUNDING: Final = 1e-9
 
 
 def of_completions(
-    records: Iterable[Record], *, n: int, pass_score: float | None, pattern: str | None
+    records: Iterable[Record],
+    *,
+    n: int,
+    pass_score: float | None,
+    pattern: str | None,
+    binary: bool = False,
 ) -> Summary:
-    """``avg@n`` (the mean reward) and, with a ``pass_score``, ``pass@k`` and ``maj@k``, as means
-    over the prompts."""
+    """``avg@n`` (the mean reward, a rate where rewards are ``binary``) and, with a ``pass_score``,
+    ``pass@k`` and ``maj@k``, as means over the prompts."""
     sizes = subset_sizes(n) if pass_score is not None else ()
     scores = []
     for record in records:
@@ -31,9 +36,7 @@ def of_completions(
         own = {"id": record["id"], "rewards": rewards, f"avg@{n}": sum(rewards) / n}
         scores.append({**own, **attempt_rates(correct, votes, sizes)})
     rates = attempt_rates([True] * n, [None] * n, sizes)
-    # as `eval/reward` of evaluations during training, with which it is drawn
-    shares = all(reward in (0.0, 1.0) for score in scores for reward in score["rewards"])
-    average = Measure.RATE if shares else Measure.MEAN
+    average = Measure.RATE if binary else Measure.MEAN
     return summarize(scores, {f"avg@{n}": average, **dict.fromkeys(rates, Measure.RATE)})
 
 

@@ -147,7 +147,11 @@ class Evaluate(AlgorithmSchema):
             return summary
         of_completions = resolve(f"{SUMMARIES}:of_completions")
         summary = of_completions(
-            records, n=config.rollout.n, pass_score=self.pass_score, pattern=self.vote_pattern
+            records,
+            n=config.rollout.n,
+            pass_score=self.pass_score,
+            pattern=self.vote_pattern,
+            binary=config.default_pass_score is not None,  # as during training
         )
         return summary
 

@@ -14,6 +14,8 @@ from slurmrl.data.sample import SequenceSample
 FIRST, EVERY = 10, 100
 """The first steps, and every how many of the others, of which samples are kept: steps of SFT may be
 short and many, and each has a file of its own."""
+LONGEST = 20_000
+"""Characters of a text that are kept: rows of SFT may be as long as the model's context."""
 
 
 def rows_of(sample: SequenceSample, context: CallContext) -> list[dict[str, Any]]:
@@ -37,8 +39,14 @@ def rows_of(sample: SequenceSample, context: CallContext) -> list[dict[str, Any]
         first = next((at for at in range(start, stop) if not read[at]), stop)
         row = {
             "id": sample.ids[number],
-            "prompt": context.tokenizer.decode(ids[start:first]),
-            "completion": context.tokenizer.decode(ids[first:stop]),
+            "prompt": _cut(context.tokenizer.decode(ids[start:first])),
+            "completion": _cut(context.tokenizer.decode(ids[first:stop])),
         }
         rows.append(row | (tokens[number] if tokens else {}))
     return rows
+
+
+def _cut(decoded: str | list[str]) -> str:
+    text = str(decoded)
+    left = len(text) - LONGEST
+    return text if left <= 0 else f"{text[:LONGEST]} … ({left} more characters)"

@@ -148,8 +148,10 @@ class CheckProcess:
     def _adapters(self) -> Iterator[Finding]:
         """Of checkpoints that are evaluated without an export, which would compare them. The last
         check, because it reads whole models."""
-        roles = {Path(self.config.model(use.role).path or ""): use.role for use in self.roles}
-        for folder, role in roles.items():
+        models = {use.role: self.config.model(use.role).path for use in self.roles}
+        roles = {path: role for role, path in models.items() if path is not None}
+        for path, role in roles.items():
+            folder = Path(path)
             try:
                 if is_pinned(folder):
                     PinnedTensors(folder).check_base()

@@ -30,6 +30,8 @@ from slurmrl.submission.versions import torch_build
 TIMEOUT_S: Final = 120.0
 CHILD: Final = "slurmrl.submission.checks.child"
 UNCHECKED: Final = "the run checks it when it starts"
+ADAPTERS: Final = "adapters"
+"""The subject of the only check that nothing repeats."""
 SHOWN: Final = 300
 """Characters shown of the last output of a crashed child."""
 
@@ -183,15 +185,14 @@ def _read(folder: Path, ended: int | None, timeout_s: float) -> list[Finding]:
     doing, subject = begun["begins"], begun["subject"]
     if not doing and ended is not None:
         return findings
+    later = "nothing else does it" if subject == ADAPTERS else UNCHECKED
     if ended is None:
-        text = (
-            f"{doing or 'ending'} took longer than {timeout_s:g} s; {UNCHECKED} (--check-timeout)"
-        )
+        text = f"{doing or 'ending'} took longer than {timeout_s:g} s; {later} (--check-timeout)"
         return [*findings, Finding(subject, Weight.WARNING, text)]
     output = (folder / "output").read_bytes()[-4096:].decode(errors="replace").strip()
     last = output.splitlines()[-1][:SHOWN] if output else "no output"
     if ended == -signal.SIGKILL:
-        text = f"the check was killed while {doing}, perhaps for its memory; {UNCHECKED}"
+        text = f"the check was killed while {doing}, perhaps for its memory; {later}"
         return [*findings, Finding(subject, Weight.WARNING, text)]
     text = f"{doing} ended the process with code {ended}: {last}"
     return [*findings, Finding(subject, Weight.FAILED, text)]

@@ -292,7 +292,8 @@ class RolloutTasks:
                 self._end(attempt, LOST, str(error))
             if attempt.heard_at == now or self._ledger.leased_by(attempt.name):
                 attempt.polls.reset()
-            attempt.read_at = now + attempt.polls.next_s()
+            # One that rings is read then; its polls find what a lost ring did not announce.
+            attempt.read_at = now + attempt.polls.next_s() * (2 if attempt.rings else 1)
 
     def _take(self, attempt: RolloutAttempt, result: RolloutResult) -> None:
         match result:

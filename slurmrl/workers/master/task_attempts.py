@@ -120,6 +120,8 @@ class RolloutAttempt:
         path = self.paths.rollout_results(self.group, self.task, self.number)
         self._reader = LogReader(path, start=self.record.read)
         self._read_at = self.heard_at
+        self.rings = False
+        """Whether its last news was announced by a ring."""
         self._rung = False
         self._spare = SPARE_LOOKS
         self._nonce = uuid.uuid4().hex
@@ -179,7 +181,7 @@ class RolloutAttempt:
         self._read_at = now
         left = self._spare - 1 if self._rung else self._spare + 1
         self._spare = SPARE_LOOKS if news else min(left, SPARE_LOOKS)
-        self._rung = False
+        self.rings, self._rung = news and self._rung, False
 
     def take(self, result: RolloutResult) -> None:
         """Keep what a result says about the task itself. Raises CorruptFileError."""
@@ -219,7 +221,7 @@ class RolloutAttempt:
             self._unsent = False
         except (EnvironmentFailure, FileNotFoundError) as error:
             logger.warning("cannot ask %s, will retry: %s", self.name, error)
-        return not self._unsent
+        return self._log is not None and not self._unsent
 
 
 def is_name(name: str) -> bool:

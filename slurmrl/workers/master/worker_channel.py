@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,8 @@ T = TypeVar("T")
 STACKS_POLL_S = 0.05
 REST_S = 0.2
 """Longest pause between two reads of the logs while the master rests."""
+LOOK_S = 0.02
+"""Shortest interval in which wakers have the master look."""
 
 
 @dataclass
@@ -114,6 +117,8 @@ class WorkerChannel:
         self._bells: dict[int, BellAddress] = {}
         """The agents' bells by task."""
         self._while_waiting, self._wakers = while_waiting, wakers
+        self._woken_at = 0.0
+        """When a waker may have woken the master last."""
         self._numbers = itertools.count()
         self._waits: tuple[Callable[[], str], Callable[[], set[int]], float] | None = None
         """What `_wait` waits for, from which ranks, and since when."""
@@ -210,9 +215,12 @@ class WorkerChannel:
         since = time.monotonic()
         while (found := take()) is None and not self.warned:
             self._waits = what, set, since
-            if not self._take(self._agents.read_due()):
-                self._while_waiting()
-                self._agents.wait(self._wakers, REST_S)
+            if self._take(self._agents.read_due()):
+                continue
+            self._while_waiting()
+            if (found := take()) is not None:
+                break
+            self._pause(REST_S)
         self._waits = None
         return found
 
@@ -265,8 +273,18 @@ class WorkerChannel:
                     f"waited {timeout_s:.0f} s for {self._describe(missing())} {what}"
                 )
             self._while_waiting()
-            self._agents.wait(self._wakers)
+            self._pause(REST_S if self._wakers else math.inf)
         self._waits = None
+
+    def _pause(self, most_s: float) -> None:
+        """Wait until there may be something to do. However many rings a waker hears, the master
+        looks only every `LOOK_S` for them."""
+        early_s = self._woken_at + LOOK_S - time.monotonic()
+        if self._wakers and early_s > 0:
+            self._agents.wait(most_s=min(most_s, early_s))
+        else:
+            self._agents.wait(self._wakers, most_s)
+            self._woken_at = time.monotonic()
 
     def _describe(self, ranks: Iterable[int]) -> str:
         return ", ".join(f"rank {rank}{self._where(rank)}" for rank in sorted(ranks))

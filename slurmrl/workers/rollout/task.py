@@ -270,7 +270,9 @@ class TaskAtWork:
     async def _gather(self) -> None:
         """Wait for more to record, which finished groups do while others are being made."""
         rest_s = self._recorded_s + self._options.record_s - time.monotonic()
-        await asyncio.sleep(max(0.0, rest_s))
+        with suppress(TimeoutError):  # one that leaves has no time for that
+            async with asyncio.timeout(max(0.0, rest_s)):
+                await self._until(lambda: self._session.retirement is not None)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._options.gather_s):
                 await self._until(lambda: bool(self._messages or not self._making))

@@ -29,11 +29,13 @@ class Watchers:
         self._steps: list[subprocess.Popen[bytes]] = []
 
     def start(self, job: JobHosts) -> None:
-        """Start a step on each of the job's last hosts, the spares, if it has any. It shares its
-        host with whatever runs there in a round."""
+        """Start a step on each of the job's last hosts, if it has spares. It shares its host with
+        whatever runs there in a round."""
         batch = env.NODE_NAME.get()
         others = [host for host in job.hosts if host != batch]
-        for host in others[-MOST:] if len(job.hosts) > job.needed else ():
+        if len(job.hosts) == job.needed or batch not in job.hosts:
+            return  # without spares Slurm ends the job; a watcher must know its batch host
+        for host in others[-MOST:]:
             logger.info("a watcher of %s starts on %s", batch, host)
             try:
                 step = subprocess.Popen(self._command(host, batch), preexec_fn=unblock)

@@ -209,16 +209,17 @@ def test_the_summary_of_completions_is_that_of_all_subsets(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("rewards", "interval"), [([0.0, 1.0, 0.0], rate), ([0.0, 1.5, 0.0], mean)]
+    ("rewards", "binary", "interval"),
+    [([0.0, 1.0, 0.0], True, rate), ([0.0, 1.0, 0.0], False, mean)],
 )
 def test_the_interval_of_right_and_wrong_stays_between_0_and_1(
-    rewards: list[float], interval: Callable[[list[float]], Estimate]
+    rewards: list[float], binary: bool, interval: Callable[[list[float]], Estimate]
 ) -> None:
     lines = [
         {"id": str(at), "completions": [{"text": "", "reward": reward}]}
         for at, reward in enumerate(rewards)
     ]
-    summary = of_completions(lines, n=1, pass_score=None, pattern=None)
+    summary = of_completions(lines, n=1, pass_score=None, pattern=None, binary=binary)
     assert summary.estimates["avg@1"] == interval(rewards)
 
 

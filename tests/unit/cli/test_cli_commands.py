@@ -117,7 +117,8 @@ def test_watching_ends_when_no_job_is_left(
         scheduler.problem = None
         scheduler.tasks = []
 
-    assert watch(monkeypatch, silent, lambda: None, gone) == 0
+    nothing = [lambda: None] * 2
+    assert watch(monkeypatch, silent, *nothing, gone, lambda: None) == 0
     assert "INTERRUPTED" in capsys.readouterr().out.splitlines()[-1]
 
 

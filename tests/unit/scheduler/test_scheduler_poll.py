@@ -94,3 +94,22 @@ def test_a_scheduler_that_does_not_answer_is_asked_ever_less_often(
         pauses.append(poll.pause_s)
         clock.now += poll.pause_s
     assert pauses == sorted(set(pauses))
+
+
+def test_no_answer_is_not_taken_for_no_jobs(
+    poll: SchedulerPoll, scheduler: FakeScheduler, clock: Clock
+) -> None:
+    """Nor is an older one for other jobs taken for one for these."""
+    scheduler.problem = "squeue did not answer"
+    for _ in range(2):
+        with pytest.raises(EnvironmentFailure, match="did not answer"):
+            poll.query(JOBS)
+    scheduler.problem, clock.now = None, clock.now + poll.pause_s
+    answer = poll.query(JOBS)
+    scheduler.problem, clock.now = "squeue did not answer", clock.now + poll.pause_s
+    with pytest.raises(EnvironmentFailure):
+        poll.query(JOBS)
+    assert poll.query(JOBS) == answer != []
+    for _ in range(2):
+        with pytest.raises(EnvironmentFailure):
+            poll.query({"trainer": ("41", "42")})

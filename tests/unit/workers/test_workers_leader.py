@@ -124,7 +124,13 @@ def test_the_job_is_given_back_in_place_of_its_batch_process(
         pytest.param(("did not answer",), ("RUNNING 1",), "requeue", id="runs again"),
         pytest.param(("did not answer",), ("PENDING 1",), "requeue", id="was requeued"),
         pytest.param(("is pending execution",), ("PENDING 1",), "requeue", id="another agent did"),
-        pytest.param(("not permitted",), ("RUNNING 0",), "requeue cancel", id="refused"),
+        pytest.param(
+            ("not permitted",) * 3,
+            ("RUNNING 0",) * 3,
+            "requeue requeue requeue cancel",
+            id="refused",
+        ),
+        pytest.param(("Zero bytes", ""), ("RUNNING 0",), "requeue requeue", id="odd answer"),
     ],
 )
 def test_a_job_that_is_not_requeued_at_once(
