@@ -6,6 +6,7 @@ table parses, and is then refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -62,6 +63,20 @@ FSDP: Final = EngineRules(
     records_experts=True,
 )
 """FSDP2 around the built-in decoder; ``archon`` is another name for it."""
+EXPERTS_NEED: Final[Mapping[str, object]] = {
+    "disaggregation_mode": "null",
+    "enable_flexkv": False,
+    "enable_hierarchical_cache": False,
+    "enable_lmcache": False,
+    "enable_two_batch_overlap": False,
+    "enable_unified_cache_external_linker": False,
+    "pp_size": 1,
+    "radix_cache_backend": None,
+    "speculative_algorithm": None,
+}
+"""What settings of SGLang must be where it reports experts. Other values bring keys and values into
+the cache, or move them, without the experts beside them, or leave out layers: the server would
+report those of other tokens."""
 SERVERS: Final = EngineRules("dt", "slurmrl.models.config:ModelConfig", own_experts=False)
 """The leader of each data-parallel copy keeps a server on the GPUs of its tensor ranks."""
 ENGINES: Final = {

@@ -16,29 +16,17 @@ import numpy as np
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.layout.copy import Array
 from slurmrl.models.config import ModelConfig
+from slurmrl.plan.engines import EXPERTS_NEED
 
 FLAG = "--enable-return-routed-experts"
 ENABLED = "enable_return_routed_experts"
-WITHOUT_RECORD: Mapping[str, object] = {
-    "disaggregation_mode": "null",
-    "enable_flexkv": False,
-    "enable_hierarchical_cache": False,
-    "enable_lmcache": False,
-    "enable_two_batch_overlap": False,
-    "enable_unified_cache_external_linker": False,
-    "pp_size": 1,
-    "radix_cache_backend": None,
-    "speculative_algorithm": None,
-}
-"""Settings whose other values bring keys and values into the cache, or move them, without the
-experts beside them, or leave out layers. The server would report those of other tokens."""
 
 
 def check_settings(where: str, server: Mapping[str, object]) -> None:
     """Raises UsageError if a server with these settings does not report experts, or others."""
     if server.get(ENABLED) is not True:
         raise UsageError(f"{where}: rollout.replay_experts needs a server with {FLAG}")
-    for name, needed in WITHOUT_RECORD.items():
+    for name, needed in EXPERTS_NEED.items():
         value = server.get(name, needed)
         if value not in (needed, None):
             raise UsageError(

@@ -7,6 +7,7 @@ from typing import Final
 
 from slurmrl.errors import Problem
 from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.engines import EXPERTS_NEED
 from slurmrl.plan.placement import ROLLOUTS
 
 KEY: Final = "all users of the host could read the key, and a Unix socket of your own needs none"
@@ -41,22 +42,11 @@ REFUSED: Final[Mapping[str, Mapping[str, str]]] = {
     },
 }
 """By kind of server, the flags and the reasons. argparse also knows a flag by its beginning."""
-WITHOUT_RECORD: Final[Mapping[str, Mapping[str, str]]] = {
-    "sglang": dict.fromkeys(
-        (
-            "--disaggregation-mode",
-            "--enable-flexkv",
-            "--enable-hierarchical-cache",
-            "--enable-lmcache",
-            "--enable-two-batch-overlap",
-            "--enable-unified-cache-external-linker",
-            "--radix-cache-backend",
-            "--speculative-algorithm",
-        ),
-        "with rollout.replay_experts: the server would report the experts of other tokens",
-    ),
-}
-"""Those that are refused with ``rollout.replay_experts`` besides."""
+WITHOUT_EXPERTS: Final = dict.fromkeys(
+    (f"--{name.replace('_', '-')}" for name in EXPERTS_NEED),
+    "with rollout.replay_experts: the server would report the experts of other tokens",
+)
+"""Flags of SGLang that are refused with ``rollout.replay_experts`` besides."""
 LEAST: Final = len("--tp")
 
 
@@ -64,8 +54,8 @@ def server_flags(draft: Draft, backend: str) -> Iterator[Problem]:
     """Arguments with which a server cannot be reached, or is another one than the plan's."""
     rollout = draft.config.rollout
     flags = REFUSED[backend]
-    if rollout.replay_experts:
-        flags = {**flags, **WITHOUT_RECORD.get(backend, {})}
+    if rollout.replay_experts and backend == "sglang":
+        flags = WITHOUT_EXPERTS | dict(flags)
     for argument in rollout.server_args:
         flag = argument.partition("=")[0].replace("_", "-")
         for refused, reason in flags.items():

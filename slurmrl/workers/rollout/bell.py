@@ -60,9 +60,8 @@ class TaskBell:
 
     def _hear(self) -> None:
         assert self._bell is not None, "it is listened to"
-        rings = self._bell.hear()
-        sources = set() if self._master is None else {self._master.source}
-        if rings.sources & sources:
+        sources = self._bell.hear().sources
+        if self._master is not None and self._master.source in sources:
             self.heard += 1
             self._next.set()
             self._next = asyncio.Event()
