@@ -8,7 +8,7 @@ late, or read again. See "Leases of samples" in docs/protocols.md.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -23,30 +23,42 @@ LATE: Final = "late"
 """Why a result does not count: its lease does not hold its item, or does no more."""
 ROLLED_BACK: Final = "rolled back"
 """Why a sample does not count: some of its tokens are from weights that led nowhere."""
+USED_STEPS: Final = 8
+"""Steps of which the one that used the fewest items says how many another will use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
     """Bounds how far rollouts may run ahead of training, by the rule of AReaL: with weights of a
-    version, items are generated for the next ``max_staleness + 1`` steps and no more."""
+    version, items are generated for the next ``max_staleness + 1`` steps and no more. A step uses
+    more items than its batch has where a filter drops some."""
 
     max_staleness: int
     """Steps from the oldest weights that made a token to the weights that are trained with it."""
     batch_size: int
     """Items of a step."""
-    max_leased: int
-    """Items that all tasks together may work on."""
+    max_leased: int | None
+    """Items that all tasks together may work on, if that is bounded."""
 
-    def room(self, *, version: int, step: int, leased: int, waiting: int) -> int:
+    def room(
+        self, *, version: int, step: int, leased: int, finished: int, in_flight: int, used: int
+    ) -> int:
         """How many more items may be leased. ``version`` is the step of the weights that the tasks
-        can have now, ``step`` the last one trained; ``leased`` items are with tasks, ``waiting``
-        ones are finished or in flight.
+        can have now, ``step`` the last one trained. ``leased`` items are with tasks, others are
+        ``finished`` or ``in_flight``. Steps that follow the next one are expected to use ``used``
+        items, at least a batch.
 
         AReaL counts the trained items, here ``step * batch_size``: steps that were left with fewer
         by a filter, or by another batch size before a restart, neither give room nor take it.
         """
-        ahead = (self.max_staleness + version - step + 1) * self.batch_size
-        return max(0, min(ahead - waiting, self.max_leased) - leased)
+        further = self.max_staleness + version - step
+        if further < 0:
+            return 0
+        lacking = self.batch_size - min(in_flight, self.batch_size)
+        room = lacking + further * used - finished - leased
+        if self.max_leased is not None:
+            room = min(room, self.max_leased - leased)
+        return max(0, room)
 
 
 @dataclass
@@ -82,6 +94,10 @@ class SampleLedger(Ledger):
         """The step of the oldest weights in each of these."""
         self._in_use: dict[int, ItemSample] = {}
         """Samples of items in flight."""
+        self._used = 0
+        """Items trained or dropped by a filter, since the last step was trained."""
+        self._used_by: deque[int] = deque(maxlen=USED_STEPS)
+        """The same for each of the last steps."""
         for held in self._leases.values():
             self._queued_again -= held.items
         self._queued_again -= self._finished.keys()
@@ -122,8 +138,14 @@ class SampleLedger(Ledger):
 
     def room(self, admission: Admission, *, version: int, step: int) -> int:
         """How many more items may be leased now (see `Admission.room`)."""
-        waiting = len(self._finished) + len(self._in_flight)
-        return admission.room(version=version, step=step, leased=self.leased, waiting=waiting)
+        return admission.room(
+            version=version,
+            step=step,
+            leased=self.leased,
+            finished=len(self._finished),
+            in_flight=len(self._in_flight),
+            used=self.expected(admission.batch_size, admission.batch_size),
+        )
 
     def lease(self, count: int, holder: str, oldest: str) -> LeasedItems:
         """Lease the first queued items to a holder that has the weights of the version ``oldest``.
@@ -144,8 +166,7 @@ class SampleLedger(Ledger):
         if not self._counts(sample):
             self._queued_again.add(sample.item)
             return False
-        self._finished[sample.item] = sample
-        self._oldest[sample.item] = oldest_step(sample)
+        self._finish(sample)
         return True
 
     def return_items(self, lease: str, items: Iterable[int]) -> list[int]:
@@ -176,11 +197,13 @@ class SampleLedger(Ledger):
         step: int,
         max_staleness: int,
         *,
+        most: int | None = None,
         sound: Container[ItemSample] | None = None,
     ) -> Sequence[ItemSample]:
         """Take the finished items with the oldest samples for a step, which changes the weights of
         step ``step - 1``: they are in flight then. Drops those whose samples are too stale for it.
-        Takes none if fewer than ``count`` are left, of those that are ``sound`` if that is given.
+        Takes ``count``, or up to ``most`` if that is given. Takes none if fewer than ``count`` are
+        left, of those that are ``sound`` if that is given.
         """
         first = step - 1 - max_staleness
         for item in [item for item, oldest in self._oldest.items() if oldest < first]:
@@ -193,10 +216,36 @@ class SampleLedger(Ledger):
         if len(ready) < count:
             return ()
         ready.sort(key=lambda item: (self._oldest[item], item))
-        taken = [self._unfinish(item) for item in ready[:count]]
+        taken = [self._unfinish(item) for item in ready[: most or count]]
         self._in_use.update({sample.item: sample for sample in taken})
         self._in_flight.update({sample.item: step for sample in taken})
         return taken
+
+    def expected(self, count: int, batch_size: int) -> int:
+        """Items that a step probably uses for ``count`` trained ones, at least as many: the fewest
+        that one of the last steps has used for its batch. Too many would become stale."""
+        used = max(batch_size, min(self._used_by, default=0))
+        return -(-count * used // batch_size)
+
+    def train(self, items: Iterable[int], step: int) -> None:
+        trained = list(items)
+        super().train(trained, step)
+        self._used_by.append(self._used + len(trained))
+        self._used = 0
+
+    def drop(self, items: Iterable[int], reason: str) -> None:
+        dropped = list(items)
+        super().drop(dropped, reason)
+        self._used += len(dropped)
+
+    def give_back(self, items: Iterable[int]) -> None:
+        """Items in flight that have samples are finished again; others are queued again."""
+        for item in list(items):
+            sample = self._in_use.get(item)
+            super().give_back([item])
+            if sample is not None:
+                self._queued_again.remove(item)
+                self._finish(sample)
 
     def record(self) -> LedgerRecord:
         samples = self._finished | self._in_use
@@ -226,6 +275,10 @@ class SampleLedger(Ledger):
     def _hold(self, lease: str, held: _Held) -> None:
         self._leases[lease] = held
         self._by_holder.setdefault(held.holder, []).append(lease)
+
+    def _finish(self, sample: ItemSample) -> None:
+        self._finished[sample.item] = sample
+        self._oldest[sample.item] = oldest_step(sample)
 
     def _unfinish(self, item: int) -> ItemSample:
         """Remove an item from the finished ones."""

@@ -160,11 +160,16 @@ class RolloutTasks:
         """A version was published."""
         self.bells.ring(self._living.values())
 
-    def take(self, step: int, count: int) -> Sequence[ItemSample] | None:
-        """Take the groups of a step, all of which could be read; they are in flight then. None:
-        there are not enough yet."""
+    def take(self, step: int, count: int, *, filtered: bool = False) -> Sequence[ItemSample] | None:
+        """Take ``count`` groups for a step, all of which could be read; they are in flight then.
+        Of groups to be ``filtered``, more are taken if they are there: as many as probably leave
+        ``count``. None: there are not enough yet."""
         samples = self._ledger.take_finished(
-            count, step, self._admission.max_staleness, sound=self._checks.sound
+            count,
+            step,
+            self._admission.max_staleness,
+            most=self._ledger.expected(count, self._admission.batch_size) if filtered else count,
+            sound=self._checks.sound,
         )
         if len(samples) < count:
             self._wanted = count
@@ -173,6 +178,12 @@ class RolloutTasks:
         self._checks.keep(self._ledger.finished)
         self._counts.take([step - 1 - oldest_step(sample) for sample in samples])
         return samples
+
+    def returned(self, step: int, samples: Iterable[ItemSample]) -> None:
+        """Groups that a step had taken wait for the next one, once they were read again."""
+        samples = tuple(samples)
+        self._checks.add(samples)
+        self._counts.give_back(step - 1 - oldest_step(sample) for sample in samples)
 
     def leave(self, name: str, within_s: float) -> None:
         """Ask an attempt to finish or give back what it holds, and to end. `start` comes first."""

@@ -169,8 +169,11 @@ def _rollouts(
     config, batch_size = settings.config, settings.algorithm.batch_size
     tasks = config.rollout.tasks
     assert tasks is not None, "the caller has asked"
-    most = tasks.max_in_flight or (tasks.max_staleness + 1) * batch_size
-    admission = Admission(max_staleness=tasks.max_staleness, batch_size=batch_size, max_leased=most)
+    admission = Admission(
+        max_staleness=tasks.max_staleness,
+        batch_size=batch_size,
+        max_leased=tasks.max_in_flight,
+    )
     known = (committed or {}).get("rollouts")
     intervals = PollIntervals.of(plan.hosts, config.cluster.heartbeat_s)
     return RolloutTasks(

@@ -94,13 +94,13 @@ class StepRunner:
         return Executed({**metrics, **counts}, step_metrics.texts(answered), answered)
 
     def _take_samples(
-        self, rollouts: RolloutTasks, step: int, count: int
+        self, rollouts: RolloutTasks, step: int, count: int, *, filtered: bool = False
     ) -> Sequence[ItemSample] | None:
         """Wait for the samples of the next items. None: the job will end before."""
 
         def take() -> Sequence[ItemSample] | None:
             self._while_idle()
-            return rollouts.take(step, count)
+            return rollouts.take(step, count, filtered=filtered)
 
         began = time.monotonic()
         samples = self._channel.wait_for(take, rollouts.waits_for)
@@ -148,11 +148,12 @@ class StepRunner:
 
     def _filtered(self, step: int, refill: Refill) -> tuple[Answered, dict[str, int]] | None:
         """Take candidates until enough are accepted for a batch, and train on it. Candidates beyond
-        it are queued again. Rollout tasks have room for no more than a batch."""
+        it are queued again, or their groups wait for the next step."""
         progress, calls = self._progress, self._plan.calls
         before, after = calls[: self._plan.filtered], calls[self._plan.filtered :]
         answered: Answered = []
         accepted: list[int] = []
+        groups: dict[int, ItemSample] = {}
         reasons: Counter[str] = Counter()
         rounds = 0
         while rounds < refill.rounds and len(accepted) < progress.batch_size:
@@ -161,10 +162,11 @@ class StepRunner:
                 candidates = progress.take(refill.candidates or progress.batch_size)
             else:
                 missing = progress.batch_size - len(accepted)
-                found = self._take_samples(self._rollouts, step, missing)
+                found = self._take_samples(self._rollouts, step, missing, filtered=True)
                 if found is None:
                     return None
                 samples, candidates = found, [sample.item for sample in found]
+                groups.update(zip(candidates, samples, strict=True))
             answered += self._run(
                 step, progress.items(candidates), before, candidates=True, samples=samples
             )
@@ -176,6 +178,8 @@ class StepRunner:
             accepted += [number for number in candidates if number not in dropped]
         batch, surplus = accepted[: progress.batch_size], accepted[progress.batch_size :]
         progress.give_back(surplus)
+        if self._rollouts is not None:
+            self._rollouts.returned(step, map(groups.__getitem__, surplus))
         if len(batch) < progress.batch_size:
             self._tell_short(step, len(batch), rounds, reasons)
         answered += self._run(step, progress.items(batch), after if batch else ())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from slurmrl.data.leases import LATE, ROLLED_BACK, STALE, Admission, SampleLedger
+from slurmrl.data.leases import LATE, ROLLED_BACK, STALE, USED_STEPS, Admission, SampleLedger
 from slurmrl.data.ledger import (
     ItemSample,
     LeasedItems,
@@ -70,6 +72,8 @@ class Account(RuleBasedStateMachine):
         self.leases: list[tuple[str, int]] = []
         """Every lease and item of it, also those that are over."""
         self.refused = Counter[str]()
+        self.used: list[int] = []
+        """Items that each step of the incarnation has trained or dropped."""
         self.ledger = SampleLedger(1, Lineage(self.last_steps))
         self.commit: tuple[Any, ...] = (committed(self.ledger), [], 0, dict(self.last_steps))
 
@@ -86,14 +90,15 @@ class Account(RuleBasedStateMachine):
 
     # -- tasks -------------------------------------------------------------------------------
 
-    @rule(count=st.integers(0, 6), holder=st.sampled_from(HOLDERS), lag=st.integers(0, 1))
+    @rule(count=st.integers(1, 6), holder=st.sampled_from(HOLDERS), lag=st.integers(0, 1))
     def lease(self, count: int, holder: str, lag: int) -> None:
         """Weights may be published later than they are trained."""
         version = max(0, self.step - lag)
         leased, waiting = len(self.items("leased")), len(self.items("finished"))
-        ahead = (self.STALENESS + version + 1) * self.BATCH
-        taken = self.step * self.BATCH + waiting + len(self.in_flight()) + leased
-        room = max(0, min(self.MOST_LEASED - leased, ahead - taken))
+        further = self.STALENESS + version - self.step
+        lacking = self.BATCH - min(len(self.in_flight()), self.BATCH)
+        ahead = lacking + further * self.expected(self.BATCH)
+        room = max(0, min(self.MOST_LEASED, ahead - waiting) - leased)
         assert self.ledger.room(self.admission, version=version, step=self.step) == room
         count = min(count, room)
         queued = self.items("queued")
@@ -107,12 +112,21 @@ class Account(RuleBasedStateMachine):
             self.leases.append((found.lease, item))
             self.states[item] = ("leased", found.lease, holder)
 
+    @precondition(lambda self: self.items("leased"))
+    @rule(least=st.integers(0, 2), age=st.sampled_from([0, 0, 1]))
+    def finish_all(self, least: int, age: int) -> None:
+        """Tasks finish all that they have, or all from an item on."""
+        for item in self.items("leased")[least:]:
+            self.finish(self.states[item][1], item, self.incarnation, [age])
+
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), ages=st.lists(st.integers(0, 3), min_size=1, max_size=2, unique=True))
-    def finish(self, data: st.DataObject, ages: list[int]) -> None:
+    def finish_again(self, data: st.DataObject, ages: list[int]) -> None:
         """Any result that a task can ever have written, again or for the first time."""
         lease, item = data.draw(st.sampled_from(self.leases))
-        by = data.draw(st.integers(1, self.incarnation))
+        self.finish(lease, item, data.draw(st.integers(1, self.incarnation)), ages)
+
+    def finish(self, lease: str, item: int, by: int, ages: list[int]) -> None:
         versions = [f"{max(0, self.step - age)}.{by}" for age in ages]
         versions = list(dict.fromkeys(versions))
         held = self.states[item][:2] == ("leased", lease) if item < len(self.states) else False
@@ -124,19 +138,29 @@ class Account(RuleBasedStateMachine):
             self.refused[ROLLED_BACK if held else LATE] += 1
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def return_items(self, data: st.DataObject) -> None:
-        lease, item = data.draw(st.sampled_from(self.leases))
+    @rule(data=st.data(), what=st.sampled_from(["return", "redo", "lose", "commit", "restart"]))
+    def disturb(self, data: st.DataObject, what: str) -> None:
+        if what == "restart":
+            self.restart()
+        elif what == "commit":
+            self.write_commit()
+        elif what == "lose":
+            self.lose(data.draw(st.sampled_from(HOLDERS)))
+        else:
+            lease, item = data.draw(st.sampled_from(self.leases))
+            if what == "return":
+                self.return_item(lease, item)
+            else:
+                self.redo(item)
+
+    def return_item(self, lease: str, item: int) -> None:
         held = self.states[item][:2] == ("leased", lease) if item < len(self.states) else False
         assert self.ledger.return_items(lease, [item]) == [item] * held
         if held:
             self.states[item] = ("queued",)
 
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def redo(self, data: st.DataObject) -> None:
+    def redo(self, item: int) -> None:
         """A sample cannot be read; perhaps it waits for no step any more."""
-        _, item = data.draw(st.sampled_from(self.leases))
         waits = item in self.items("finished")
         versions = self.states[item][1:] if waits else ("0.1",)
         assert not self.ledger.redo(sample(item, *versions, "99.9"))
@@ -144,7 +168,6 @@ class Account(RuleBasedStateMachine):
         if waits:
             self.states[item] = ("queued",)
 
-    @rule(holder=st.sampled_from(HOLDERS))
     def lose(self, holder: str) -> None:
         lost = [item for item in self.items("leased") if self.states[item][2] == holder]
         assert self.ledger.lose(holder) == lost
@@ -153,10 +176,16 @@ class Account(RuleBasedStateMachine):
 
     # -- training ----------------------------------------------------------------------------
 
-    @precondition(lambda self: not self.in_flight())
-    @rule(unread=st.sets(st.integers(0, 8)))
-    def take(self, unread: set[int]) -> None:
+    def expected(self, count: int) -> int:
+        used = max(self.BATCH, min(self.used[-USED_STEPS:], default=0))
+        return math.ceil(count * used / self.BATCH)
+
+    @precondition(lambda self: len(self.items("finished")) >= self.BATCH and not self.in_flight())
+    @rule(unread=st.just(set()) | st.sets(st.integers(0, 8)), filtered=st.booleans())
+    def take(self, unread: set[int], filtered: bool) -> None:
         """Some samples may not be known to be sound yet."""
+        most = self.ledger.expected(self.BATCH, self.BATCH)
+        assert most == self.expected(self.BATCH)
         sound = {one for one in self.ledger.finished if one.item not in unread}
         oldest = {
             item: min(int(name.split(".")[0]) for name in self.states[item][1:])
@@ -166,9 +195,14 @@ class Account(RuleBasedStateMachine):
             del oldest[item]
             self.states[item] = ("dropped", STALE)
         ready = sorted(oldest.keys() - unread, key=lambda item: (oldest[item], item))
-        ready = ready[: self.BATCH]
-        wanted = ready if len(ready) == self.BATCH else []
-        taken = self.ledger.take_finished(self.BATCH, self.step + 1, self.STALENESS, sound=sound)
+        wanted = ready[: most if filtered else self.BATCH] if len(ready) >= self.BATCH else []
+        taken = self.ledger.take_finished(
+            self.BATCH,
+            self.step + 1,
+            self.STALENESS,
+            most=most if filtered else None,
+            sound=sound,
+        )
         assert [one.item for one in taken] == wanted
         for one in taken:
             assert all(self.step - int(name.split(".")[0]) <= 1 for name in one.versions)
@@ -178,34 +212,37 @@ class Account(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.in_flight()))
     @rule(data=st.data())
     def train(self, data: st.DataObject) -> None:
-        """What is damaged is made again; a filter may leave out others."""
+        """A filter may leave out some, and others are too many for a batch."""
+        trained, used = [], 0
         for item in self.in_flight():
-            end = data.draw(st.sampled_from(["trained", "trained", "filtered", "damaged"]))
+            end = data.draw(st.sampled_from(["trained", "trained", "filtered", "too many"]))
             if end == "trained":
-                self.ledger.train([item], self.step + 1)
-                self.states[item] = ("trained", self.step + 1)
+                trained.append(item)
             elif end == "filtered":
                 self.ledger.drop([item], end)
                 self.states[item] = ("dropped", end)
+                used += 1
             else:
                 self.ledger.give_back([item])
-                self.states[item] = ("queued",)
+                self.states[item] = ("finished", *self.states[item][1:])
+        self.ledger.train(trained, self.step + 1)
+        for item in trained:
+            self.states[item] = ("trained", self.step + 1)
+        self.used.append(used + len(trained))
         self.step += 1
 
     # -- restarts ----------------------------------------------------------------------------
 
-    @rule()
     def write_commit(self) -> None:
         last = {**self.last_steps, self.incarnation: self.step}
         self.commit = committed(self.ledger), list(self.states), self.step, last
 
-    @rule()
     def restart(self) -> None:
         text, states, self.step, last_steps = self.commit
         self.incarnation += 1
         self.last_steps = {**last_steps, self.incarnation: None}
         self.ledger = SampleLedger(self.incarnation, Lineage(self.last_steps), read(text))
-        self.refused = Counter()
+        self.refused, self.used = Counter(), []
         self.states = list(states)
         for item, state in enumerate(self.states):
             if state[0] in ("finished", "in flight"):
@@ -275,6 +312,49 @@ def test_rollouts_run_ahead_by_the_staleness_and_no_sample_becomes_stale(
         assert ledger.trained == 4 * step
     assert max(seen) == max_staleness
     assert ledger.dropped == {}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_where_a_filter_drops_items_more_are_made_ahead(max_staleness: int, share: float) -> None:
+    """Steps judge candidates until a batch is accepted, in few rounds, because tasks make most of
+    them while the step before trains. What is accepted and too much for a batch waits for the next
+    step. Little is made that becomes stale, also by tasks that are always ahead; without staleness
+    nothing."""
+    admission = Admission(max_staleness=max_staleness, batch_size=8, max_leased=None)
+    ledger = SampleLedger(1, ALL_STEPS)
+    chance = Random(0)
+    rounds = []
+
+    def generate(version: int, step: int) -> None:
+        room = ledger.room(admission, version=version, step=step)
+        lease = ledger.lease(room, "task", "0.1")
+        for item in lease.items:
+            assert ledger.finish(lease.lease, sample(item, f"{version}.1"))
+
+    for step in range(1, 60):
+        accepted: list[int] = []
+        rounds.append(0)
+        while len(accepted) < 8:
+            generate(step - 1, step - 1)
+            missing = 8 - len(accepted)
+            most = ledger.expected(missing, 8)
+            taken = [o.item for o in ledger.take_finished(missing, step, max_staleness, most=most)]
+            assert missing <= len(taken) <= most
+            accepted += [item for item in taken if chance.random() < share]
+            ledger.drop(set(taken) - set(accepted), "dull")
+            rounds[-1] += 1
+        ledger.give_back(accepted[8:])
+        generate(step - 1, step - 1)
+        ledger.train(accepted[:8], step)
+    assert ledger.trained == 8 * 59
+    mean = sum(rounds[USED_STEPS:]) / len(rounds[USED_STEPS:])
+    if max_staleness:
+        assert mean < 3
+        assert ledger.dropped[STALE] < 0.04 * ledger.dropped["dull"]
+    else:
+        assert mean > 4
+        assert ledger.dropped.keys() == {"dull"}
 
 
 def test_a_restart_causes_no_burst() -> None:

@@ -143,17 +143,25 @@ class Bed:
         one.hear(self.incarnation)
         return one
 
-    def train(self) -> list[int]:
-        """A step, whose items are returned; none if there are not enough. Raises SampleFileError as
-        the trainers do."""
-        samples = self.tasks.take(self.step + 1, self.admission.batch_size) or ()
+    def train(self, *, dull: int | None = None, back: int = 0) -> list[int]:
+        """A step, whose items are returned; none if there are not enough. With ``dull``, a filter
+        drops so many items first, and the last ``back`` of others are too many for the step. Raises
+        SampleFileError as the trainers do."""
+        filtered = dull is not None
+        step, count = self.step + 1, self.admission.batch_size
+        samples = self.tasks.take(step, count, filtered=filtered) or ()
         for sample in samples:
             group = read_group(
                 self.paths.rollout_samples(*parse_name(sample.task)), StoredGroup.of(sample)
             )
             assert (group.item, group.versions) == (sample.item, sample.versions)
-        items = [sample.item for sample in samples]
-        if items:
+        self.ledger.drop([sample.item for sample in samples[: dull or 0]], "dull")
+        good = samples[dull or 0 :]
+        surplus = good[len(good) - back :]
+        self.ledger.give_back([sample.item for sample in surplus])
+        self.tasks.returned(step, surplus)
+        items = [sample.item for sample in good[: len(good) - back]]
+        if samples:
             self.step += 1
             self.ledger.train(items, self.step)
         return items
@@ -248,17 +256,17 @@ class Trial(RuleBasedStateMachine):
             path = data.draw(st.sampled_from(whole))
             how(path, data.draw(st.integers(0, path.stat().st_size - 1)))
 
-    @rule()
-    def train(self) -> None:
+    @rule(dull=st.none() | st.integers(0, 2), back=st.integers(0, 1))
+    def train(self, dull: int | None = None, back: int = 0) -> None:
         self.bed.look()
+        before = self.bed.step
         try:
-            items = self.bed.train()
+            items = self.bed.train(dull=dull, back=back)
         except SampleFileError:
             self.restart()
             return
-        if items:
-            assert not {item for step in self.trained for item in step}.intersection(items)
-            self.trained.append(items)
+        assert not {item for step in self.trained for item in step}.intersection(items)
+        self.trained += [items] * (self.bed.step - before)
 
     @rule()
     def write_commit(self) -> None:
@@ -306,12 +314,30 @@ class Trial(RuleBasedStateMachine):
             self.train()
         assert self.bed.ledger.settled >= end
         trained = {item for step in self.trained for item in step if item < end}
-        stale = self.bed.ledger.dropped.get("stale", 0)
-        assert len(trained) <= end <= len(trained) + stale
+        dropped = sum(self.bed.ledger.dropped.values())
+        assert len(trained) <= end <= len(trained) + dropped
 
 
 Trial.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestTrial = Trial.TestCase
+
+
+def test_groups_that_are_too_many_for_a_step_wait_for_the_next_and_count_once(
+    beds: Callable[..., Bed],
+) -> None:
+    bed = beds(batch_size=1, max_staleness=2)
+    task = bed.begin(0, "0.1")
+    task.finish(*task.open)
+    bed.look()
+    assert bed.train(dull=1) == []
+    assert bed.train(dull=0, back=1) == []
+    assert bed.tasks.view().trained == {"0": 1}
+    assert bed.tasks.metrics()["rollout/staleness_max"] == 0
+    (waiting,) = {one.item for one in bed.ledger.finished} - {2}
+    assert bed.tasks.take(3, 2) is None, "it is read again before it is taken"
+    bed.look()
+    assert bed.train() == [waiting] == [1]
+    assert bed.tasks.view().trained == {"0": 1, "2": 1}
 
 
 # -- leases ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -121,16 +121,25 @@ class Samples:
         self._left = most
         self._next = 0
         self.ledger = SampleLedger(1, Lineage({1: None}))
+        self.back: list[ItemSample] = []
 
-    def take(self, step: int, count: int) -> Sequence[ItemSample] | None:
-        if self._left < count:
+    def take(self, step: int, count: int, *, filtered: bool = False) -> Sequence[ItemSample] | None:
+        lacking = max(count - len(self.ledger.finished), 0)
+        if self._left < lacking:
             return None
+        self.finish(lacking)
+        most = self.ledger.expected(count, 4) if filtered else count
+        return self.ledger.take_finished(count, step, 9, most=most)
+
+    def finish(self, count: int) -> None:
         self._left -= count
         lease = self.ledger.lease(count, "rollout.0.0", "0.1")
         for item in lease.items:
             group = replace(STORED, item=item, lease=lease.lease)
             self.ledger.finish(lease.lease, group.sample("rollout.0.0"))
-        return self.ledger.take_finished(count, step, 9)
+
+    def returned(self, step: int, samples: Iterable[ItemSample]) -> None:
+        self.back += samples
 
     def waits_for(self) -> str:
         return "for groups"
@@ -258,6 +267,29 @@ def test_the_groups_of_rollout_tasks_go_to_the_ranks_with_the_items(
     assert runner.train(2) is None
     assert (progress.step, progress.ledger.trained) == (1, 4)
     assert (rollouts.ledger.settled, len(ranks.orders)) == (5, 8)
+
+
+def test_groups_that_are_too_many_for_a_batch_wait_for_the_next_step(
+    run: Callable[..., Any],
+) -> None:
+    """Where a filter drops many, a step judges more groups at once. It trains those that come
+    first, and the next one begins with the others."""
+    _, progress, _ = run(lambda item, step: "")
+    order = progress.items(range(3 * SIZE))
+    rollouts = Samples(64)
+    dull = {order[item] for item in range(8)}
+    runner, progress, ranks = run(lambda item, step: "dull" * (item in dull), rollouts=rollouts)
+    progress.advance(runner.train(1).metrics)
+    assert ranks.batches(candidates=False) == [tuple(order[8:12])]
+    rollouts.finish(20)
+    executed = runner.train(2)
+    progress.advance(executed.metrics)
+    assert ranks.batches(candidates=True)[-1] == tuple(order[12:24])
+    assert ranks.batches(candidates=False)[-1] == tuple(order[12:16])
+    assert [one.item for one in rollouts.back] == list(range(16, 24))
+    assert executed.metrics["filter/surplus"] == 8
+    runner.train(3)
+    assert ranks.batches(candidates=True)[-1] == tuple(order[16:20])
 
 
 def test_a_short_batch_may_be_an_error(run: Callable[..., Any]) -> None:

@@ -34,8 +34,8 @@ class Filters(Section):
     """Rounds of generation in a step until enough prompts for a batch are left. 1 replaces no
     prompt."""
     filter_candidates: PositiveInt | None = None
-    """Prompts of a round. What exceeds a full batch is generated again in the next step. Default:
-    `batch_size`."""
+    """Prompts of a round. What exceeds a full batch is generated again in the next step. Not with
+    rollout tasks, which have finished as many as they could. Default: `batch_size`."""
     short_batch: Literal["train", "error"] = "train"
     """When prompts are missing after the last round: train on those that there are (on nothing, if
     there are none), or end the trial with an error."""
