@@ -16,6 +16,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt(3)."""
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 """Without it cuBLAS may add in another order in each run, and torch refuses matrix products."""
+COMPILER_DETERMINISTIC = "TORCHINDUCTOR_DETERMINISTIC", "1"
+"""For a `torch.compile` of the user's code."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,12 @@ def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> No
     a plan for each new length of the cache.
     """
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+    # `use_deterministic_algorithms` does the same and imports the compiler, which takes a second.
+    torch.set_deterministic_debug_mode("error" if deterministic else "default")
     torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
         os.environ.setdefault(*CUBLAS_WORKSPACE)
+        os.environ.setdefault(*COMPILER_DETERMINISTIC)
     if accelerator.device.type == "cuda":
         torch.cuda.set_device(accelerator.device)
     else:

@@ -43,7 +43,6 @@ LEFTOVERS_S = 2.0
 def preload(run: Path, group: str) -> None:
     """Import what the workers of a group need, except the user's modules: importing those may have
     any side effect."""
-    import torch._inductor  # noqa: F401 - for use_deterministic_algorithms; takes most of the start
     from transformers import AutoTokenizer  # noqa: F401
 
     import slurmrl.workers.worker.serve  # noqa: F401
@@ -53,6 +52,8 @@ def preload(run: Path, group: str) -> None:
         ENGINES.load(model.engine)
     used = [plan.group(group).worker]
     if group == TRAINERS:
+        import torch._dynamo  # noqa: F401 - the first step of an optimizer does, for a second
+
         used += [call.interface for call in plan.all_calls]
     for reference in used:
         if reference.startswith(OWN_PACKAGE):

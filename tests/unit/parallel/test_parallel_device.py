@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -106,6 +109,20 @@ def test_a_newer_libcuda_beside_an_older_driver_counts(monkeypatch: pytest.Monke
     assert driver.newest_cuda("535.54.03") == 13
 
 
+def test_a_worker_starts_without_the_compiler() -> None:
+    """It takes a second, which a rollout task that was preempted would lose each time."""
+    code = """
+import sys, torch
+from slurmrl.parallel import device
+device.set_up(device.choose(0), threads=1, deterministic=True)
+assert torch.are_deterministic_algorithms_enabled()
+print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, env=environment, text=True, timeout=120) == "[]\n"
+
+
 @pytest.mark.parametrize(
     ("deterministic", "of_user", "in_force"),
     [(True, None, b":4096:8"), (True, ":16:8", b":16:8"), (False, None, None)],
@@ -119,7 +136,9 @@ def test_deterministic_runs_give_cublas_the_workspace_that_torch_demands(
     """Otherwise `deterministic: true` fails on a GPU at its first matrix product. torch reads the
     variable by C's getenv."""
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode: None)
+    monkeypatch.setattr(torch, "set_deterministic_debug_mode", lambda mode: None)
+    monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "")
+    monkeypatch.delenv("TORCHINDUCTOR_DETERMINISTIC")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", of_user or "")
     if of_user is None:
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
@@ -128,3 +147,4 @@ def test_deterministic_runs_give_cublas_the_workspace_that_torch_demands(
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     assert getenv(b"CUBLAS_WORKSPACE_CONFIG") == in_force
+    assert os.environ.get("TORCHINDUCTOR_DETERMINISTIC") == ("1" if deterministic else None)
