@@ -15,6 +15,7 @@ import signal
 from pathlib import Path
 
 from slurmrl import log
+from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.channel.pipe import Connection
 from slurmrl.engines import ENGINES
 from slurmrl.engines.rollout.host_folder import remove_unused
@@ -42,14 +43,15 @@ LEFTOVERS_S = 2.0
 
 def preload(run: Path, group: str) -> None:
     """Import what the workers of a group need, except the user's modules: importing those may have
-    any side effect."""
+    any side effect. Nothing of it is ever garbage."""
     from transformers import AutoTokenizer  # noqa: F401
 
     import slurmrl.workers.worker.serve  # noqa: F401
 
     plan = Plan.read(RunPaths(run).plan)
     for model in plan.models_of(group).values():
-        ENGINES.load(model.engine)
+        if group == TRAINERS or BACKENDS[model.engine].serves:  # tasks have a decoder without it
+            ENGINES.load(model.engine)
     used = [plan.group(group).worker]
     if group == TRAINERS:
         import torch._dynamo  # noqa: F401 - the first step of an optimizer does, for a second
@@ -58,10 +60,10 @@ def preload(run: Path, group: str) -> None:
     for reference in used:
         if reference.startswith(OWN_PACKAGE):
             resolve(reference)
-    # What was imported lives as long as the workers. Each full collection would visit its million
-    # objects, and write to pages that they share with this process.
-    gc.collect()
+    # Each full collection would visit its million objects, and write to pages that the workers
+    # share with this process.
     gc.freeze()
+    gc.enable()
 
 
 def serve(agent: Connection, rank: int) -> Connection | None:

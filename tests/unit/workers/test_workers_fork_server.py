@@ -15,6 +15,7 @@ import pytest
 from slurmrl.channel.pipe import Connection
 from slurmrl.fsio import atomic
 from slurmrl.paths import RunPaths
+from slurmrl.plan.build import make_plan
 from slurmrl.workers import process
 from slurmrl.workers.agent.slot import Slot
 from slurmrl.worlds import RankId
@@ -59,6 +60,20 @@ message = pipe.receive(60)
 os.kill(os.getpid(), message["signal"])
 """
 
+OF_A_TASK = """
+import gc, sys
+from pathlib import Path
+from slurmrl.parallel import device
+from slurmrl.workers.worker import fork_server
+fork_server.preload(Path(sys.argv[1]), "rollout")
+assert gc.isenabled() and gc.get_freeze_count()
+import torch
+device.set_up(device.choose(0), threads=1, deterministic=True)
+assert torch.are_deterministic_algorithms_enabled()
+assert "slurmrl.engines.rollout.native.rollout" in sys.modules
+unused = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "sympy"}
+print(unused.intersection(sys.modules) or "none")
+"""
 COMPUTE = """
 import hashlib, os, sys
 from pathlib import Path
@@ -125,6 +140,26 @@ def test_preloading_touches_no_gpu_and_starts_no_thread(run: RunPaths) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["1"]
+
+
+def test_a_rollout_task_starts_without_what_it_does_not_use(
+    make_settings: Any, paths: RunPaths
+) -> None:
+    """Compiler and FSDP take as long as all else, and it loses that each time it is preempted."""
+    settings = make_settings(
+        algorithm={"name": "grpo", "batch_size": 4}, rollout={"tasks": {}, "n": 2}
+    )
+    paths.plan.write_bytes(make_plan(settings, scheduler="local").to_json().encode())
+    done = subprocess.run(
+        [sys.executable, "-c", OF_A_TASK, str(paths.run)],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "none\n"
 
 
 @pytest.fixture
