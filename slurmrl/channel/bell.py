@@ -29,6 +29,8 @@ RINGS_AT_ONCE = 4096
 """Most datagrams that are received before the caller looks at other things."""
 RECEIVE_BUFFER_BYTES = 1 << 20
 """Requested for rings that arrive while logs are read; the kernel may grant less."""
+LOOK_S = 0.02
+"""Shortest interval in which rings have their hearer look at files, however many there are."""
 SEND_S = 0.01
 """Longest wait per round of rings for room in the kernel's buffer."""
 _SO_MEMINFO = 55

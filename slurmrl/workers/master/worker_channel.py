@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from slurmrl import log
 from slurmrl.backoff import retry
 from slurmrl.channel import frame
-from slurmrl.channel.bell import Bell, BellAddress
+from slurmrl.channel.bell import LOOK_S, Bell, BellAddress
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import EnvironmentFailure, WaitTimeoutError
@@ -42,8 +42,6 @@ T = TypeVar("T")
 STACKS_POLL_S = 0.05
 REST_S = 0.2
 """Longest pause between two reads of the logs while the master rests."""
-LOOK_S = 0.02
-"""Shortest interval in which wakers have the master look."""
 
 
 @dataclass

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from slurmrl.channel.bell import Bell, BellAddress
+from slurmrl.channel.bell import LOOK_S, Bell, BellAddress
 
 
 class TaskBell:
@@ -21,7 +23,11 @@ class TaskBell:
         self._master: BellAddress | None = None
         self._next = asyncio.Event()
         self.heard = 0
-        """How often rings of the master have come."""
+        """How often rings of the master have come; those within `LOOK_S` count as one."""
+        self._counted_at = -math.inf
+        """When one was counted last, by the monotonic clock."""
+        self._late: asyncio.TimerHandle | None = None
+        """Counts those that came too early to be counted at once."""
 
     @property
     def address(self) -> BellAddress | None:
@@ -49,6 +55,8 @@ class TaskBell:
         finally:
             loop.remove_reader(self._bell.fileno())
             self._bell.close()
+            if self._late is not None:
+                self._late.cancel()
 
     async def rest(self, heard: int, seconds: float) -> None:
         """Wait until the master has rung more often than ``heard``, or for a time."""
@@ -61,7 +69,16 @@ class TaskBell:
     def _hear(self) -> None:
         assert self._bell is not None, "it is listened to"
         sources = self._bell.hear().sources
-        if self._master is not None and self._master.source in sources:
-            self.heard += 1
-            self._next.set()
-            self._next = asyncio.Event()
+        if self._master is None or self._master.source not in sources or self._late is not None:
+            return
+        early_s = self._counted_at + LOOK_S - time.monotonic()
+        if early_s > 0:
+            self._late = asyncio.get_running_loop().call_later(early_s, self._count)
+        else:
+            self._count()
+
+    def _count(self) -> None:
+        self._late, self._counted_at = None, time.monotonic()
+        self.heard += 1
+        self._next.set()
+        self._next = asyncio.Event()
