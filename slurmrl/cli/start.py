@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from slurmrl.submission.submit import Submitted
 
 
-def look_over(proposal: Proposal, timeout_s: float | None) -> Sequence[Finding]:
-    """Check what the run will read and print the findings. None checks nothing.
+def look_over(proposal: Proposal, timeout_s: float | None, compared: set[str]) -> Sequence[Finding]:
+    """Check what the run will read and print the findings. None checks nothing. ``compared``: see
+    `slurmrl.submission.checks.run.check`.
 
     Raises ConfigError for findings that would make the run fail.
     """
@@ -29,7 +30,7 @@ def look_over(proposal: Proposal, timeout_s: float | None) -> Sequence[Finding]:
     if timeout_s is None:
         click.echo("not checked: data, weights, tokenizer, reward, disk (--no-check)", err=True)
         return ()
-    checked = proposal.check(timeout_s)
+    checked = proposal.check(timeout_s, compared)
     refuse(checked)
     for one in checked:
         click.echo(f"{one.weight}: {one.problem}", err=True)
@@ -61,7 +62,8 @@ def carry_out_all(
     from slurmrl.cli.dry_run import show
     from slurmrl.submission.submit import rehearse
 
-    checked = [look_over(proposal, check_s) for proposal in proposals]
+    compared: set[str] = set()  # the trials of several suites have one checkpoint
+    checked = [look_over(proposal, check_s, compared) for proposal in proposals]
     code = 0
     for proposal, findings in zip(proposals, checked, strict=True):
         if dry_run:

@@ -93,17 +93,17 @@ class Proposal:
         code = snapshot.following if self.update_code else snapshot.current
         return make(self.kind).scripts(self.request(number, known, code(self.paths)))
 
-    def check(self, timeout_s: float) -> list[Finding]:
-        """Check everything that the run will read (see `checks.run`); nothing for a trial with
-        another slurmrl, which may not know all settings of this one: `submit` refuses it, unless it
-        is complete."""
+    def check(self, timeout_s: float, compared: set[str] | None = None) -> list[Finding]:
+        """Check everything that the run will read (see `checks.run`, also for ``compared``);
+        nothing for a trial with another slurmrl, which may not know all settings of this one:
+        `submit` refuses it, unless it is complete."""
         code = Code(paths=self.recorder.code.paths)
         if is_prepared(self.paths) and not self.update_code:
             kept = self.paths.snapshot(snapshot.current(self.paths))
             if not snapshot.is_this_code(kept):
                 return []
             code = Code(kept)
-        return check(self.settings, self.plan, code, timeout_s=timeout_s)
+        return check(self.settings, self.plan, code, timeout_s=timeout_s, compared=compared)
 
 
 def propose(

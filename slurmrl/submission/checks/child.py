@@ -1,7 +1,8 @@
 """The checks of the child process: large files, the tokenizer, and the user's own code.
 
-``python -m slurmrl.submission.checks.child FOLDER PARENT`` reads ``config.yaml`` in FOLDER and
-appends to ``findings.jsonl`` there: ``{"begins": …}`` before each check, and its findings.
+``python -m slurmrl.submission.checks.child FOLDER PARENT [CHECKPOINT…]`` reads ``config.yaml`` in
+FOLDER and appends to ``findings.jsonl`` there: ``{"begins": …}`` before each check, and its
+findings. The adapters of the checkpoints have been compared with their model before.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -52,8 +53,9 @@ Look = Callable[[], Iterator[Finding]]
 class CheckProcess:
     """Runs the checks and writes each finding at once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, compared: Collection[str] = ()) -> None:
         settings = load_resolved_settings(folder / CONFIG)
+        self._compared = compared
         self.config = settings.config
         self.algorithm = settings.algorithm
         self.roles = uses_of(settings.config, settings.algorithm)
@@ -153,7 +155,7 @@ class CheckProcess:
         for path, role in roles.items():
             folder = Path(path)
             try:
-                if is_pinned(folder):
+                if is_pinned(folder) and path not in self._compared:
                     PinnedTensors(folder).check_base()
             except UsageError as error:
                 key = dotted((*role_key(role), "path"))
@@ -397,7 +399,7 @@ def main(arguments: list[str]) -> None:
     folder, parent = Path(arguments[0]), int(arguments[1])
     process.die_with(parent)
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
-    with closing(CheckProcess(folder)) as child:
+    with closing(CheckProcess(folder, arguments[2:])) as child:
         child.run()
 
 

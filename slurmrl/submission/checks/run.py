@@ -10,13 +10,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import slurmrl
+from slurmrl.checkpoint.pinned import is_pinned
 from slurmrl.config.load import dump
+from slurmrl.config.schema import Config
 from slurmrl.errors import ConfigError, SlurmrlError
 from slurmrl.fsio import variables
 from slurmrl.monitor import sinks
@@ -45,14 +47,21 @@ class Code:
 
 
 def check(
-    settings: Settings, plan: Plan, code: Code, *, timeout_s: float = TIMEOUT_S
+    settings: Settings,
+    plan: Plan,
+    code: Code,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    compared: set[str] | None = None,
 ) -> list[Finding]:
     """Check everything that needs no GPU; return the findings, worst first. Change nothing.
 
+    ``compared``: checkpoints whose adapters were compared with their model before. That reads all
+    of the model, so they are left out; those that are compared now are added.
     Raises EnvironmentFailure, OSError where nothing can be checked.
     """
     findings = [*_places(settings), *_torch(settings, plan), *room.check(settings)]
-    findings += _in_child(settings, code, timeout_s)
+    findings += _in_child(settings, code, timeout_s, set() if compared is None else compared)
     order = list(Weight)
     placed = [_placed(finding, settings) for finding in findings]
     return sorted(placed, key=lambda finding: order.index(finding.weight))
@@ -112,13 +121,15 @@ def _placed(finding: Finding, settings: Settings) -> Finding:
 # -- the child -------------------------------------------------------------------------------
 
 
-def _in_child(settings: Settings, code: Code, timeout_s: float) -> list[Finding]:
+def _in_child(
+    settings: Settings, code: Code, timeout_s: float, compared: set[str]
+) -> list[Finding]:
     with tempfile.TemporaryDirectory(prefix="slurmrl-check-") as name:
         folder = Path(name)
         (folder / CONFIG).write_text(dump(settings.config), encoding="utf-8")
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", CHILD, str(folder), str(os.getpid())],
+                [sys.executable, "-P", "-m", CHILD, *map(str, (folder, os.getpid())), *compared],
                 env=environment(folder, code, _variables(settings)),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -131,7 +142,16 @@ def _in_child(settings: Settings, code: Code, timeout_s: float) -> list[Finding]
             ended = None
         finally:
             _end(process)
-        return _read(folder, ended, timeout_s)
+        findings, begun = _read(folder, ended, timeout_s)
+        if ADAPTERS in begun:
+            compared |= _checkpoints(settings.config)
+        return findings
+
+
+def _checkpoints(config: Config) -> set[str]:
+    models = map(config.find_model, config.roles)
+    paths = {model.path for model in models if model is not None and model.path is not None}
+    return {path for path in paths if is_pinned(Path(path))}
 
 
 def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[str, str]:
@@ -170,29 +190,32 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _read(folder: Path, ended: int | None, timeout_s: float) -> list[Finding]:
-    """Return the child's findings, and what it could not check. ``ended`` is its exit code, None if
-    it ran out of time."""
-    findings, begun = [], {"begins": "starting to check", "subject": "checks"}
+def _read(
+    folder: Path, ended: int | None, timeout_s: float
+) -> tuple[list[Finding], Collection[str]]:
+    """Return the child's findings, and what it could not check; and the subjects of the checks that
+    it has begun. ``ended`` is its exit code, None if it ran out of time."""
+    findings, begun = [], [{"begins": "starting to check", "subject": "checks"}]
     path = folder / FINDINGS
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     for line in lines:
         values = json.loads(line)
         if "begins" in values:
-            begun = values
+            begun.append(values)
         else:
             findings.append(Finding.from_json(values))
-    doing, subject = begun["begins"], begun["subject"]
+    doing, subject = begun[-1]["begins"], begun[-1]["subject"]
+    subjects = [one["subject"] for one in begun]
     if not doing and ended is not None:
-        return findings
+        return findings, subjects
     later = "nothing else does it" if subject == ADAPTERS else UNCHECKED
     if ended is None:
         text = f"{doing or 'ending'} took longer than {timeout_s:g} s; {later} (--check-timeout)"
-        return [*findings, Finding(subject, Weight.WARNING, text)]
+        return [*findings, Finding(subject, Weight.WARNING, text)], subjects
     output = (folder / "output").read_bytes()[-4096:].decode(errors="replace").strip()
     last = output.splitlines()[-1][:SHOWN] if output else "no output"
     if ended == -signal.SIGKILL:
         text = f"the check was killed while {doing}, perhaps for its memory; {later}"
-        return [*findings, Finding(subject, Weight.WARNING, text)]
+        return [*findings, Finding(subject, Weight.WARNING, text)], subjects
     text = f"{doing} ended the process with code {ended}: {last}"
-    return [*findings, Finding(subject, Weight.FAILED, text)]
+    return [*findings, Finding(subject, Weight.FAILED, text)], subjects

@@ -10,7 +10,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 from slurmrl.cli.main import main
+from slurmrl.cli.start import carry_out_all
 from slurmrl.config.load import dump
 from slurmrl.config.schema import Lora
 from slurmrl.data.tokenizer import save_tokenizer, vocabulary
@@ -33,6 +34,7 @@ from slurmrl.submission import own_code
 from slurmrl.submission.checks import child, room, run
 from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
 from slurmrl.submission.checks.run import Code, check, refuse
+from slurmrl.submission.proposal import Proposal
 from slurmrl.submission.versions import TorchBuild
 from slurmrl.workers.master.exporting import pin_actor
 from tests.fake_runs import write_config
@@ -417,6 +419,32 @@ def test_adapters_are_not_evaluated_with_another_model_than_they_were_trained_on
     )
     assert own is not None
     assert evaluated(tmp_path, trial, 8, adapters, frozen=own[1]) == []
+    settings = settings_of_evaluation(tmp_path, trial, 4)
+    path = settings.config.actor.path
+    assert path is not None
+    compared: set[str] = set()
+    plan = make_plan(settings, scheduler="local")
+    assert "adapters" in {one.subject for one in check(settings, plan, Code(), compared=compared)}
+    assert compared == {path}
+    with closing(child.CheckProcess(tmp_path, compared)) as process:
+        assert list(process.looks()["adapters"][1]()) == [], "not again: the model may be large"
+
+
+def test_the_trials_of_several_suites_have_their_checkpoint_compared_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known: list[set[str]] = []
+
+    def checked(timeout_s: float, compared: set[str]) -> list[Finding]:
+        known.append(set(compared))
+        compared.add("checkpoint")
+        return []
+
+    proposals = [cast(Proposal, SimpleNamespace(check=checked)) for _ in range(3)]
+    monkeypatch.setattr("slurmrl.cli.dry_run.show", lambda *_, **__: 0)
+    monkeypatch.setattr("slurmrl.submission.submit.rehearse", lambda _: None)
+    assert carry_out_all(proposals, check_s=1.0, dry_run=True, wait=None, as_json=False) == 0
+    assert known == [set(), {"checkpoint"}, {"checkpoint"}]
 
 
 def evaluated(
@@ -424,16 +452,20 @@ def evaluated(
 ) -> list[Finding]:
     """What the last check finds before a checkpoint is evaluated without an export."""
     trial.commit(step, adapters, frozen=frozen)
-    settings = settings_of(
+    settings = settings_of_evaluation(folder, trial, step)
+    (folder / CONFIG).write_text(dump(settings.config))
+    with closing(child.CheckProcess(folder)) as process:
+        return list(process.looks()["adapters"][1]())
+
+
+def settings_of_evaluation(folder: Path, trial: CommittedTrial, step: int) -> Settings:
+    return settings_of(
         folder,
         "algorithm={name: evaluate, batch_size: 8, measure: likelihood}",
         "evaluation=null",
         "total_steps=null",
         f"actor={{path: {pin_actor(trial.paths, step)}}}",
     )
-    (folder / CONFIG).write_text(dump(settings.config))
-    with closing(child.CheckProcess(folder)) as process:
-        return list(process.looks()["adapters"][1]())
 
 
 def test_a_checkpoint_s_size_is_that_of_weights_and_moments(tmp_path: Path) -> None:
