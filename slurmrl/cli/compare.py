@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @common
 def compare(one: str, two: str, as_json: bool, root: str | None) -> int:
     """Show the settings in which two trials differ, and the last, least and greatest values of the
-    metrics that both have."""
+    metrics that both have. Of a section that one of them lacks it shows what the other sets."""
     from dataclasses import asdict
 
     from slurmrl.monitor import evaluated
@@ -47,7 +47,7 @@ def compare(one: str, two: str, as_json: bool, root: str | None) -> int:
 def _text(found: Comparison, one: str, two: str) -> str:
     width = columns.width()
     settings = [("SETTING", one, two)]
-    settings += [(key, _shown(a), _shown(b)) for key, (a, b) in found.settings.items()]
+    settings += [(key, *_values(a, b)) for key, (a, b) in found.settings.items()]
     metrics = [("METRIC", "", "LAST", "LEAST", "GREATEST")]
     for name, extents in found.metrics.items():
         for trial, extent in zip((one, two), extents, strict=True):
@@ -65,6 +65,18 @@ def _cells(extent: Extent) -> tuple[str, str, str]:
 
 def _at(point: Point) -> str:
     return f"{number(point.value)} at {point.step}"
+
+
+def _values(one: Any, two: Any) -> tuple[str, str]:
+    if not isinstance(one, dict) and not isinstance(two, dict):
+        return _shown(one), _shown(two)
+    first, second = ("absent" if each is None else _section(each) for each in (one, two))
+    return first, second
+
+
+def _section(settings: dict[str, Any]) -> str:
+    """What is set in a section that the other trial lacks."""
+    return ", ".join(f"{plain(key)}: {_shown(value)}" for key, value in settings.items()) or "{}"
 
 
 def _shown(value: Any) -> str:

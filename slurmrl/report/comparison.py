@@ -27,7 +27,7 @@ class Extent:
 @dataclass(frozen=True)
 class Comparison:
     settings: Mapping[str, list[Any]]
-    """The two values of each dotted key in which the trials differ."""
+    """The two values of each dotted key in which the trials differ, see `settings.differences`."""
     metrics: Mapping[str, tuple[Extent, Extent]]
     """Those that both trials have."""
 

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+
+from pydantic import BaseModel
+
+from slurmrl.config.problems import keys, names_sections, section_of
+from slurmrl.config.schema import Config
+from slurmrl.plan.algorithms import ALGORITHMS
+
+Flat: TypeAlias = Mapping[str, Any]
+"""Settings by dotted key."""
 
 OWN: Final = ("experiment", "trial", "root")
 """Settings that always differ between trials."""
+NO_DEFAULT: Final = object()
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -21,9 +31,78 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def differences(settings: Sequence[Flat]) -> dict[str, list[Any]]:
     """Return the values by trial of each dotted key in which they differ; None where a trial lacks
-    the key. The name of a trial does not count."""
-    keys = dict.fromkeys(key for one in settings for key in one)
-    values = {key: [one.get(key) for one in settings] for key in keys if key not in OWN}
-    return {key: found for key, found in values.items() if any(one != found[0] for one in found)}
+    the key.
+
+    A section that a trial lacks is one key, with what the others set in it: settings other than the
+    defaults, by the rest of their dotted keys. A single setting that a trial lacks does not count
+    where the others leave it at its default, nor does the name of a trial.
+    """
+    found: dict[str, list[Any]] = {}
+    for key in dict.fromkeys(key for one in settings for key in one):
+        if key in OWN:
+            continue
+        section = _lacking(key, settings)
+        if section is not None:
+            set_in = [_set_in(section, one) for one in settings]
+            if any(set_in) or not isinstance(_default(section, {}), BaseModel):
+                found[section] = set_in
+            continue
+        values = [one.get(key) for one in settings]
+        lacking = any(key not in one for one in settings)
+        if lacking and all(one[key] == _default(key, one) for one in settings if key in one):
+            continue
+        if any(value != values[0] for value in values):
+            found[key] = values
+    return found
+
+
+def _lacking(key: str, settings: Sequence[Flat]) -> str | None:
+    """The uppermost section around a setting that some trial lacks."""
+    parts = key.split(".")
+    for length in range(1, len(parts)):
+        section = ".".join(parts[:length])
+        if not all(_has(section, one) for one in settings):
+            return section
+    return None
+
+
+def _has(section: str, settings: Flat) -> bool:
+    return any(key.startswith(f"{section}.") for key in settings)
+
+
+def _set_in(section: str, settings: Flat) -> dict[str, Any] | None:
+    """What a trial sets in a section; None without the section."""
+    if not _has(section, settings):
+        return None
+    prefix = f"{section}."
+    return {
+        key.removeprefix(prefix): value
+        for key, value in settings.items()
+        if key.startswith(prefix) and value != _default(key, settings)
+    }
+
+
+def _default(key: str, settings: Flat) -> Any:
+    """The default of a setting as it is written to a file; `NO_DEFAULT` for one that has none, or
+    that is not known."""
+    name, *rest = key.split(".")
+    if name != "algorithm" or not rest:
+        return _default_in(Config, [name, *rest])
+    algorithm = settings.get("algorithm.name")
+    return _default_in(ALGORITHMS.load(algorithm), rest) if algorithm in ALGORITHMS else NO_DEFAULT
+
+
+def _default_in(schema: type[BaseModel], parts: Sequence[str]) -> Any:
+    field = dict(keys(schema)).get(parts[0])
+    if field is None:
+        return NO_DEFAULT
+    below = section_of(field.annotation)
+    rest = parts[2:] if names_sections(field.annotation) else parts[1:]
+    if rest and below is not None:
+        return _default_in(below, rest)
+    if len(parts) > 1 or field.is_required():
+        return NO_DEFAULT
+    default = field.get_default(call_default_factory=True)
+    return list(default) if isinstance(default, tuple) else default

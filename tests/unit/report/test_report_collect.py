@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from slurmrl.config.schema import Config
 from slurmrl.fsio import atomic
 from slurmrl.history.record import Kind
 from slurmrl.monitor.collect import collect as collect_statuses
@@ -145,9 +146,32 @@ def test_values_of_tokens_are_those_of_the_newest_samples(tmp_path: Path) -> Non
 
 
 def test_settings_differ_by_dotted_key_and_names_do_not_count() -> None:
-    one = flat({"trial": "1", "a": {"b": 1, "c": []}, "only": {}})
+    one = flat({"trial": "1", "a": {"b": 1, "c": []}, "only": [1]})
     two = flat({"trial": "2", "a": {"b": 2, "c": []}})
-    assert differences([one, two]) == {"a.b": [1, 2], "only": [{}, None]}
+    assert differences([one, two]) == {"a.b": [1, 2], "only": [[1], None]}
+
+
+def test_of_a_section_that_a_trial_lacks_only_what_the_others_set_is_a_difference() -> None:
+    rows = {"type": "prompt", "path": "/rows"}
+
+    def resolved(**changes: Any) -> dict[str, Any]:
+        values = {"algorithm": {"name": "grpo"}, "actor": {}, "dataset": rows, **changes}
+        return flat(json.loads(Config(experiment="e", **values).model_dump_json()))
+
+    plain = resolved()
+    tasks = {"max_staleness": 4}
+    held_out = {"dataset": {**rows, "path": "/held"}, "n": 4, "tasks": {}}
+    more = resolved(rollout={"n": 8, "tasks": tasks}, evaluation=held_out, models={"judge": {}})
+    set_in = {"dataset.type": "prompt", "dataset.path": "/held", "n": 4}
+    assert differences([more, plain, more]) == {
+        "models": [{}, None, {}],
+        "rollout.n": [8, 1, 8],
+        "rollout.tasks": [tasks, None, tasks],
+        "evaluation": [set_in, None, set_in],
+    }
+    older = {k: v for k, v in plain.items() if k != "seed" and not k.startswith("notify.")}
+    assert differences([older, plain]) == {}, "what a newer slurmrl has added is at its default"
+    assert differences([older, plain | {"seed": 2}]) == {"seed": [None, 2]}
 
 
 def test_rollout_tasks_have_a_span_per_attempt() -> None:

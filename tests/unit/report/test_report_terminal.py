@@ -78,3 +78,18 @@ def test_two_trials_are_compared(root: Path, capsys: pytest.CaptureFixture[str])
     text = capsys.readouterr().out
     assert "seed     1      2" in text
     assert "add/2  -10   -10 at 10  -1 at 1" in text
+
+
+def test_a_section_that_one_trial_lacks_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = "{dataset: {type: prompt, path: /held}, n: 4, greedy: false, samples: 512}"
+    for trial, evaluation in (("1", "null"), ("2", held_out)):
+        FakeRun(tmp_path, trial=trial).paths.config.write_text(f"evaluation: {evaluation}\n")
+    assert main(["compare", "add/1", "add/2", "--root", str(tmp_path)]) == 0
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()[:3]]
+    assert lines == [
+        ["SETTING", "add/1", "add/2"],
+        ["evaluation", "absent", "dataset.type: prompt, dataset.path: /held, n: 4"],
+        [],
+    ]
