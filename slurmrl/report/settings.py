@@ -91,7 +91,9 @@ def _default(key: str, settings: Flat) -> Any:
     if name != "algorithm" or not rest:
         return _default_in(Config, [name, *rest])
     algorithm = settings.get("algorithm.name")
-    return _default_in(ALGORITHMS.load(algorithm), rest) if algorithm in ALGORITHMS else NO_DEFAULT
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
+        return NO_DEFAULT
+    return _default_in(ALGORITHMS.load(algorithm), rest)
 
 
 def _default_in(schema: type[BaseModel], parts: Sequence[str]) -> Any:

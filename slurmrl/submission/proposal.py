@@ -123,7 +123,7 @@ def propose(
     chosen = trials.chosen_root(root)
     read = partial(load_settings, config, root=chosen, scheduler=scheduler, derive=derive)
     settings = read(overrides)
-    added = [f"trial={json.dumps(_free_name(settings))}"] if new else kept(settings)
+    added = [f"trial={json.dumps(free_name(settings))}"] if new else kept(settings)
     if added:
         settings = read([*overrides, *added])
     other = _needs_other_code(run_paths(settings), settings.config)
@@ -237,7 +237,8 @@ def run_paths(settings: Settings) -> RunPaths:
     return RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
 
 
-def _free_name(settings: Settings) -> str:
+def free_name(settings: Settings) -> str:
+    """The name of the trial, or the next one that no trial has."""
     here = run_paths(settings)
     return trials.next_free(
         here.trial, lambda name: RunPaths(here.run.with_name(name)).run.exists()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config
@@ -30,6 +30,7 @@ from slurmrl.recover import (
 )
 from slurmrl.scheduler import make
 from slurmrl.submission import claims, snapshot
+from slurmrl.submission.evaluating import EVALUATE
 from slurmrl.submission.live import Jobs, clear_away, newest_jobs
 from slurmrl.submission.prepare import (
     check_owner,
@@ -38,8 +39,11 @@ from slurmrl.submission.prepare import (
     rewrite,
     trial_uuid,
 )
-from slurmrl.submission.proposal import Proposal, run_paths
+from slurmrl.submission.proposal import Proposal, free_name, run_paths
 from slurmrl.workers.poll_intervals import PollIntervals
+
+OTHER_MODEL: Final = "actor.path: "
+"""How the difference of two evaluations begins that only share a name."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def look(proposal: Proposal) -> Outlook:
     changed = differences(before, settings.config)
     if changed and state.last_commit is not None:
         _check_code(proposal)  # another version may have other defaults
-        raise UsageError(_other_configuration(proposal.trial, changed))
+        raise UsageError(_other_configuration(settings, changed))
     if _complete(proposal, state):
         return Outlook(state, complete=True, left=left)
     _check_code(proposal)
@@ -172,11 +176,22 @@ def refusal(settings: Settings) -> str:
     changed = differences(load_resolved(paths.config), settings.config)
     if not changed or not snapshot.is_this_code(paths.snapshot(snapshot.current(paths))):
         return ""
-    return _other_configuration(f"{paths.experiment}/{paths.trial}", changed)
+    return _other_configuration(settings, changed)
 
 
-def _other_configuration(trial: str, changed: Sequence[str]) -> str:
+def _other_configuration(settings: Settings, changed: Sequence[str]) -> str:
+    paths, config = run_paths(settings), settings.config
+    trial = f"{paths.experiment}/{paths.trial}"
     lines = "".join(f"\n  {line}" for line in changed)
+    other_model = any(line.startswith(OTHER_MODEL) for line in changed)
+    if other_model and config.algorithm["name"] == EVALUATE:
+        suite = config.algorithm.get("suite")
+        chosen = f"--suite {suite} " if suite else ""
+        name = free_name(settings)
+        return (
+            f"{trial} is the evaluation of another model of this name:{lines}\n"
+            f"To evaluate this one too, add to the command: {chosen}trial={name}"
+        )
     return (
         f"{trial} exists with another configuration; use --new, or undo:{lines}\n"
         f"Settings that a trial may change: {may_change()}"

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from slurmrl.cli.main import main
+from slurmrl.config.load import dump
+from slurmrl.history.record import Kind
 from slurmrl.paths import RunPaths
+from slurmrl.submission.evaluating import evaluation_of
+from slurmrl.submission.proposal import propose
+from tests.fake_runs import FakeRun
 from tests.support.trials import ADDITION, ARCHITECTURE
 
 
@@ -72,3 +78,37 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_queued(
     assert evaluate(file, *arguments) == 2
     assert message in capsys.readouterr().err
     assert not (file.parent / "runs").exists()
+
+
+def test_another_model_with_the_name_of_one_that_was_evaluated_is_told_the_name_to_add(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trial has the last two names of a model's path."""
+    monkeypatch.setattr("slurmrl.submission.snapshot.is_this_code", lambda _: True)
+    models = [file.parent / first / "step" / "model" for first in ("a", "b")]
+    for model in models:
+        shutil.copytree(file.parent / "model", model)
+    root = file.parent / "runs"
+    derive = evaluation_of(str(models[0]), root, "two")
+    before = propose(file, (), root=str(root), scheduler="slurm", derive=derive)
+    run = FakeRun(root, experiment="add-eval", trial="step-model-two")
+    run.paths.config.write_text(dump(before.settings.config))
+    run.begin()
+    run.commit(1)
+    run.end(Kind.CANCELLED)
+
+    def of(model: Path, *arguments: str) -> int:
+        where = ["--root", str(root), "--scheduler", "slurm", "--dry-run", "--no-check"]
+        return main(["eval", str(file), "--checkpoint", str(model), *where, *arguments])
+
+    assert of(models[0]) == 0
+    assert of(models[1]) == 2
+    error = capsys.readouterr().err
+    assert "add-eval/step-model-two is the evaluation of another model of this name:" in error
+    assert f"actor.path: '{models[0]}' in the trial, '{models[1]}' now" in error
+    added = error.rpartition("add to the command: ")[2].split()
+    assert added == ["--suite", "two", "trial=step-model-two-2"]
+    assert of(models[1], *added) == 0
+    capsys.readouterr()
+    assert of(models[0], "rollout.n=3", "--suite", "two") == 2
+    assert "exists with another configuration; use --new, or undo:" in capsys.readouterr().err
