@@ -77,10 +77,16 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
             and not (name == ROLLOUTS and config.rollout.servers),
             lengths=lengths,
             minibatches=algorithm.minibatches if use.trained else 1,
+            replays_experts=name in ("actor", ROLLOUTS) and replays_experts(checked),
             cache_bytes=config.rollout.episode.cache_bytes,
         )
         estimates[name] = estimate(demand)
     return estimates
+
+
+def replays_experts(checked: Checked) -> bool:
+    """Whether generation records experts, which the actor's calls replay."""
+    return checked.config.rollout.replay_experts and checked.algorithm.replays
 
 
 def cost(checked: Checked, call: Call, placed: dict[str, Placement]) -> CallCost | None:

@@ -27,7 +27,7 @@ class Fullest:
     """The models on it."""
     parts: Mapping[str, int] = field(default_factory=dict)
     """Bytes of what is on it at that time: weights, gradients, optimizer, a server and, of one
-    model at a time, activations or kv_cache."""
+    model at a time, activations and recorded experts, or kv_cache."""
 
     @property
     def size(self) -> int:
@@ -166,13 +166,12 @@ class TrainersGpus:
 def _calling(models: Mapping[str, Memory], name: str) -> dict[str, int]:
     """Bytes during the largest call of a model."""
     busy, parts = models[name], _resident(models)
-    largest, size = f"activations of {name}", busy.computing
-    if busy.kv_cache > size:
-        largest, size = f"kv_cache of {name}", busy.kv_cache
-    elif busy.frees_gradients:
+    if busy.kv_cache > busy.computing:
+        return {**parts, f"kv_cache of {name}": busy.kv_cache}
+    if busy.frees_gradients:
         parts["gradients"] += busy.gradients
-        size = busy.activations
-    return {**parts, largest: size}
+    passing = {f"activations of {name}": busy.activations}
+    return {**parts, **passing, **({"recorded experts": busy.experts} if busy.experts else {})}
 
 
 def _resident(models: Mapping[str, Memory]) -> dict[str, int]:

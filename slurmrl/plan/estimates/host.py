@@ -10,9 +10,11 @@ from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Lora, Model
 from slurmrl.graph.call import RoleUse
 from slurmrl.plan.algorithms import uses_of
-from slurmrl.plan.estimates.costs import Checked, memories
+from slurmrl.plan.estimates import experts, hardware, servers
+from slurmrl.plan.estimates.costs import Checked, memories, replays_experts
+from slurmrl.plan.estimates.gpus import trainers_gpus
 from slurmrl.plan.estimates.hardware import GIB
-from slurmrl.plan.estimates.memory import BYTES, SHARDED
+from slurmrl.plan.estimates.memory import BYTES, SHARDED, kv_bytes_per_token
 from slurmrl.plan.estimates.parameters import (
     adapted_parameters,
     adapter_parameters,
@@ -25,6 +27,8 @@ from slurmrl.plan.model import GroupPlan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, offloaded, placements
 from slurmrl.worlds import TRAINERS
 
+SGLANG: Final = "sglang"
+"""The only servers that report experts."""
 WORKER: Final = 8 * GIB
 """Of a worker with a GPU, without its models: Python, torch and its libraries, the CUDA context,
 NCCL's buffers, a tokenized dataset, and its part of the host's agent and master."""
@@ -71,14 +75,15 @@ def worker_bytes(checked: Checked) -> int | None:
         for rank in placement.ranks:
             on_rank[rank] = on_rank.get(rank, 0) + size
         loading = max(loading, _loading_bytes(checked.config, uses[name]))
-    servers = placed.get(ROLLOUTS)
+    rollout = placed.get(ROLLOUTS)
     running = bool(checked.config.rollout.servers)
-    if servers is not None and BACKENDS[servers.allocation.backend].serves and not running:
-        size = servers.allocation.instance_size
+    if rollout is not None and BACKENDS[rollout.allocation.backend].serves and not running:
+        size = rollout.allocation.instance_size
         versions = 1 if ROLLOUTS in away else VERSIONS
-        for rank in servers.ranks[::size] if servers.group == TRAINERS else ():
-            copies = versions * size * sizes[ROLLOUTS].weights
-            on_rank[rank] = on_rank.get(rank, 0) + copies
+        recorded = server_experts_bytes(checked)
+        for number, rank in enumerate(rollout.ranks if rollout.group == TRAINERS else ()):
+            copies = 0 if number % size else versions * size * sizes[ROLLOUTS].weights
+            on_rank[rank] = on_rank.get(rank, 0) + copies + recorded
     return WORKER + max(max(on_rank.values(), default=0), loading)
 
 
@@ -90,11 +95,31 @@ def task_bytes(checked: Checked) -> int | None:
     shape = shape_of(actor)
     if shape is None:
         return None
-    whole = _whole_bytes(checked.config, shape)
+    whole, kept = _whole_bytes(checked.config, shape), WORKER + server_experts_bytes(checked)
     if actor.lora is None:
-        return WORKER + round(VERSIONS * whole)
+        return kept + round(VERSIONS * whole)
     merged = VERSIONS * adapted_parameters(shape, actor.lora) * BYTES[actor.dtype]
-    return WORKER + round(whole + merged + VERSIONS * _adapter_bytes(shape, actor.lora))
+    return kept + round(whole + merged + VERSIONS * _adapter_bytes(shape, actor.lora))
+
+
+def server_experts_bytes(checked: Checked) -> int:
+    """Host memory of an SGLang server for recorded experts, for each of its GPUs; 0 where none of
+    the run's servers records any."""
+    config = checked.config
+    placed = placements(config, [use.role for use in uses_of(config, checked.algorithm)])
+    rollout, shape = placed.get(ROLLOUTS), shape_of(config.actor)
+    if rollout is None or rollout.allocation.backend != SGLANG or config.rollout.servers:
+        return 0
+    if shape is None or not replays_experts(checked):
+        return 0
+    memory, limit = memories(checked)[ROLLOUTS], hardware.memory_bytes(config.cluster)
+    cache = memory.kv_cache
+    if rollout.group == TRAINERS:
+        cache = trainers_gpus(checked).server_bytes() - memory.weights
+    elif limit is not None:
+        cache = servers.share_in_task(config.rollout.server_args, limit) - memory.weights
+    each = kv_bytes_per_token(shape, rollout.allocation, model_of(config, ROLLOUTS).dtype)
+    return experts.on_host_of_server(shape, max(cache, 0) / each)
 
 
 def _adapter_bytes(shape: ModelShape, lora: Lora) -> float:

@@ -9,6 +9,7 @@ from typing import Final
 from slurmrl.allocation import Allocation
 from slurmrl.config.schema import Model
 from slurmrl.graph.call import Head
+from slurmrl.plan.estimates import experts
 from slurmrl.plan.estimates.lengths import Lengths
 from slurmrl.plan.estimates.parameters import (
     expert_tp,
@@ -40,6 +41,8 @@ DRAWING_BYTES: Final = 20
 """To draw a token, each of its logits is held in float32 and its probability twice in 64 bits."""
 STANDING: Final = ("weights", "gradients", "optimizer")
 PASSING: Final = ("activations", "kv_cache")
+EXPERTS: Final = "experts"
+"""What passes with activations where recorded experts are replayed."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Memory:
     """Keys and values of all sequences of a rank at full length, and what generation needs besides:
     the gathered weights, and memory to read a micro-batch of prompts or to draw tokens."""
 
+    experts: int = 0
+    """Recorded experts, while it computes."""
     sequence: int = 0
     """Keys and values of one sequence of the longest length."""
     frees_gradients: bool = False
@@ -68,14 +73,15 @@ class Memory:
     @property
     def computing(self) -> int:
         """Bytes of the largest micro-batch, with gradients that exist only then."""
-        return self.activations + (self.gradients if self.frees_gradients else 0)
+        return self.activations + self.experts + (self.gradients if self.frees_gradients else 0)
 
     @property
     def together(self) -> int:
         return self.standing + max(self.computing, self.kv_cache)
 
     def explain(self) -> dict[str, int]:
-        parts = {part: getattr(self, part) for part in (*STANDING, *PASSING, "together")}
+        names = (*STANDING, *PASSING, EXPERTS, "together")
+        parts = {part: getattr(self, part) for part in names}
         return {f"{part}_bytes": size for part, size in parts.items()}
 
 
@@ -94,6 +100,8 @@ class MemoryDemand:
     lengths: Lengths | None
     minibatches: int = 1
     """Optimizer steps of a step."""
+    replays_experts: bool = False
+    """Whether it records experts as it generates, and replays them as it computes."""
     cache_bytes: int | None = None
     """Limit of the key-value cache, beyond which sequences wait."""
 
@@ -112,6 +120,7 @@ def estimate(job: MemoryDemand) -> Memory:
         optimizer=optimizer,
         activations=_activations(job, gradients) if job.computes else 0,
         kv_cache=_generation(job) if job.generates else 0,
+        experts=_experts(job) if job.computes and job.replays_experts else 0,
         sequence=_cache(job, 1) if job.generates else 0,
         frees_gradients=job.allocation.backend in SHARDED,
     )
@@ -238,6 +247,16 @@ def _activations(job: MemoryDemand, gradients: int) -> int:
     return round(max(peak - gradients, last))
 
 
+def _experts(job: MemoryDemand) -> int:
+    return experts.replayed(
+        job.shape,
+        job.allocation,
+        batch=_tokens_of_rank(job, job.lengths) if job.lengths is not None else 0,
+        micro=tokens_of_microbatch(job),
+        layers=_layers_in_flight(job),
+    )
+
+
 def _kept(job: MemoryDemand, tokens: int) -> float:
     """Bytes that the forward pass keeps: activations of all layers, and the inputs and outputs of
     the final norm and of the head."""
@@ -344,9 +363,13 @@ def _generation(job: MemoryDemand) -> int:
 
 
 def _cache(job: MemoryDemand, sequences: int) -> int:
-    """Bytes of keys and values of sequences at full length."""
+    """Bytes of keys and values of sequences at full length, and of their experts where the built-in
+    engine keeps these beside them."""
     tokens = sequences * job.lengths.longest if job.lengths is not None else 0
-    return round(tokens * kv_bytes_per_token(job.shape, job.allocation, job.model.dtype))
+    each = kv_bytes_per_token(job.shape, job.allocation, job.model.dtype)
+    if job.replays_experts and job.allocation.backend in BUILT_IN:
+        each += experts.beside_cache(job.shape)
+    return round(tokens * each)
 
 
 def whole_weights(shape: ModelShape, allocation: Allocation, dtype: str) -> float:

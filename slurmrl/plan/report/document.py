@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from slurmrl.config.problems import show
 from slurmrl.display.document import Block, Document, Grid, GridRow, Legend, Lines, Table
 from slurmrl.plan.estimates.hardware import binary_size
-from slurmrl.plan.estimates.memory import PASSING, STANDING
+from slurmrl.plan.estimates.memory import EXPERTS, PASSING, STANDING
 from slurmrl.plan.report.algorithm import lines
 from slurmrl.plan.report.allocations import written
 from slurmrl.plan.report.moves import blocks_of
-
-MEMORY: Final = (*STANDING, *PASSING)
 
 
 def document(report: Mapping[str, Any]) -> Document:
     """The document of a plan's report."""
     groups = ("GROUP", "HOSTS", "WORKERS", "GPUS/HOST", "CPUS/HOST", "MEM/HOST", "ARRAY")
-    memory = ("MODEL", *(name.upper() for name in MEMORY), "TOGETHER")
+    parts = _parts(report)
+    memory = ("MODEL", *(name.upper() for name in parts))
     calls = ("CALL", "MODEL", "METHOD", "RANKS", "TFLOP", "SECONDS", "HOOKS")
     blocks: list[Block] = [
         Table(groups, list(_groups(report)), note=_host_memory(report)),
         Legend({name: _model(model) for name, model in report["models"].items()}),
         *(_grid(report, group) for group in report["groups"]),
-        Table(memory, list(_memory(report)), note=_fullest(report)),
+        Table(memory, list(_memory(report, parts)), note=_fullest(report)),
         Table(calls, list(_calls(report))),
         *(blocks_of(report["moves"]) if "moves" in report else ()),
         _process_groups(report),
@@ -72,7 +71,11 @@ def _host_memory(report: Mapping[str, Any]) -> str:
         return ""
     workers = max(group["workers_per_host"] for group in report["groups"])
     on_host = binary_size(size * workers)
-    return f"host memory: {binary_size(size)} estimated for each worker, {on_host} for each host"
+    lines = [f"host memory: {binary_size(size)} estimated for each worker, {on_host} for each host"]
+    if recorded := report["experts_host_bytes"]:
+        kept = f"{binary_size(recorded)} of it for each of its GPUs"
+        lines.append(f"a server keeps recorded experts in host memory: {kept}")
+    return "\n".join(lines)
 
 
 def _model(model: Mapping[str, Any]) -> str:
@@ -119,13 +122,20 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _memory(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+def _parts(report: Mapping[str, Any]) -> Sequence[str]:
+    """The parts of a model's memory; recorded experts only where there are some."""
+    memories = [model["memory"] for model in report["models"].values() if model["memory"]]
+    some = any(memory[f"{EXPERTS}_bytes"] for memory in memories)
+    return *STANDING, *PASSING, *([EXPERTS] if some else []), "together"
+
+
+def _memory(report: Mapping[str, Any], parts: Sequence[str]) -> Iterator[Sequence[str]]:
     for name, model in report["models"].items():
         memory = model["memory"]
         if memory is None:
-            yield [name, *("-" for _ in MEMORY), "unknown architecture"]
+            yield [name, *("-" for _ in parts[1:]), "unknown architecture"]
             continue
-        sizes = [memory[f"{part}_bytes"] for part in (*MEMORY, "together")]
+        sizes = [memory[f"{part}_bytes"] for part in parts]
         yield [name, *map(binary_size, sizes)]
 
 

@@ -17,7 +17,7 @@ from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
 from slurmrl.plan.estimates import costs, hardware, servers
 from slurmrl.plan.estimates.gpus import fullest_gpu, trainers_gpus
-from slurmrl.plan.estimates.host import worker_bytes
+from slurmrl.plan.estimates.host import server_experts_bytes, worker_bytes
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.estimates.parameters import parameters, trained_shard
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
@@ -46,6 +46,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
         "gpus": sum(group.workers * group.gpus_per_worker for group in plan.groups),
         "groups": [_group(plan, group) for group in plan.groups],
         "worker_host_bytes": worker_bytes(settings) if _uses_gpus(plan) else None,
+        "experts_host_bytes": server_experts_bytes(settings) if _uses_gpus(plan) else 0,
         "models": {
             name: _model(settings, plan, model, memories.get(name))
             for name, model in plan.models.items()

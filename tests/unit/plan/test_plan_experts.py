@@ -1,0 +1,109 @@
+"""The memory of recorded experts: of engines that replay them, and of servers that record them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from slurmrl.allocation import parse
+from slurmrl.display import text
+from slurmrl.models.parallel.split import WHOLE
+from slurmrl.models.routes import Replayed
+from slurmrl.plan.build import make_plan
+from slurmrl.plan.estimates import experts
+from slurmrl.plan.estimates.costs import memories
+from slurmrl.plan.estimates.gpus import trainers_gpus
+from slurmrl.plan.estimates.hardware import GIB
+from slurmrl.plan.estimates.host import server_experts_bytes, task_bytes, worker_bytes
+from slurmrl.plan.estimates.memory import estimate
+from slurmrl.plan.report.document import document
+from slurmrl.plan.report.values import report
+from slurmrl.plan.settings import Settings
+from tests.unit.plan.conftest import EXPERTS
+from tests.unit.plan.test_plan_estimates import LENGTHS, QWEN3_30B_A3B, job, shape_of
+
+Load = Callable[..., Settings]
+LAYERS, EACH = 48, 8
+KV = 2 * 4 * 128 * 2 * LAYERS
+"""Bytes of a token's keys and values in bfloat16."""
+
+
+def test_the_estimate_counts_what_engines_hold() -> None:
+    """Of a micro-batch of 8 tokens that is the whole batch."""
+    routing = pytest.importorskip("slurmrl.engines.megatron.routing")
+    shape, tokens = shape_of({**QWEN3_30B_A3B, "num_hidden_layers": 3}), 8
+    sample = torch.arange(EACH, dtype=torch.int16).expand(tokens, 3, EACH).contiguous()
+    mask = routing.marks(torch.ones(tokens, dtype=torch.bool), sample, 128)
+    replayed = Replayed(sample)
+    replayed.arrange(torch.arange(tokens).flip(0), WHOLE)
+    samples = 2 * sample.nbytes
+    built_in = [replayed._experts, replayed._own]
+    for backend, held in (("megatron", [mask[:, 1:].contiguous()]), ("fsdp", built_in)):
+        found = experts.replayed(shape, parse(f"{backend}:d1"), batch=8, micro=8, layers=3)
+        assert found == samples + sum(tensor.nbytes for tensor in held), backend
+
+
+def test_a_mask_of_all_experts_is_what_megatron_needs_most_for() -> None:
+    """100 MB at 16,384 tokens. A stage has its layers alone, of more micro-batches at a time."""
+    bare = estimate(job(QWEN3_30B_A3B, "megatron:d1"))
+    for backend in ("megatron:d1", "megatron:d1p2"):
+        asked = job(QWEN3_30B_A3B, backend, replays_experts=True)
+        found = estimate(replace(asked, lengths=replace(LENGTHS, sequences=16, longest=16384)))
+        assert found.experts == 16384 * (LAYERS * 128 + 2 * LAYERS * EACH * (16 + 1))
+    assert (bare.experts, estimate(replace(asked, computes=False)).experts) == (0, 0)
+    assert found.together == found.standing + found.activations + found.experts
+
+
+def test_the_built_in_engine_keeps_them_beside_keys_and_values() -> None:
+    sizes = [
+        estimate(
+            job(QWEN3_30B_A3B, "native:d1", generates=True, trained=False, replays_experts=asked)
+        ).sequence
+        for asked in (False, True)
+    ]
+    assert sizes == [1024 * KV, 1024 * (KV + 2 * LAYERS * EACH)]
+
+
+def served(plan_ppo: Load, *overrides: str) -> Settings:
+    return plan_ppo(
+        *("rollout.replay_experts=true", "rollout.python=/bin/sh", "cluster.gpus_per_worker=1"),
+        *("actor.backend=megatron:d8e8", "critic.backend=fsdp:d8", "cluster.gpu_memory=640G"),
+        *("actor.dtype=bfloat16", "algorithm.n_minibatches=1", *overrides),
+        architecture=QWEN3_30B_A3B,
+    )
+
+
+def test_a_server_s_host_memory_is_counted_where_it_is(plan_ppo: Load) -> None:
+    """SGLang has a number of 32 bits for each layer and expert of each token that it can cache."""
+    beside = ("rollout.backend=sglang:d8", "rollout.gpus=0-7")
+    settings, plain = (
+        served(plan_ppo, *beside, *more) for more in ((), ("rollout.replay_experts=false",))
+    )
+    gpus = trainers_gpus(settings)
+    cache = gpus.server_bytes() - gpus.sizes["rollout"].weights
+    recorded = round(cache / KV * 4 * LAYERS * EACH)
+    assert server_experts_bytes(settings) == recorded > GIB
+    assert (worker_bytes(settings) or 0) - (worker_bytes(plain) or 0) >= recorded * 0.99
+    assert server_experts_bytes(plain) == 0
+    tasks = ("rollout.backend=sglang:d2t2", "rollout.tasks={}")
+    apart, without = (
+        served(plan_ppo, *tasks, *more) for more in ((), ("rollout.replay_experts=false",))
+    )
+    assert (task_bytes(apart) or 0) - (task_bytes(without) or 0) == server_experts_bytes(apart) > 0
+
+
+def test_a_plan_shows_both(plan_ppo: Load) -> None:
+    settings = served(plan_ppo, "rollout.backend=sglang:d8", "rollout.gpus=0-7")
+    shown = report(settings, make_plan(settings, scheduler="slurm"))
+    actor = shown["models"]["actor"]["memory"]
+    assert actor["experts_bytes"] == memories(settings)["actor"].experts > 0
+    assert shown["experts_host_bytes"] == server_experts_bytes(settings)
+    lines = text.render(document(shown))
+    assert "ACTIVATIONS  KV_CACHE  EXPERTS" in lines
+    assert "a server keeps recorded experts in host memory" in lines
+    plain = plan_ppo(architecture=EXPERTS)
+    lines = text.render(document(report(plain, make_plan(plain, scheduler="slurm"))))
+    assert ("EXPERTS" in lines, "recorded experts" in lines) == (False, False)
