@@ -26,8 +26,9 @@ from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
 from slurmrl.engines.rollout.fitness import ServedModel, check_sglang, field_of
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.routed_experts import RoutedLayers
+from slurmrl.engines.rollout.server_check import ServerCheck
 from slurmrl.engines.rollout.sglang_checksums import digest_of, read_checksums
-from slurmrl.engines.rollout.weight_checks import Held, ServerCheck, WeightChecks
+from slurmrl.engines.rollout.weight_checks import Held, WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
 
 CONTROL_S = 60.0
@@ -294,7 +295,7 @@ class SglangDialect(Dialect):
         }
         await self._wait_until_idle()  # 0.5.20 would end, later versions refuse the update
         assert self._check is not None, "a server loads weights once it was connected to"
-        await self._check.before_load()
+        await self._check.before_load(version)
         await self._succeed("/update_weights_from_disk", body)
         await self.check_version(version.name)
         await self._check.after_load(version)
@@ -325,6 +326,8 @@ class SglangDialect(Dialect):
         await self._info(self._health_s)
 
     async def close(self) -> None:
+        if self._check is not None:
+            self._check.close()
         await self._client.close()
         await self._control.close()
 

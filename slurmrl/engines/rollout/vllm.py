@@ -27,8 +27,9 @@ from slurmrl.engines.rollout.fitness import (
     without_dev_mode,
 )
 from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.engines.rollout.server_check import ServerCheck
 from slurmrl.engines.rollout.vllm_checksums import digest_of, read_checksums
-from slurmrl.engines.rollout.weight_checks import Held, ServerCheck, WeightChecks
+from slurmrl.engines.rollout.weight_checks import Held, WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 
@@ -229,7 +230,7 @@ class VllmDialect(Dialect):
                 f"weight version {version.name}: {version.folder} is not a folder with a checkpoint"
             )
         assert self._check is not None, "a server loads weights once it was connected to"
-        await self._check.before_load()
+        await self._check.before_load(version)
         await self._call("update_config", overrides=LOADING)
         await self._call("reload_weights", weights_path=str(version.folder))
         if field_of(self.where, await self._post(RESET), "success") is not True:
@@ -258,6 +259,8 @@ class VllmDialect(Dialect):
         )  # asks the process that computes
 
     async def close(self) -> None:
+        if self._check is not None:
+            self._check.close()
         await self._client.close()
         await self._control.close()
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from slurmrl import log
 from slurmrl.engines.rollout.base import WeightVersion
-from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.errors import RunFailedError
 from slurmrl.models.hf import Tensors, open_tensors, read_values
 
 logger = log.get(__name__)
@@ -46,6 +47,8 @@ REPEATED = (NORM, "o_proj.bias", "down_proj.bias")
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 """Matrices of gpt2, whose files have them as [inputs, outputs]."""
 SHOWN = 3
+KEPT = 2
+"""Versions whose checksums are kept: a server may still load one while others go on."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +150,8 @@ class WeightChecks:
         self.own = own
         self._device = device or torch.device("cpu")
         self._lock = asyncio.Lock()
-        self._version = ""
-        self._expected: Expected = {}
-        """Checksums of the parameters of this version."""
+        self._expected: dict[str, Expected] = {}
+        """Checksums of parameters by version."""
         self._comparable: dict[str, set[Place]] = {}
         """The parameters of each server that have agreed at its first check."""
         self._before: dict[str, tuple[str, Sequence[Held]]] = {}
@@ -174,12 +176,7 @@ class WeightChecks:
         ``replaced``: what it held before, if that was not these weights. Raises RunFailedError if
         it holds something else.
         """
-        assert version.folder is not None, "it was loaded from there"
-        async with self._lock:
-            if self._version != version.name:
-                self._version, self._expected = version.name, {}
-            expected = self._expected
-            await asyncio.to_thread(self._add, expected, version.folder, held, digest)
+        expected = await self.expect(version, held, digest)
         now, before = _places(held), _places(replaced)
         self._forget_other_form(where, now)
         files = {place: expected[held[place[0]].part, place[1]] for place in now}
@@ -200,13 +197,44 @@ class WeightChecks:
             self._tell_of_the_rest(where, {name for _, name in now.keys() - agree}, len(now))
         self._compare_starts(where, version.name, held)
 
-    def _add(self, expected: Expected, folder: Path, held: Iterable[Held], digest: Digest) -> None:
-        """Add what is missing to the expected checksums."""
+    async def expect(
+        self, version: WeightVersion, held: Iterable[Held], digest: Digest
+    ) -> Expected:
+        """The checksums of a version's files for the parameters of ``held``. They are computed once
+        for all servers; a second caller waits for the first one."""
+        assert version.folder is not None, "a server loads it from there"
+        ended = threading.Event()
+        async with self._lock:
+            expected = self._expected.setdefault(version.name, {})
+            while len(self._expected) > KEPT:
+                del self._expected[next(iter(self._expected))]
+            try:
+                await asyncio.to_thread(self._add, expected, version.folder, held, digest, ended)
+            finally:
+                ended.set()
+        return expected
+
+    def last_held(self, where: str) -> Sequence[Held]:
+        """What a server has held with the last version that was checked; nothing before that."""
+        _, held = self._before.get(where, ("", ()))
+        return held
+
+    def _add(
+        self,
+        expected: Expected,
+        folder: Path,
+        held: Iterable[Held],
+        digest: Digest,
+        ended: threading.Event,
+    ) -> None:
+        """Add what is missing to the expected checksums, unless nobody waits for them any more."""
         config = read_values(folder)
         with open_tensors(folder) as files:
             for each in held:
                 for name in each.checksums:
                     key = each.part, name
+                    if ended.is_set():
+                        return
                     if key not in expected:
                         tensor = parameter(files, config, name, each.part)
                         expected[key] = None if tensor is None else self._of(tensor, digest)
@@ -254,56 +282,3 @@ def _places(held: Sequence[Held]) -> dict[Place, str]:
         for number, each in enumerate(held)
         for name, checksum in each.checksums.items()
     }
-
-
-class ServerCheck:
-    """The checks of one server, since it was connected to."""
-
-    def __init__(
-        self,
-        checks: WeightChecks,
-        where: str,
-        digest: Digest | str,
-        report: Callable[[], Awaitable[Sequence[Held]]],
-        *,
-        first_only: bool = False,
-    ) -> None:
-        """``digest``: or why that of the server is not known; ``report`` asks it for what it holds;
-        ``first_only``: whether that takes too long to be done for each version."""
-        self._checks, self._where, self._report = checks, where, report
-        self._first_only = first_only
-        self._digest: Digest | None = None
-        self._replaced: Sequence[Held] = ()
-        if isinstance(digest, str):
-            self._give_up(digest)
-        else:
-            self._digest = digest
-
-    async def before_load(self) -> None:
-        """To be called before the server replaces its weights."""
-        first = self._checks.own and not self._checks.began(self._where)
-        self._replaced = (await self._held() or ()) if first else ()
-
-    async def after_load(self, version: WeightVersion) -> None:
-        """Raises RunFailedError if the server does not hold the version that it has loaded."""
-        held = await self._held()
-        if held is None or self._digest is None:
-            return
-        await self._checks.check(self._where, version, held, self._digest, replaced=self._replaced)
-        if self._first_only:
-            self._digest = None
-
-    async def _held(self) -> Sequence[Held] | None:
-        if self._digest is None:
-            return None
-        try:
-            return await self._report()
-        except UsageError as error:  # a route that the server does not have, or a kind of weights
-            if self._checks.began(self._where):
-                raise
-            self._give_up(error)
-            return None
-
-    def _give_up(self, reason: object) -> None:
-        self._digest = None
-        self._checks.tell(self._where, f"its weights are not checked: {reason}")

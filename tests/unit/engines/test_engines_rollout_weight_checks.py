@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slurmrl.engines.rollout.base import WeightVersion
+from slurmrl.engines.rollout.server_check import ServerCheck
 from slurmrl.engines.rollout.sglang_checksums import on_gpu
 from slurmrl.engines.rollout.weight_checks import (
     Held,
-    ServerCheck,
     TensorPart,
     WeightChecks,
     parameter,
@@ -225,11 +226,66 @@ def test_a_server_is_asked_after_each_version_or_the_first_one(
         checks = WeightChecks(own=True)
         each = ServerCheck(checks, "server", digest, ask, first_only=first_only)
         for _ in range(3):
-            await each.before_load()
+            await each.before_load(loaded)
             await each.after_load(loaded)
 
     asyncio.run(work())
     assert asked == (2 if first_only else 4)
+
+
+def test_the_files_of_a_version_are_read_while_the_server_reads_them(tmp_path: Path) -> None:
+    """So the check adds nothing to the update but the comparison, from the first version on."""
+    seen: list[str] = []
+    holds, comparable = 5, 3
+
+    def counted(tensor: Tensor, device: torch.device) -> str | None:
+        seen.append("")
+        return digest(tensor, device)
+
+    async def ask() -> list[Held]:
+        return report(tensors(holds))
+
+    async def work() -> None:
+        nonlocal holds
+        each = ServerCheck(WeightChecks(own=True), "server", counted, ask)
+        for seed in (0, 1):
+            loaded = version(tmp_path, f"1.{seed + 1}", seed)
+            await each.before_load(loaded)
+            assert each._expecting is not None
+            await asyncio.wait_for(each._expecting, 60.0)
+            read, holds = len(seen), seed
+            await each.after_load(loaded)
+            assert read == len(seen) == (seed + 1) * comparable
+        await each.before_load(WeightVersion(name="1.9", folder=tmp_path / "gone"))
+        with pytest.raises(UsageError, match="gone"):  # an error of the check, not of this task
+            await each.after_load(WeightVersion(name="1.9", folder=tmp_path / "gone"))
+
+    asyncio.run(work())
+
+
+def test_what_a_lost_server_was_to_hold_is_not_read_to_the_end(tmp_path: Path) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    seen: list[Tensor] = []
+
+    def slow(tensor: Tensor, device: torch.device) -> str | None:
+        seen.append(tensor)
+        begun.set()
+        assert goes_on.wait(60.0)
+        return digest(tensor, device)
+
+    async def ask() -> list[Held]:
+        return report(tensors(5))
+
+    async def work() -> None:
+        each = ServerCheck(WeightChecks(own=True), "server", slow, ask)
+        await each.before_load(version(tmp_path))
+        assert await asyncio.to_thread(begun.wait, 60.0)
+        each.close()
+        await asyncio.sleep(0)
+        goes_on.set()
+
+    asyncio.run(work())  # which waits for the thread
+    assert len(seen) == 1
 
 
 def test_a_server_that_computes_no_checksums_is_not_checked(
