@@ -10,7 +10,7 @@ it. `problems` says what does not hold for them:
 - each sample that was trained is in the result log of its task, and its bytes are those recorded;
 - no token was drawn by weights older than the bound, or by weights that led nowhere.
 
-Trials with a filter have several batches in a step and are not understood.
+With a filter a step has candidates first. The samples of its batch are some of theirs.
 """
 
 from __future__ import annotations
@@ -99,13 +99,23 @@ class Checker:
     def _loads(self, span: Span) -> list[Message]:
         """The batches of a span's steps, in the order in which its master posted them."""
         log = self.archive / "control" / f"{span.incarnation:08d}.master"
-        return [
-            message
-            for message in messages(log)
-            if message["type"] == "load"
-            and not message.get("evaluation")
-            and span.first <= message["step"] <= span.last
-        ]
+        loads: list[Message] = []
+        judged: dict[tuple[int, int], Message] = {}
+        """The sample of each candidate of a step, by its row."""
+        for message in messages(log):
+            if message["type"] != "load" or message.get("evaluation"):
+                continue
+            if not span.first <= message["step"] <= span.last:
+                continue
+            rows = list(map(tuple, message["items"]))
+            if message.get("candidates"):
+                judged.update(zip(rows, message["samples"], strict=True))
+                continue
+            if judged:
+                message = {**message, "samples": [judged[row] for row in rows if row in judged]}
+                judged = {}
+            loads.append(message)
+        return loads
 
     def _steps(self) -> Iterator[str]:
         for span in self.line:

@@ -29,7 +29,10 @@ class Story:
     """Two incarnations of a trial whose steps train items in order, with samples of the weights
     before them. Item 8 is dropped, and 9 waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, filtered: bool = False) -> None:
+        """``filtered``: the samples are those of candidates."""
+        self.filtered = filtered
+        self.unjudged: set[int] = set()
         self.items = {step: [2 * step - 2, 2 * step - 1] for _, step in LINE}
         self.versions = {step: f"{step - 1}.{1 if step < 3 else 2}" for _, step in LINE}
         self.again = [6, 7]
@@ -79,14 +82,13 @@ class Story:
             stored = samples.write([_group(item, self.versions[step]) for item in items])
             told = [objects.to_json(one) for one in stored if one.item not in self.unrecorded]
             results.append({"type": "finished", "groups": told})
-            logs[incarnation].append(
-                {
-                    "type": "load",
-                    "step": step,
-                    "items": [[0, 100 - item] for item in items],
-                    "samples": [objects.to_json(one.sample(TASK)) for one in stored],
-                }
-            )
+            batch = {"type": "load", "step": step, "items": [[0, 100 - item] for item in items]}
+            judged = [one for one in stored if one.item not in self.unjudged]
+            groups = {"samples": [objects.to_json(one.sample(TASK)) for one in judged]}
+            if self.filtered:
+                rows = [[0, 100 - one.item] for one in judged]
+                logs[incarnation].append({**batch, **groups, "items": rows, "candidates": True})
+            logs[incarnation].append(batch if self.filtered else {**batch, **groups})
         file = task / "samples" / "00000003.samples"
         file.write_bytes(self.damage(file.read_bytes()))
 
@@ -104,8 +106,9 @@ def problems(folder: Path, story: Story) -> list[str]:
     return Checker(run, folder / "archive", BATCH, max_staleness=1).problems()
 
 
-def test_nothing_is_found_where_all_holds(tmp_path: Path) -> None:
-    story = Story()
+@pytest.mark.parametrize("filtered", [False, True])
+def test_nothing_is_found_where_all_holds(tmp_path: Path, filtered: bool) -> None:
+    story = Story(filtered=filtered)
     story.versions[4] = "2.2"  # one step behind
     assert problems(tmp_path, story) == []
 
@@ -160,6 +163,10 @@ def _flip(story: Story) -> None:
     story.damage = lambda data: data[:-1] + bytes([data[-1] ^ 1])
 
 
+def _not_judge(story: Story) -> None:
+    story.unjudged = {4}
+
+
 @pytest.mark.parametrize(
     ("violate", "said"),
     [
@@ -169,6 +176,7 @@ def _flip(story: Story) -> None:
         (_in_two_states, "has [9] in two states"),
         (_not_trained, "has {9: 4} as trained, but the steps have trained {}"),
         (_half_a_batch, "step 3 has 1 items, expected 2"),
+        (_not_judge, "step 3 has 1 items, expected 2"),
         (_repeat, "the metrics have the steps [1, 2, 3, 4, 4]"),
         (_be_stale, "item 6, trained at step 4, has weights 1.1, too old for a staleness of 1"),
         (_foresee, "item 4, trained at step 3, has weights 3.2, from after that step"),
@@ -177,8 +185,11 @@ def _flip(story: Story) -> None:
         (_flip, "trained at step 3, has other bytes"),
     ],
 )
-def test_a_violation_is_found(tmp_path: Path, violate: Callable[[Story], None], said: str) -> None:
-    story = Story()
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_violation_is_found(
+    tmp_path: Path, violate: Callable[[Story], None], said: str, filtered: bool
+) -> None:
+    story = Story(filtered=filtered)
     violate(story)
     found = problems(tmp_path, story)
     assert any(said in problem for problem in found), found
