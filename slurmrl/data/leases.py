@@ -202,8 +202,9 @@ class SampleLedger(Ledger):
     ) -> Sequence[ItemSample]:
         """Take the finished items with the oldest samples for a step, which changes the weights of
         step ``step - 1``: they are in flight then. Drops those whose samples are too stale for it.
-        Takes ``count``, or up to ``most`` if that is given. Takes none if fewer than ``count`` are
-        left, of those that are ``sound`` if that is given.
+        Takes ``count``, or if ``most`` is given up to that many, or all that no later step can
+        take. Takes none if fewer than ``count`` are left, of those that are ``sound`` if that is
+        given.
         """
         first = step - 1 - max_staleness
         for item in [item for item, oldest in self._oldest.items() if oldest < first]:
@@ -216,10 +217,21 @@ class SampleLedger(Ledger):
         if len(ready) < count:
             return ()
         ready.sort(key=lambda item: (self._oldest[item], item))
-        taken = [self._unfinish(item) for item in ready[: most or count]]
+        if most is not None:
+            count = max(most, sum(self._oldest[item] == first for item in ready))
+        taken = [self._unfinish(item) for item in ready[:count]]
         self._in_use.update({sample.item: sample for sample in taken})
         self._in_flight.update({sample.item: step for sample in taken})
         return taken
+
+    def stragglers(self, step: int, max_staleness: int) -> set[str]:
+        """Who holds items that no later step could train, if they finish them now."""
+        first = step - 1 - max_staleness
+        return {
+            held.holder
+            for held in self._leases.values()
+            if VersionId.parse(held.oldest).step == first
+        }
 
     def expected(self, count: int, batch_size: int) -> int:
         """Items that a step probably uses for ``count`` trained ones, at least as many: the fewest

@@ -99,6 +99,11 @@ class RolloutTasks:
         self._pauses_s = min(poll_s, look_s), look_s
         self._wanted = 0
         """Groups that a step waits for."""
+        self._step, self._step_at, self._step_s = -1, clock(), 0.0
+        """The step that took groups last, when it first asked for them, and how long after the step
+        before it."""
+        self._enough_at: float | None = None
+        """When there first were enough for it."""
         self._attempts: dict[str, RolloutAttempt] = {}
         """By name; also those that are over, as long as they have a directory."""
         self._living: dict[str, RolloutAttempt] = {}
@@ -163,14 +168,20 @@ class RolloutTasks:
     def take(self, step: int, count: int, *, filtered: bool = False) -> Sequence[ItemSample] | None:
         """Take ``count`` groups for a step, all of which could be read; they are in flight then.
         Of groups to be ``filtered``, more are taken if they are there: as many as probably leave
-        ``count``. None: there are not enough yet."""
-        samples = self._ledger.take_finished(
-            count,
-            step,
-            self._admission.max_staleness,
-            most=self._ledger.expected(count, self._admission.batch_size) if filtered else count,
-            sound=self._checks.sound,
-        )
+        ``count``. None: there are not enough yet, or some are worth waiting for."""
+        if step != self._step:
+            now = self._clock()
+            self._step, self._step_at, self._step_s = step, now, now - self._step_at
+            self._enough_at = None
+        samples: Sequence[ItemSample] = ()
+        if not filtered or not self._overtakes(step, count):
+            samples = self._ledger.take_finished(
+                count,
+                step,
+                self._admission.max_staleness,
+                most=self._ledger.expected(count, self._admission.batch_size) if filtered else None,
+                sound=self._checks.sound,
+            )
         if len(samples) < count:
             self._wanted = count
             return None
@@ -179,11 +190,31 @@ class RolloutTasks:
         self._counts.take([step - 1 - oldest_step(sample) for sample in samples])
         return samples
 
+    def _overtakes(self, step: int, count: int) -> bool:
+        """Whether a step that takes groups now would leave behind others that no later step can
+        train. Mostly they are the longest ones, which training must not lack: a step waits for them
+        no longer than the step before took, if their tasks can finish them."""
+        if len(self._checks.sound) < count:
+            return False
+        now = self._clock()
+        self._enough_at = now if self._enough_at is None else self._enough_at
+        if now - self._enough_at >= self._step_s:
+            return False
+        return bool(
+            self._ledger.stragglers(step, self._admission.max_staleness)
+            & self._leases.able().keys()
+        )
+
     def returned(self, step: int, samples: Iterable[ItemSample]) -> None:
-        """Groups that a step had taken wait for the next one, once they were read again."""
-        samples = tuple(samples)
-        self._checks.add(samples)
-        self._counts.give_back(step - 1 - oldest_step(sample) for sample in samples)
+        """Groups that a step had taken wait for the next one, once they were read again. Those that
+        it could not train are made again."""
+        for sample in samples:
+            age = step - 1 - oldest_step(sample)
+            self._counts.give_back(age)
+            if age < self._admission.max_staleness:
+                self._checks.add([sample])
+            else:
+                self._ledger.redo(sample)
 
     def leave(self, name: str, within_s: float) -> None:
         """Ask an attempt to finish or give back what it holds, and to end. `start` comes first."""
@@ -218,6 +249,8 @@ class RolloutTasks:
         if not self._ledger.leased and not self._leases.able():
             return "for a rollout task that holds usable weights"
         sound = sum(one in self._checks.sound for one in self._ledger.finished)
+        if sound >= self._wanted:
+            return "for groups that no later step can train"
         return f"for groups of rollout tasks: {sound} of {self._wanted}"
 
     @property

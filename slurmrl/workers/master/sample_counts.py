@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from slurmrl.data.leases import STALE, SampleLedger
 from slurmrl.plan.metrics import ROLLOUT_SUMS, STALENESS_MAX, STALENESS_MEAN
@@ -28,12 +28,11 @@ class SampleCounts:
         self.ages.update(ages)
         self._taken += ages
 
-    def give_back(self, ages: Iterable[int]) -> None:
-        """A step does without groups of this staleness that it has taken."""
-        for age in ages:
-            self.ages[age] -= 1
-            self._taken.remove(age)
+    def give_back(self, age: int) -> None:
+        """A step does without a group of this staleness that it has taken."""
+        self.ages[age] -= 1
         self.ages = +self.ages
+        self._taken.remove(age)
 
     def metrics(self) -> dict[str, float]:
         """Of the steps taken since the last call."""

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from slurmrl.data.leases import LATE, ROLLED_BACK, STALE, USED_STEPS, Admission, SampleLedger
+from slurmrl.data.leases import LATE, ROLLED_BACK, STALE, USED_STEPS, Admission, SampleLedger, oldest_step
 from slurmrl.data.ledger import (
     ItemSample,
     LeasedItems,
@@ -195,7 +195,9 @@ class Account(RuleBasedStateMachine):
             del oldest[item]
             self.states[item] = ("dropped", STALE)
         ready = sorted(oldest.keys() - unread, key=lambda item: (oldest[item], item))
-        wanted = ready[: most if filtered else self.BATCH] if len(ready) >= self.BATCH else []
+        last_chance = sum(oldest[item] == self.step - self.STALENESS for item in ready)
+        count = max(most, last_chance) if filtered else self.BATCH
+        wanted = ready[:count] if len(ready) >= self.BATCH else []
         taken = self.ledger.take_finished(
             self.BATCH,
             self.step + 1,
@@ -319,8 +321,7 @@ def test_rollouts_run_ahead_by_the_staleness_and_no_sample_becomes_stale(
 def test_where_a_filter_drops_items_more_are_made_ahead(max_staleness: int, share: float) -> None:
     """Steps judge candidates until a batch is accepted, in few rounds, because tasks make most of
     them while the step before trains. What is accepted and too much for a batch waits for the next
-    step. Little is made that becomes stale, also by tasks that are always ahead; without staleness
-    nothing."""
+    step. None becomes stale, also of tasks that are always ahead."""
     admission = Admission(max_staleness=max_staleness, batch_size=8, max_leased=None)
     ledger = SampleLedger(1, ALL_STEPS)
     chance = Random(0)
@@ -340,21 +341,22 @@ def test_where_a_filter_drops_items_more_are_made_ahead(max_staleness: int, shar
             missing = 8 - len(accepted)
             most = ledger.expected(missing, 8)
             taken = [o.item for o in ledger.take_finished(missing, step, max_staleness, most=most)]
-            assert missing <= len(taken) <= most
             accepted += [item for item in taken if chance.random() < share]
             ledger.drop(set(taken) - set(accepted), "dull")
             rounds[-1] += 1
         ledger.give_back(accepted[8:])
+        for one in [one for one in ledger.finished if one.item in accepted]:
+            if oldest_step(one) < step - max_staleness:  # as the master does
+                assert ledger.redo(one)
         generate(step - 1, step - 1)
         ledger.train(accepted[:8], step)
     assert ledger.trained == 8 * 59
     mean = sum(rounds[USED_STEPS:]) / len(rounds[USED_STEPS:])
     if max_staleness:
         assert mean < 3
-        assert ledger.dropped[STALE] < 0.04 * ledger.dropped["dull"]
     else:
         assert mean > 4
-        assert ledger.dropped.keys() == {"dull"}
+    assert ledger.dropped.keys() == {"dull"}
 
 
 def test_a_restart_causes_no_burst() -> None:

@@ -340,6 +340,62 @@ def test_groups_that_are_too_many_for_a_step_wait_for_the_next_and_count_once(
     assert bed.tasks.view().trained == {"0": 1, "2": 1}
 
 
+def test_a_group_that_the_next_step_could_not_train_is_made_again(
+    beds: Callable[..., Bed],
+) -> None:
+    bed = beds(batch_size=1, max_staleness=0)
+    task = bed.begin(0, "0.1")
+    task.finish(*task.open)
+    bed.look()
+    assert bed.train(dull=0, back=1) == []
+    task.hold("1.1")
+    bed.look()
+    task.hear(1)
+    assert list(task.open) == [0]
+    assert not bed.ledger.dropped
+
+
+def test_a_filtered_step_does_not_overtake_the_longest_groups(beds: Callable[..., Bed]) -> None:
+    """Those that later steps could not train are waited for, as long as the step before took, if
+    there is a task that can finish them."""
+    bed = beds(batch_size=1, max_staleness=1)
+    task = bed.begin(0, "0.1")
+    assert list(task.open) == [0, 1]
+
+    def overtake(step: int) -> list[int] | None:
+        """Finish a group of the newest weights, and let a step take what there is."""
+        task.hold(f"{step - 1}.1")
+        bed.look()
+        task.hear(1)
+        task.finish(max(task.open))
+        bed.look()
+        taken = bed.tasks.take(step, 1, filtered=True)
+        return None if taken is None else [one.item for one in taken]
+
+    task.finish(0)
+    bed.look()
+    assert bed.train(dull=0) == [0], "the next step can train the other one"
+    assert overtake(2) is None
+    assert bed.tasks.waits_for() == "for groups that no later step can train"
+    task.finish(1)
+    bed.look()
+    taken = bed.tasks.take(2, 1, filtered=True)
+    assert [one.item for one in taken or ()] == [1]
+    bed.step = 2
+    bed.ledger.train([1], 2)
+    task.hold("2.1")
+    bed.look()
+    task.hear(1)
+    slow = min(task.open)
+    assert bed.train(dull=0) == [2]
+    bed.now += 100.0
+    assert overtake(4) is None
+    bed.now += 99.0
+    assert bed.tasks.take(4, 1, filtered=True) is None
+    bed.now += 10.0
+    assert [one.item for one in bed.tasks.take(4, 1, filtered=True) or ()] == [slow + 1]
+
+
 # -- leases ---------------------------------------------------------------------------------------
 
 
