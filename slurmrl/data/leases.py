@@ -39,6 +39,8 @@ class Admission:
     """Items of a step."""
     max_leased: int | None
     """Items that all tasks together may work on, if that is bounded."""
+    filter_rounds: int = 1
+    """So many times its batch a step uses at most."""
 
     def room(
         self, *, version: int, step: int, leased: int, finished: int, in_flight: int, used: int
@@ -144,7 +146,7 @@ class SampleLedger(Ledger):
             leased=self.leased,
             finished=len(self._finished),
             in_flight=len(self._in_flight),
-            used=self.expected(admission.batch_size, admission.batch_size),
+            used=self.expected(admission.batch_size, admission),
         )
 
     def lease(self, count: int, holder: str, oldest: str) -> LeasedItems:
@@ -233,11 +235,13 @@ class SampleLedger(Ledger):
             if VersionId.parse(held.oldest).step == first
         }
 
-    def expected(self, count: int, batch_size: int) -> int:
+    def expected(self, count: int, admission: Admission) -> int:
         """Items that a step probably uses for ``count`` trained ones, at least as many: the fewest
         that one of the last steps has used for its batch. Too many would become stale."""
-        used = max(batch_size, min(self._used_by, default=0))
-        return -(-count * used // batch_size)
+        batch = admission.batch_size
+        fewest = min(self._used_by, default=batch)
+        used = max(batch, min(fewest, admission.filter_rounds * batch))
+        return -(-count * used // batch)
 
     def train(self, items: Iterable[int], step: int) -> None:
         trained = list(items)
@@ -251,13 +255,14 @@ class SampleLedger(Ledger):
         self._used += len(dropped)
 
     def give_back(self, items: Iterable[int]) -> None:
-        """Items in flight that have samples are finished again; others are queued again."""
-        for item in list(items):
-            sample = self._in_use.get(item)
-            super().give_back([item])
-            if sample is not None:
-                self._queued_again.remove(item)
-                self._finish(sample)
+        """Items in flight that have samples are finished again; others are queued again. Raises as
+        `train`."""
+        items = list(items)
+        samples = [self._in_use[item] for item in items if item in self._in_use]
+        super().give_back(items)
+        for sample in samples:
+            self._queued_again.remove(sample.item)
+            self._finish(sample)
 
     def record(self) -> LedgerRecord:
         samples = self._finished | self._in_use

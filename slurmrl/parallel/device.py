@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 """Without it cuBLAS may add in another order in each run, and torch refuses matrix products."""
 COMPILER_DETERMINISTIC = "TORCHINDUCTOR_DETERMINISTIC", "1"
-"""For a `torch.compile` of the user's code."""
+"""For a `torch.compile` of the user's code, where torch's compiler is not imported yet."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,9 @@ def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> No
     a plan for each new length of the cache.
     """
     torch.set_num_threads(threads)
-    # `use_deterministic_algorithms` does the same and imports the compiler, which takes a second.
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
+    if "torch._inductor.config" in sys.modules:  # else that imports it, which takes a second
+        torch.use_deterministic_algorithms(deterministic)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
         os.environ.setdefault(*CUBLAS_WORKSPACE)

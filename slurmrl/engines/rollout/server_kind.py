@@ -27,6 +27,7 @@ from slurmrl.models.hf import CONFIG_FILE
 DROPPED = (
     *("PYTHONPATH", "PYTHONHOME", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    "TORCHINDUCTOR_DETERMINISTIC",
 )
 """Variables of a worker that mean something else to a server, or that its engine needs alone: a
 server cannot free memory of expandable segments."""

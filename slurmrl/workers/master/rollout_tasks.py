@@ -179,7 +179,7 @@ class RolloutTasks:
                 count,
                 step,
                 self._admission.max_staleness,
-                most=self._ledger.expected(count, self._admission.batch_size) if filtered else None,
+                most=self._ledger.expected(count, self._admission) if filtered else None,
                 sound=self._checks.sound,
             )
         if len(samples) < count:

@@ -173,6 +173,7 @@ def _rollouts(
         max_staleness=tasks.max_staleness,
         batch_size=batch_size,
         max_leased=tasks.max_in_flight,
+        filter_rounds=settings.algorithm.refill().rounds,
     )
     known = (committed or {}).get("rollouts")
     intervals = PollIntervals.of(plan.hosts, config.cluster.heartbeat_s)

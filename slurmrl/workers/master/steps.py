@@ -147,19 +147,23 @@ class StepRunner:
         return Executed(measured, step_metrics.texts(answered), answered)
 
     def _filtered(self, step: int, refill: Refill) -> tuple[Answered, dict[str, int]] | None:
-        """Take candidates until enough are accepted for a batch, and train on it. Candidates beyond
-        it are queued again, or their groups wait for the next step."""
+        """Take candidates until enough are accepted for a batch, or as many were judged as the
+        rounds have, and train on those. Candidates beyond a batch are queued again, or their groups
+        wait for the next step."""
         progress, calls = self._progress, self._plan.calls
         before, after = calls[: self._plan.filtered], calls[self._plan.filtered :]
         answered: Answered = []
         accepted: list[int] = []
         groups: dict[int, ItemSample] = {}
         reasons: Counter[str] = Counter()
-        rounds = 0
-        while rounds < refill.rounds and len(accepted) < progress.batch_size:
+        rounds = judged = 0
+        of_round = progress.batch_size
+        if self._rollouts is None and refill.candidates is not None:
+            of_round = refill.candidates
+        while judged < refill.rounds * of_round and len(accepted) < progress.batch_size:
             samples: Sequence[ItemSample] = ()
             if self._rollouts is None:
-                candidates = progress.take(refill.candidates or progress.batch_size)
+                candidates = progress.take(of_round)
             else:
                 missing = progress.batch_size - len(accepted)
                 found = self._take_samples(self._rollouts, step, missing, filtered=True)
@@ -171,6 +175,7 @@ class StepRunner:
                 step, progress.items(candidates), before, candidates=True, samples=samples
             )
             rounds += 1
+            judged += len(candidates)
             dropped = _dropped(*answered[-1], candidates)
             for number, reason in dropped.items():
                 progress.drop([number], reason)

@@ -14,7 +14,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from slurmrl.data.leases import LATE, ROLLED_BACK, STALE, USED_STEPS, Admission, SampleLedger, oldest_step
+from slurmrl.data.leases import (
+    LATE,
+    ROLLED_BACK,
+    STALE,
+    USED_STEPS,
+    Admission,
+    SampleLedger,
+    oldest_step,
+)
 from slurmrl.data.ledger import (
     ItemSample,
     LeasedItems,
@@ -60,11 +68,15 @@ class Account(RuleBasedStateMachine):
     BATCH = 2
     STALENESS = 1
     MOST_LEASED = 5
+    ROUNDS = 2
 
     def __init__(self) -> None:
         super().__init__()
         self.admission = Admission(
-            max_staleness=self.STALENESS, batch_size=self.BATCH, max_leased=self.MOST_LEASED
+            max_staleness=self.STALENESS,
+            batch_size=self.BATCH,
+            max_leased=self.MOST_LEASED,
+            filter_rounds=self.ROUNDS,
         )
         self.incarnation, self.step = 1, 0
         self.last_steps: dict[int, int | None] = {1: None}
@@ -177,14 +189,15 @@ class Account(RuleBasedStateMachine):
     # -- training ----------------------------------------------------------------------------
 
     def expected(self, count: int) -> int:
-        used = max(self.BATCH, min(self.used[-USED_STEPS:], default=0))
+        fewest = min(self.used[-USED_STEPS:], default=self.BATCH)
+        used = max(self.BATCH, min(fewest, self.ROUNDS * self.BATCH))
         return math.ceil(count * used / self.BATCH)
 
     @precondition(lambda self: len(self.items("finished")) >= self.BATCH and not self.in_flight())
     @rule(unread=st.just(set()) | st.sets(st.integers(0, 8)), filtered=st.booleans())
     def take(self, unread: set[int], filtered: bool) -> None:
         """Some samples may not be known to be sound yet."""
-        most = self.ledger.expected(self.BATCH, self.BATCH)
+        most = self.ledger.expected(self.BATCH, self.admission)
         assert most == self.expected(self.BATCH)
         sound = {one for one in self.ledger.finished if one.item not in unread}
         oldest = {
@@ -322,7 +335,9 @@ def test_where_a_filter_drops_items_more_are_made_ahead(max_staleness: int, shar
     """Steps judge candidates until a batch is accepted, in few rounds, because tasks make most of
     them while the step before trains. What is accepted and too much for a batch waits for the next
     step. None becomes stale, also of tasks that are always ahead."""
-    admission = Admission(max_staleness=max_staleness, batch_size=8, max_leased=None)
+    admission = Admission(
+        max_staleness=max_staleness, batch_size=8, max_leased=None, filter_rounds=20
+    )
     ledger = SampleLedger(1, ALL_STEPS)
     chance = Random(0)
     rounds = []
@@ -339,7 +354,7 @@ def test_where_a_filter_drops_items_more_are_made_ahead(max_staleness: int, shar
         while len(accepted) < 8:
             generate(step - 1, step - 1)
             missing = 8 - len(accepted)
-            most = ledger.expected(missing, 8)
+            most = ledger.expected(missing, admission)
             taken = [o.item for o in ledger.take_finished(missing, step, max_staleness, most=most)]
             accepted += [item for item in taken if chance.random() < share]
             ledger.drop(set(taken) - set(accepted), "dull")

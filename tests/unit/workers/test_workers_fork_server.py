@@ -73,6 +73,8 @@ assert torch.are_deterministic_algorithms_enabled()
 assert "slurmrl.engines.rollout.native.rollout" in sys.modules
 unused = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "sympy"}
 print(unused.intersection(sys.modules) or "none")
+from torch._inductor import config  # for compiled models of the user
+assert config.deterministic
 """
 COMPUTE = """
 import hashlib, os, sys
@@ -96,6 +98,8 @@ def compute():
         optimizer.step()
     if int(sys.argv[2]):  # the fork server has imported what takes long
         assert not [name for name in set(sys.modules) - known if name.startswith("torch._dynamo")]
+    from torch._inductor import config  # for compiled models of the user
+    assert config.deterministic
     data = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     print(hashlib.sha256(data).hexdigest(), flush=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.data.leases import SampleLedger
+from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.data.ledger import ItemSample
 from slurmrl.errors import UsageError
 from slurmrl.graph.call import Method, Refill
@@ -29,6 +29,7 @@ STORED = StoredGroup(
     item=0, lease="1.1", file="0.samples", offset=8, length=9, checksum="xxh3_128:0",
     versions=("0.1",),
 )  # fmt: skip
+ADMISSION = Admission(max_staleness=9, batch_size=4, max_leased=None, filter_rounds=10)
 Verdict = Callable[[tuple[int, int], int], str]
 """(item, step) -> why it is dropped, or an empty text"""
 
@@ -128,7 +129,7 @@ class Samples:
         if self._left < lacking:
             return None
         self.finish(lacking)
-        most = self.ledger.expected(count, 4) if filtered else count
+        most = self.ledger.expected(count, ADMISSION) if filtered else None
         return self.ledger.take_finished(count, step, 9, most=most)
 
     def finish(self, count: int) -> None:
@@ -290,6 +291,18 @@ def test_groups_that_are_too_many_for_a_batch_wait_for_the_next_step(
     assert executed.metrics["filter/surplus"] == 8
     runner.train(3)
     assert ranks.batches(candidates=True)[-1] == tuple(order[16:20])
+
+
+def test_a_filter_that_drops_all_uses_no_more_than_its_rounds_have(
+    run: Callable[..., Any],
+) -> None:
+    rollouts = Samples(1000)
+    runner, progress, ranks = run(lambda item, step: "dull", rollouts=rollouts)
+    for step in range(1, 10):
+        rollouts.finish(80 - len(rollouts.ledger.finished))
+        progress.advance(runner.train(step).metrics)
+        assert sum(map(len, ranks.batches(candidates=True))) <= 40 * step
+    assert rollouts.ledger.expected(4, ADMISSION) == 40
 
 
 def test_a_short_batch_may_be_an_error(run: Callable[..., Any]) -> None:

@@ -32,10 +32,10 @@ class Filters(Section):
     Their rewards still count in the baselines and deviations of the others."""
     filter_rounds: PositiveInt = 10
     """Rounds of generation in a step until enough prompts for a batch are left. 1 replaces no
-    prompt."""
+    prompt. With rollout tasks, a step judges at most so many times `batch_size`."""
     filter_candidates: PositiveInt | None = None
-    """Prompts of a round. What exceeds a full batch is generated again in the next step. Not with
-    rollout tasks, which have finished as many as they could. Default: `batch_size`."""
+    """Prompts of a round. What exceeds a full batch is generated again in the next step. Ignored
+    with rollout tasks: a round judges groups that are finished. Default: `batch_size`."""
     short_batch: Literal["train", "error"] = "train"
     """When prompts are missing after the last round: train on those that there are (on nothing, if
     there are none), or end the trial with an error."""
