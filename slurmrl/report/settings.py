@@ -46,7 +46,8 @@ def differences(settings: Sequence[Flat]) -> dict[str, list[Any]]:
         section = _lacking(key, settings)
         if section is not None:
             set_in = [_set_in(section, one) for one in settings]
-            if any(set_in) or not isinstance(_default(section, {}), BaseModel):
+            having = next(one for one in settings if _has(section, one))
+            if any(set_in) or not isinstance(_default(section, having), BaseModel):
                 found[section] = set_in
             continue
         values = [one.get(key) for one in settings]

@@ -27,8 +27,8 @@ def numbers(shape: ModelShape) -> int:
 def replayed(
     shape: ModelShape, allocation: Allocation, *, batch: int, micro: int, layers: float
 ) -> int:
-    """On a GPU, while a model computes: the record of the ``batch`` tokens of its data-parallel
-    rank, a copy of that of a micro-batch, and the engine's own form of it. ``micro``: tokens of a
+    """On a GPU, while a model computes: records of ``batch`` tokens, a copy of those of a
+    micro-batch, and the engine's own form of it. ``micro``: tokens of a
     micro-batch on one context rank, each of which has the record of all of them; ``layers``: those
     of a stage times the micro-batches that are on their way through it.
 

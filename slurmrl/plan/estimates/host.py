@@ -95,7 +95,9 @@ def task_bytes(checked: Checked) -> int | None:
     shape = shape_of(actor)
     if shape is None:
         return None
-    whole, kept = _whole_bytes(checked.config, shape), WORKER + server_experts_bytes(checked)
+    whole, kept = _whole_bytes(checked.config, shape), WORKER
+    if (rollout := _rollouts(checked)) is not None:
+        kept += rollout.allocation.instance_size * server_experts_bytes(checked)
     if actor.lora is None:
         return kept + round(VERSIONS * whole)
     merged = VERSIONS * adapted_parameters(shape, actor.lora) * BYTES[actor.dtype]
@@ -106,8 +108,7 @@ def server_experts_bytes(checked: Checked) -> int:
     """Host memory of an SGLang server for recorded experts, for each of its GPUs; 0 where none of
     the run's servers records any."""
     config = checked.config
-    placed = placements(config, [use.role for use in uses_of(config, checked.algorithm)])
-    rollout, shape = placed.get(ROLLOUTS), shape_of(config.actor)
+    rollout, shape = _rollouts(checked), shape_of(config.actor)
     if rollout is None or rollout.allocation.backend != SGLANG or config.rollout.servers:
         return 0
     if shape is None or not replays_experts(checked):
@@ -120,6 +121,13 @@ def server_experts_bytes(checked: Checked) -> int:
         cache = servers.share_in_task(config.rollout.server_args, limit) - memory.weights
     each = kv_bytes_per_token(shape, rollout.allocation, model_of(config, ROLLOUTS).dtype)
     return experts.on_host_of_server(shape, max(cache, 0) / each)
+
+
+def _rollouts(checked: Checked) -> Placement | None:
+    """Where completions are made, if not by the trainers' actor."""
+    config = checked.config
+    placed = placements(config, [use.role for use in uses_of(config, checked.algorithm)])
+    return placed.get(ROLLOUTS)
 
 
 def _adapter_bytes(shape: ModelShape, lora: Lora) -> float:

@@ -181,10 +181,11 @@ def tokens_of_microbatch(job: MemoryDemand) -> int:
     return -(-most // job.allocation.sizes["cp"])
 
 
-def _tokens_of_rank(job: MemoryDemand, lengths: Lengths) -> int:
-    """Tokens of one optimizer step, or of one step without training, on one data-parallel rank."""
-    sequences = -(-lengths.sequences // (job.allocation.sizes["dp"] * job.minibatches))
-    return sequences * lengths.longest
+def _tokens_of_rank(job: MemoryDemand, lengths: Lengths, *, whole: bool = False) -> int:
+    """Tokens of one optimizer step, or of one step without training or ``whole``, on one
+    data-parallel rank."""
+    parts = 1 if whole else job.minibatches
+    return -(-lengths.sequences // (job.allocation.sizes["dp"] * parts)) * lengths.longest
 
 
 def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
@@ -248,10 +249,14 @@ def _activations(job: MemoryDemand, gradients: int) -> int:
 
 
 def _experts(job: MemoryDemand) -> int:
+    batch = 0
+    if job.lengths is not None:  # an optimizer step has a copy of its part
+        batch = _tokens_of_rank(job, job.lengths, whole=True)
+        batch += _tokens_of_rank(job, job.lengths) if job.trained else 0
     return experts.replayed(
         job.shape,
         job.allocation,
-        batch=_tokens_of_rank(job, job.lengths) if job.lengths is not None else 0,
+        batch=batch,
         micro=tokens_of_microbatch(job),
         layers=_layers_in_flight(job),
     )

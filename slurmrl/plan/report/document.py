@@ -73,8 +73,8 @@ def _host_memory(report: Mapping[str, Any]) -> str:
     on_host = binary_size(size * workers)
     lines = [f"host memory: {binary_size(size)} estimated for each worker, {on_host} for each host"]
     if recorded := report["experts_host_bytes"]:
-        kept = f"{binary_size(recorded)} of it for each of its GPUs"
-        lines.append(f"a server keeps recorded experts in host memory: {kept}")
+        kept = f"{binary_size(recorded)} for each of its GPUs"
+        lines.append(f"a server keeps recorded experts in host memory, {kept}")
     return "\n".join(lines)
 
 

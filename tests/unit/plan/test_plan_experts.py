@@ -52,8 +52,10 @@ def test_a_mask_of_all_experts_is_what_megatron_needs_most_for() -> None:
     for backend in ("megatron:d1", "megatron:d1p2"):
         asked = job(QWEN3_30B_A3B, backend, replays_experts=True)
         found = estimate(replace(asked, lengths=replace(LENGTHS, sequences=16, longest=16384)))
-        assert found.experts == 16384 * (LAYERS * 128 + 2 * LAYERS * EACH * (16 + 1))
+        assert found.experts == 16384 * (LAYERS * 128 + 2 * LAYERS * EACH * (16 + 16 + 1))
     assert (bare.experts, estimate(replace(asked, computes=False)).experts) == (0, 0)
+    split = replace(asked, lengths=replace(LENGTHS, sequences=16, longest=16384), minibatches=4)
+    assert estimate(split).experts == found.experts - 16384 * 2 * LAYERS * EACH * 12
     assert found.together == found.standing + found.activations + found.experts
 
 
@@ -92,7 +94,8 @@ def test_a_server_s_host_memory_is_counted_where_it_is(plan_ppo: Load) -> None:
     apart, without = (
         served(plan_ppo, *tasks, *more) for more in ((), ("rollout.replay_experts=false",))
     )
-    assert (task_bytes(apart) or 0) - (task_bytes(without) or 0) == server_experts_bytes(apart) > 0
+    two = 2 * server_experts_bytes(apart)
+    assert (task_bytes(apart) or 0) - (task_bytes(without) or 0) == two > 0
 
 
 def test_a_plan_shows_both(plan_ppo: Load) -> None:

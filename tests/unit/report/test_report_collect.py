@@ -169,7 +169,9 @@ def test_of_a_section_that_a_trial_lacks_only_what_the_others_set_is_a_differenc
         "rollout.tasks": [tasks, None, tasks],
         "evaluation": [set_in, None, set_in],
     }
-    older = {k: v for k, v in plain.items() if k != "seed" and not k.startswith("notify.")}
+    plain |= {"algorithm.kl.coef": 0.1}
+    added = ("notify.", "algorithm.kl.")
+    older = {k: v for k, v in plain.items() if k != "seed" and not k.startswith(added)}
     assert differences([older, plain]) == {}, "what a newer slurmrl has added is at its default"
     assert differences([older, plain | {"seed": 2}]) == {"seed": [None, 2]}
 
