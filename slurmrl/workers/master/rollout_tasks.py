@@ -28,6 +28,7 @@ from slurmrl.weights.version import VersionId
 from slurmrl.workers.master.sample_checks import SampleChecks
 from slurmrl.workers.master.sample_counts import SampleCounts
 from slurmrl.workers.master.sample_sweep import SampleSweep
+from slurmrl.workers.master.step_wait import StepWait
 from slurmrl.workers.master.task_attempts import (
     AttemptRecord,
     RolloutAttempt,
@@ -99,11 +100,7 @@ class RolloutTasks:
         self._pauses_s = min(poll_s, look_s), look_s
         self._wanted = 0
         """Groups that a step waits for."""
-        self._step, self._step_at, self._step_s = -1, clock(), 0.0
-        """The step that took groups last, when it first asked for them, and how long after the step
-        before it."""
-        self._enough_at: float | None = None
-        """When there first were enough for it."""
+        self._wait = StepWait(clock)
         self._attempts: dict[str, RolloutAttempt] = {}
         """By name; also those that are over, as long as they have a directory."""
         self._living: dict[str, RolloutAttempt] = {}
@@ -169,10 +166,7 @@ class RolloutTasks:
         """Take ``count`` groups for a step, all of which could be read; they are in flight then.
         Of groups to be ``filtered``, more are taken if they are there: as many as probably leave
         ``count``. None: there are not enough yet, or some are worth waiting for."""
-        if step != self._step:
-            now = self._clock()
-            self._step, self._step_at, self._step_s = step, now, now - self._step_at
-            self._enough_at = None
+        self._wait.begin(step)
         samples: Sequence[ItemSample] = ()
         if not filtered or not self._overtakes(step, count):
             samples = self._ledger.take_finished(
@@ -192,18 +186,12 @@ class RolloutTasks:
 
     def _overtakes(self, step: int, count: int) -> bool:
         """Whether a step that takes groups now would leave behind others that no later step can
-        train. Mostly they are the longest ones, which training must not lack: a step waits for them
-        no longer than the step before took, if their tasks can finish them."""
+        train, though their tasks could finish them soon. Mostly they are the longest ones, which
+        training must not lack."""
         if len(self._checks.sound) < count:
             return False
-        now = self._clock()
-        self._enough_at = now if self._enough_at is None else self._enough_at
-        if now - self._enough_at >= self._step_s:
-            return False
-        return bool(
-            self._ledger.stragglers(step, self._admission.max_staleness)
-            & self._leases.able().keys()
-        )
+        holders = self._ledger.stragglers(step, self._admission.max_staleness)
+        return bool(holders & self._leases.able().keys()) and self._wait.lasts()
 
     def returned(self, step: int, samples: Iterable[ItemSample]) -> None:
         """Groups that a step had taken wait for the next one, once they were read again. Those that
