@@ -20,6 +20,8 @@ from slurmrl.scheduler.base import Continue, JobState, Scheduler, TaskState
 
 FEW = 2
 """With fewer queued successors than this, a chain is short of links."""
+BEING_ENDED = "COMPLETING"
+"""Slurm's word for a job that `scancel`, a preemption or the time limit ends."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class TopUp(Enum):
     NO_CHAIN = "this trial has no chain of links"
     ENDED = "the trial has ended"
     NOT_LIVE = "no link waits or runs"
+    ENDING = "this job is being ended by Slurm or its user"
     ENOUGH = "enough links are queued"
     NO_COMMIT = "nothing was committed since links were last added"
 
@@ -45,7 +48,8 @@ def top_up(chain: Chain, scheduler: Scheduler, *, by: str, requested: bool = Fal
     """Extend a chain that is short of links. Return the id of the new array, or why there is none.
 
     ``by`` is unique to the caller: its element (``41_3``), or a user and a process. The running
-    link adds links only after a commit, since a trial that fails at once would otherwise never end.
+    link adds links only after a commit, since a trial that fails at once would otherwise never end,
+    and none while its job is being ended: a user who cancels all links would find others instead.
     ``requested``: a user requests links, so no commit is needed, but a live link is.
 
     Raises EnvironmentFailure where Slurm's commands do not work on this host, UsageError while
@@ -69,6 +73,8 @@ def why_not(
     tasks = scheduler.query(scheduler.recover(chain.run, chain.submission))
     if requested and not any(t.group == chain.group and t.state.active for t in tasks):
         return TopUp.NOT_LIVE
+    if any(task.job_id == by and task.raw == BEING_ENDED for task in tasks):
+        return TopUp.ENDING
     if len(successors(tasks, chain.group, by)) >= FEW:
         return TopUp.ENOUGH
     if not requested and not _committed(chain, records):

@@ -191,6 +191,32 @@ def test_a_link_puts_itself_back_into_the_queue(scheduler: SlurmScheduler, tmp_p
         assert (task.state, task.restarts) == (JobState.COMPLETED, 1)
 
 
+def test_a_cancelled_chain_gets_no_more_links(scheduler: SlurmScheduler, tmp_path: Path) -> None:
+    """The link commits when it is told to end, as a trial does."""
+    code = (
+        "from pathlib import Path; from slurmrl.paths import RunPaths\n"
+        "from slurmrl.history.log import History; from slurmrl.history.record import Kind\n"
+        "from slurmrl.history.writer import begin\n"
+        "from slurmrl.scheduler.succession import Link, continue_after\n"
+        "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "link = Link.here(RunPaths(Path.cwd()), 1, 'trainer')\n"
+        "writer = begin(History(link.run.history), {'submission': 1, 'job': 'x'})\n"
+        "Path('pid').write_text('0'); signal.sigwait([signal.SIGTERM])\n"
+        "writer.append(Kind.COMMIT, {'step': 1, 'directory': 'step-00000001.1'})\n"
+        "Path('after').write_text(continue_after(link))\n"
+    )
+    request = chain(tmp_path, code, 3)
+    request.run.code.joinpath("slurmrl").symlink_to(Path(extensions.__file__).parents[1])
+    with everything_gone(scheduler, request):
+        wait_until(lambda: pids(request), "link 0 runs")
+        jobs = scheduler.recover(request.run, 1)
+        subprocess.run(["scancel", *jobs["trainer"]], check=True)
+        wait_until((request.run.run / "after").exists, "the link says what follows")
+        wait_until(lambda: not active(scheduler, jobs), "all links end")
+        assert "no link is left" in (request.run.run / "after").read_text()
+        assert scheduler.recover(request.run, 1) == jobs
+
+
 def test_a_job_that_nothing_follows_is_not_requeued_by_slurm(
     scheduler: SlurmScheduler, tmp_path: Path
 ) -> None:

@@ -181,6 +181,17 @@ def test_a_link_that_its_user_cancels_does_not_come_back(
     assert slurm.done == []
 
 
+def test_a_chain_that_its_user_cancels_gets_no_more_links(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
+    """The commit is that of the cancelled link, which has some seconds until it is killed."""
+    slurm.running, slurm.state = ("41", 2), "COMPLETING"
+    commit(run, 1)
+    assert add(link(run, 2), scheduler) is TopUp.ENDING
+    assert "no link is left" in continue_after(link(run, 2), scheduler)
+    assert list(slurm.jobs) == ["41"]
+
+
 def test_a_link_that_is_still_being_extended_is_not_extended_beside_that(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
