@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
+from slurmrl.algorithms.policy.scalars import PolicyScalars
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.schema.presets import PRESETS
 from slurmrl.plan.algorithms import ALGORITHMS, POLICY_GRADIENTS
@@ -52,6 +53,17 @@ def test_a_kl_penalty_that_is_described_has_a_coefficient(name: str) -> None:
             PolicyGradient.model_validate({"batch_size": 8, "name": name, "kl": kl})
     off = {"batch_size": 8, "name": name, "kl": {**kl, "coef": 0.0}}
     assert not PolicyGradient.model_validate(off).uses_reference
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+def test_the_kl_coefficient_of_each_step_is_a_known_metric(coef: float) -> None:
+    """Also without a reference, where it is recorded as 0."""
+    settings = PolicyGradient.model_validate(
+        {"batch_size": 8, "name": "grpo", "kl": {"coef": coef}}
+    )
+    recorded = PolicyScalars(settings).values()
+    assert recorded == {"kl_coef": coef}
+    assert recorded.keys() <= set(settings.objective_metrics(recomputes=False))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ ACTOR_METRICS = (
     "actor_updates",
     "actor_skipped",
 )
-KL_METRICS = ("kl", "kl_sequence", "kl_coef")
+KL_METRICS = ("kl", "kl_sequence")
 """Of an actor with a reference model."""
 CRITIC_METRICS = (
     "value_loss",
@@ -250,6 +250,7 @@ class PolicyGradient(
         log-probabilities are recomputed, that call compares them with generation's."""
         corrected = ("correction_weight", "correction_masked")
         return (
+            "kl_coef",
             *(KL_METRICS if self.uses_reference else ()),
             *(("kl_loss",) if self.penalises_in_loss else ()),
             *(corrected if self.correction != "none" else ()),
