@@ -1,0 +1,118 @@
+"""Short forms of the GRPO examples that train no further than the test allows.
+
+So no trial can end before it is disturbed, on a machine of any speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.test_examples import (
+    EXAMPLES,
+    ShortForms,
+    maker,
+    references,
+    settings_of,
+)
+
+REWARD = """
+import time
+from pathlib import Path
+
+from slurmrl.monitor import metrics
+from slurmrl.rewards.base import RewardFunction
+
+
+class Held(RewardFunction):
+    def __init__(self, *, allowed, metrics):
+        self.allowed, self.metrics = Path(allowed), Path(metrics)
+
+    def __call__(self, prompts, completions, rows):
+        while self._trained() >= int(self.allowed.read_text()):
+            time.sleep(0.02)
+        return [float(len(set(completion))) for completion in completions]
+
+    def _trained(self):
+        latest = metrics.read_latest(self.metrics, 1) if self.metrics.exists() else []
+        return latest[0]["step"] if latest else 0
+"""
+NO_LIMIT = 1_000_000
+PLACES: dict[str, dict[str, Any]] = {
+    "shared": {"actor.backend": "fsdp:d2", "rollout.gpus": "'0'"},
+    "apart": {"actor.backend": "fsdp:d1", "rollout.gpus": "'1'"},
+    "array": {"actor.backend": "fsdp:d2", "rollout.tasks": "{max: 1, max_staleness: 0}"},
+    "inside": {
+        "actor.backend": "fsdp:d1",
+        "rollout.gpus": "'1'",
+        "rollout.tasks": "{max_staleness: 0}",
+        "cluster.workers_per_host": 2,
+    },
+}
+"""Where completions are made: on the first of two workers that train, on the trainer's other host,
+by a rollout task in an array, by one in the trainers' job."""
+
+
+def engine_of(config: str) -> str:
+    backend: str = settings_of(config).get("rollout", {}).get("backend", "native")
+    return backend.partition(":")[0]
+
+
+@dataclass(frozen=True)
+class HeldForms(ShortForms):
+    """Short forms that are held."""
+
+    @property
+    def allowed(self) -> Path:
+        """This file says up to which step."""
+        return self.site.folder / "allowed"
+
+    def allow(self, step: int) -> None:
+        new = self.allowed.with_suffix(".new")
+        new.write_text(str(step))
+        new.replace(self.allowed)
+
+    def submit(self, config: str, trial: str, place: str, steps: int, *arguments: str) -> str:
+        """Start an example in a place, with these arguments, from the model of the example before
+        it. Return its full name."""
+        values = settings_of(config)
+        name = f"{values['experiment']}/{trial}"
+        for source in references(values):
+            self.run(maker(source.partition("/")[0]), source.partition("/")[2])
+        reward = self.site.folder / "held.py"
+        reward.write_text(REWARD)
+        options = {"allowed": str(self.allowed), "metrics": str(self.site.paths(name).metrics)}
+        settings = {
+            **dict(self.overrides(config, values)),
+            "trial": trial,
+            "total_steps": steps,
+            "actor.optimizer.lr": 1e-2,  # every step changes what is drawn
+            "checkpoint.every_steps": 2,
+            "evaluation.every_steps": 5,
+            "cluster.workers_per_host": 1,
+            "cluster.gpus_per_worker": 0,
+            "cluster.interface": "lo",
+            "cluster.slurm": "{partition: main, time: '30'}",
+            "code": json.dumps(sorted(map(str, self.site.folder.glob("*.py")))),
+            "reward.name": "held:Held",
+            "reward.options": json.dumps(options),
+            "rollout.backend": f"{engine_of(config)}:d1",
+            "rollout.gpus": "null",
+            **PLACES[place],
+        }
+        overrides = [f"{key}={value}" for key, value in settings.items()]
+        self.site.slurmrl("submit", str(EXAMPLES / config), *arguments, *overrides)
+        return name
+
+    def overrides(self, config: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for key, value in super().overrides(config, values):
+            if key.endswith("hidden_size"):
+                yield key, 64  # heads of 32, for vLLM
+            else:
+                yield key, value
+        if (variable := f"{engine_of(config).upper()}_PYTHON") in os.environ:
+            yield "rollout.python", os.environ[variable]
