@@ -292,6 +292,12 @@ class Table:
             (SYNCHRONOUS, ASYNCHRONOUS),
         )
         yield Row(
+            "… with two tasks, so that no core waits",
+            "> 1",
+            self._ratio,
+            (SYNCHRONOUS, UNDISTURBED),
+        )
+        yield Row(
             "share of the steps in which trainers generate, synchronous",
             "",
             partial(self._share, "time/actor_gen"),
