@@ -86,6 +86,9 @@ class RolloutTasks:
         """Of the newest attempt that has joined at each task, while it lives, by its label."""
         self._newest_of: dict[str, int] = {}
         """The number of that attempt, also when it is over."""
+        self._begun_of: dict[str, int] = {}
+        """The number of the newest attempt at each task that has begun: those before it are over,
+        and their items need not wait until it joins."""
         self.unreadable: set[VersionId] = set()
         """Versions of this incarnation that a task cannot read; for the caller to empty."""
         self._paths = paths
@@ -281,6 +284,8 @@ class RolloutTasks:
         now, polls = self._clock(), Backoff(*self._pauses_s, growth=POLL_GROWTH)
         attempt = RolloutAttempt(self._paths, self._incarnation, record, polls, now, now)
         self._attempts[record.name] = attempt
+        begun = self._begun_of.get(attempt.label, -1)
+        self._begun_of[attempt.label] = max(attempt.number, begun)
         if not attempt.over:
             self._living[record.name] = attempt
         return attempt
@@ -300,7 +305,10 @@ class RolloutTasks:
             logger.warning("cannot look for rollout tasks, will retry: %s", error)
             return
         for name in sorted(names - self._attempts.keys()):
-            self._add(AttemptRecord(name=name))
+            label = self._add(AttemptRecord(name=name)).label
+            for one in self._living.values():
+                if one.label == label:
+                    one.read_at = self._clock()  # what it has said counts
         for attempt in list(self._attempts.values()):
             if attempt.name not in names and (attempt.over or attempt.record.agent is None):
                 del self._attempts[attempt.name]
@@ -364,10 +372,9 @@ class RolloutTasks:
 
     def _end_those(self, dead: Collection[str]) -> None:
         for attempt in list(self._living.values()):
-            newest = self._newest_of.get(attempt.label, -1)  # those after it have not joined
-            if attempt.number < newest:
+            if attempt.number < self._begun_of[attempt.label]:
                 self._end(attempt, LOST, "its task was started again")
-            elif attempt.number == newest and attempt.label in dead:
+            elif attempt.number == self._newest_of.get(attempt.label) and attempt.label in dead:
                 self._end(attempt, LOST, "its agent no longer renews its lease")
 
     def _end(self, attempt: RolloutAttempt, state: str, reason: str) -> None:

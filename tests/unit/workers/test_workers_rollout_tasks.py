@@ -648,6 +648,22 @@ def test_the_newest_attempt_at_a_task_is_the_only_one(beds: Callable[..., Bed]) 
     assert bed.tasks.agents["rollout/7"].attempt == 1
 
 
+def test_an_attempt_that_begins_frees_the_items_of_the_one_before(
+    beds: Callable[..., Bed],
+) -> None:
+    """It joins only once its workers have started, for which nobody needs to wait."""
+    bed = beds()
+    first, other = bed.begin(7, "0.1"), bed.begin(8, "0.1")
+    first.finish(min(first.open))
+    make_private_directory(bed.paths.rollout_task("rollout", 7, 1))
+    bed.look()
+    assert [one.item for one in bed.ledger.finished] == [0], "what it had said counts"
+    bed.look()
+    other.hear(1)
+    assert sorted(other.open) == [1, 2, 3]
+    assert bed.told()[-1] == ("rollout/7", "lost", "its task was started again")
+
+
 def test_an_attempt_is_over_although_the_one_after_it_has_left(beds: Callable[..., Bed]) -> None:
     """A new master reads what both have said at once, and nobody else ends the first one."""
     bed = beds()
