@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config
@@ -41,9 +41,6 @@ from slurmrl.submission.prepare import (
 )
 from slurmrl.submission.proposal import Proposal, free_name, run_paths
 from slurmrl.workers.poll_intervals import PollIntervals
-
-OTHER_MODEL: Final = "actor.path: "
-"""How the difference of two evaluations begins that only share a name."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +152,7 @@ def look(proposal: Proposal) -> Outlook:
     changed = differences(before, settings.config)
     if changed and state.last_commit is not None:
         _check_code(proposal)  # another version may have other defaults
-        raise UsageError(_other_configuration(settings, changed))
+        raise UsageError(_other_configuration(before, settings, changed))
     if _complete(proposal, state):
         return Outlook(state, complete=True, left=left)
     _check_code(proposal)
@@ -173,18 +170,18 @@ def refusal(settings: Settings) -> str:
     paths = run_paths(settings)
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is None:
         return ""
-    changed = differences(load_resolved(paths.config), settings.config)
+    before = load_resolved(paths.config)
+    changed = differences(before, settings.config)
     if not changed or not snapshot.is_this_code(paths.snapshot(snapshot.current(paths))):
         return ""
-    return _other_configuration(settings, changed)
+    return _other_configuration(before, settings, changed)
 
 
-def _other_configuration(settings: Settings, changed: Sequence[str]) -> str:
+def _other_configuration(before: Config, settings: Settings, changed: Sequence[str]) -> str:
     paths, config = run_paths(settings), settings.config
     trial = f"{paths.experiment}/{paths.trial}"
     lines = "".join(f"\n  {line}" for line in changed)
-    other_model = any(line.startswith(OTHER_MODEL) for line in changed)
-    if other_model and config.algorithm["name"] == EVALUATE:
+    if config.algorithm["name"] == EVALUATE and config.actor.path != before.actor.path:
         suite = config.algorithm.get("suite")
         chosen = f"--suite {suite} " if suite else ""
         name = free_name(settings)
