@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurmrl.algorithms.offline.schema import Evaluate
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config
 from slurmrl.errors import UsageError
@@ -30,7 +31,6 @@ from slurmrl.recover import (
 )
 from slurmrl.scheduler import make
 from slurmrl.submission import claims, snapshot
-from slurmrl.submission.evaluating import EVALUATE
 from slurmrl.submission.live import Jobs, clear_away, newest_jobs
 from slurmrl.submission.prepare import (
     check_owner,
@@ -181,9 +181,9 @@ def _other_configuration(before: Config, settings: Settings, changed: Sequence[s
     paths, config = run_paths(settings), settings.config
     trial = f"{paths.experiment}/{paths.trial}"
     lines = "".join(f"\n  {line}" for line in changed)
-    if config.algorithm["name"] == EVALUATE and config.actor.path != before.actor.path:
-        suite = config.algorithm.get("suite")
-        chosen = f"--suite {suite} " if suite else ""
+    algorithm = settings.algorithm
+    if isinstance(algorithm, Evaluate) and config.actor.path != before.actor.path:
+        chosen = f"--suite {algorithm.suite} " if algorithm.suite else ""
         name = free_name(settings)
         return (
             f"{trial} is the evaluation of another model of this name:{lines}\n"

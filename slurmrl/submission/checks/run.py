@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Final
 
 import slurmrl
-from slurmrl.checkpoint.pinned import is_pinned
 from slurmrl.config.load import dump
 from slurmrl.config.schema import Config
 from slurmrl.errors import ConfigError, SlurmrlError
@@ -56,8 +55,8 @@ def check(
 ) -> list[Finding]:
     """Check everything that needs no GPU; return the findings, worst first. Change nothing.
 
-    ``compared``: checkpoints whose adapters were compared with their model before. That reads all
-    of the model, so they are left out; those that are compared now are added.
+    ``compared``: folders of models whose adapters were compared with their base before. That reads
+    all of the base, so they are left out; those that are compared now are added.
     Raises EnvironmentFailure, OSError where nothing can be checked.
     """
     findings = [*_places(settings), *_torch(settings, plan), *room.check(settings)]
@@ -144,14 +143,13 @@ def _in_child(
             _end(process)
         findings, begun = _read(folder, ended, timeout_s)
         if ADAPTERS in begun:
-            compared |= _checkpoints(settings.config)
+            compared |= _models(settings.config)
         return findings
 
 
-def _checkpoints(config: Config) -> set[str]:
+def _models(config: Config) -> set[str]:
     models = map(config.find_model, config.roles)
-    paths = {model.path for model in models if model is not None and model.path is not None}
-    return {path for path in paths if is_pinned(Path(path))}
+    return {model.path for model in models if model is not None and model.path is not None}
 
 
 def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[str, str]:
