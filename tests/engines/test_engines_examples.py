@@ -9,16 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_examples import SERVED, ShortForms, settings_of
+from tests.distributed.test_examples import SERVED, ShortForms
+from tests.support.held_examples import engine_of
 from tests.support.servers import servers
 from tests.support.trials import Site
 
 pytestmark = pytest.mark.soak  # whole trials with servers of each kind run more often
-
-
-def engine_of(config: str) -> str:
-    backend: str = settings_of(config)["rollout"]["backend"]
-    return backend.partition(":")[0]
 
 
 class WithServer(ShortForms):

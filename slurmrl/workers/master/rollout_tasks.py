@@ -84,8 +84,6 @@ class RolloutTasks:
         many may stay; None: one, and all."""
         self.agents: dict[str, Identity] = {}
         """Of the newest attempt that has joined at each task, while it lives, by its label."""
-        self._newest_of: dict[str, int] = {}
-        """The number of that attempt, also when it is over."""
         self._begun_of: dict[str, int] = {}
         """The number of the newest attempt at each task that has begun: those before it are over,
         and their items need not wait until it joins."""
@@ -291,8 +289,8 @@ class RolloutTasks:
         return attempt
 
     def _join(self, agent: Identity) -> None:
-        if self._newest_of.get(agent.label, -1) < agent.attempt:
-            self._newest_of[agent.label] = agent.attempt
+        known = self.agents.get(agent.label)
+        if known is None or known.attempt < agent.attempt:
             self.agents[agent.label] = agent
 
     def _find(self) -> None:
@@ -372,9 +370,10 @@ class RolloutTasks:
 
     def _end_those(self, dead: Collection[str]) -> None:
         for attempt in list(self._living.values()):
+            agent = self.agents.get(attempt.label)
             if attempt.number < self._begun_of[attempt.label]:
                 self._end(attempt, LOST, "its task was started again")
-            elif attempt.number == self._newest_of.get(attempt.label) and attempt.label in dead:
+            elif attempt.label in dead and agent is not None and agent.attempt == attempt.number:
                 self._end(attempt, LOST, "its agent no longer renews its lease")
 
     def _end(self, attempt: RolloutAttempt, state: str, reason: str) -> None:

@@ -115,18 +115,24 @@ if sys.argv[2] == "0":
 """
 
 
+def output(code: str, *arguments: str, **variables: str) -> list[str]:
+    """The words that a new interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
 def test_forked_workers_compute_what_a_fresh_one_does(run: RunPaths) -> None:
     def results(forks: int) -> list[str]:
-        done = subprocess.run(
-            [sys.executable, "-c", COMPUTE, str(run.run), str(forks)],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
+        variables = {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""}
+        return output(COMPUTE, str(run.run), str(forks), **variables)
 
     fresh = results(0)
     assert len(fresh) == 1
@@ -134,16 +140,7 @@ def test_forked_workers_compute_what_a_fresh_one_does(run: RunPaths) -> None:
 
 
 def test_preloading_touches_no_gpu_and_starts_no_thread(run: RunPaths) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", UNTOUCHED, str(run.run)],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["1"]
+    assert output(UNTOUCHED, str(run.run)) == ["1"]
 
 
 def test_a_rollout_task_starts_without_what_it_does_not_use(
@@ -154,16 +151,7 @@ def test_a_rollout_task_starts_without_what_it_does_not_use(
         algorithm={"name": "grpo", "batch_size": 4}, rollout={"tasks": {}, "n": 2}
     )
     paths.plan.write_bytes(make_plan(settings, scheduler="local").to_json().encode())
-    done = subprocess.run(
-        [sys.executable, "-c", OF_A_TASK, str(paths.run)],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "none\n"
+    assert output(OF_A_TASK, str(paths.run), CUDA_VISIBLE_DEVICES="") == ["none"]
 
 
 @pytest.fixture
