@@ -118,11 +118,16 @@ def attempt_numbers(names: NameStore, group: str, task: int) -> list[int]:
 
 
 def first_agent(names: NameStore, job: str) -> Identity | None:
-    """Return the newest claim of the trainers' first agent in a round (``JOBID.RESTART.ROUND``) or
-    in any round of a start of a job (``JOBID.RESTART``); None before there is one. Raises
-    CorruptFileError, EnvironmentFailure."""
-    for number in attempt_numbers(names, TRAINERS, 0):
-        claim = attempt(names, TRAINERS, 0, number)
+    """Return the newest claim of the trainers' first agent, as `newest_claim` does."""
+    return newest_claim(names, TRAINERS, 0, job)
+
+
+def newest_claim(names: NameStore, group: str, task: int, job: str) -> Identity | None:
+    """Return a task's newest claim in a round (``JOBID.RESTART.ROUND``) or in any round of a start
+    of a job (``JOBID.RESTART``); None before there is one. Raises CorruptFileError,
+    EnvironmentFailure."""
+    for number in attempt_numbers(names, group, task):
+        claim = attempt(names, group, task, number)
         if claim is not None and f"{claim.job}.".startswith(f"{job}."):
             return claim
     return None

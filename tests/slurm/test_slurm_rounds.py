@@ -29,8 +29,8 @@ def lost(self):
 rounds.LOOK_S, rounds.LOST_GRACE_S, rounds.KILL_GRACE_S = 0.5, 0.0, 2.0
 JobHosts.lost = lost
 rounds.agent_command = lambda *_, **__: [*SRUN, "sh", "-c", "echo $$ >> pid; exec sleep 600"]
-options = Namespace(launcher="srun", group="trainer", submission=1)
 paths = RunPaths(Path.cwd())
+options = Namespace(launcher="srun", run=paths.run, group="trainer", submission=1)
 its = rounds.Rounds(options, paths, JobHosts(paths, 2, ("n0", "n1"), job="7.0"))
 Path("ended").write_text(str(its._round(0, ("n0", "n1"))))
 time.sleep(600)

@@ -18,11 +18,13 @@ from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.monitor.events import EventWriter
 from slurmrl.paths import RunPaths
+from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.scheduler import leave
 from slurmrl.scheduler.client import SRUN
 from slurmrl.workers.link import reason_to_leave
 from slurmrl.workers.presence import Presence
 from slurmrl.workers.process import die_with
+from slurmrl.workers.supervisor import next_attempt
 from slurmrl.workers.supervisor.blame import avoid_failed, blame_hosts
 from slurmrl.workers.supervisor.job_hosts import JobHosts
 from slurmrl.workers.supervisor.tasks_inside import (
@@ -78,7 +80,7 @@ class Rounds:
         self.allocation = allocation
         self.events = EventWriter(paths, f"supervisor.{options.group}.{job_tag()}")
         self.tasks = TasksInside(
-            options, self.events, allocation.needed, tasks_per_host, allocation.end
+            options, job_tag(), self.events, allocation.needed, tasks_per_host, allocation.end
         )
         self.child: subprocess.Popen[bytes] | None = None
         self.warned = False
@@ -114,6 +116,8 @@ class Rounds:
             if reason is not None:
                 why = reason
                 break
+            if self.options.group == ROLLOUTS:
+                next_attempt.begin(self.paths, ROLLOUTS, env.LINK.get(), job_tag())
         if reason_to_leave(self.paths, self.options.submission) is not None:
             code = 0
         self.tasks.end()

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 
 from slurmrl import env, log
 from slurmrl.monitor.events import EventWriter
+from slurmrl.paths import RunPaths
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.scheduler.client import SRUN
 from slurmrl.workers.process import die_with
+from slurmrl.workers.supervisor import next_attempt
 
 logger = log.get(__name__)
 
@@ -81,15 +83,17 @@ class TasksInside:
     def __init__(
         self,
         options: Namespace,
+        job: str,
         events: EventWriter,
         hosts: int,
         per_host: int,
         job_end: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``per_host``: tasks on each of the job's ``hosts``; ``job_end``: when it reaches its time
-        limit, by this host's clock."""
-        self._options, self._events, self._clock = options, events, clock
+        """``job``: this start of it (``JOBID.RESTART``); ``per_host``: tasks on each of its
+        ``hosts``; ``job_end``: when it reaches its time limit, by this host's clock."""
+        self._options, self._job, self._events, self._clock = options, job, events, clock
+        self._paths = RunPaths(options.run)
         self._direct = options.launcher == "direct"
         self._environ = {env.JOB_END.name: "" if job_end is None else str(job_end)}
         self._tasks = [_Task(number, number % per_host) for number in range(hosts * per_host)]
@@ -119,6 +123,7 @@ class TasksInside:
             if task.failed and task.number not in self._spent:
                 self._take_failure(task)
                 if task.number not in self._spent:
+                    next_attempt.begin(self._paths, ROLLOUTS, task.number, self._job)
                     self._start(task, hosts)
 
     def forward(self, number: int) -> None:

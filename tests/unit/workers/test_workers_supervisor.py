@@ -18,12 +18,13 @@ import pytest
 from slurmrl import backoff, keys
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
+from slurmrl.fsio import objects
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.writer import begin, end, resume
 from slurmrl.monitor import overview
 from slurmrl.monitor.events import read_all
-from slurmrl.monitor.reports import Failure
+from slurmrl.monitor.reports import Failure, Identity
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
@@ -127,7 +128,7 @@ paths = RunPaths(Path.cwd() / "run")
 for directory in paths.directories():
     directory.mkdir(parents=True)
 rounds.agent_command = lambda *_, **__: [sys.executable, "-c", sys.argv[2]]
-options = Namespace(launcher=sys.argv[1], group="trainer", submission=1)
+options = Namespace(launcher=sys.argv[1], run=paths.run, group=sys.argv[3], submission=1)
 sys.exit(rounds.Rounds(options, paths, JobHosts(paths, 1)).run())
 """
 AGENT = """
@@ -165,9 +166,9 @@ class Job:
 
 
 @contextmanager
-def job(folder: Path, launcher: str) -> Iterator[Job]:
+def job(folder: Path, launcher: str, group: str = "trainer") -> Iterator[Job]:
     process = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, launcher, AGENT],
+        [sys.executable, "-c", SUPERVISOR, launcher, AGENT, group],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
@@ -220,6 +221,22 @@ def test_agents_are_started_again_until_nothing_begins(tmp_path: Path) -> None:
         os.kill(int(running.line().split()[1]), signal.SIGKILL)
         assert running.process.wait(timeout=60) == 128 + signal.SIGKILL
         assert running.line() == ""
+
+
+def test_the_items_of_a_task_do_not_wait_for_its_next_agent(tmp_path: Path) -> None:
+    """Its next attempt has begun when the agent is started again. Attempts of other jobs do not
+    count: their agents may live."""
+    paths = RunPaths(tmp_path / "run")
+    with job(tmp_path, "direct", "rollout") as running:
+        agent = int(running.line().split()[1])
+        with make("file", directory=paths.names) as names:
+            for attempt, claimed_by in ((2, f"{running.process.pid}.0.0"), (3, "another.0.0")):
+                claim = Identity("rollout", 0, attempt, "n1", claimed_by, "", agent)
+                text = json.dumps(objects.to_json(claim))
+                names.add(keys.attempt("rollout", 0, attempt), text, delete_on_exit=False)
+        os.kill(agent, signal.SIGKILL)
+        assert running.line().startswith("agent")
+        assert [one.name for one in paths.rollouts.iterdir()] == ["rollout.0.3"]
 
 
 def test_no_round_after_a_warning(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from argparse import Namespace
@@ -9,7 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
+from slurmrl import keys
+from slurmrl.fsio import objects
 from slurmrl.monitor.events import EventWriter, read_all
+from slurmrl.monitor.reports import Identity
+from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers.agent.host import Host
@@ -29,7 +34,8 @@ def tasks_of(
 ) -> TasksInside:
     monkeypatch.setattr(TasksInside, "_command", lambda *_: command)
     options = Namespace(launcher="direct", run=paths.run, submission=1, group="trainer")
-    return TasksInside(options, EventWriter(paths, "supervisor"), hosts, each, clock=clock)
+    events = EventWriter(paths, "supervisor")
+    return TasksInside(options, "7.0", events, hosts, each, clock=clock)
 
 
 def started(paths: RunPaths) -> list[tuple[int, str]]:
@@ -39,8 +45,12 @@ def started(paths: RunPaths) -> list[tuple[int, str]]:
 def test_a_task_that_fails_is_started_again_so_many_times(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failure after a long time is the first of a new row."""
+    """A failure after a long time is the first of a new row. The items of what has failed do not
+    wait for the next agent: its attempt has begun."""
     now = 0.0
+    with make("file", directory=paths.names) as names:
+        claim = json.dumps(objects.to_json(Identity("rollout", 0, 0, "n0", "7.0.0", "7", 1)))
+        names.add(keys.attempt("rollout", 0, 0), claim, delete_on_exit=False)
     tasks = tasks_of(paths, monkeypatch, ["false"], hosts=1, each=1, clock=lambda: now)
     tasks.start(())
     wait_until("the last start", lambda: tasks.keep(()) or len(started(paths)) == MOST_FAILURES)
@@ -49,6 +59,7 @@ def test_a_task_that_fails_is_started_again_so_many_times(
     tasks.keep(())
     tasks.start(())
     assert len(started(paths)) == 2 * MOST_FAILURES - 1
+    assert [one.name for one in paths.rollouts.iterdir()] == ["rollout.0.1"]
 
 
 def test_a_task_that_has_retired_is_left_alone_until_the_next_round(
