@@ -31,6 +31,7 @@ from slurmrl.workers.supervisor.tasks_inside import (
     AGENT,
     KEEP_S,
     SIGNALS,
+    SOUND_S,
     TasksInside,
     signals_held_back,
     unblock,
@@ -39,7 +40,8 @@ from slurmrl.workers.supervisor.tasks_inside import (
 logger = log.get(__name__)
 
 FRUITLESS_ROUNDS = 2
-"""Consecutive rounds without an incarnation, after which the job is given up."""
+"""Consecutive rounds without an incarnation, after which the job is given up. Rollout tasks begin
+none: for them, those do not count that have lasted for `SOUND_S`."""
 LOOK_S = 15.0
 """Interval between looks for hosts that the master has reported lost."""
 LOST_GRACE_S = 30.0
@@ -82,6 +84,7 @@ class Rounds:
         self.tasks = TasksInside(
             options, job_tag(), self.events, allocation.needed, tasks_per_host, allocation.end
         )
+        self._is_task = options.group == ROLLOUTS
         self.child: subprocess.Popen[bytes] | None = None
         self.warned = False
         self.began = False
@@ -103,11 +106,12 @@ class Rounds:
                 code, why = code or 1, "too few hosts of this job are left"
                 self.lost_host = True
                 break
-            before = self._incarnation()
+            before, began_at = self._incarnation(), time.monotonic()
             code = self._round(number, hosts)
+            sound = self._is_task and time.monotonic() - began_at >= SOUND_S
             Presence(self.paths).wait()
             after = self._incarnation()
-            fruitless = 0 if after > before else fruitless + 1
+            fruitless = 0 if after > before or sound else fruitless + 1
             self.began |= after > before
             if self.allocation.hosts:
                 blame_hosts(self.paths, self.options, range(before, after + 1))
@@ -116,7 +120,7 @@ class Rounds:
             if reason is not None:
                 why = reason
                 break
-            if self.options.group == ROLLOUTS:
+            if self._is_task:
                 next_attempt.begin(self.paths, ROLLOUTS, env.LINK.get(), job_tag())
         if reason_to_leave(self.paths, self.options.submission) is not None:
             code = 0

@@ -39,6 +39,7 @@ from slurmrl.workers.supervisor.__main__ import parse
 from slurmrl.workers.supervisor.blame import blame_hosts
 from slurmrl.workers.supervisor.job_hosts import JobHosts
 from slurmrl.workers.supervisor.rounds import FRUITLESS_ROUNDS, Rounds, agent_command
+from slurmrl.workers.supervisor.tasks_inside import SOUND_S
 from tests.support.trials import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
@@ -128,6 +129,7 @@ paths = RunPaths(Path.cwd() / "run")
 for directory in paths.directories():
     directory.mkdir(parents=True)
 rounds.agent_command = lambda *_, **__: [sys.executable, "-c", sys.argv[2]]
+rounds.SOUND_S = float(sys.argv[4])
 options = Namespace(launcher=sys.argv[1], run=paths.run, group=sys.argv[3], submission=1)
 sys.exit(rounds.Rounds(options, paths, JobHosts(paths, 1)).run())
 """
@@ -166,9 +168,11 @@ class Job:
 
 
 @contextmanager
-def job(folder: Path, launcher: str, group: str = "trainer") -> Iterator[Job]:
+def job(
+    folder: Path, launcher: str, group: str = "trainer", sound_s: float = SOUND_S
+) -> Iterator[Job]:
     process = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, launcher, AGENT, group],
+        [sys.executable, "-c", SUPERVISOR, launcher, AGENT, group, str(sound_s)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
@@ -221,6 +225,16 @@ def test_agents_are_started_again_until_nothing_begins(tmp_path: Path) -> None:
         os.kill(int(running.line().split()[1]), signal.SIGKILL)
         assert running.process.wait(timeout=60) == 128 + signal.SIGKILL
         assert running.line() == ""
+
+
+@pytest.mark.parametrize(("group", "goes_on"), [("rollout", True), ("trainer", False)])
+def test_a_task_that_has_worked_for_long_is_started_again_however_often(
+    tmp_path: Path, group: str, goes_on: bool
+) -> None:
+    with job(tmp_path, "direct", group, sound_s=0.0) as running:
+        for _ in range(FRUITLESS_ROUNDS):
+            os.kill(int(running.line().split()[1]), signal.SIGKILL)
+        assert running.line().startswith("agent") == goes_on
 
 
 def test_the_items_of_a_task_do_not_wait_for_its_next_agent(tmp_path: Path) -> None:
