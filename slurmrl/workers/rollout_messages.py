@@ -89,7 +89,7 @@ class GroupsFinished:
 
 @dataclass(frozen=True, kw_only=True)
 class GaveBack:
-    """These items are not going to be finished under the lease."""
+    """These items are not going to be finished under the lease: the task retires."""
 
     lease: Annotated[str, LEASE]
     items: tuple[Annotated[int, SIZE], ...]

@@ -98,7 +98,9 @@ class ScriptedTask:
         return replace(small_group(item, lease), versions=versions, drawn_by=drawn)
 
     def give_back(self, *items: int) -> None:
+        """As only a task that retires does."""
         for item in items:
+            self.leaving = True
             lease = self.open.pop(item)
             self.answered.add((lease, item))
             self.say(GaveBack(lease=lease, items=(item,), reason="full"))

@@ -344,6 +344,7 @@ class RolloutTasks:
                     if self._ledger.finish(group.lease, sample):
                         self._checks.add([sample])
             case GaveBack():
+                attempt.leaving = True  # it would give back whatever it gets, and get it again
                 returned = self._ledger.return_items(result.lease, result.items)
                 self._counts.items["given_back"] += len(returned)
             case Holds():

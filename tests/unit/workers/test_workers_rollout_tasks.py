@@ -726,6 +726,25 @@ def test_a_task_that_leaves_gives_back_all_that_it_was_asked_for(beds: Callable[
     assert (view.given_back, view.lost, view.tasks) == (3, 1, ())
 
 
+def test_a_task_that_retires_gets_nothing_more(beds: Callable[..., Bed]) -> None:
+    """Until it ends, it finishes what it has begun. The rest goes to others at once."""
+    bed = beds(max_staleness=0, batch_size=4)
+    retiring, other = bed.begin(0, "0.1"), bed.begin(1, "0.1")
+    other.hear(1)
+    begun, *waiting = sorted(retiring.open)
+    retiring.give_back(*waiting)
+    for _ in range(2):
+        bed.look()
+        assert retiring.hear(1) == []
+        other.hear(1)
+    assert sorted(other.open) == [item for item in range(4) if item != begun]
+    assert [one.leaving for one in bed.tasks.view().tasks] == [True, False]
+    retiring.finish(begun)
+    other.finish(*other.open)
+    bed.look()
+    assert bed.train() == [0, 1, 2, 3]
+
+
 def test_a_damaged_log_loses_the_task_and_nothing_else(
     beds: Callable[..., Bed], paths: RunPaths
 ) -> None:
