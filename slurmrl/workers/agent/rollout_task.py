@@ -26,7 +26,9 @@ from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.symptoms import Symptoms
 from slurmrl.workers.agent.trainers import TrainersLease
 from slurmrl.workers.agent.witness import Witness
+from slurmrl.workers.failure import failed
 from slurmrl.workers.messages import Ready, Retire, Serve, StartRollout
+from slurmrl.workers.presence import LOOK_S
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -35,6 +37,9 @@ ORPHAN_RETIRE_S = 60.0
 """How long the workers of such a task may take: they have nothing left to finish."""
 EXIT_TIMEOUT_S = 60.0
 """Longest wait for the other ranks after one has exited normally."""
+FOLDER_GONE_S = 60.0
+"""Without its directory, after which an attempt counts as lost. Workers that have said their last
+word exit sooner."""
 MARGIN_S = 10.0
 """How long before the end of the job workers that have not exited are killed."""
 SHORT_S = 20.0
@@ -57,6 +62,10 @@ class RolloutTask:
         self._clock = clock
         self._trainers = TrainersLease(host.paths, host.names, host.cluster.lease_ttl_s, clock)
         self._looks = Interval(host.intervals.check_s, clock)
+        identity = host.identity
+        self._folder = host.paths.rollout_task(identity.group, identity.task, identity.attempt)
+        self._folder_looks = Interval(max(LOOK_S, host.intervals.check_s), clock)
+        self._folder_gone_since: float | None = None
         self._symptoms = Symptoms(
             host.identity.host,
             host.children,
@@ -67,6 +76,8 @@ class RolloutTask:
         self._ready: set[int] = set()
         self._retired = False
         """Whether a worker has exited normally: told by this process, or by the master."""
+        self._told = False
+        """Whether this process has told them."""
         self._deadline = math.inf
         """When workers that were told to retire are killed."""
 
@@ -79,10 +90,13 @@ class RolloutTask:
         while not (self._retired and self.host.children.all_ended()):
             self._follow()
             self._look_at_trainers()
+            self._look_at_folder()
             self._heed_warning()
             self._keep_deadline()
             self.turn(TURN_S)
         logger.info("its workers have retired")
+        if self.host.inside and not self._told:  # nothing else replaces it; none is too many
+            raise _lost("the master asked it to leave")
 
     def _is_orphaned(self) -> bool:
         """Return whether an earlier task has waited for the same trainers as long as it should."""
@@ -106,8 +120,7 @@ class RolloutTask:
         """Start the workers, and have them connect to each other: all of them are on this host."""
         host, identity = self.host, self.host.identity
         devices = host.devices()
-        folder = host.paths.rollout_task(identity.group, identity.task, identity.attempt)
-        self._retry("make a directory", lambda: atomic.make_private_directory(folder))
+        self._retry("make a directory", lambda: atomic.make_private_directory(self._folder))
         with self._retry("open a log", lambda: host.open_log(identity.group)) as output:
             host.children.start_workers(devices, output)
         with address.listen(address.LOOPBACK) as listener:
@@ -160,6 +173,23 @@ class RolloutTask:
         except EnvironmentFailure as error:
             logger.warning("later tasks will wait for the trainers as well: %s", error)
 
+    def _look_at_folder(self) -> None:
+        """When due, raise if the master has removed the directory of this attempt: it was lost
+        while it did not run, and no request to leave can reach its workers any more."""
+        if not self._folder_looks.due():
+            return
+        try:
+            atomic.list_names(self._folder)
+        except FileNotFoundError:
+            now = self._clock()
+            since = self._folder_gone_since = self._folder_gone_since or now
+            if now - since >= FOLDER_GONE_S:
+                raise _lost(f"{self._folder} was removed") from None
+        except EnvironmentFailure as error:
+            logger.warning("cannot look at %s, will retry: %s", self._folder, error)
+        else:
+            self._folder_gone_since = None
+
     def _heed_warning(self) -> None:
         if (warned := self.host.warnings.take()) is not None:
             self.host.events.write("warned", **objects.to_json(warned))
@@ -172,6 +202,7 @@ class RolloutTask:
         deadline = self._clock() + within_s
         if deadline >= self._deadline:
             return
+        self._told = True
         logger.info("the workers are to exit within %.0f s: %s", within_s, reason)
         self.host.events.write("retire", reason=reason, within_s=within_s)
         self.host.children.broadcast(Retire(reason=reason, within_s=within_s))
@@ -223,6 +254,12 @@ class RolloutTask:
         if any(ended.code == 0 for ended in news.ended):
             self._retired = True
             self._expect_exit(self._clock() + EXIT_TIMEOUT_S)
+
+
+def _lost(why: str) -> SlurmrlError:
+    """The master counts this attempt as lost; another one may begin on this host."""
+    reason = f"the trainers have counted this rollout task as lost: {why}"
+    return failed(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=""))
 
 
 def time_to_retire_s(warned: Warned) -> float:

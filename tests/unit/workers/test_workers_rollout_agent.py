@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from slurmrl.workers import process
 from slurmrl.workers.agent import agent as agent_module
 from slurmrl.workers.agent.agent import FAILED, OK, Agent
 from slurmrl.workers.agent.host import Host
-from slurmrl.workers.agent.rollout_task import RolloutTask, time_to_retire_s
+from slurmrl.workers.agent.rollout_task import FOLDER_GONE_S, RolloutTask, time_to_retire_s
 from slurmrl.workers.agent.warning import SIGNALS
 from slurmrl.workers.failure import failed
 
@@ -318,6 +319,46 @@ def test_a_worker_that_exits_normally_was_told_to_by_the_master(bed: Bed) -> Non
 
     assert bed.run(story()) == OK
     assert bed.told("retire") == bed.told("failure") == []
+
+
+def test_in_the_job_of_the_trainers_a_task_that_must_leave_is_started_again(bed: Bed) -> None:
+    """The master asks only those there to leave that it counts as lost."""
+
+    def story() -> Story:
+        yield from bed.until_heard("start")
+        bed.host.inside = True
+        (slot,) = bed.host.children.slots
+        assert slot.pipe is not None
+        slot.pipe.send({"type": "retire"})  # as if the worker had read ``Leave``
+        yield from bed.until_heard("retire")
+
+    assert bed.run(story()) == FAILED
+    (failure,) = bed.told("failure")
+    assert failure["reason"].endswith("as lost: the master asked it to leave")
+
+
+def test_a_task_ends_whose_directory_the_master_has_removed(bed: Bed) -> None:
+    """It was suspended, and lost meanwhile: nobody can tell its workers. A directory that is moved
+    for a moment is waited for."""
+    folder = bed.paths.rollout_task("rollout", 0, 0)
+    aside = bed.paths.run / "aside"
+
+    def story() -> Story:
+        yield from bed.until_heard("start")
+        bed.begin("41.0.0", 0)
+        yield from bed.until_heard("serve")
+        folder.rename(aside)
+        yield from bed.passes(FOLDER_GONE_S / 2, beats=True)
+        aside.rename(folder)
+        yield from bed.passes(2 * FOLDER_GONE_S, beats=True)
+        shutil.rmtree(folder)
+        yield from bed.until(lambda: False)
+
+    bed.story = story()
+    assert Agent(bed.host).run() == FAILED
+    assert not process_runs(bed.worker())
+    (failure,) = bed.told("failure")
+    assert failure["reason"].endswith(f"as lost: {folder} was removed")
 
 
 def test_a_newer_submission_has_tasks_of_its_own(bed: Bed) -> None:
