@@ -177,6 +177,7 @@ def _rollouts(
     )
     known = (committed or {}).get("rollouts")
     intervals = PollIntervals.of(plan.hosts, config.cluster.heartbeat_s)
+    group = plan.group(ROLLOUTS)
     return RolloutTasks(
         paths,
         ledger,
@@ -190,7 +191,8 @@ def _rollouts(
         bells=TaskBells(doorbell.hang(config.cluster.interface, plan.hosts)),
         numbers=TaskNumbers(
             paths,
-            planned=plan.group(ROLLOUTS).hosts,
+            planned=group.hosts,
+            fixed=group not in plan.jobs,
             least=tasks.min,
             patience_s=config.cluster.lease_ttl_s,
         ),

@@ -24,25 +24,28 @@ class TaskNumbers:
         paths: RunPaths,
         *,
         planned: int = MOST_COUNT,
+        fixed: bool = False,
         least: int = 1,
         patience_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``planned`` tasks may run at a time, or as many as a user has set. An incarnation needs
-        ``least`` to begin. Tasks are too many after ``patience_s``, in which lost ones would be
+        """``planned`` tasks may run at a time, or as many as a user has set unless their number is
+        ``fixed``: they are in the trainers' job. An incarnation needs ``least`` to begin. Tasks are too many after ``patience_s``, in which lost ones would be
         known."""
         self.allowed = planned
         """Tasks that may run now."""
         self.least = least
         self._paths = paths
-        self._planned = planned
+        self._planned, self._fixed = planned, fixed
         self._patience_s = patience_s
         self._clock = clock
         self._too_many_since: float | None = None
         self._were_enough = False
 
     def look(self) -> None:
-        """Read the number that a user may have set."""
+        """Read the number that a user may have set, perhaps while the tasks were an array."""
+        if self._fixed:
+            return
         try:
             self.allowed = scale.wanted(self._paths, ROLLOUTS, self._planned)
         except (EnvironmentFailure, CorruptFileError) as error:

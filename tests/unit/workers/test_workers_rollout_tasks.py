@@ -972,6 +972,18 @@ def test_tasks_that_are_too_many_are_asked_to_leave(beds: Callable[..., Bed]) ->
     assert bed.tasks.view().wanted == 0
 
 
+def test_a_number_that_was_set_for_an_array_is_nothing_to_tasks_of_the_trainers_job(
+    paths: RunPaths,
+) -> None:
+    """A resumed trial may have them there instead (`rollout.gpus`), as many as before."""
+    make_private_directory(paths.rollouts)
+    scale.write(paths, "rollout", 0, 2)
+    for fixed, allowed in ((False, 0), (True, 2)):
+        numbers = TaskNumbers(paths, planned=2, fixed=fixed)
+        numbers.look()
+        assert numbers.allowed == allowed
+
+
 def test_the_first_task_does_not_get_all_prompts(beds: Callable[..., Bed]) -> None:
     """With `min`, nothing is leased before so many have joined."""
     bed = beds(least=2)
