@@ -227,8 +227,22 @@ def _planned(
     if lacking := inventory.lacking(plan, config, hosts):
         where = str(settings.source.path)
         raise ConfigError(tuple(Problem(where, "cluster", text) for text in lacking))
+    _check_number(plan, config, run_paths(settings))
     recorder = ProvenanceWriter(config, settings.source.path, code, kind, settings.profile)
     return Proposal(settings, plan, run_paths(settings), kind, recorder, update_code)
+
+
+def _check_number(plan: Plan, config: Config, paths: RunPaths) -> None:
+    """Raise UsageError if fewer rollout tasks may run than a start waits for, as the user has set
+    their number before."""
+    tasks = config.rollout.tasks
+    for group in plan.jobs:
+        number = scale.wanted(paths, group.name, group.hosts)
+        if group.elastic and tasks is not None and 0 < number < tasks.min:
+            raise UsageError(
+                f"rollout.tasks.min: {tasks.min} is not allowed: slurmrl scale has set {number} "
+                "tasks for this trial. Change rollout.tasks.max too, which sets their number anew"
+            )
 
 
 def run_paths(settings: Settings) -> RunPaths:

@@ -30,8 +30,8 @@ class TaskNumbers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``planned`` tasks may run at a time, or as many as a user has set unless their number is
-        ``fixed``: they are in the trainers' job. An incarnation needs ``least`` to begin. Tasks are too many after ``patience_s``, in which lost ones would be
-        known."""
+        ``fixed``: they are in the trainers' job. An incarnation needs ``least`` to begin. Tasks are
+        too many after ``patience_s``, in which lost ones would be known."""
         self.allowed = planned
         """Tasks that may run now."""
         self.least = least

@@ -64,6 +64,18 @@ def test_what_is_refused(tmp_path: Path, scheduler: FakeScheduler) -> None:
     assert scale.wanted(paths, "rollout", 3) == 3
 
 
+def test_a_resumed_trial_does_not_wait_for_more_tasks_than_may_run(
+    tmp_path: Path, scheduler: FakeScheduler
+) -> None:
+    paths = submitted(tmp_path, *GRPO)
+    set_tasks(paths, 2)
+    with pytest.raises(UsageError, match=r"min: 3 is not allowed: slurmrl scale has set 2 tasks"):
+        propose_resume(paths, ("rollout.tasks.min=3",))
+    propose_resume(paths, ("rollout.tasks.min=3", "rollout.tasks.max=4"))
+    set_tasks(paths, 0)
+    propose_resume(paths, ("rollout.tasks.min=3",))
+
+
 def test_tasks_in_the_trainers_job_are_as_many_as_its_gpus(
     tmp_path: Path, scheduler: FakeScheduler
 ) -> None:
