@@ -8,6 +8,7 @@ samples" and "Samples of rollout tasks" in docs/protocols.md.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -20,6 +21,7 @@ from slurmrl.data.ledger import ItemSample, LedgerRecord
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.history.lineage import Lineage
+from slurmrl.lease import LeaseBoard
 from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.reports import Identity
 from slurmrl.monitor.rollouts import RolloutsView
@@ -73,6 +75,7 @@ class RolloutTasks:
         record: RolloutsRecord | None = None,
         *,
         look_s: float,
+        start_timeout_s: float = math.inf,
         numbers: TaskNumbers | None = None,
         poll_s: float = SHORTEST_RESULTS_S,
         bells: TaskBells | None = None,
@@ -80,8 +83,11 @@ class RolloutTasks:
     ) -> None:
         """``ledger`` and ``record`` are of the same commit. New attempts are looked for every
         ``look_s``. The log of an attempt that has items is read every ``poll_s``, others are read
-        after up to ``look_s``. ``numbers``: how many must join before anything is leased, and how
-        many may stay; None: one, and all."""
+        after up to ``look_s``. One that has not joined is over once it has had no heartbeat for
+        ``start_timeout_s``: its agent may not have begun yet. The caller looks at the leases of
+        those that have joined.
+        ``numbers``: how many must join before anything is leased, and how many may stay; None: one,
+        and all."""
         self.agents: dict[str, Identity] = {}
         """Of the newest attempt that has joined at each task, while it lives, by its label."""
         self._begun_of: dict[str, int] = {}
@@ -98,6 +104,8 @@ class RolloutTasks:
         self.bells = bells or TaskBells()
         self._clock = clock
         self._looks = Interval(look_s, clock)
+        self._starting = LeaseBoard(paths.leases, start_timeout_s, look_s=look_s, clock=clock)
+        """Those of agents whose attempts have not joined."""
         self._pauses_s = min(poll_s, look_s), look_s
         self._wanted = 0
         """Groups that a step waits for."""
@@ -376,6 +384,8 @@ class RolloutTasks:
                 self._end(attempt, LOST, "its task was started again")
             elif attempt.label in dead and agent is not None and agent.attempt == attempt.number:
                 self._end(attempt, LOST, "its agent no longer renews its lease")
+            elif attempt.record.agent is None and not self._starting.alive(attempt.name):
+                self._end(attempt, LOST, "it ended before it joined")
 
     def _end(self, attempt: RolloutAttempt, state: str, reason: str) -> None:
         """Nothing that the attempt does from now on counts."""

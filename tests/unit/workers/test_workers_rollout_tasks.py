@@ -27,6 +27,7 @@ from slurmrl.fsio import objects
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.shapes import MOST_COUNT, wrong
 from slurmrl.history.lineage import Lineage
+from slurmrl.lease import Lease
 from slurmrl.monitor.events import EventWriter, read_all
 from slurmrl.paths import RunPaths
 from slurmrl.rollouts.sample_files import StoredGroup, read_group
@@ -52,6 +53,7 @@ from slurmrl.workers.rollout_messages import (
 from tests.support.scripted_task import ScriptedTask
 
 LOOK_S = 2.0
+START_S = 60.0
 
 
 def cut(path: Path, place: int) -> None:
@@ -114,6 +116,7 @@ class Bed:
             EventWriter(self.paths, f"master.{self.incarnation}"),
             rollouts_of(state.get("rollouts", {}), "a commit"),
             look_s=LOOK_S,
+            start_timeout_s=START_S,
             numbers=TaskNumbers(self.paths, least=self.least, clock=lambda: self.now),
             bells=self.bells,
             clock=lambda: self.now,
@@ -662,6 +665,26 @@ def test_an_attempt_that_begins_frees_the_items_of_the_one_before(
     other.hear(1)
     assert sorted(other.open) == [1, 2, 3]
     assert bed.told()[-1] == ("rollout/7", "lost", "its task was started again")
+
+
+def test_an_attempt_that_ends_before_it_joins_is_forgotten(
+    beds: Callable[..., Bed], paths: RunPaths
+) -> None:
+    """One that takes long to start is waited for while its agent lives."""
+    bed = beds()
+    for task in (7, 8):
+        make_private_directory(paths.rollout_task("rollout", task, 0))
+    lease = Lease(paths.lease("rollout", 8, 0))
+    for _ in range(round(2 * START_S / LOOK_S)):
+        lease.beat()
+        bed.look()
+    assert [one.task for one in bed.tasks.view().tasks] == ["rollout/8"]
+    assert bed.told() == [("rollout/7", "lost", "it ended before it joined")]
+    bed.write_commit()
+    bed.look()
+    assert not paths.rollout_task("rollout", 7, 0).exists()
+    task = bed.begin(8, "0.1")
+    assert sorted(task.open) == [0, 1, 2, 3]
 
 
 def test_an_attempt_is_over_although_the_one_after_it_has_left(beds: Callable[..., Bed]) -> None:
