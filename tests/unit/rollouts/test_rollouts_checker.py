@@ -44,7 +44,15 @@ class Story:
             "dropped": [{"first": 8, "stop": 9, "reason": "stale"}],
             "samples": [{"item": 9}],
         }
+        self.earlier: dict[str, Any] = {"settled": 4, "next": 4}
+        """The ledger of step 2."""
         self.steps = [1, 2, 3, 4]
+        self.line = [*LINE]
+        self.row: Callable[[int], list[int]] = lambda item: [0, 100 - item]
+        self.lease = "1.1"
+        """In the files."""
+        self.removed = ""
+        """A file of the run directory."""
         self.damage: Callable[[bytes], bytes] = lambda data: data
 
     def write(self, run: Path) -> None:
@@ -59,11 +67,13 @@ class Story:
         for slot, (kind, incarnation, data) in enumerate(records):
             record = {"kind": kind, "incarnation": incarnation, "data": data}
             (run / "history" / f"{slot:08d}").write_text(json.dumps(record))
-        self._commit(run, "step-2.1", 2, {"settled": 4, "next": 4})
+        self._commit(run, "step-2.1", 2, self.earlier)
         self._commit(run, "step-4.2", 4, self.ledger)
         lines = [json.dumps({"step": step}) + "\n" for step in self.steps]
         (run / "metrics.jsonl").write_text("".join(lines))
         self._batches(run)
+        if self.removed:
+            (run / self.removed).unlink()
 
     def _commit(self, run: Path, name: str, step: int, ledger: dict[str, Any]) -> None:
         (run / "checkpoints" / name).mkdir()
@@ -76,26 +86,26 @@ class Story:
         results = LogWriter(task / "results")
         samples = SampleWriter(task / "samples")
         logs = {one: LogWriter(run / "control" / f"{one:08d}.master") for one in (1, 2)}
-        batches = [(*place, self.items[place[1]]) for place in LINE]
+        batches = [(*place, self.items[place[1]]) for place in self.line]
         batches.insert(2, (1, 3, self.again))
         for incarnation, step, items in batches:
-            stored = samples.write([_group(item, self.versions[step]) for item in items])
+            stored = samples.write([self._group(item, self.versions[step]) for item in items])
+            stored = tuple(replace(one, lease="1.1") for one in stored)
             told = [objects.to_json(one) for one in stored if one.item not in self.unrecorded]
             results.append({"type": "finished", "groups": told})
-            batch = {"type": "load", "step": step, "items": [[0, 100 - item] for item in items]}
+            batch = {"type": "load", "step": step, "items": list(map(self.row, items))}
             judged = [one for one in stored if one.item not in self.unjudged]
             groups = {"samples": [objects.to_json(one.sample(TASK)) for one in judged]}
             if self.filtered:
-                rows = [[0, 100 - one.item] for one in judged]
+                rows = [self.row(one.item) for one in judged]
                 logs[incarnation].append({**batch, **groups, "items": rows, "candidates": True})
             logs[incarnation].append(batch if self.filtered else {**batch, **groups})
         file = task / "samples" / "00000003.samples"
         file.write_bytes(self.damage(file.read_bytes()))
 
-
-def _group(item: int, version: str) -> SampleGroup:
-    group = small_group(item, "1.1")
-    return replace(group, versions=(version,), drawn_by=np.minimum(group.drawn_by, 0))
+    def _group(self, item: int, version: str) -> SampleGroup:
+        group = small_group(item, self.lease)
+        return replace(group, versions=(version,), drawn_by=np.minimum(group.drawn_by, 0))
 
 
 def problems(folder: Path, story: Story) -> list[str]:
@@ -167,9 +177,54 @@ def _not_judge(story: Story) -> None:
     story.unjudged = {4}
 
 
+def _load_twice(story: Story) -> None:
+    story.line.append((2, 4))
+
+
+def _load_nothing(story: Story) -> None:
+    story.line.remove((2, 4))
+
+
+def _share_a_row(story: Story) -> None:
+    story.row = lambda item: [0, 100 - item % 7]
+
+
+def _lose_the_file(story: Story) -> None:
+    story.removed = f"rollouts/{TASK}/samples/00000003.samples"
+
+
+def _make_for_another_lease(story: Story) -> None:
+    story.lease = "1.2"
+
+
+def _lose_the_commit(story: Story) -> None:
+    story.removed = "checkpoints/step-4.2/state.json"
+
+
+def _drop_trained(story: Story) -> None:
+    story.ledger["dropped_before"] = [{"reason": "stale", "items": 1}]
+
+
+def _give_out_again(story: Story) -> None:
+    story.earlier["next"] = 12
+
+
+def _undo_a_drop(story: Story) -> None:
+    story.earlier |= {"next": 10, "dropped": [{"first": 9, "stop": 10, "reason": "stale"}]}
+
+
 @pytest.mark.parametrize(
     ("violate", "said"),
     [
+        (_load_twice, "step 4 has 2 batches of incarnation 2"),
+        (_load_nothing, "step 4 has 0 batches of incarnation 2"),
+        (_share_a_row, "row 100 of epoch 0 is item 0 and item 7"),
+        (_lose_the_file, "trained at step 3, has no file 00000003.samples"),
+        (_make_for_another_lease, "trained at step 3, is item 4 of lease 1.2"),
+        (_lose_the_commit, "the archive lacks the commit of step 4"),
+        (_drop_trained, "has 1 items before 8 as dropped that were trained"),
+        (_give_out_again, "the commit of step 4 gives out items again"),
+        (_undo_a_drop, "the commit of step 4 has [9] no more as dropped"),
         (_train_again, "item 0 is trained at the steps 1 and 4"),
         (_lose, "lacks 1 of the items before 9: neither trained nor dropped"),
         (_lease_trained, "has [7], which it has settled or not given out"),
