@@ -30,9 +30,12 @@ from slurmrl.history.lineage import Lineage
 from slurmrl.lease import Lease
 from slurmrl.monitor.events import EventWriter, read_all
 from slurmrl.paths import RunPaths
+from slurmrl.plan.build import make_plan
 from slurmrl.rollouts.sample_files import StoredGroup, read_group
 from slurmrl.scheduler import scale
 from slurmrl.weights.version import VersionId
+from slurmrl.workers import doorbell
+from slurmrl.workers.master import serve
 from slurmrl.workers.master.progress import STATE
 from slurmrl.workers.master.rollout_tasks import LEAVE_S, RolloutTasks
 from slurmrl.workers.master.task_attempts import RolloutAttempt, parse_name, rollouts_of
@@ -51,6 +54,7 @@ from slurmrl.workers.rollout_messages import (
     Unreadable,
 )
 from tests.support.scripted_task import ScriptedTask
+from tests.unit.workers.conftest import Change
 
 LOOK_S = 2.0
 START_S = 60.0
@@ -683,8 +687,8 @@ def test_an_attempt_that_ends_before_it_joins_is_forgotten(
     bed.write_commit()
     bed.look()
     assert not paths.rollout_task("rollout", 7, 0).exists()
-    task = bed.begin(8, "0.1")
-    assert sorted(task.open) == [0, 1, 2, 3]
+    joined = bed.begin(8, "0.1")
+    assert sorted(joined.open) == [0, 1, 2, 3]
 
 
 def test_an_attempt_is_over_although_the_one_after_it_has_left(beds: Callable[..., Bed]) -> None:
@@ -1005,6 +1009,41 @@ def test_a_number_that_was_set_for_an_array_is_nothing_to_tasks_of_the_trainers_
         numbers = TaskNumbers(paths, planned=2, fixed=fixed)
         numbers.look()
         assert numbers.allowed == allowed
+
+
+@pytest.mark.parametrize(
+    ("changes", "leased"),
+    [
+        ({"max_staleness": 0}, 4),
+        ({"max_staleness": 2}, 12),
+        ({"max_staleness": 2, "max_in_flight": 3}, 3),
+        ({"min": 2}, 0),
+    ],
+)
+def test_a_master_follows_the_settings(
+    paths: RunPaths,
+    make_settings: Change,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, int],
+    leased: int,
+) -> None:
+    """What a task that is the first to join gets, with batches of 4."""
+    monkeypatch.setattr(doorbell, "hang", lambda *_: None)
+    settings = make_settings(rollout={"tasks": {"max": 2, **changes}})
+    plan, lineage = make_plan(settings, scheduler="local"), Lineage({1: None})
+    ledger = SampleLedger(1, lineage)
+    writer = EventWriter(paths, "master.1")
+    make_private_directory(paths.rollouts)
+    task = ScriptedTask(paths, 0, 0)
+    task.hold("0.1")
+    tasks = serve._rollouts(paths, settings, plan, ledger, lineage, 1, None, writer)
+    tasks.start(rows)
+    for _ in range(2):
+        tasks.look((), 0)
+    assert len(tasks.agents) == 1
+    assert ledger.leased == leased
+    task.hear(1)
+    assert len(task.open) == leased
 
 
 def test_the_first_task_does_not_get_all_prompts(beds: Callable[..., Bed]) -> None:
