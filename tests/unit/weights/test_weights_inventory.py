@@ -2,13 +2,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from slurmrl.cli.main import main
+from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.weights.inventory import inventory
 from slurmrl.weights.records import MANIFEST
+from slurmrl.weights.retention import prune
 from slurmrl.weights.version import VersionId
 from tests.fake_runs import FakeRun
 from tests.unit.weights.runs import Ranks, published, random_bits
@@ -58,6 +65,35 @@ def test_unfinished_versions_are_no_damage(tmp_path: Path) -> None:
     (tmp_path / "2.1" / MANIFEST).unlink()
     assert [one.state for one in inventory(tmp_path)] == ["complete", "unfinished"]
     assert inventory(tmp_path / "nothing") == []
+
+
+class Meanwhile:
+    """System calls, before one of which something else happens."""
+
+    def __init__(self, number: int, action: Callable[[], object]) -> None:
+        self.left, self._action = number, action
+
+    def __getattr__(self, name: str) -> Any:
+        if self.left == 0:
+            self._action()
+        self.left -= 1
+        return getattr(REAL, name)
+
+
+def test_versions_that_are_removed_meanwhile_are_no_damage(tmp_path: Path) -> None:
+    """Before any operation of the one who looks. What stays is told."""
+    published(tmp_path / "all", 6, whole_every=2)
+    for number in count():
+        versions = tmp_path / str(number)
+        shutil.copytree(tmp_path / "all", versions)
+        calls = Meanwhile(number, partial(prune, versions, 1))
+        found = inventory(versions, verify=True, calls=cast(SystemCalls, calls))
+        told = {one.version: (one.state, one.problem) for one in found}
+        assert {state for state, _ in told.values()} == {"complete"}, told
+        assert {"5.1", "6.1"} <= told.keys()
+        if calls.left >= 0:
+            break
+    assert number > 50
 
 
 def test_versions_of_adapters_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
