@@ -16,6 +16,8 @@ import pytest
 
 from slurmrl import keys
 from slurmrl.channel.pipe import Connection
+from slurmrl.config.load import dump, load_resolved
+from slurmrl.config.schema.rollout import Tasks
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import objects
 from slurmrl.history.record import Kind
@@ -126,6 +128,9 @@ def bed(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     change = {"name": "rollout", "elastic": True, "workers_per_host": 1, "gpus_per_worker": 0}
     groups = (*plan.groups, plan.trainers.model_copy(update=change))
     run.plan.write_text(plan.model_copy(update={"groups": groups}).to_json())
+    config = load_resolved(run.config)
+    rollout = config.rollout.model_copy(update={"tasks": Tasks(orphan_s=ORPHAN_S)})
+    run.config.write_text(dump(config.model_copy(update={"rollout": rollout})))
     (tmp_path / "stub_worker.py").write_text(STUB)
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
     monkeypatch.setenv("STUB_HEARD", str(tmp_path / "heard"))
@@ -145,7 +150,7 @@ def bed(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         """Plays one part of the story in each turn."""
 
         def __init__(self, host: Host, *, orphan_s: float) -> None:
-            super().__init__(host, orphan_s=ORPHAN_S, clock=lambda: found.now)
+            super().__init__(host, orphan_s=orphan_s, clock=lambda: found.now)
 
         def turn(self, timeout_s: float) -> None:
             next(found.story, None)
