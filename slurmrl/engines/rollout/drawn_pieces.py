@@ -1,7 +1,10 @@
 """A completion that is drawn by one request after the other, as an update of weights ends each.
 
 A server looks for stop strings in what it draws for one request. So that none is missed that spans
-two requests, a request also stops at the rests of those that may have begun.
+two requests, a request also stops at the rests of those that may have begun. It stops at strings
+before ``min_new_tokens`` too; such a draw goes on.
+
+Before a server aborts a request it draws once more, and does not look whether that ends it.
 
 The experts are those of the last request, which has read the tokens of the others as its prompt.
 """
@@ -15,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from slurmrl.data.support import SampledSupport
 from slurmrl.engines.rollout.base import Completion, Finish
 from slurmrl.engines.rollout.dialect import Draw
+from slurmrl.errors import RunFailedError
 
 INCOMPLETE = "\ufffd"
 """In a text, for a character of which not all bytes are drawn."""
@@ -58,14 +62,28 @@ class PiecewiseDraw:
         return replace(self.draw, prompt=self.draw.prompt + tokens, options=left)
 
     def add(self, piece: DrawnPiece) -> Finish | None:
-        """How the piece has ended. None: at the rest of a stop string that did not follow its
-        beginning, so that the draw goes on."""
+        """How the piece has ended. None: at a stop string before the least number of tokens, or at
+        the rest of one that did not follow its beginning, so that the draw goes on."""
         self.pieces.append(piece)
-        stops = self.draw.options.stop_strings
+        finish, options, count = piece.completion.finish, self.draw.options, len(self.tokens)
+        if finish == "aborted" and self._is_stopped(piece):
+            return "stop"
+        stops = options.stop_strings
         own = piece.text.startswith(piece.stop) or any(stop in piece.text for stop in stops)
-        if own or piece.stop in stops:
-            return piece.completion.finish
-        return "length" if len(self.tokens) == self.draw.options.max_new_tokens else None
+        ended = not piece.stop or (count > options.min_new_tokens and (own or piece.stop in stops))
+        if ended and finish != "aborted":
+            return finish
+        return "length" if count >= options.max_new_tokens else finish if ended else None
+
+    def _is_stopped(self, piece: DrawnPiece) -> bool:
+        """Whether the last token of an aborted piece ends the draw."""
+        options, tokens, text = self.draw.options, self.tokens, self._text
+        if not piece.completion.tokens or len(tokens) <= options.min_new_tokens:
+            return False
+        before = len(text) - len(piece.text)
+        return tokens[-1] in options.stop_token_ids or any(
+            stop in text[max(before - len(stop) + 1, 0) :] for stop in options.stop_strings
+        )
 
     @property
     def _text(self) -> str:
@@ -79,13 +97,16 @@ class PiecewiseDraw:
 
     def completion(self, finish: Finish) -> Completion:
         pieces = [piece.completion for piece in self.pieces]
+        experts = pieces[-1].experts if pieces and finish != "aborted" else None
+        if experts is None and self.draw.options.experts and finish != "aborted":
+            raise RunFailedError(f"{self.draw.name}: the server aborted it without its experts")
         return Completion(
             tokens=self.tokens,
             logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
             versions=tuple(version for piece in pieces for version in piece.versions),
             finish=finish,
             support=_support(pieces) if self.draw.options.support else None,
-            experts=pieces[-1].experts if pieces and finish != "aborted" else None,
+            experts=experts,
         )
 
 

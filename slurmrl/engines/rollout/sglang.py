@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from operator import contains
 from typing import Any, Literal
 
@@ -90,7 +92,7 @@ def masks(draw: Draw, *, full: bool) -> bool:
     return restricted(draw) and (draw.options.support or not full)
 
 
-def request_body(draw: Draw, *, context: int, vocabulary: int, full: bool) -> dict[str, Any]:
+def request_body(draw: Draw, *, vocabulary: int, full: bool) -> dict[str, Any]:
     """The body of a request for one completion. ``full``: see `read_reply`."""
     options, masked = draw.options, masks(draw, full=full)
     all_tokens = vocabulary if masked else -1  # the support is reported up to a limit
@@ -98,7 +100,7 @@ def request_body(draw: Draw, *, context: int, vocabulary: int, full: bool) -> di
         "rid": draw.name + "/",  # an abort also ends requests whose names begin with its own
         "input_ids": list(draw.prompt),
         "sampling_params": {
-            "max_new_tokens": min(options.max_new_tokens, context - len(draw.prompt)),
+            "max_new_tokens": options.max_new_tokens,
             "min_new_tokens": options.min_new_tokens,
             "temperature": options.temperature,
             "top_p": 1.0 if options.greedy else options.top_p,
@@ -144,9 +146,11 @@ def read_reply(
     if options.support:
         support = _support(where, tokens, meta.output_token_sampling_mask or [])
     experts = None
-    if options.experts and finish.type != "abort":
+    if options.experts:
         assert routed is not None, "checked with the request"
-        experts = routed.read(where, meta.routed_experts, len(draw.prompt) + len(tokens))
+        # (a request that was aborted before it was read has none)
+        with suppress(RunFailedError) if finish.type == "abort" else nullcontext():
+            experts = routed.read(where, meta.routed_experts, len(draw.prompt) + len(tokens))
     stops = (*options.stop_token_ids, *options.stop_strings)
     if finish.type == "stop" and finish.matched not in stops:
         raise RunFailedError(
@@ -237,7 +241,7 @@ class SglangDialect(Dialect):
     async def draw(self, draw: Draw) -> Completion:
         if draw.options.experts and self._routed is None:
             raise UsageError(f"{draw.name}: the model has no experts to record")
-        drawing = self._draws[draw.name] = PiecewiseDraw(draw)
+        drawing = self._draws[draw.name] = PiecewiseDraw(self._within_context(draw))
         try:
             while await self._running_before(drawing.aborted):
                 pauses = self._pauses
@@ -247,6 +251,15 @@ class SglangDialect(Dialect):
             return drawing.completion("aborted")
         finally:
             del self._draws[draw.name]
+
+    def _within_context(self, draw: Draw) -> Draw:
+        options, most = draw.options, self._context - len(draw.prompt)
+        cut = replace(
+            options,
+            max_new_tokens=min(options.max_new_tokens, most),
+            min_new_tokens=min(options.min_new_tokens, most),
+        )
+        return replace(draw, options=cut)
 
     async def _running_before(self, aborted: asyncio.Event) -> bool:
         """Whether the server is not paused before the draw is aborted."""
@@ -260,9 +273,7 @@ class SglangDialect(Dialect):
 
     async def _piece(self, draw: Draw) -> DrawnPiece:
         """Tokens until the draw has ended, was aborted, or the server was paused."""
-        body = request_body(
-            draw, context=self._context, vocabulary=self._model.vocabulary, full=self._full
-        )
+        body = request_body(draw, vocabulary=self._model.vocabulary, full=self._full)
         reply = await self._client.post("/generate", body, timeout_s=None)
         return read_reply(
             f"{self.where}/generate", reply, draw, full=self._full, routed=self._routed

@@ -164,6 +164,81 @@ def test_a_stop_string_is_found_across_a_pause(
     assert made.finish == ("stop" if stop in letters(tokens) else "length")
 
 
+@pytest.mark.parametrize(
+    ("options", "finish"),
+    [
+        ({"stop_token_ids": (4,)}, "stop"),
+        ({"stop_token_ids": (4,), "min_new_tokens": 2}, None),
+        ({"stop_strings": ("de",)}, "stop"),
+        ({"stop_strings": ("e",), "min_new_tokens": 2}, None),
+        ({"max_new_tokens": 2}, "length"),
+    ],
+)
+def test_the_last_token_before_a_pause_may_end_a_draw(
+    options: dict[str, Any], finish: str | None
+) -> None:
+    """A server draws once more before it aborts a request, and does not look at what it drew."""
+    drawing = PiecewiseDraw(draw(**options))
+    made = read_reply("server", reply([3, 4], "abort"), drawing.rest(), full=False)
+    ended = drawing.add(made)
+    assert ended == (finish or "aborted")
+    if finish is None:
+        assert drawing.rest().options.max_new_tokens == 4
+
+
+def test_a_stop_string_is_found_in_the_last_token_before_another_pause() -> None:
+    drawing = PiecewiseDraw(draw(stop_strings=("ef",)))
+    for tokens, finish in (([3, 4], "aborted"), ([5], "stop")):
+        piece = read_reply("server", reply(tokens, "abort"), drawing.rest(), full=False)
+        assert drawing.add(piece) == finish
+
+
+def test_a_completion_that_a_pause_cuts_at_the_context_ends_there() -> None:
+    """Nothing is left to request."""
+
+    async def work() -> Completion:
+        server = ScriptedServer({**INFO, "max_req_input_len": 4})
+        dialect = SglangDialect(server, model=MODEL)
+        await dialect.connect()
+        asked = replace(draw(min_new_tokens=5), prompt=(1, 2))
+        drawing = asyncio.create_task(dialect.draw(asked))
+        await server.begun.wait()
+        await dialect.pause()
+        await dialect.resume()
+        made = await drawing
+        assert [body["sampling_params"]["min_new_tokens"] for body in server.asked] == [3, 1]
+        return made
+
+    made = asyncio.run(work())
+    assert (made.tokens, made.finish) == ((3, 4, 5), "length")
+
+
+@pytest.mark.parametrize(
+    ("least", "stops", "tokens"),
+    [
+        (0, ("de",), (3, 4)),
+        (2, ("de", "gh"), (3, 4, 5, 6, 7)),  # the server stops at "de" and goes on
+        (2, ("de", "ef"), (3, 4, 5)),  # "ef" begins before and ends behind
+        (6, ("de", "hi"), (3, 4, 5, 6, 7, 8)),
+    ],
+)
+def test_stop_strings_end_a_completion_with_its_least_tokens(
+    least: int, stops: tuple[str, ...], tokens: tuple[int, ...]
+) -> None:
+    """SGLang has that minimum for stop tokens only."""
+
+    async def work() -> Completion:
+        server = ScriptedServer()
+        server.asked.append({})  # what it is asked first waits for a pause
+        dialect = SglangDialect(server, model=MODEL)
+        await dialect.connect()
+        return await dialect.draw(draw(min_new_tokens=least, stop_strings=stops))
+
+    made = asyncio.run(work())
+    assert made.tokens == tokens
+    assert made.finish == ("stop" if len(tokens) < 6 else "length")
+
+
 def test_a_draw_that_was_cut_within_a_character_begins_again() -> None:
     """A stop string may begin with it."""
     drawing = PiecewiseDraw(draw(stop_strings=("é",)))
@@ -218,7 +293,7 @@ def masked(masks: list[list[int]]) -> dict[str, Any]:
 def test_supports_are_asked_for_and_read_with_the_probabilities_under_them(full: bool) -> None:
     """Also of a server whose log-probabilities are otherwise those of the whole distribution."""
     asked = draw(top_k=3, support=True)
-    body = request_body(asked, context=64, vocabulary=VOCABULARY, full=full)
+    body = request_body(asked, vocabulary=VOCABULARY, full=full)
     assert body["return_sampling_mask"]
     made = read_reply("server", masked([[9, 3, 5], [4]]), asked, full=full).completion
     assert made.support == SampledSupport(array("i", [3, 1]), array("i", [3, 5, 9, 4]))
@@ -259,7 +334,7 @@ def experts_of(answer: dict[str, Any]) -> Any:
 
 def test_experts_are_those_of_the_blocks_that_have_some() -> None:
     """SGLang reports all layers, and nothing of the last token, which was not read."""
-    assert request_body(draw(experts=True), context=64, vocabulary=VOCABULARY, full=True)[
+    assert request_body(draw(experts=True), vocabulary=VOCABULARY, full=True)[
         "return_routed_experts"
     ]
     rows = [[[0, 1], [9, 9], [4, 2]], [[3, 1], [0, 0], [0, 4]], [[1, 0], [0, 0], [2, 3]]]
@@ -310,6 +385,20 @@ def test_pieces_of_a_draw_have_the_experts_of_the_last_one() -> None:
     assert experts is not None
     assert experts.shape == (6, 4)
     assert drawing.completion("aborted").experts is None
+
+
+def test_a_draw_that_an_abort_has_ended_has_experts() -> None:
+    asked = draw(experts=True, stop_token_ids=(4,))
+    rows = np.full((3, 3, 2), [0, 1])
+    for answer in (routed(rows, reply([3, 4], "abort")), reply([3, 4], "abort")):
+        drawing = PiecewiseDraw(asked)
+        finish = drawing.add(read_reply("server", answer, asked, full=True, routed=ROUTED))
+        assert finish == "stop"
+        lacks = answer["meta_info"].get("routed_experts") is None
+        with pytest.raises(RunFailedError, match="without its exp") if lacks else nullcontext():
+            experts = drawing.completion(finish).experts
+            assert experts is not None
+            assert experts.shape == (4, 4)
 
 
 def test_a_model_without_experts_records_none() -> None:
