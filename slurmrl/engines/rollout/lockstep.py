@@ -34,7 +34,8 @@ class LockstepEngine(RolloutEngine):
     ranks of the model alike. The leaders of the data-parallel ranks run what submits requests; the
     other ranks compute what their leader sends them.
 
-    All requests of a call have the same sampling options, except for ``max_new_tokens``.
+    All requests of a call have the same sampling options, except for ``max_new_tokens`` and a
+    ``min_new_tokens`` that is cut to it.
     """
 
     def __init__(self, engine: GenerateEngine, version: str) -> None:
@@ -238,15 +239,19 @@ def _grouped(requests: Sequence[GenerationRequest]) -> list[_Row]:
 
 
 def _common(requests: Sequence[GenerationRequest]) -> GenerationOptions:
-    """The options of all requests, with the largest limit."""
+    """The options of all requests, with the largest limits. (A request that is cut before the
+    others' least number of tokens has the same tokens with it.)"""
     if not requests:
         return GenerationOptions(max_new_tokens=1)
-    most = max(request.options.max_new_tokens for request in requests)
+    every = [request.options for request in requests]
+    most = max(options.max_new_tokens for options in every)
+    least = max(options.min_new_tokens for options in every)
+    limits = {"max_new_tokens": most, "min_new_tokens": least}
     kinds = {
-        (replace(request.options, max_new_tokens=most), request.seed, request.step)
-        for request in requests
+        (replace(request.options, **limits), request.seed, request.step) for request in requests
     }
-    if len(kinds) > 1:
+    cut = all(each.min_new_tokens == min(least, each.max_new_tokens) for each in every)
+    if len(kinds) > 1 or not cut:
         raise UsageError("the requests of one call differ in sampling options, seed or step")
     ((options, _, _),) = kinds
     return options

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -198,6 +199,43 @@ def test_stop_strings_end_completions_of_a_whole_batch(
     lockstep = LockstepEngine(model, "1.0")
     together = lockstep.run(lambda: answered(lockstep, batch, options, keys), Waiting().settled)
     assert together == answers
+
+
+def test_completions_of_a_whole_batch_have_their_own_limits() -> None:
+    """The last turns of episodes have fewer tokens left, perhaps fewer than the least number."""
+    model, batch = engine(), sample("prompt_ids")
+    stops = tuple(range(3, 20))
+    parts = batch.tensor("prompt_ids").tensor_split(batch.cu_seqlens("prompt_ids")[1:-1].long())
+    requests = [
+        GenerationRequest(
+            request_id=str(number),
+            prompt=tuple(part.tolist()),
+            keys=(number,),
+            seed=1,
+            step=1,
+            options=GenerationOptions(
+                max_new_tokens=most, min_new_tokens=min(4, most), stop_token_ids=stops
+            ),
+        )
+        for number, (part, most) in enumerate(zip(parts, (2, 9, 4, 1, 3), strict=False))
+    ]
+
+    async def asked(served: RolloutEngine) -> list[tuple[Completion, ...]]:
+        return list(await asyncio.gather(*map(served.submit, requests)))
+
+    lockstep = LockstepEngine(model, "1.0")
+    together = lockstep.run(lambda: asked(lockstep), Waiting().settled)
+    with model.serving("1.0", rows=8) as served:
+        assert served is not None
+        alone = asyncio.run(asked(served))
+    assert together is not None
+    assert [(each.tokens, each.finish) for (each,) in together] == [
+        (each.tokens, each.finish) for (each,) in alone
+    ]
+    other = replace(requests[1], options=GenerationOptions(max_new_tokens=9, min_new_tokens=3))
+    requests[:] = [requests[1], replace(other, request_id="other")]
+    with pytest.raises(UsageError, match="differ in sampling options"):
+        lockstep.run(lambda: asked(lockstep), Waiting().settled)
 
 
 def new_tokens(output: GenerationOutput) -> list[Tensor]:
