@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from slurmrl.engines.rollout.native import rollout as rollout_module
 from slurmrl.engines.rollout.native.memory import bounded
 from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.engines.rollout.native.schedule import Limits
+from slurmrl.engines.rollout.native.stops import ends_with_stop
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
@@ -121,6 +122,35 @@ def test_completions_do_not_depend_on_the_batch(name: str, limits: Limits, late:
         assert completion.finish == ("stop" if finished else "length")
         assert completion.versions == ("0.1",) * len(completion.tokens)
     assert everything_is_free(engine)
+
+
+def test_a_turn_shares_no_cell_that_was_not_computed() -> None:
+    """Two sequences end as a third one needs a page, in the call that would have read their last
+    tokens. These fill pages, which a later prompt may then not share."""
+    decoder = decoder_of()
+    limits = Limits(rows=4, step_tokens=16, cache_tokens=24, page_tokens=4)
+    texts, four = [(5, 6, 7, 8), (9, 8, 7, 6)], GenerationOptions(max_new_tokens=4)
+    free, _ = served(decoder, [request(i, text, four, 2 + i) for i, text in enumerate(texts)])
+    last = tuple(each.tokens[3] for each in free)
+    assert not any(token in last for each in free for token in each.tokens[:3])
+    short = GenerationOptions(max_new_tokens=9, stop_token_ids=last)
+    first = [request(i, text, short, 2 + i) for i, text in enumerate(texts)]
+    more = request("c", (5,) * 5, GenerationOptions(max_new_tokens=9), 2)
+
+    async def run() -> tuple[GenerationRequest, Completion]:
+        engine = NativeRollout(decoder, limits=limits, version="0.1")
+        engine._batch._late = True
+        futures = [engine.submit(each) for each in (*first, more)]
+        (_,), (ended,), _ = await asyncio.gather(*futures)
+        assert len(ended.tokens) == 4
+        turn = (*texts[1], *ended.tokens, 5)
+        again = request("d", turn, GenerationOptions(max_new_tokens=2), 3)
+        return again, (await engine.submit(again))[0]
+
+    again, found = asyncio.run(run())
+    (wanted,), _ = served(decoder, [again])
+    assert found.tokens == wanted.tokens
+    assert torch.tensor(found.logprobs).allclose(torch.tensor(wanted.logprobs), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in ODD if name != "llama-dynamic-rope"])
@@ -293,6 +323,26 @@ def test_updates_at_every_step_do_not_stop_requests(paused: bool) -> None:
     assert updates > 6
     assert {len(completion.tokens) for completion in found} == {6}
     assert len({version for completion in found for version in completion.versions}) > 6
+
+
+def test_an_update_does_not_wait_for_a_request_that_has_ended() -> None:
+    """It waits for a token of the version before; the last request ends without one."""
+
+    async def run() -> None:
+        engine = NativeRollout(decoder_of(), version="0.1", limits=Limits(rows=4, step_tokens=4))
+        options = GenerationOptions(max_new_tokens=6)
+        future = engine.submit(request(0, (5,) * 30, options, 0))
+        await asyncio.sleep(0)
+        update = asyncio.create_task(engine.update_weights(WeightVersion(name="1.1")))
+        await asyncio.sleep(0)
+        assert not update.done()
+        engine.abort("0")
+        assert (await future)[0].tokens == ()
+        await asyncio.wait_for(update, 30)
+        assert engine.version == "1.1"
+        assert len((await engine.submit(request(1, (5, 6), options, 1)))[0].tokens) == 6
+
+    asyncio.run(run())
 
 
 def test_nothing_is_drawn_while_paused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,14 +556,33 @@ def test_stop_strings_end_completions_across_tokens(least: int, late: bool) -> N
         assert tokens[:count] == completion.tokens
 
         def ends(at: int, tokens: tuple[int, ...] = tokens) -> bool:
-            text, before = letters(tokens[:at]), letters(tokens[: at - 1])
-            return any(text.count(stop) > before.count(stop) for stop in stops)
+            text, before = letters(tokens[:at]), len(letters(tokens[: at - 1]))
+            return any(
+                text.endswith(stop, 0, end)
+                for stop in stops
+                for end in range(before + 1, len(text) + 1)
+            )
 
         wanted = [at for at in range(least + 1, 41) if ends(at)]
         assert count == (wanted[0] if wanted else 40)
         assert completion.finish == ("stop" if wanted else "length")
         stopped += bool(wanted)
     assert stopped > 5
+
+
+def test_a_stop_string_may_overlap_one_before_the_least_tokens() -> None:
+    """Also within characters of which tokens have a part."""
+    assert ends_with_stop("".join, ["x", "a", "a", "a"], ("aa",))
+    assert not ends_with_stop("".join, ["a", "a", "x"], ("aa",))
+
+    def decode(tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    text = "é\nöö\n\n".encode()
+    found = [
+        at for at in range(1, len(text) + 1) if ends_with_stop(decode, text[:at], ("ö", "\n\n"))
+    ]
+    assert found == [5, 7, 9]
 
 
 @pytest.mark.parametrize(

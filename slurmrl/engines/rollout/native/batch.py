@@ -181,6 +181,8 @@ class ContinuousBatch:
             return
         if options.experts:
             sequence.experts = self._runner.experts(sequence)
+        # (a call that was to read the last token may be left out now)
+        sequence.stored = min(sequence.stored, len(sequence.tokens) - 1)
         self._schedule.store(sequence)
         self._schedule.remove(sequence)
         self._ended.append(sequence)

@@ -217,6 +217,7 @@ class NativeRollout(RolloutEngine):
             self._fresh = self._fresh and self._batch.drawn == before
             self._stepped.set()
             await asyncio.sleep(0)
+        self._stepped.set()  # there may be nothing to draw any more
 
     def _check(self, task: asyncio.Task[None]) -> None:
         """Fail what is in flight if the model's calls have failed."""

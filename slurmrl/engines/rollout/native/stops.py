@@ -23,5 +23,6 @@ def ends_with_stop(decode: Decode, tokens: Sequence[int], stop_strings: Sequence
     found = [stop for stop in stop_strings if stop in text]
     if not found:
         return False
-    before = decode(last[:-1])
-    return any(text.count(stop) > before.count(stop) for stop in found)
+    pairs = enumerate(zip(text, before := decode(last[:-1]), strict=False))
+    known = next((n for n, (new, old) in pairs if new != old), len(before))
+    return any(stop in text[max(known - len(stop) + 1, 0) :] for stop in found)
