@@ -246,10 +246,9 @@ def _common(requests: Sequence[GenerationRequest]) -> GenerationOptions:
     every = [request.options for request in requests]
     most = max(options.max_new_tokens for options in every)
     least = max(options.min_new_tokens for options in every)
-    limits = {"max_new_tokens": most, "min_new_tokens": least}
-    kinds = {
-        (replace(request.options, **limits), request.seed, request.step) for request in requests
-    }
+    widest = [replace(each, max_new_tokens=most, min_new_tokens=least) for each in every]
+    settings = zip(widest, requests, strict=True)
+    kinds = {(options, request.seed, request.step) for options, request in settings}
     cut = all(each.min_new_tokens == min(least, each.max_new_tokens) for each in every)
     if len(kinds) > 1 or not cut:
         raise UsageError("the requests of one call differ in sampling options, seed or step")
