@@ -27,6 +27,7 @@ def own_server(
         tokenizer=Path(tokenizer) if rollout.needs_text else None,
         patience=_patience(rollout),
         log=log,
+        context=least_context(settings.config, assumed=False),
         memory_bytes=memory_bytes,
         sleeps=sleeps,
         experts=rollout.replay_experts,

@@ -137,7 +137,7 @@ def check_context(where: str, context: int, least: int) -> None:
     if context < least:
         raise UsageError(
             f"{where}: the server takes {context} tokens of a prompt and its completion, and this "
-            f"run may have {least}: start it with a longer context, or lower "
+            f"run may have {least}: give it a longer context or more memory, or lower "
             "dataset.max_prompt_tokens or rollout.max_new_tokens"
         )
 

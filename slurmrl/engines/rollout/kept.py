@@ -50,10 +50,13 @@ class KeptEngine(RolloutEngine):
         speak: Callable[[HttpClient], Dialect],
         *,
         patience: Patience,
+        context: int = 0,
         concurrency: int = 256,
     ) -> None:
-        """``speak`` makes the dialect of the server. Made in a running asyncio loop."""
+        """``speak`` makes the dialect of the server, ``context``: tokens of a prompt and its
+        completion that it must take. Made in a running asyncio loop."""
         self._address, self._speak, self._concurrency = address, speak, concurrency
+        self._context = context
         self._patience = patience
         self._prober = speak(HttpClient(address, patience_s=0.0))
         self._wanted: WeightVersion | None = None
@@ -77,7 +80,9 @@ class KeptEngine(RolloutEngine):
     async def _prepare(self) -> None:
         """Make a new start ready for requests."""
         dialect = self._speak(HttpClient(self._address))
-        engine = await ServedEngine.connect(dialect, concurrency=self._concurrency)
+        engine = await ServedEngine.connect(
+            dialect, concurrency=self._concurrency, least=self._context
+        )
         if self._wanted is not None:
             try:
                 await engine.update_weights(self._wanted)

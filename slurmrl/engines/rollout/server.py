@@ -52,6 +52,8 @@ class Serving:
     """None where requests need no text."""
     patience: Patience
     log: Path
+    context: int = 0
+    """Tokens that a prompt and its completion may have together; the server must take as many."""
     memory_bytes: int | None = None
     """Its share of each GPU; None leaves that to its own settings."""
     sleeps: bool = False

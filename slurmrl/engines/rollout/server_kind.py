@@ -92,7 +92,9 @@ class ServerKind(ABC):
             more=partial(self._share_of_memory, serving.memory_bytes),
         )
         address = Address(f"unix:{folder / SOCKET}")
-        return KeptEngine(program, address, self.dialect, patience=serving.patience)
+        return KeptEngine(
+            program, address, self.dialect, patience=serving.patience, context=serving.context
+        )
 
     def _share_of_memory(self, share: int | None) -> Sequence[str]:
         if share is None:

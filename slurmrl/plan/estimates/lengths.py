@@ -53,14 +53,18 @@ def bounded_parts(config: Config) -> Iterator[tuple[KeyPath, Dataset, int]]:
         yield (*evaluation_key(suite), "dataset"), own.held_out, limit or new
 
 
-def least_context(config: Config) -> int:
-    """Tokens of a prompt and its completion that a server must take; 0 if they are not bounded."""
+def least_context(config: Config, *, assumed: bool = True) -> int:
+    """Tokens of a prompt and its completion that a server must take; 0 if they are not bounded.
+    ``assumed``: of a dataset that sets no bound, all that the model takes; else it does not
+    count."""
     bounds = [longest(dataset, new_tokens) for _, dataset, new_tokens in bounded_parts(config)]
+    if not assumed:
+        bounds = [bound for bound in bounds if bound is not None]
     shape = shape_of(config.actor)
     if shape is not None and shape.positions is not None:
         most = shape.positions - KEPT_BY_SERVERS
         bounds = [most if bound is None else min(bound, most) for bound in bounds]
-    return max(bound or 0 for bound in bounds)
+    return max((bound or 0 for bound in bounds), default=0)
 
 
 def longest(dataset: Dataset, new_tokens: int) -> int | None:

@@ -79,6 +79,7 @@ def within(
     folder: Path,
     test: Callable[[KeptEngine, PickyDialect], Awaitable[None]],
     patience: Patience = Patience(),  # noqa: B008 - it is frozen
+    context: int = 0,
 ) -> None:
     """``test`` gets the engine of a server with version 1.1, and how that server is spoken to."""
 
@@ -95,9 +96,9 @@ def within(
             return dialect
 
         address = Address(f"unix:{folder / 'none.sock'}")
-        engine = KeptEngine(program, address, speak, patience=patience)
-        await engine.update_weights(WeightVersion(name="1.1"))
+        engine = KeptEngine(program, address, speak, patience=patience, context=context)
         try:
+            await engine.update_weights(WeightVersion(name="1.1"))
             await test(engine, dialect)
         finally:
             await engine.close()
@@ -124,6 +125,16 @@ def test_a_refused_version_leaves_the_one_before_in_service(tmp_path: Path) -> N
         assert await answer == (completion(),)
 
     within(tmp_path, test)
+
+
+def test_a_server_with_less_memory_than_a_sequence_needs_is_refused(tmp_path: Path) -> None:
+    """It would cut completions short, which would look like long ones."""
+
+    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+        raise AssertionError("it serves")
+
+    with pytest.raises(UsageError, match=r"takes 16 tokens .* this run may have 17"):
+        within(tmp_path, test, context=17)
 
 
 def test_a_server_that_hangs_while_it_takes_weights_is_started_again(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from slurmrl.plan.settings import Settings
 from slurmrl.workers.serving import own_server
 
 
-def settings_of(**rollout: Any) -> Settings:
+def settings_of(prompt: int | None = None, **rollout: Any) -> Settings:
     config = SimpleNamespace(
         rollout=Rollout(python="/server/bin/python", **rollout),
-        actor=SimpleNamespace(tokenizer="/model"),
+        actor=SimpleNamespace(tokenizer="/model", architecture=None, path=None),
+        dataset=SimpleNamespace(kind="prompt", max_prompt_tokens=prompt),
+        evaluations={},
     )
     return cast(Settings, SimpleNamespace(config=config))
 
@@ -37,3 +39,11 @@ def test_servers_get_the_tokenizer_where_requests_need_text(
 def test_servers_record_experts_where_they_are_replayed(replays: bool) -> None:
     settings = settings_of(replay_experts=replays)
     assert own_server(settings, Path("/log"), memory_bytes=None).experts == replays
+
+
+@pytest.mark.parametrize(("prompt", "context"), [(100, 130), (None, 0)])
+def test_servers_must_take_the_longest_sequence_where_it_is_bounded(
+    prompt: int | None, context: int
+) -> None:
+    settings = settings_of(prompt, max_new_tokens=30)
+    assert own_server(settings, Path("/log"), memory_bytes=None).context == context
