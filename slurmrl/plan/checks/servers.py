@@ -23,6 +23,8 @@ OF_OURS: Final = ("python", "server_args")
 OF_RUNNING: Final = ("servers", "server_weights", "server_keys")
 """Those that only running ones use."""
 OF_ALL: Final = ("server_start_s", "server_silence_s")
+LEAST_TEMPERATURES: Final = {"sglang": 1e-6, "vllm": 0.01}
+"""Below these, servers draw at another temperature than requests say, without an error."""
 
 
 def servers(draft: Draft) -> Iterator[Problem]:
@@ -51,6 +53,12 @@ def servers(draft: Draft) -> Iterator[Problem]:
         message = (
             f"{rollout.temperature:g} is not allowed with greedy and {backend}: its "
             "log-probabilities of greedy tokens are those at temperature 1"
+        )
+        yield draft.problem((ROLLOUTS, "temperature"), message)
+    if rollout.temperature < (least := LEAST_TEMPERATURES[backend]):
+        message = (
+            f"{rollout.temperature:g} is not allowed with {backend}, which draws at another "
+            f"temperature then; at least {least:g}"
         )
         yield draft.problem((ROLLOUTS, "temperature"), message)
 

@@ -126,6 +126,16 @@ RUNNING = "rollout.servers=[http://host:30000]"
             "algorithm.batch_size",
             "must be a multiple of 3",
         ),
+        (
+            ["rollout.backend=vllm", RUNNING, "rollout.temperature=0.005"],
+            "rollout.temperature",
+            "0.005 is not allowed with vllm, which draws at another temperature then; at least",
+        ),
+        (
+            ["rollout.backend=sglang", RUNNING, "rollout.temperature=1e-7"],
+            "rollout.temperature",
+            "1e-07 is not allowed with sglang",
+        ),
         (["rollout.python=/bin/sh"], "rollout.python", "it is for servers"),
         ([RUNNING], "rollout.servers", "it is for servers (rollout.backend sglang or vllm)"),
         (["rollout.backend=sglang:d2", RUNNING], "rollout.backend", "write sglang, or for example"),
