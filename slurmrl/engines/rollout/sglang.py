@@ -241,6 +241,8 @@ class SglangDialect(Dialect):
     async def draw(self, draw: Draw) -> Completion:
         if draw.options.experts and self._routed is None:
             raise UsageError(f"{draw.name}: the model has no experts to record")
+        if (token := max(draw.prompt)) >= (size := self._model.vocabulary):  # SGLang computes on
+            raise UsageError(f"{draw.name}: token {token} is not in the vocabulary of {size}")
         drawing = self._draws[draw.name] = PiecewiseDraw(self._within_context(draw))
         try:
             while await self._running_before(drawing.aborted):

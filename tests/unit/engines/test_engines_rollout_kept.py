@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout.base import WeightVersion
+from slurmrl.engines.rollout.base import ABORTED, WeightVersion
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.kept import KeptEngine
 from slurmrl.engines.rollout.process import ServerProgram
@@ -184,6 +184,28 @@ def test_a_server_that_dies_of_a_request_is_not_started_for_ever(tmp_path: Path)
             await answer
 
     within(tmp_path, test, Patience(stable_s=0.0))
+
+
+def test_an_abort_ends_a_request_whether_the_server_runs_or_not(tmp_path: Path) -> None:
+    """It gets what was drawn; of a start that has ended, nothing, without waiting for the next."""
+
+    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+        first = engine.submit(request("first"))
+        while "first-0-0" not in dialect.draws:
+            await asyncio.sleep(0.01)
+        engine.abort("first")
+        engine.abort("unknown")
+        assert await first == (completion("aborted", 2),)
+        (pid,) = await started(tmp_path, 1)
+        os.kill(pid, signal.SIGKILL)
+        await ended(pid)
+        while engine._server._up is not None:
+            await asyncio.sleep(0.01)
+        late = engine.submit(request("late", keys=2))
+        engine.abort("late")
+        assert await late == (ABORTED, ABORTED)
+
+    within(tmp_path, test)
 
 
 def test_a_server_that_refuses_its_earlier_version_is_closed(tmp_path: Path) -> None:

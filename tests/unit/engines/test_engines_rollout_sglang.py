@@ -406,6 +406,13 @@ def test_a_model_without_experts_records_none() -> None:
         asyncio.run(SglangDialect(ScriptedServer(), model=MODEL).draw(draw(experts=True)))
 
 
+def test_a_token_outside_the_vocabulary_is_refused() -> None:
+    """SGLang would compute with it, whatever it finds there."""
+    asked = replace(draw(), prompt=(1, VOCABULARY))
+    with pytest.raises(UsageError, match="token 50 is not in the vocabulary of 50"):
+        asyncio.run(SglangDialect(ScriptedServer(), model=MODEL).draw(asked))
+
+
 RECORDS = {"enable_return_routed_experts": True, "speculative_algorithm": None, "pp_size": 1}
 
 
