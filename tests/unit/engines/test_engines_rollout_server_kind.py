@@ -1,0 +1,77 @@
+"""What a server of the run's own is started with, whatever the job's environment has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slurmrl.engines.rollout import server_kind
+from slurmrl.engines.rollout.process import ServerProgram
+from slurmrl.engines.rollout.server import Patience, Serving
+from slurmrl.engines.rollout.server_kind import ServerKind
+from slurmrl.engines.rollout.sglang_server import SglangServer
+from slurmrl.engines.rollout.vllm_server import VllmServer
+from slurmrl.models.config import ModelConfig
+from tests.unit.models.conftest import BASE, ODD
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        (SglangServer, {"SGLANG_USE_PICKLE_IPC": "0", "SGLANG_ZMQ_ALLOWED_PEERS": "127.0.0.1"}),
+        (
+            VllmServer,
+            {
+                "VLLM_SERVER_DEV_MODE": "1",
+                "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+                "VLLM_API_KEY": "",
+            },
+        ),
+    ],
+)
+def test_servers_unpickle_nothing_and_listen_in_a_private_folder(
+    kind: type[ServerKind],
+    wanted: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[tuple[ServerProgram, Any]] = []
+    monkeypatch.setattr(
+        server_kind,
+        "KeptEngine",
+        lambda program, address, *_, **__: kept.append((program, address)),
+    )
+    for name in wanted:
+        monkeypatch.setenv(name, "1" if name != "VLLM_SERVER_DEV_MODE" else "0")
+    for name, value in {"PYTHONPATH": "/ours", "RANK": "3", "HTTPS_PROXY": "http://p"}.items():
+        monkeypatch.setenv(name, value)
+    serving = Serving(
+        python="/server/python",
+        arguments=("--last", "1"),
+        tokenizer=None,
+        patience=Patience(),
+        log=tmp_path / "log",
+    )
+    config = ModelConfig.from_hf({**BASE, **ODD["qwen3"], "eos_token_id": 3})
+    server = kind(config, "float32", serving, tensor_ranks=1, device=torch.device("cpu"))
+
+    async def keep() -> None:
+        server.keep(serving, tmp_path, name="server", visible="4,5")
+
+    asyncio.run(keep())
+    ((program, address),) = kept
+    own = {"CUDA_VISIBLE_DEVICES": "4,5", "TMPDIR": str(tmp_path / "tmp"), "HF_HUB_OFFLINE": "1"}
+    assert program.environment.items() >= {**wanted, **own, "HTTPS_PROXY": "http://p"}.items()
+    assert not {"PYTHONPATH", "RANK"} & set(program.environment)
+    assert address.socket == str(tmp_path / "server.sock")
+    assert str(tmp_path / "server.sock") in program.command
+    assert tuple(program.command[-2:]) == ("--last", "1")
+    for name in ("model", "tmp"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700
+    assert json.loads((tmp_path / "model/config.json").read_text())["eos_token_id"] is None
