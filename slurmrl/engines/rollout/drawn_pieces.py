@@ -62,27 +62,29 @@ class PiecewiseDraw:
         return replace(self.draw, prompt=self.draw.prompt + tokens, options=left)
 
     def add(self, piece: DrawnPiece) -> Finish | None:
-        """How the piece has ended. None: at a stop string before the least number of tokens, or at
-        the rest of one that did not follow its beginning, so that the draw goes on."""
+        """How the draw has ended; "aborted" if only the piece has. None: the piece ended at a stop
+        string before the least number of tokens, or at the rest of one that did not follow its
+        beginning, so that the draw goes on."""
         self.pieces.append(piece)
-        finish, options, count = piece.completion.finish, self.draw.options, len(self.tokens)
-        if finish == "aborted" and self._is_stopped(piece):
+        if self._is_stopped(piece):
             return "stop"
-        stops = options.stop_strings
-        own = piece.text.startswith(piece.stop) or any(stop in piece.text for stop in stops)
-        ended = not piece.stop or (count > options.min_new_tokens and (own or piece.stop in stops))
-        if ended and finish != "aborted":
-            return finish
-        return "length" if count >= options.max_new_tokens else finish if ended else None
+        if len(self.tokens) >= self.draw.options.max_new_tokens:
+            return "length"
+        return None if piece.stop else piece.completion.finish
 
     def _is_stopped(self, piece: DrawnPiece) -> bool:
-        """Whether the last token of an aborted piece ends the draw."""
+        """Whether the last token of the piece ends the draw. A server names one reason of several
+        to stop, or none if it has aborted the piece."""
         options, tokens, text = self.draw.options, self.tokens, self._text
+        if piece.completion.finish == "stop" and not piece.stop:
+            return True  # at a stop token
         if not piece.completion.tokens or len(tokens) <= options.min_new_tokens:
             return False
-        before = len(text) - len(piece.text)
-        return tokens[-1] in options.stop_token_ids or any(
-            stop in text[max(before - len(stop) + 1, 0) :] for stop in options.stop_strings
+        before, stops = len(text) - len(piece.text), options.stop_strings
+        return (
+            piece.stop in stops
+            or tokens[-1] in options.stop_token_ids
+            or any(stop in text[max(before - len(stop) + 1, 0) :] for stop in stops)
         )
 
     @property

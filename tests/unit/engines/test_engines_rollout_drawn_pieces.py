@@ -1,0 +1,85 @@
+"""Draws that updates of weights interrupt, against the same draws without updates."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from slurmrl.engines.rollout.base import Completion, Finish
+from slurmrl.engines.rollout.dialect import Draw
+from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
+from slurmrl.models.generate import GenerationOptions
+
+WORDS = ("a", "b", "ab", "ba", "aab", "c", "bc")
+STOPS = ("ab", "aa", "bc", "abc", "aba", "cab", "bb")
+
+
+def text(tokens: Sequence[int]) -> str:
+    return "".join(WORDS[token] for token in tokens)
+
+
+def uninterrupted(stream: Sequence[int], options: GenerationOptions) -> tuple[int, Finish]:
+    """How many tokens of the stream a draw has, and how it ends."""
+    for count in range(options.min_new_tokens + 1, options.max_new_tokens + 1):
+        whole, before = text(stream[:count]), len(text(stream[: count - 1]))
+        ends = range(before + 1, len(whole) + 1)
+        if stream[count - 1] in options.stop_token_ids or any(
+            whole[:end].endswith(stop) for stop in options.stop_strings for end in ends
+        ):
+            return count, "stop"
+    return options.max_new_tokens, "length"
+
+
+def answer(rest: Sequence[int], options: GenerationOptions, chance: random.Random) -> DrawnPiece:
+    """What SGLang draws of the stream for one request: strings end it whatever the minimum, and a
+    pause after one more token, which is not looked at."""
+    pause = chance.choice([None, None, 0, 1, 2, 3, 4])
+    tokens: list[int] = []
+    finish: Finish | None = None
+    stop = ""
+    while finish is None:
+        count = len(tokens)
+        if count == pause:
+            tokens += rest[count : count + chance.randrange(2)]
+            finish = "aborted"
+            break
+        tokens.append(rest[count])
+        stop = next((each for each in options.stop_strings if each in text(tokens)), "")
+        if stop or (tokens[-1] in options.stop_token_ids and count >= options.min_new_tokens):
+            finish = "stop"
+        elif len(tokens) >= options.max_new_tokens:
+            finish = "length"
+    drawn = tuple(tokens)
+    made = Completion(
+        tokens=drawn, logprobs=(0.0,) * len(drawn), versions=("1.1",) * len(drawn), finish=finish
+    )
+    return DrawnPiece(completion=made, text=text(drawn), stop=stop)
+
+
+def test_pieces_make_what_one_request_would() -> None:
+    """Wherever updates cut a completion: within stop strings of which others are the beginnings or
+    the ends, before the least number of tokens, and at the last token."""
+    pieces = 0
+    for seed in range(4000):
+        chance = random.Random(seed)
+        most = chance.randrange(1, 12)
+        least = chance.choice([0, 0, chance.randrange(most + 1)])
+        options = GenerationOptions(
+            max_new_tokens=most,
+            min_new_tokens=least,
+            stop_strings=tuple(chance.sample(STOPS, chance.randrange(3))),
+            stop_token_ids=(5,) if least == 0 and chance.randrange(2) else (),
+        )
+        stream = [chance.randrange(len(WORDS)) for _ in range(20)]
+        drawing = PiecewiseDraw(
+            Draw(name=str(seed), prompt=(1,), seed=1, options=options, priority=0)
+        )
+        finish: Finish | None = None
+        while finish in (None, "aborted"):
+            rest = drawing.rest()
+            piece = answer(stream[len(drawing.tokens) :], rest.options, chance)
+            finish = drawing.add(piece)
+        assert (len(drawing.tokens), finish) == uninterrupted(stream, options), seed
+        assert list(drawing.tokens) == stream[: len(drawing.tokens)]
+        pieces += len(drawing.pieces)
+    assert pieces > 6000
