@@ -160,6 +160,8 @@ class Policy:
             seed=self._draws.seed,
             step=self._draws.step,
             options=options,
+            # What it has read is cached now, and groups that have begun should end.
+            priority=self._limits.turns - self._turns,
         )
         return request, most == left
 

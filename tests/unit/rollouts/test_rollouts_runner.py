@@ -350,7 +350,8 @@ class Echo(Environment):
 
 
 def test_an_environment_answers_turns_and_rewards_them(tokenizer: Any) -> None:
-    """Rewards are at the last tokens of their turns; what the policy reads last is left out."""
+    """Rewards are at the last tokens of their turns; what the policy reads last is left out. Later
+    turns are more urgent than episodes that have not begun."""
     texts = iter([(4, STOP), (4, 5, STOP), (7, STOP)])
     engine = ScriptedEngine(lambda _: next(texts))
     (outcome,) = run(MultiTurn(Echo), engine, tokenizer, items(1))
@@ -360,6 +361,9 @@ def test_an_environment_answers_turns_and_rewards_them(tokenizer: Any) -> None:
     ends = [place for place, token in enumerate(completions.tokens) if token == STOP]
     assert [completions.rewards[place] for place in ends] == [0.5, 0.5, 2.0]
     assert sum(completions.rewards) == 3.0
+    urgency = [request.priority for request in engine.requests]
+    assert urgency == sorted(urgency, reverse=True)
+    assert len(set(urgency)) == len(urgency)
 
 
 def test_a_turn_that_was_cut_is_not_shown_to_the_environment(tokenizer: Any) -> None:
