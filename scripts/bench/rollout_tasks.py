@@ -248,6 +248,7 @@ class Bed:
             EventWriter(self.paths, "master.1"),
             known,
             look_s=self.look_s,
+            lease_ttl_s=60.0,
             poll_s=self.poll_s,
             clock=self.clock,
         )

@@ -8,7 +8,6 @@ samples" and "Samples of rollout tasks" in docs/protocols.md.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -75,7 +74,7 @@ class RolloutTasks:
         record: RolloutsRecord | None = None,
         *,
         look_s: float,
-        start_timeout_s: float = math.inf,
+        lease_ttl_s: float,
         numbers: TaskNumbers | None = None,
         poll_s: float = SHORTEST_RESULTS_S,
         bells: TaskBells | None = None,
@@ -83,11 +82,9 @@ class RolloutTasks:
     ) -> None:
         """``ledger`` and ``record`` are of the same commit. New attempts are looked for every
         ``look_s``. The log of an attempt that has items is read every ``poll_s``, others are read
-        after up to ``look_s``. One that has not joined is over once it has had no heartbeat for
-        ``start_timeout_s``: its agent may not have begun yet. The caller looks at the leases of
-        those that have joined.
-        ``numbers``: how many must join before anything is leased, and how many may stay; None: one,
-        and all."""
+        after up to ``look_s``. The status does not tell of an attempt that has not joined and whose
+        agent has had no heartbeat for ``lease_ttl_s``. ``numbers``: how many must join before
+        anything is leased, and how many may stay; None: one, and all."""
         self.agents: dict[str, Identity] = {}
         """Of the newest attempt that has joined at each task, while it lives, by its label."""
         self._begun_of: dict[str, int] = {}
@@ -104,7 +101,7 @@ class RolloutTasks:
         self.bells = bells or TaskBells()
         self._clock = clock
         self._looks = Interval(look_s, clock)
-        self._starting = LeaseBoard(paths.leases, start_timeout_s, look_s=look_s, clock=clock)
+        self._starting = LeaseBoard(paths.leases, lease_ttl_s, look_s=look_s, clock=clock)
         """Those of agents whose attempts have not joined."""
         self._pauses_s = min(poll_s, look_s), look_s
         self._wanted = 0
@@ -277,7 +274,9 @@ class RolloutTasks:
             given_back=self._counts.items["given_back"],
             lost=self._counts.items["lost"],
             tasks=tuple(
-                one.view(now, self._ledger.leased_by(one.name)) for one in self._living.values()
+                one.view(now, self._ledger.leased_by(one.name))
+                for one in self._living.values()
+                if one.record.agent is not None or self._starting.alive(one.name)
             ),
         )
 
@@ -384,8 +383,6 @@ class RolloutTasks:
                 self._end(attempt, LOST, "its task was started again")
             elif attempt.label in dead and agent is not None and agent.attempt == attempt.number:
                 self._end(attempt, LOST, "its agent no longer renews its lease")
-            elif attempt.record.agent is None and not self._starting.alive(attempt.name):
-                self._end(attempt, LOST, "it ended before it joined")
 
     def _end(self, attempt: RolloutAttempt, state: str, reason: str) -> None:
         """Nothing that the attempt does from now on counts."""

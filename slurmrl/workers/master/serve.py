@@ -188,7 +188,7 @@ def _rollouts(
         rollouts_of(known, STATE) if known is not None else None,
         look_s=intervals.status_s,
         poll_s=intervals.results_s,
-        start_timeout_s=config.cluster.start_timeout_s,
+        lease_ttl_s=config.cluster.lease_ttl_s,
         bells=TaskBells(doorbell.hang(config.cluster.interface, plan.hosts)),
         numbers=TaskNumbers(
             paths,

@@ -31,7 +31,6 @@ from slurmrl.workers.supervisor.tasks_inside import (
     AGENT,
     KEEP_S,
     SIGNALS,
-    SOUND_S,
     TasksInside,
     signals_held_back,
     unblock,
@@ -40,8 +39,10 @@ from slurmrl.workers.supervisor.tasks_inside import (
 logger = log.get(__name__)
 
 FRUITLESS_ROUNDS = 2
-"""Consecutive rounds without an incarnation, after which the job is given up. Rollout tasks begin
-none: for them, those do not count that have lasted for `SOUND_S`."""
+"""Consecutive rounds in which no incarnation began, after which the job is given up. Of rollout
+tasks, which begin none, rounds that have lasted for `SOUND_ROUND_S` do not count either."""
+SOUND_ROUND_S = 3600.0
+"""Longer than three starts of a server that fail, by default."""
 LOOK_S = 15.0
 """Interval between looks for hosts that the master has reported lost."""
 LOST_GRACE_S = 30.0
@@ -108,7 +109,7 @@ class Rounds:
                 break
             before, began_at = self._incarnation(), time.monotonic()
             code = self._round(number, hosts)
-            sound = self._is_task and time.monotonic() - began_at >= SOUND_S
+            sound = self._is_task and time.monotonic() - began_at >= SOUND_ROUND_S
             Presence(self.paths).wait()
             after = self._incarnation()
             fruitless = 0 if after > before or sound else fruitless + 1

@@ -31,6 +31,7 @@ from slurmrl.lease import Lease
 from slurmrl.monitor.events import EventWriter, read_all
 from slurmrl.paths import RunPaths
 from slurmrl.plan.build import make_plan
+from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.sample_files import StoredGroup, read_group
 from slurmrl.scheduler import scale
 from slurmrl.weights.version import VersionId
@@ -57,7 +58,7 @@ from tests.support.scripted_task import ScriptedTask
 from tests.unit.workers.conftest import Change
 
 LOOK_S = 2.0
-START_S = 60.0
+TTL_S = 60.0
 
 
 def cut(path: Path, place: int) -> None:
@@ -120,7 +121,7 @@ class Bed:
             EventWriter(self.paths, f"master.{self.incarnation}"),
             rollouts_of(state.get("rollouts", {}), "a commit"),
             look_s=LOOK_S,
-            start_timeout_s=START_S,
+            lease_ttl_s=TTL_S,
             numbers=TaskNumbers(self.paths, least=self.least, clock=lambda: self.now),
             bells=self.bells,
             clock=lambda: self.now,
@@ -671,23 +672,26 @@ def test_an_attempt_that_begins_frees_the_items_of_the_one_before(
     assert bed.told()[-1] == ("rollout/7", "lost", "its task was started again")
 
 
-def test_an_attempt_that_ends_before_it_joins_is_forgotten(
-    beds: Callable[..., Bed], paths: RunPaths
+@pytest.mark.parametrize("restarts", [False, True])
+def test_an_attempt_may_join_long_after_it_began(
+    beds: Callable[..., Bed], paths: RunPaths, restarts: bool
 ) -> None:
-    """One that takes long to start is waited for while its agent lives."""
+    """The status tells of it while its agent lives. Supervisors begin attempts whose agents come
+    hours later, if their jobs were preempted then."""
     bed = beds()
     for task in (7, 8):
         make_private_directory(paths.rollout_task("rollout", task, 0))
     lease = Lease(paths.lease("rollout", 8, 0))
-    for _ in range(round(2 * START_S / LOOK_S)):
+    for _ in range(round(2 * TTL_S / LOOK_S)):
         lease.beat()
         bed.look()
-    assert [one.task for one in bed.tasks.view().tasks] == ["rollout/8"]
-    assert bed.told() == [("rollout/7", "lost", "it ended before it joined")]
+        told = bed.tasks.view().tasks
+    assert [one.task for one in told] == ["rollout/8"]
     bed.write_commit()
     bed.look()
-    assert not paths.rollout_task("rollout", 7, 0).exists()
-    joined = bed.begin(8, "0.1")
+    if restarts:
+        bed.restart()
+    joined = bed.begin(7, "0.1")
     assert sorted(joined.open) == [0, 1, 2, 3]
 
 
@@ -859,6 +863,7 @@ def test_a_master_leases_nothing_before_it_knows_the_dataset(
     bed.tasks = RolloutTasks(
         *(paths, bed.ledger, Lineage({1: None}), bed.admission, 1, EventWriter(paths, "master.1")),
         look_s=LOOK_S,
+        lease_ttl_s=TTL_S,
         clock=lambda: bed.now,
     )
     task = bed.begin(0, "0.1")
@@ -999,16 +1004,29 @@ def test_tasks_that_are_too_many_are_asked_to_leave(beds: Callable[..., Bed]) ->
     assert bed.tasks.view().wanted == 0
 
 
+def master_of(paths: RunPaths, settings: Settings, ledger: SampleLedger) -> RolloutTasks:
+    """As the master of a trial makes it."""
+    plan, lineage = make_plan(settings, scheduler="local"), Lineage({1: None})
+    make_private_directory(paths.rollouts)
+    writer = EventWriter(paths, "master.1")
+    return serve._rollouts(paths, settings, plan, ledger, lineage, 1, None, writer)
+
+
+@pytest.mark.parametrize(("place", "wanted"), [({}, 0), ({"gpus": "1"}, 1)])
 def test_a_number_that_was_set_for_an_array_is_nothing_to_tasks_of_the_trainers_job(
     paths: RunPaths,
+    make_settings: Change,
+    monkeypatch: pytest.MonkeyPatch,
+    place: dict[str, str],
+    wanted: int,
 ) -> None:
-    """A resumed trial may have them there instead (`rollout.gpus`), as many as before."""
-    make_private_directory(paths.rollouts)
-    scale.write(paths, "rollout", 0, 2)
-    for fixed, allowed in ((False, 0), (True, 2)):
-        numbers = TaskNumbers(paths, planned=2, fixed=fixed)
-        numbers.look()
-        assert numbers.allowed == allowed
+    """A resumed trial may have them there instead (`rollout.gpus`)."""
+    monkeypatch.setattr(doorbell, "hang", lambda *_: None)
+    scale.write(paths, "rollout", 0, 1)
+    settings = make_settings(rollout={"tasks": {}, "backend": "native:d1", **place})
+    tasks = master_of(paths, settings, SampleLedger(1, Lineage({1: None})))
+    tasks.look((), 0)
+    assert tasks.view().wanted == wanted
 
 
 @pytest.mark.parametrize(
@@ -1030,13 +1048,10 @@ def test_a_master_follows_the_settings(
     """What a task that is the first to join gets, with batches of 4."""
     monkeypatch.setattr(doorbell, "hang", lambda *_: None)
     settings = make_settings(rollout={"tasks": {"max": 2, **changes}})
-    plan, lineage = make_plan(settings, scheduler="local"), Lineage({1: None})
-    ledger = SampleLedger(1, lineage)
-    writer = EventWriter(paths, "master.1")
-    make_private_directory(paths.rollouts)
+    ledger = SampleLedger(1, Lineage({1: None}))
+    tasks = master_of(paths, settings, ledger)
     task = ScriptedTask(paths, 0, 0)
     task.hold("0.1")
-    tasks = serve._rollouts(paths, settings, plan, ledger, lineage, 1, None, writer)
     tasks.start(rows)
     for _ in range(2):
         tasks.look((), 0)

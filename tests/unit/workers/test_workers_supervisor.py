@@ -38,8 +38,12 @@ from slurmrl.workers.supervisor import rounds
 from slurmrl.workers.supervisor.__main__ import parse
 from slurmrl.workers.supervisor.blame import blame_hosts
 from slurmrl.workers.supervisor.job_hosts import JobHosts
-from slurmrl.workers.supervisor.rounds import FRUITLESS_ROUNDS, Rounds, agent_command
-from slurmrl.workers.supervisor.tasks_inside import SOUND_S
+from slurmrl.workers.supervisor.rounds import (
+    FRUITLESS_ROUNDS,
+    SOUND_ROUND_S,
+    Rounds,
+    agent_command,
+)
 from tests.support.trials import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
@@ -129,7 +133,7 @@ paths = RunPaths(Path.cwd() / "run")
 for directory in paths.directories():
     directory.mkdir(parents=True)
 rounds.agent_command = lambda *_, **__: [sys.executable, "-c", sys.argv[2]]
-rounds.SOUND_S = float(sys.argv[4])
+rounds.SOUND_ROUND_S = float(sys.argv[4])
 options = Namespace(launcher=sys.argv[1], run=paths.run, group=sys.argv[3], submission=1)
 sys.exit(rounds.Rounds(options, paths, JobHosts(paths, 1)).run())
 """
@@ -169,7 +173,7 @@ class Job:
 
 @contextmanager
 def job(
-    folder: Path, launcher: str, group: str = "trainer", sound_s: float = SOUND_S
+    folder: Path, launcher: str, group: str = "trainer", sound_s: float = SOUND_ROUND_S
 ) -> Iterator[Job]:
     process = subprocess.Popen(
         [sys.executable, "-c", SUPERVISOR, launcher, AGENT, group, str(sound_s)],
