@@ -168,6 +168,12 @@ class Config(Section):
         return self.evaluation is not None and self.evaluation.tasks is None
 
     @property
+    def rollout_evaluates(self) -> bool:
+        """Whether the engine of `rollout.backend` generates for evaluations too. Rollout tasks do
+        not: the trainers' own ranks generate then."""
+        return self.trainers_evaluate and self.rollout.tasks is None
+
+    @property
     def held_out(self) -> Dataset:
         """The dataset of the evaluation of one suite, see `evaluations`."""
         assert self.evaluation is not None, "the caller evaluates"

@@ -13,6 +13,8 @@ from slurmrl.plan.estimates.shape import ModelShape, shape_of
 
 KEPT_BY_SERVERS: Final = 8
 """Tokens of a model's context that a server may keep for itself: 5 of SGLang's."""
+TRAINING: Final = ("dataset",)
+"""The key of the training dataset."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -
 def bounded_parts(config: Config) -> Iterator[tuple[KeyPath, Dataset, int]]:
     """The keys of the datasets of training and evaluation, with the most new tokens of each."""
     new = config.rollout.most_tokens
-    yield ("dataset",), config.dataset, new
+    yield TRAINING, config.dataset, new
     for suite, own in config.evaluations.items():
         assert own.evaluation is not None, "one of `evaluations`"
         limit = None if config.rollout.episode.has_turns else own.evaluation.max_new_tokens
@@ -54,10 +56,14 @@ def bounded_parts(config: Config) -> Iterator[tuple[KeyPath, Dataset, int]]:
 
 
 def least_context(config: Config, *, assumed: bool = True) -> int:
-    """Tokens of a prompt and its completion that a server must take; 0 if they are not bounded.
-    ``assumed``: of a dataset that sets no bound, all that the model takes; else it does not
-    count."""
-    bounds = [longest(dataset, new_tokens) for _, dataset, new_tokens in bounded_parts(config)]
+    """Tokens of a prompt and its completion that a server must take, of the datasets for which
+    servers generate; 0 if they are not bounded. ``assumed``: of a dataset that sets no bound, all
+    that the model takes; else it does not count."""
+    bounds = [
+        longest(dataset, new_tokens)
+        for where, dataset, new_tokens in bounded_parts(config)
+        if dataset.kind == "prompt" and (where == TRAINING or config.rollout_evaluates)
+    ]
     if not assumed:
         bounds = [bound for bound in bounds if bound is not None]
     shape = shape_of(config.actor)

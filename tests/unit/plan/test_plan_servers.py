@@ -13,6 +13,7 @@ from slurmrl.plan.checks.memory import refusal
 from slurmrl.plan.estimates.gpus import share_of_server, trainers_gpus
 from slurmrl.plan.estimates.hardware import GIB, margin
 from slurmrl.plan.estimates.host import WORKER, worker_bytes
+from slurmrl.plan.estimates.lengths import least_context
 from slurmrl.plan.estimates.servers import computing, least, own_share
 from slurmrl.plan.settings import Settings
 from tests.unit.plan.conftest import EXPERTS, memory_problems
@@ -199,11 +200,41 @@ def test_arguments_that_make_another_server_are_refused(
     assert all(message in text for message, text in zip(messages, found, strict=True))
 
 
-WITH_EXPERTS = ("rollout.backend=sglang:d2", "rollout.gpus=0-1", "rollout.python=/bin/sh")
+BESIDE = ("rollout.backend=sglang:d2", "rollout.gpus=0-1", "rollout.python=/bin/sh")
+IN_TASKS = ("rollout.backend=sglang:d2", "rollout.tasks={}", "rollout.python=/bin/sh")
+RUNNING = ("rollout.backend=sglang", "rollout.servers=[http://host:30000]")
+LONG = ("evaluation.dataset.max_prompt_tokens=100", "evaluation.max_new_tokens=1500")
+OWN_TRIALS = ("evaluation.every_steps=null", "evaluation.tasks={}")
+PROMPTS = ("dataset.max_prompt_tokens=100",)
+DPO = ("algorithm.name=dpo", "dataset.type=preference", "dataset.max_tokens=2000")
+SFT = ("algorithm.name=sft", "dataset.type=prompt_answer", "dataset.max_tokens=2000")
+SHORT = ("evaluation.dataset.max_prompt_tokens=10", "evaluation.max_new_tokens=10")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "context"),
+    [
+        ((*PROMPTS, *BESIDE, *LONG), 1600),
+        ((*PROMPTS, *RUNNING, *LONG), 1600),
+        ((*PROMPTS, *IN_TASKS, *LONG), 200),
+        ((*PROMPTS, *BESIDE, *LONG, *OWN_TRIALS), 200),
+        ((*PROMPTS, *RUNNING, *LONG, *OWN_TRIALS), 200),
+        ((*PROMPTS, *BESIDE, "evaluation=null"), 200),
+        ((*DPO, *BESIDE, *SHORT), 20),
+        ((*SFT, *RUNNING, *SHORT), 20),
+    ],
+)
+def test_servers_must_take_what_they_generate(
+    load_ppo: Load, overrides: tuple[str, ...], context: int
+) -> None:
+    """Not what the trainers read or generate themselves, nor what trials of their own do."""
+    config = load_ppo("rollout.max_new_tokens=100", *overrides).config
+    for assumed in (False, True):
+        assert least_context(config, assumed=assumed) == context
 
 
 def missing(plan_ppo: Load, *overrides: str, **architecture: object) -> list[tuple[str, str]]:
-    settings = plan_ppo(*WITH_EXPERTS, *overrides, architecture={**EXPERTS, **architecture})
+    settings = plan_ppo(*BESIDE, *overrides, architecture={**EXPERTS, **architecture})
     found = [(each.key, each.message) for each in settings.missing]
     return [each for each in found if each[0].startswith("rollout.")]
 

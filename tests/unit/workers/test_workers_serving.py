@@ -19,6 +19,7 @@ def settings_of(prompt: int | None = None, **rollout: Any) -> Settings:
         actor=SimpleNamespace(tokenizer="/model", architecture=None, path=None),
         dataset=SimpleNamespace(kind="prompt", max_prompt_tokens=prompt),
         evaluations={},
+        rollout_evaluates=False,
     )
     return cast(Settings, SimpleNamespace(config=config))
 
