@@ -78,11 +78,17 @@ class KeptEngine(RolloutEngine):
         await self._server.up()
 
     async def _prepare(self) -> None:
-        """Make a new start ready for requests."""
+        """Make a new start ready for requests. Raises UsageError if neither it nor an earlier
+        one can be used."""
         dialect = self._speak(HttpClient(self._address))
-        engine = await ServedEngine.connect(
-            dialect, concurrency=self._concurrency, least=self._context
-        )
+        try:
+            engine = await ServedEngine.connect(
+                dialect, concurrency=self._concurrency, least=self._context
+            )
+        except UsageError as error:  # after one that could be used, memory is short for a while
+            if self._engine is None:
+                raise
+            raise RunFailedError(str(error)) from error
         if self._wanted is not None:
             try:
                 await engine.update_weights(self._wanted)

@@ -44,6 +44,8 @@ class PickyDialect(ScriptedDialect):
 
     def __init__(self) -> None:
         super().__init__()
+        self.contexts: list[int] = []
+        """Of the next starts."""
         self.refused: set[str] = set()
         self.restless: SlurmrlError | None = None
         """Raised by `sleep`."""
@@ -51,6 +53,9 @@ class PickyDialect(ScriptedDialect):
         self.hanging: int | None = None
         """The pid of a start that hangs when it is to load a version."""
         self._hangs = False
+
+    async def connect(self) -> int:
+        return self.contexts.pop(0) if self.contexts else await super().connect()
 
     async def health(self) -> None:
         await super().health()
@@ -135,6 +140,21 @@ def test_a_server_with_less_memory_than_a_sequence_needs_is_refused(tmp_path: Pa
 
     with pytest.raises(UsageError, match=r"takes 16 tokens .* this run may have 17"):
         within(tmp_path, test, context=17)
+
+
+def test_a_later_start_with_less_memory_is_not_the_last(tmp_path: Path) -> None:
+    """Others may hold memory of its GPU for a while. The next start has enough, and serves."""
+
+    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+        dialect.contexts = [15]
+        (first,) = await started(tmp_path, 1)
+        os.kill(first, signal.SIGKILL)
+        while dialect.contexts:
+            await asyncio.sleep(0.01)
+        await engine.health()
+        assert dialect.calls.count("load 1.1") == 2
+
+    within(tmp_path, test, context=16)
 
 
 def test_a_server_that_hangs_while_it_takes_weights_is_started_again(tmp_path: Path) -> None:
