@@ -41,11 +41,11 @@ def test_servers_unpickle_nothing_and_listen_in_a_private_folder(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept: list[tuple[ServerProgram, Any]] = []
+    kept: list[tuple[ServerProgram, Any, dict[str, Any]]] = []
     monkeypatch.setattr(
         server_kind,
         "KeptEngine",
-        lambda program, address, *_, **__: kept.append((program, address)),
+        lambda program, address, _, **more: kept.append((program, address, more)),
     )
     for name in wanted:
         monkeypatch.setenv(name, "1" if name != "VLLM_SERVER_DEV_MODE" else "0")
@@ -57,6 +57,7 @@ def test_servers_unpickle_nothing_and_listen_in_a_private_folder(
         tokenizer=None,
         patience=Patience(),
         log=tmp_path / "log",
+        context=130,
     )
     config = ModelConfig.from_hf({**BASE, **ODD["qwen3"], "eos_token_id": 3})
     server = kind(config, "float32", serving, tensor_ranks=1, device=torch.device("cpu"))
@@ -65,7 +66,8 @@ def test_servers_unpickle_nothing_and_listen_in_a_private_folder(
         server.keep(serving, tmp_path, name="server", visible="4,5")
 
     asyncio.run(keep())
-    ((program, address),) = kept
+    ((program, address, more),) = kept
+    assert more == {"patience": serving.patience, "context": 130}
     own = {"CUDA_VISIBLE_DEVICES": "4,5", "TMPDIR": str(tmp_path / "tmp"), "HF_HUB_OFFLINE": "1"}
     assert program.environment.items() >= {**wanted, **own, "HTTPS_PROXY": "http://p"}.items()
     assert not {"PYTHONPATH", "RANK"} & set(program.environment)
