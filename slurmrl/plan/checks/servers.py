@@ -10,7 +10,9 @@ from typing import Final
 
 from slurmrl.allocation import Allocation
 from slurmrl.allocation.allocation import BACKENDS
+from slurmrl.config.schema import evaluation_key
 from slurmrl.config.servers import read_keys
+from slurmrl.config.source import KeyPath
 from slurmrl.errors import Problem, UsageError
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.server_flags import server_flags
@@ -55,12 +57,24 @@ def servers(draft: Draft) -> Iterator[Problem]:
             "log-probabilities of greedy tokens are those at temperature 1"
         )
         yield draft.problem((ROLLOUTS, "temperature"), message)
-    if rollout.temperature < (least := LEAST_TEMPERATURES[backend]):
-        message = (
-            f"{rollout.temperature:g} is not allowed with {backend}, which draws at another "
-            f"temperature then; at least {least:g}"
-        )
-        yield draft.problem((ROLLOUTS, "temperature"), message)
+    yield from _temperatures(draft, backend)
+
+
+def _temperatures(draft: Draft, backend: str) -> Iterator[Problem]:
+    """Servers draw at the temperatures that training and evaluations ask for."""
+    config, least = draft.config, LEAST_TEMPERATURES[backend]
+    asked: dict[KeyPath, float] = {(ROLLOUTS, "temperature"): config.rollout.temperature}
+    for suite, own in config.evaluations.items() if config.rollout_evaluates else ():
+        assert own.evaluation is not None, "one of `evaluations`"
+        if own.held_out.kind == "prompt" and not own.evaluation.greedy:
+            asked[*evaluation_key(suite), "temperature"] = own.evaluation.temperature
+    for key, temperature in asked.items():
+        if temperature < least:
+            message = (
+                f"{temperature:g} is not allowed with {backend}, which draws at another "
+                f"temperature then; at least {least:g}"
+            )
+            yield draft.problem(key, message)
 
 
 def _dense_layers(draft: Draft, backend: str) -> Iterator[Problem]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from slurmrl.engines.rollout import sglang_server, vllm_server
+from slurmrl.errors import ConfigError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks.memory import refusal
 from slurmrl.plan.estimates.gpus import share_of_server, trainers_gpus
@@ -231,6 +233,45 @@ def test_servers_must_take_what_they_generate(
     config = load_ppo("rollout.max_new_tokens=100", *overrides).config
     for assumed in (False, True):
         assert least_context(config, assumed=assumed) == context
+
+
+HELD_OUT = "dataset: {type: prompt, path: held_out.jsonl}"
+SUITES = (
+    *("evaluation.dataset=null", "evaluation.temperature=1e-7"),
+    f"evaluation.suites={{a: {{{HELD_OUT}}}, b: {{greedy: true, {HELD_OUT}}}}}",
+    f"evaluation.suites.c={{temperature: 0.5, {HELD_OUT}}}",
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ((*RUNNING, "evaluation.temperature=1e-7"), "evaluation.temperature"),
+        ((*BESIDE, *SUITES), "evaluation.suites.a.temperature"),
+        ((*RUNNING, "evaluation.temperature=1e-6"), None),
+        ((*RUNNING, "evaluation.temperature=1e-7", "evaluation.greedy=true"), None),
+        ((*IN_TASKS, *SUITES), None),
+        ((*RUNNING, *SUITES, *OWN_TRIALS), None),
+        (("evaluation.temperature=1e-7",), None),
+    ],
+)
+def test_temperatures_at_which_servers_do_not_draw_are_refused_of_evaluations_too(
+    load_ppo: Load,
+    overrides: tuple[str, ...],
+    key: str | None,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless these are greedy, or the trainers or trials of their own generate."""
+    monkeypatch.chdir(folder)
+    if key is None:
+        load_ppo(*overrides)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_ppo(*overrides)
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert "1e-07 is not allowed with sglang" in problem.message
 
 
 def missing(plan_ppo: Load, *overrides: str, **architecture: object) -> list[tuple[str, str]]:
