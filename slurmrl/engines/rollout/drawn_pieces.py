@@ -47,10 +47,12 @@ class PiecewiseDraw:
         return tuple(token for piece in self.pieces for token in piece.completion.tokens)
 
     def rest(self) -> Draw:
-        """The draw of what is missing. It begins again if the text ends within a character, with
-        which a stop string may begin."""
+        """The draw of what is missing. It begins again if the last piece was aborted within a
+        character that a stop string may have. One that a stop string has ended there would end
+        there again, so the draw goes on, and misses a stop string with that character."""
         stops = self.draw.options.stop_strings
-        if stops and self._text.endswith(INCOMPLETE):
+        aborted = bool(self.pieces) and self.pieces[-1].completion.finish == "aborted"
+        if stops and aborted and self._text.endswith(INCOMPLETE):
             self.pieces.clear()
         options, tokens = self.draw.options, self.tokens
         left = replace(

@@ -10,12 +10,15 @@ from slurmrl.engines.rollout.dialect import Draw
 from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
 from slurmrl.models.generate import GenerationOptions
 
-WORDS = ("a", "b", "ab", "ba", "aab", "c", "bc")
+WORDS = (b"a", b"b", b"ab", b"ba", b"aab", b"c", b"bc", b"b\xe2\x80")
+"""The last one ends within a character."""
+PAUSES = [None, None, 0, 1, 2, 3, 4]
+"""After how many tokens of a request an update comes; None: after its end."""
 STOPS = ("ab", "aa", "bc", "abc", "aba", "cab", "bb")
 
 
 def text(tokens: Sequence[int]) -> str:
-    return "".join(WORDS[token] for token in tokens)
+    return b"".join(WORDS[token] for token in tokens).decode(errors="replace")
 
 
 def uninterrupted(stream: Sequence[int], options: GenerationOptions) -> tuple[int, Finish]:
@@ -30,10 +33,11 @@ def uninterrupted(stream: Sequence[int], options: GenerationOptions) -> tuple[in
     return options.max_new_tokens, "length"
 
 
-def answer(rest: Sequence[int], options: GenerationOptions, chance: random.Random) -> DrawnPiece:
+def answer(
+    rest: Sequence[int], options: GenerationOptions, pause: int | None, chance: random.Random
+) -> DrawnPiece:
     """What SGLang draws of the stream for one request: strings end it whatever the minimum, and a
     pause after one more token, which is not looked at."""
-    pause = chance.choice([None, None, 0, 1, 2, 3, 4])
     tokens: list[int] = []
     finish: Finish | None = None
     stop = ""
@@ -58,7 +62,8 @@ def answer(rest: Sequence[int], options: GenerationOptions, chance: random.Rando
 
 def test_pieces_make_what_one_request_would() -> None:
     """Wherever updates cut a completion: within stop strings of which others are the beginnings or
-    the ends, before the least number of tokens, and at the last token."""
+    the ends, before the least number of tokens, within a character, and at the last token. Requests
+    that no update cuts make progress each."""
     pieces = 0
     for seed in range(4000):
         chance = random.Random(seed)
@@ -74,11 +79,15 @@ def test_pieces_make_what_one_request_would() -> None:
         drawing = PiecewiseDraw(
             Draw(name=str(seed), prompt=(1,), seed=1, options=options, priority=0)
         )
+        pauses = chance.choice([[None], PAUSES, PAUSES])
         finish: Finish | None = None
+        uncut = 0
         while finish in (None, "aborted"):
             rest = drawing.rest()
-            piece = answer(stream[len(drawing.tokens) :], rest.options, chance)
-            finish = drawing.add(piece)
+            left = stream[len(drawing.tokens) :]
+            finish = drawing.add(answer(left, rest.options, chance.choice(pauses), chance))
+            uncut = 0 if finish == "aborted" else uncut + 1
+            assert uncut <= most, seed
         assert (len(drawing.tokens), finish) == uninterrupted(stream, options), seed
         assert list(drawing.tokens) == stream[: len(drawing.tokens)]
         pieces += len(drawing.pieces)
