@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
@@ -23,6 +24,5 @@ def ends_with_stop(decode: Decode, tokens: Sequence[int], stop_strings: Sequence
     found = [stop for stop in stop_strings if stop in text]
     if not found:
         return False
-    pairs = enumerate(zip(text, before := decode(last[:-1]), strict=False))
-    known = next((n for n, (new, old) in pairs if new != old), len(before))
+    known = len(os.path.commonprefix((text, decode(last[:-1]))))  # noqa: RUF071 - as of any texts
     return any(stop in text[max(known - len(stop) + 1, 0) :] for stop in found)
