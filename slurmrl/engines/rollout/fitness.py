@@ -138,7 +138,8 @@ def check_context(where: str, context: int, least: int) -> None:
         raise UsageError(
             f"{where}: the server takes {context} tokens of a prompt and its completion, and this "
             f"run may have {least}: give it a longer context or more memory, or lower "
-            "dataset.max_prompt_tokens or rollout.max_new_tokens"
+            "dataset.max_prompt_tokens, rollout.max_new_tokens, rollout.episode.max_tokens or "
+            "max_turns, evaluation.dataset.max_prompt_tokens or evaluation.max_new_tokens"
         )
 
 
