@@ -174,6 +174,15 @@ class Config(Section):
         return self.trainers_evaluate and self.rollout.tasks is None
 
     @property
+    def evaluation_trials_roll_out(self) -> bool:
+        """Whether evaluations in trials of their own generate with an engine like that of
+        `rollout.backend`."""
+        tasks = self.evaluation.tasks if self.evaluation is not None else None
+        if tasks is None or tasks.backend or not self.rollout.backend:
+            return False
+        return self.rollout.tasks is None and not self.rollout.servers
+
+    @property
     def held_out(self) -> Dataset:
         """The dataset of the evaluation of one suite, see `evaluations`."""
         assert self.evaluation is not None, "the caller evaluates"

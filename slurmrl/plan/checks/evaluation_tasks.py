@@ -79,7 +79,7 @@ def _measured(algorithm: Algorithm) -> tuple[str, ...]:
 
 def _backend(draft: Draft, text: str) -> Iterator[Problem]:
     """The layout there, which is also that of generation unless this has an engine of its own."""
-    own, rollout = draft.allocations().get("actor"), draft.config.rollout
+    own = draft.allocations().get("actor")
     if not text and own is None:
         return  # that of the actor is reported at the actor
     where = (*TASKS, "backend")
@@ -104,7 +104,7 @@ def _backend(draft: Draft, text: str) -> Iterator[Problem]:
     for misfit in islice(fit.check(wanted) if text else (), 1):
         value = misfit.value or f"'{text}'"
         yield draft.problem(where, f"{value} is not allowed: {misfit.reason}")
-    others = rollout.backend and not (text or rollout.tasks or rollout.servers)
+    others = draft.config.evaluation_trials_roll_out
     generates = any(call.method is Method.GENERATE for call in _calls(draft))
     if generates and not others and not rules.generates:
         able = ", ".join(

@@ -64,7 +64,8 @@ def _temperatures(draft: Draft, backend: str) -> Iterator[Problem]:
     """Servers draw at the temperatures that training and evaluations ask for."""
     config, least = draft.config, LEAST_TEMPERATURES[backend]
     asked: dict[KeyPath, float] = {(ROLLOUTS, "temperature"): config.rollout.temperature}
-    for suite, own in config.evaluations.items() if config.rollout_evaluates else ():
+    evaluates = config.rollout_evaluates or config.evaluation_trials_roll_out
+    for suite, own in config.evaluations.items() if evaluates else ():
         assert own.evaluation is not None, "one of `evaluations`"
         if own.held_out.kind == "prompt" and not own.evaluation.greedy:
             asked[*evaluation_key(suite), "temperature"] = own.evaluation.temperature

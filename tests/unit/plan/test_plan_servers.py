@@ -252,6 +252,7 @@ SUITES = (
         ((*RUNNING, "evaluation.temperature=1e-7", "evaluation.greedy=true"), None),
         ((*IN_TASKS, *SUITES), None),
         ((*RUNNING, *SUITES, *OWN_TRIALS), None),
+        ((*BESIDE, *SUITES, *OWN_TRIALS), "evaluation.suites.a.temperature"),
         (("evaluation.temperature=1e-7",), None),
     ],
 )
@@ -262,7 +263,7 @@ def test_temperatures_at_which_servers_do_not_draw_are_refused_of_evaluations_to
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Unless these are greedy, or the trainers or trials of their own generate."""
+    """Unless these are greedy, or others generate for them."""
     monkeypatch.chdir(folder)
     if key is None:
         load_ppo(*overrides)
