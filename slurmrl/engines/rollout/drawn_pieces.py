@@ -101,8 +101,9 @@ class PiecewiseDraw:
 
     def completion(self, finish: Finish) -> Completion:
         pieces = [piece.completion for piece in self.pieces]
-        experts = pieces[-1].experts if pieces and finish != "aborted" else None
-        if experts is None and self.draw.options.experts and finish != "aborted":
+        read = self.draw.options.experts and finish != "aborted"
+        experts = pieces[-1].experts if read else None
+        if read and experts is None:
             raise RunFailedError(f"{self.draw.name}: the server aborted it without its experts")
         return Completion(
             tokens=self.tokens,

@@ -182,8 +182,9 @@ class RolloutTask:
             atomic.list_names(self._folder)
         except FileNotFoundError:
             now = self._clock()
-            since = self._folder_gone_since = self._folder_gone_since or now
-            if now - since >= FOLDER_GONE_S:
+            if self._folder_gone_since is None:
+                self._folder_gone_since = now
+            if now - self._folder_gone_since >= FOLDER_GONE_S:
                 raise _lost(f"{self._folder} was removed") from None
         except EnvironmentFailure as error:
             logger.warning("cannot look at %s, will retry: %s", self._folder, error)

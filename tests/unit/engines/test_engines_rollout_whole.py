@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
@@ -205,20 +207,11 @@ def test_completions_of_a_whole_batch_have_their_own_limits() -> None:
     """The last turns of episodes have fewer tokens left, perhaps fewer than the least number."""
     model, batch = engine(), sample("prompt_ids")
     stops = tuple(range(3, 20))
-    parts = batch.tensor("prompt_ids").tensor_split(batch.cu_seqlens("prompt_ids")[1:-1].long())
-    requests = [
-        GenerationRequest(
-            request_id=str(number),
-            prompt=tuple(part.tolist()),
-            keys=(number,),
-            seed=1,
-            step=1,
-            options=GenerationOptions(
-                max_new_tokens=most, min_new_tokens=min(4, most), stop_token_ids=stops
-            ),
-        )
-        for number, (part, most) in enumerate(zip(parts, (2, 9, 4, 1, 3), strict=False))
+    limits = [
+        GenerationOptions(max_new_tokens=most, min_new_tokens=min(4, most), stop_token_ids=stops)
+        for most in islice(cycle((2, 9, 4, 1, 3)), len(batch.cu_seqlens("prompt_ids")) - 1)
     ]
+    requests = requests_of(batch, limits, range(len(limits)))
 
     async def asked(served: RolloutEngine) -> list[tuple[Completion, ...]]:
         return list(await asyncio.gather(*map(served.submit, requests)))
@@ -250,25 +243,31 @@ def first_stop(tokens: list[int], stops: tuple[str, ...]) -> int | None:
     return next((count for count, text in texts if any(stop in text for stop in stops)), None)
 
 
+def requests_of(
+    batch: SequenceSample, options: Sequence[GenerationOptions], keys: Sequence[int]
+) -> list[GenerationRequest]:
+    """A request for each completion."""
+    parts = batch.tensor("prompt_ids").tensor_split(batch.cu_seqlens("prompt_ids")[1:-1].long())
+    each = len(keys) // len(parts)
+    return [
+        GenerationRequest(
+            request_id=str(number),
+            prompt=tuple(parts[number // each].tolist()),
+            keys=(key,),
+            seed=1,
+            step=1,
+            options=own,
+        )
+        for number, (key, own) in enumerate(zip(keys, options, strict=True))
+    ]
+
+
 async def answered(
     served: RolloutEngine, batch: SequenceSample, options: GenerationOptions, keys: Tensor
 ) -> list[Completion]:
     """Each completion by a request of its own."""
-    parts = batch.tensor("prompt_ids").tensor_split(batch.cu_seqlens("prompt_ids")[1:-1].long())
-    each = len(keys) // len(parts)
-    futures = [
-        served.submit(
-            GenerationRequest(
-                request_id=str(number),
-                prompt=tuple(parts[number // each].tolist()),
-                keys=(key,),
-                seed=1,
-                step=1,
-                options=options,
-            )
-        )
-        for number, key in enumerate(keys.tolist())
-    ]
+    requests = requests_of(batch, [options] * len(keys), keys.tolist())
+    futures = map(served.submit, requests)
     return [completion for (completion,) in await asyncio.gather(*futures)]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from hypothesis import settings
@@ -1004,27 +1004,35 @@ def test_tasks_that_are_too_many_are_asked_to_leave(beds: Callable[..., Bed]) ->
     assert bed.tasks.view().wanted == 0
 
 
-def master_of(paths: RunPaths, settings: Settings, ledger: SampleLedger) -> RolloutTasks:
-    """As the master of a trial makes it."""
-    plan, lineage = make_plan(settings, scheduler="local"), Lineage({1: None})
+MakeMaster: TypeAlias = Callable[[Settings, SampleLedger], RolloutTasks]
+
+
+@pytest.fixture
+def make_master(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> MakeMaster:
+    """The tasks as the master of a trial makes them, without a doorbell."""
+    monkeypatch.setattr(doorbell, "hang", lambda *_: None)
     make_private_directory(paths.rollouts)
-    writer = EventWriter(paths, "master.1")
-    return serve._rollouts(paths, settings, plan, ledger, lineage, 1, None, writer)
+
+    def make(settings: Settings, ledger: SampleLedger) -> RolloutTasks:
+        plan, lineage = make_plan(settings, scheduler="local"), Lineage({1: None})
+        writer = EventWriter(paths, "master.1")
+        return serve._rollouts(paths, settings, plan, ledger, lineage, 1, None, writer)
+
+    return make
 
 
 @pytest.mark.parametrize(("place", "wanted"), [({}, 0), ({"gpus": "1"}, 1)])
 def test_a_number_that_was_set_for_an_array_is_nothing_to_tasks_of_the_trainers_job(
     paths: RunPaths,
     make_settings: Change,
-    monkeypatch: pytest.MonkeyPatch,
+    make_master: MakeMaster,
     place: dict[str, str],
     wanted: int,
 ) -> None:
     """A resumed trial may have them there instead (`rollout.gpus`)."""
-    monkeypatch.setattr(doorbell, "hang", lambda *_: None)
     scale.write(paths, "rollout", 0, 1)
     settings = make_settings(rollout={"tasks": {}, "backend": "native:d1", **place})
-    tasks = master_of(paths, settings, SampleLedger(1, Lineage({1: None})))
+    tasks = make_master(settings, SampleLedger(1, Lineage({1: None})))
     tasks.look((), 0)
     assert tasks.view().wanted == wanted
 
@@ -1041,15 +1049,14 @@ def test_a_number_that_was_set_for_an_array_is_nothing_to_tasks_of_the_trainers_
 def test_a_master_follows_the_settings(
     paths: RunPaths,
     make_settings: Change,
-    monkeypatch: pytest.MonkeyPatch,
+    make_master: MakeMaster,
     changes: dict[str, int],
     leased: int,
 ) -> None:
     """What a task that is the first to join gets, with batches of 4."""
-    monkeypatch.setattr(doorbell, "hang", lambda *_: None)
     settings = make_settings(rollout={"tasks": {"max": 2, **changes}})
     ledger = SampleLedger(1, Lineage({1: None}))
-    tasks = master_of(paths, settings, ledger)
+    tasks = make_master(settings, ledger)
     task = ScriptedTask(paths, 0, 0)
     task.hold("0.1")
     tasks.start(rows)
