@@ -3,10 +3,10 @@ for them: 0.5.20 to 0.5.23 have the same."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError, field_validator
 from torch import Tensor
 
 from slurmrl.engines.rollout.weight_checks import Digest, Held, TensorPart, elements, sha256
@@ -22,18 +22,33 @@ BITS = 2**32 - 1
 SEEDS = (0x243F6A88, (0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF) & BITS)
 FACTORS = (0x27D4EB2D, 0x165667B1)
 TURNS = (15, 13)
+TRAINED = "target"
+"""The role of the model that is trained. A model that only proposes tokens has another one."""
 
 
 class _ChecksumPlace(BaseModel):
     tp_rank: int
     tp_size: int
-    role: str = "target"
-    """Of 0.5.21: another model than the one that is trained has another one."""
+    role: str = TRAINED
 
 
 class _ChecksumRank(BaseModel):
     checksums: dict[str, str]
-    parallelism_info: _ChecksumPlace
+    parallelism_info: list[_ChecksumPlace]
+    """One place of each model, of all of which 0.5.21 and later report together: the parameters of
+    another model than the trained one have its role before their names."""
+
+    @field_validator("parallelism_info", mode="before")
+    @classmethod
+    def _one_of_0_5_20(cls, value: object) -> object:
+        return [value] if isinstance(value, dict) else value
+
+    def of_trained(self) -> Iterator[Held]:
+        others = tuple(place.role + "." for place in self.parallelism_info if place.role != TRAINED)
+        own = {name: value for name, value in self.checksums.items() if not name.startswith(others)}
+        for place in self.parallelism_info:
+            if place.role == TRAINED:
+                yield Held(TensorPart(place.tp_rank, place.tp_size), own)
 
 
 class _ChecksumReply(BaseModel):
@@ -67,12 +82,7 @@ def read_checksums(where: str, reply: object) -> list[Held]:
         raise RunFailedError(
             f"{where}/weights_checker: the answer does not have SGLang's form: {error}"
         ) from error
-    places = [(rank.parallelism_info, rank.checksums) for rank in ranks]
-    return [
-        Held(TensorPart(place.tp_rank, place.tp_size), checksums)
-        for place, checksums in places
-        if place.role == "target"
-    ]
+    return [held for rank in ranks for held in rank.of_trained()]
 
 
 def on_cpu(tensor: Tensor, device: torch.device) -> str:

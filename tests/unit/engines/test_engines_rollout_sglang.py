@@ -515,15 +515,15 @@ def test_servers_that_hold_weights_in_another_form_are_not_checked(
     assert reason is None or reason in str(digest)
 
 
-def test_checksums_of_another_model_than_the_trained_one_are_left_out() -> None:
-    """Of a draft model, which a server may have beside it."""
+@pytest.mark.parametrize("version", ["0.5.20", "0.5.21"])
+def test_checksums_of_another_model_than_the_trained_one_are_left_out(version: str) -> None:
+    """Of a draft model, which a server may have beside it. From 0.5.21 on, a rank reports both
+    together."""
     place = {"tp_rank": 1, "tp_size": 2, "pp_rank": 0, "rank": 1}
-    reply = {
-        "ranks": [
-            {"checksums": {"a": "1"}, "parallelism_info": place},
-            {"checksums": {"a": "2"}, "parallelism_info": {**place, "role": "draft"}},
-        ]
-    }
-    assert read_checksums("server", reply) == [Held(TensorPart(1, 2), {"a": "1"})]
+    places = [{**place, "role": "target"}, {**place, "role": "draft"}]
+    ranks: list[object] = [{"checksums": {"a": "1", "draft.a": "2"}, "parallelism_info": places}]
+    if version == "0.5.20":
+        ranks = [{"checksums": {"a": "1"}, "parallelism_info": place}]
+    assert read_checksums("server", {"ranks": ranks}) == [Held(TensorPart(1, 2), {"a": "1"})]
     with pytest.raises(RunFailedError, match="does not have SGLang's form"):
         read_checksums("server", {"success": True})
