@@ -20,7 +20,12 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from slurmrl.engines.rollout.base import GenerationRequest, RolloutEngine, WeightVersion
+from slurmrl.engines.rollout.base import (
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    WeightVersion,
+)
 from slurmrl.engines.rollout.server import Patience
 from slurmrl.models.generate import GenerationOptions
 
@@ -170,3 +175,55 @@ def logprobs(folder: Path, tokens: list[int], temperature: float = 1.0) -> torch
     model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logits = model(torch.tensor([tokens])).logits[0, :-1].float()
     return (logits / temperature).log_softmax(-1)
+
+
+@torch.no_grad()
+def stale_logprobs(before: Path, after: Path, tokens: list[int], cached: int) -> torch.Tensor:
+    """As `logprobs` of ``after``, behind the first ``cached`` tokens, of which ``before`` has
+    computed the keys and values."""
+    old, new = (
+        Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (before, after)
+    )
+    past = old(torch.tensor([tokens[:cached]]), use_cache=True).past_key_values
+    logits = new(torch.tensor([tokens[cached:]]), past_key_values=past).logits[0, :-1].float()
+    return logits.log_softmax(-1)
+
+
+async def over_an_update(engine: RolloutEngine, versions: dict[str, Path]) -> list[Completion]:
+    """A completion that versions 1.1 and 2.1 have drawn, and one with its beginning as its prompt,
+    by 2.1."""
+    first, second = (WeightVersion(name=name, folder=versions[name]) for name in ("1.1", "2.1"))
+
+    async def attempt(delay_s: float) -> Completion | None:
+        await engine.update_weights(first)
+        future = engine.submit(request(max_new_tokens=200, greedy=True))
+        await asyncio.sleep(delay_s)
+        await engine.update_weights(second)
+        (made,) = await future
+        return made if len(set(made.versions)) == 2 else None
+
+    made = await midway(attempt)
+    prompt = [*PROMPT, *made.tokens[:150]]
+    (later,) = await engine.submit(request(prompt, greedy=True))
+    return [made, later]
+
+
+def check_stale_cache(versions: dict[str, Path], made: Completion, later: Completion) -> None:
+    """What is behind the update was drawn by the new weights over what the old ones had computed,
+    and nothing of that is used by a later request."""
+    tokens, drawn = [*PROMPT, *made.tokens], torch.tensor(made.logprobs)
+    switch = made.versions.index("2.1")
+    assert made.versions == ("1.1",) * switch + ("2.1",) * (len(made.tokens) - switch)
+    last = len(PROMPT) + switch - 1  # the newest token is read with the next one
+    old, new = (logprobs(versions[name], tokens) for name in ("1.1", "2.1"))
+    mixed = stale_logprobs(versions["1.1"], versions["2.1"], tokens, last)
+    expected = torch.cat([old[len(PROMPT) - 1 : last], mixed]).max(-1)
+    assert expected.indices.tolist() == list(made.tokens)
+    assert (expected.values - drawn).abs().max() < EXACT
+    anew = new[last:].gather(-1, torch.tensor(made.tokens)[switch:, None]).squeeze(-1)
+    assert (anew - drawn[switch:]).abs().max() > 100 * EXACT
+    prompt = [*PROMPT, *made.tokens[:150]]
+    values = logprobs(versions["2.1"], [*prompt, *later.tokens])[len(prompt) - 1 :].max(-1)
+    assert set(later.versions) == {"2.1"}
+    assert values.indices.tolist() == list(later.tokens)
+    assert (values.values - torch.tensor(later.logprobs)).abs().max() < EXACT

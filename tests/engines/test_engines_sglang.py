@@ -20,14 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout import sglang_server
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
 from slurmrl.engines.rollout.dialect import Draw
 from slurmrl.engines.rollout.fitness import ServedModel
-from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.kept import KeptEngine
-from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.sglang import SglangDialect
 from slurmrl.engines.rollout.sglang_checksums import on_gpu
 from slurmrl.engines.rollout.weight_checks import WeightChecks
@@ -37,74 +33,20 @@ from tests.engines.conftest import (
     CONTEXT,
     DEADLINE_S,
     EXACT,
-    PATIENCE,
     PROMPT,
     START_S,
     VOCABULARY,
     Loop,
-    SharedServer,
+    check_stale_cache,
     logprobs,
     midway,
     request,
 )
+from tests.engines.served_sglang import Served, dialect, with_a_stale_cache
 from tests.support.servers import load_once
 
 PYTHON = os.environ.get("SGLANG_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="no SGLang: run scripts/test-engines")
-
-
-class Served(SharedServer):
-    """The engine, and the process that the tests hurt."""
-
-    def __init__(
-        self,
-        loop: Loop,
-        versions: dict[str, Path],
-        tokenizer: PreTrainedTokenizerFast,
-        logs: Path,
-    ) -> None:
-        tokenizer.save_pretrained(logs / "tokenizer")
-        super().__init__(loop, versions)
-        self.folder = HostFolder()
-        self._socket = self.folder.path / "server.sock"
-        self.program = ServerProgram(
-            name="sglang server",
-            command=sglang_server.command(
-                PYTHON,
-                versions["1.1"],
-                self._socket,
-                vocabulary=VOCABULARY,
-                tokenizer=logs / "tokenizer",
-                options=(*sglang_server.CPU_FLAGS, "--dtype", "float32"),
-            ),
-            environment={**os.environ, **sglang_server.ENVIRONMENT},
-            log=logs / "sglang.log",
-        )
-        self.engine = loop.run(self._make())
-
-    async def _make(self) -> KeptEngine:
-        address = Address(f"unix:{self._socket}")
-        return KeptEngine(self.program, address, dialect, patience=PATIENCE)
-
-    def close(self) -> None:
-        self.loop.run(self.engine.close())
-        self.folder.close()
-
-    def main(self) -> int:
-        """The pid of the server's main process: its command ends with a port."""
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (process / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if str(self._socket).encode() in words and b"-I" not in words:
-                return int(process.name)
-        raise AssertionError("the server does not run")
-
-
-def dialect(client: HttpClient, vocabulary: int = VOCABULARY) -> SglangDialect:
-    model = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=vocabulary)
-    return SglangDialect(client, model=model)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +56,8 @@ def server(
     tokenizer: PreTrainedTokenizerFast,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    with closing(Served(loop, versions, tokenizer, tmp_path_factory.mktemp("logs"))) as made:
+    logs = tmp_path_factory.mktemp("logs")
+    with closing(Served(PYTHON, loop, versions, tokenizer, logs)) as made:
         yield made
 
 
@@ -128,7 +71,7 @@ def test_a_server_with_another_vocabulary_is_refused(served: Served) -> None:
     """The server says nowhere how large its vocabulary is."""
 
     async def connect(vocabulary: int) -> None:
-        client = HttpClient(Address(f"unix:{served.folder.path / 'server.sock'}"))
+        client = HttpClient(Address(f"unix:{served.socket}"))
         try:
             await dialect(client, vocabulary).connect()
         finally:
@@ -267,7 +210,7 @@ async def _load_for(
     served: Served, checks: WeightChecks, read: Path, version: WeightVersion
 ) -> None:
     """Have the server read another folder than that of the version that it is to load."""
-    client = HttpClient(Address(f"unix:{served.folder.path / 'server.sock'}"))
+    client = HttpClient(Address(f"unix:{served.socket}"))
     post = client.post
 
     async def astray(path: str, body: Any = None, **options: Any) -> object:
@@ -418,6 +361,13 @@ def test_an_update_in_flight_continues_with_the_new_weights(served: Served) -> N
         expected = values.gather(-1, torch.tensor(made.tokens)[:, None]).squeeze(-1)
         assert (expected - torch.tensor(made.logprobs)).abs()[part].max() < EXACT
         assert values.argmax(-1).tolist()[part] == list(made.tokens[part])
+
+
+def test_with_a_stale_cache_requests_go_on_with_what_older_weights_have_computed(
+    served: Served,
+) -> None:
+    made, later = served.loop.run(with_a_stale_cache(served))
+    check_stale_cache(served.versions, made, later)
 
 
 def test_a_paused_request_waits_and_ends_as_if_it_had_not(served: Served) -> None:

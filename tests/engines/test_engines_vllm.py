@@ -45,8 +45,10 @@ from tests.engines.conftest import (
     VOCABULARY,
     Loop,
     SharedServer,
+    check_stale_cache,
     logprobs,
     midway,
+    over_an_update,
     request,
     until,
 )
@@ -91,15 +93,16 @@ class VllmServer:
                 self.program, probe=self._probing.health, prepare=self._prepare, patience=PATIENCE
             )
         await self._kept.up()
-        return await self._connect()
+        return await self.another_client()
 
-    async def _connect(self) -> ServedEngine:
-        dialect = VllmDialect(HttpClient(self._address), model=MODEL, health_s=10.0)
+    async def another_client(self, *, stale_cache: bool = False) -> ServedEngine:
+        client = HttpClient(self._address)
+        dialect = VllmDialect(client, model=MODEL, health_s=10.0, stale_cache=stale_cache)
         return await ServedEngine.connect(dialect)
 
     async def _prepare(self) -> None:
         """Draw the first token: what the server compiles for it counts as part of the start."""
-        await (await self._connect()).close()
+        await (await self.another_client()).close()
 
     async def close(self) -> None:
         if self._kept is not None:
@@ -150,9 +153,15 @@ class Served(SharedServer):
     async def _make(self, servers: Sequence[VllmServer]) -> Instances:
         return Instances({each.program.name: each.connect for each in servers}, limits=LIMITS)
 
+    async def start_first(self) -> None:
+        await self._serve(self.servers[:1])
+
     async def start_both(self) -> None:
+        await self._serve(self.servers)
+
+    async def _serve(self, servers: Sequence[VllmServer]) -> None:
         await self.engine.close()
-        self.engine = await self._make(self.servers)
+        self.engine = await self._make(servers)
         await self._reset()
 
     async def _reset(self) -> None:
@@ -283,6 +292,22 @@ def test_an_update_in_flight_continues_with_the_new_weights(served: Served) -> N
         assert list(made.versions) == sorted(made.versions)
         for name in ("1.1", "2.1"):
             check(served.versions[name], made, options, version=name)
+
+
+def test_with_a_stale_cache_requests_go_on_with_what_older_weights_have_computed(
+    served: Served,
+) -> None:
+    async def work() -> list[Completion]:
+        await served.engine.close()  # it would have the server load its own version again
+        engine = await served.servers[0].another_client(stale_cache=True)
+        try:
+            return await over_an_update(engine, served.versions)
+        finally:
+            await engine.close()
+            await served.start_first()
+
+    made, later = served.loop.run(work())
+    check_stale_cache(served.versions, made, later)
 
 
 def test_a_paused_request_waits_and_ends_as_if_it_had_not(served: Served) -> None:
@@ -468,7 +493,7 @@ def test_bodies_are_those_of_vllms_own_classes() -> None:
     )
     subprocess.run(
         [PYTHON, "-W", "ignore", "-c", CHECKER],
-        input=json.dumps([request_body(draw) for draw in draws]).encode(),
+        input=json.dumps([request_body(draw, cache="1.1") for draw in draws]).encode(),
         check=True,
         timeout=DEADLINE_S,
         env={**os.environ, **vllm_server.ENVIRONMENT},

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from slurmrl.engines.rollout.routed_experts import check_settings
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
+from slurmrl.plan.engines import EXPERTS_NEED
 from slurmrl.plan.estimates.shape import ModelShape
 from slurmrl.plan.estimates.shape import read as read_shape
 
 OLDEST_SGLANG = (0, 5, 20)
 OLDEST_VLLM = (0, 32)
+RETRACTING_SGLANG = (0, 5, 22)
+"""0.5.20 cannot empty its cache while requests wait; 0.5.21 may queue one twice (DP attention)."""
+RETRACTING_NEEDS: Mapping[str, object] = {
+    **EXPERTS_NEED,
+    "enable_hisparse": False,
+    "tokenizer_worker_num": 1,
+}
+"""With other values a server that retracts may still compute, or move keys and values, or get an
+update before the pause: its cache could not be emptied."""
 VLLM_FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
 """Without these a server refuses requests, or reports log-probabilities before temperature."""
 
@@ -103,6 +113,16 @@ def check_sglang(where: str, server: object, model: object, needs: ServedModel) 
     return int(str(field_of(where, server, "max_req_input_len"))) + 1
 
 
+def retracts(where: str, server: object) -> bool:
+    """Whether an SGLang server with these settings (``/server_info``) can empty its cache while it
+    is paused and keeps its requests."""
+    assert isinstance(server, dict), "it was checked"
+    found = _numbers(str(field_of(where, server, "version")), len(RETRACTING_SGLANG))
+    if found is None or found < RETRACTING_SGLANG:
+        return False
+    return all(server.get(name, value) == value for name, value in RETRACTING_NEEDS.items())
+
+
 def check_vllm(
     where: str, version: object, server: object, models: object, needs: ServedModel
 ) -> int:
@@ -144,11 +164,16 @@ def check_context(where: str, context: int, least: int) -> None:
 
 
 def _check_version(where: str, name: str, version: str, oldest: tuple[int, ...]) -> None:
-    numbers = version.split(".")[: len(oldest)]
-    known = all(part.isdigit() for part in numbers)
-    if not known or tuple(map(int, numbers)) < oldest:
+    found = _numbers(version, len(oldest))
+    if found is None or found < oldest:
         least = ".".join(map(str, oldest))
         raise UsageError(f"{where}: {name} {version} is too old; at least {least} is needed")
+
+
+def _numbers(version: str, count: int) -> tuple[int, ...] | None:
+    """The first numbers of a version; None if one is none, as of a release candidate."""
+    parts = version.split(".")[:count]
+    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else None
 
 
 def _check_tokenizer(where: str, settings: object, needs: ServedModel) -> None:

@@ -1,10 +1,13 @@
 """SGLang 0.5.20 and later, as a server.
 
-Weights are replaced while the server is paused in mode ``abort``: it returns the tokens that its
-requests have, and they are requested again with these as part of the prompt. (In mode ``retract``
-the server would keep them, but 0.5.20 can then not empty its cache of what the old weights have
-computed.) The server listens on a Unix socket in a folder that only the user can enter
-(`launch_sglang`).
+Weights are replaced while the server is paused, in one of three modes. ``retract``: it keeps its
+requests, and computes their caches again with the new weights. ``abort``: it returns the tokens
+that its requests have, and they are requested again with these as part of the prompt; so with
+servers that cannot empty their cache otherwise (`fitness.retracts`), and while a request has a
+least number of tokens, which the server would count anew. ``in_place``: requests go on with what
+the old weights have computed, if that is wanted (``stale_cache``).
+
+The server listens on a Unix socket in a folder that only the user can enter (`launch_sglang`).
 
 A sample depends on SGLang's own generator. Each completion has a seed of its own, which SGLang uses
 only with ``--enable-deterministic-inference``, on GPUs.
@@ -17,15 +20,15 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from operator import contains
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from slurmrl.data.support import SampledSupport
-from slurmrl.engines.rollout.base import Completion, Finish, WeightVersion
+from slurmrl.engines.rollout.base import ABORTED, Completion, Finish, WeightVersion
 from slurmrl.engines.rollout.dialect import Dialect, Draw
 from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
-from slurmrl.engines.rollout.fitness import ServedModel, check_sglang, field_of
+from slurmrl.engines.rollout.fitness import ServedModel, check_sglang, field_of, retracts
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.routed_experts import RoutedLayers
 from slurmrl.engines.rollout.server_check import ServerCheck
@@ -33,6 +36,7 @@ from slurmrl.engines.rollout.sglang_checksums import digest_of, read_checksums
 from slurmrl.engines.rollout.weight_checks import Held, WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
 
+PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 CONTROL_S = 60.0
 """Time limit of pausing, resuming, aborting: the server answers between two steps."""
 IDLE_S = 30.0
@@ -92,8 +96,11 @@ def masks(draw: Draw, *, full: bool) -> bool:
     return restricted(draw) and (draw.options.support or not full)
 
 
-def request_body(draw: Draw, *, vocabulary: int, full: bool) -> dict[str, Any]:
-    """The body of a request for one completion. ``full``: see `read_reply`."""
+def request_body(
+    draw: Draw, *, vocabulary: int, full: bool, cache: str | None = None
+) -> dict[str, Any]:
+    """The body of a request for one completion. ``full``: see `read_reply`. ``cache``: prompts are
+    shared in the server's cache with requests of the same name only; None: with all without."""
     options, masked = draw.options, masks(draw, full=full)
     all_tokens = vocabulary if masked else -1  # the support is reported up to a limit
     return {
@@ -116,6 +123,7 @@ def request_body(draw: Draw, *, vocabulary: int, full: bool) -> dict[str, Any]:
         "return_sampling_mask": masked,
         "return_routed_experts": options.experts,
         "priority": draw.priority,
+        "extra_key": cache,
     }
 
 
@@ -130,8 +138,14 @@ def read_reply(
     except ValidationError as error:
         raise RunFailedError(f"{where}: the answer does not have SGLang's form: {error}") from error
     tokens, meta = read.output_ids, read.meta_info
+    finish, options = meta.finish_reason, draw.options
+    masked = masks(draw, full=full)
+    if finish.type == "abort" and masked and meta.output_token_sampling_mask is None:
+        # It was aborted while it waited: to be read, or to be read again.
+        support = SampledSupport() if options.support else None
+        return DrawnPiece(completion=replace(ABORTED, support=support))
     logprobs = [entry[0] for entry in meta.output_token_logprobs]
-    if masks(draw, full=full):
+    if masked:
         logprobs = meta.output_token_sampling_logprobs or []
     versions = [span.version for span in meta.weight_versions for _ in range(span.start, span.end)]
     if [entry[1] for entry in meta.output_token_logprobs] != tokens or not (
@@ -141,7 +155,6 @@ def read_reply(
             f"{where}: {len(tokens)} tokens came with {len(logprobs)} log-probabilities and "
             f"{len(versions)} weight versions, or with those of other tokens"
         )
-    finish, options = meta.finish_reason, draw.options
     support = None
     if options.support:
         support = _support(where, tokens, meta.output_token_sampling_mask or [])
@@ -197,11 +210,13 @@ class SglangDialect(Dialect):
         full_logprobs: bool = False,
         checks: WeightChecks | None = None,
         health_s: float = 30.0,
+        stale_cache: bool = False,
     ) -> None:
         """``control``: a client with the key for administration, if that is another one.
         ``model``: `connect` refuses servers of other models. ``routed``, ``full_logprobs``: see
         `read_reply`. ``checks``: those of all servers of this run. ``health_s``: time limit of
-        `health`; at least the longest step of the model."""
+        `health`; at least the longest step of the model. ``stale_cache``: requests in flight keep
+        what older weights have computed."""
         self._client, self._control = client, control or client
         self._model = model
         self._routed = routed
@@ -214,6 +229,11 @@ class SglangDialect(Dialect):
         self._running = asyncio.Event()
         self._running.set()
         self._pauses = 0
+        self._mode: PauseMode = "abort"
+        """Of the last pause."""
+        self._stale_cache, self._retracts = stale_cache, False
+        self._loaded: str | None = None
+        """The last version that was loaded, since the server was connected to."""
         self.where = client.address.text
 
     async def connect(self) -> int:
@@ -221,6 +241,7 @@ class SglangDialect(Dialect):
         model = await self._get("/model_info")
         self._context = check_sglang(self.where, info, model, self._model)
         self._check = ServerCheck(self._checks, self.where, digest_of(info), self._held)
+        self._retracts, self._loaded = retracts(self.where, info), None
         await self.resume()  # a client that was lost during an update has left it paused
         await self._model.check_vocabulary(self.where, self._knows)
         return self._context
@@ -275,7 +296,12 @@ class SglangDialect(Dialect):
 
     async def _piece(self, draw: Draw) -> DrawnPiece:
         """Tokens until the draw has ended, was aborted, or the server was paused."""
-        body = request_body(draw, vocabulary=self._model.vocabulary, full=self._full)
+        body = request_body(
+            draw,
+            vocabulary=self._model.vocabulary,
+            full=self._full,
+            cache=self._loaded if self._stale_cache else None,
+        )
         reply = await self._client.post("/generate", body, timeout_s=None)
         return read_reply(
             f"{self.where}/generate", reply, draw, full=self._full, routed=self._routed
@@ -288,8 +314,17 @@ class SglangDialect(Dialect):
 
     async def pause(self) -> None:
         self._pauses += 1
-        self._running.clear()
-        await self._post("/pause_generation", {"mode": "abort"}, None)
+        if self._running.is_set():  # a paused server stays in its mode
+            self._mode = self._mode_now()
+            self._running.clear()
+        await self._post("/pause_generation", {"mode": self._mode}, None)
+
+    def _mode_now(self) -> PauseMode:
+        if self._stale_cache and self._loaded is not None:  # else its cache may be of another run
+            return "in_place"
+        if any(drawing.draw.options.min_new_tokens for drawing in self._draws.values()):
+            return "abort"
+        return "retract" if self._retracts else "abort"
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {})
@@ -304,13 +339,15 @@ class SglangDialect(Dialect):
             "model_path": str(version.folder),
             "load_format": "auto",
             "weight_version": version.name,
-            "flush_cache": True,
+            "flush_cache": self._mode != "in_place",
         }
-        await self._wait_until_idle()  # 0.5.20 would end, later versions refuse the update
+        if self._mode == "abort":
+            await self._wait_until_idle()  # 0.5.20 would end, later versions refuse the update
         assert self._check is not None, "a server loads weights once it was connected to"
         await self._check.before_load(version)
         await self._succeed("/update_weights_from_disk", body)
         await self.check_version(version.name)
+        self._loaded = version.name
         await self._check.after_load(version)
 
     async def version(self) -> str:

@@ -1,9 +1,10 @@
 """vLLM 0.32 and later, as a server.
 
 Weights are replaced while the scheduler is paused with ``mode=keep``: the server holds its
-requests, computes their caches again with the new weights, and reports which version drew which
-token. The routes for that need ``VLLM_SERVER_DEV_MODE=1`` and ask for no key, so our own servers
-listen on a Unix socket in a folder that only the user can enter (`vllm_server`).
+requests, computes their caches again with the new weights (or keeps them, with ``stale_cache``),
+and reports which version drew which token. The routes for that need ``VLLM_SERVER_DEV_MODE=1`` and
+ask for no key, so our own servers listen on a Unix socket in a folder that only the user can enter
+(`vllm_server`).
 
 Log-probabilities are under the distribution that was drawn from: after temperature, top-k, top-p
 and the ban of stop tokens before ``min_new_tokens``. Those of greedy tokens are at temperature 1.
@@ -47,6 +48,7 @@ FIRST = Draw(
 )
 """What a server is tried with."""
 RESET = "/reset_prefix_cache?reset_running_requests=true"
+KEEP = "/pause?mode=keep"
 LOADING = {"load_config": {"load_format": "auto"}}
 """A server starts without reading weights, and is to read them from then on."""
 
@@ -90,13 +92,15 @@ PREFIX = "generate-tokens-"
 """What the server puts before the id of a request."""
 
 
-def request_body(draw: Draw) -> dict[str, Any]:
-    """The body of a request for one completion."""
+def request_body(draw: Draw, *, cache: str | None = None) -> dict[str, Any]:
+    """The body of a request for one completion. ``cache``: prompts are shared in the server's cache
+    with requests of the same name only; None: with all without."""
     return {
         "request_id": draw.name,
         "token_ids": list(draw.prompt),
         "priority": draw.priority,
         "sampling_params": _sampling(draw.options, draw.seed),
+        "cache_salt": cache,
     }
 
 
@@ -151,15 +155,20 @@ class VllmDialect(Dialect):
         model: ServedModel,
         checks: WeightChecks | None = None,
         health_s: float = 30.0,
+        stale_cache: bool = False,
     ) -> None:
         """``control``: a client with the key for administration, if that is another one. ``model``:
         `connect` refuses servers of other models. ``checks``: those of all servers of this run.
-        ``health_s``: time limit of `health`; at least the longest step of the model."""
+        ``health_s``: time limit of `health`; at least the longest step of the model.
+        ``stale_cache``: requests in flight keep what older weights have computed."""
         self._client, self._control = client, control or client
         self._model = model
         self._checks = checks or WeightChecks()
         self._check: ServerCheck | None = None
         self._health_s = health_s
+        self._stale_cache = stale_cache
+        self._loaded: str | None = None
+        """The last version that was loaded, since the server was connected to."""
         self.where = client.address.text
 
     async def connect(self) -> int:
@@ -172,6 +181,7 @@ class VllmDialect(Dialect):
         context = check_vllm(self.where, version, server, models, self._model)
         digest = digest_of(server)
         self._check = ServerCheck(self._checks, self.where, digest, self._held, first_only=True)
+        self._loaded = None
         await self.resume()  # a client that was lost during an update has left it paused
         await self._try()
         await self._model.check_vocabulary(self.where, self._knows)
@@ -212,17 +222,24 @@ class VllmDialect(Dialect):
                 f"{self.where}: vLLM reports what a token was drawn from for all requests of a "
                 "server or for none; use native or sglang, or leave out top_k and top_p"
             )
-        reply = await self._generate(request_body(draw), None)
+        cache = self._loaded if self._stale_cache else None
+        reply = await self._generate(request_body(draw, cache=cache), None)
         return read_reply(self.where + GENERATE, reply)
 
     async def abort(self, name: str) -> None:
         await self._post("/inference/v1/abort_requests", {"request_ids": [PREFIX + name]})
 
     async def pause(self) -> None:
-        await self._post("/pause?mode=keep")
+        await self._post(f"{KEEP}&clear_cache=false" if self._keeps_cache else KEEP)
 
     async def resume(self) -> None:
         await self._post("/resume")
+
+    @property
+    def _keeps_cache(self) -> bool:
+        """Whether an update leaves the cache as it is, which another run may have filled before the
+        first one."""
+        return self._stale_cache and self._loaded is not None
 
     async def load(self, version: WeightVersion) -> None:
         if version.folder is None or not version.folder.is_dir():
@@ -233,11 +250,16 @@ class VllmDialect(Dialect):
         await self._check.before_load(version)
         await self._call("update_config", overrides=LOADING)
         await self._call("reload_weights", weights_path=str(version.folder))
-        if field_of(self.where, await self._post(RESET), "success") is not True:
-            raise RunFailedError(f"{self.where}: the server did not empty its prefix cache")
+        if not self._keeps_cache:
+            await self._empty_cache()
         await self._post("/update_weight_version", {"new_version": version.name})
         await self.check_version(version.name)
+        self._loaded = version.name
         await self._check.after_load(version)
+
+    async def _empty_cache(self) -> None:
+        if field_of(self.where, await self._post(RESET), "success") is not True:
+            raise RunFailedError(f"{self.where}: the server did not empty its prefix cache")
 
     async def _held(self) -> list[Held]:
         reply = await self._post("/weight_checker", {"action": "checksum"}, None)

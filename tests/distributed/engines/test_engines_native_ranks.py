@@ -86,7 +86,9 @@ class Counted:
 
 
 @contextmanager
-def served(setup: Setup, *, late: bool, timeout_s: float | None = None) -> Any:
+def served(
+    setup: Setup, *, late: bool, timeout_s: float | None = None, stale_cache: bool = False
+) -> Any:
     """A rank's engine, and its counts. With a time-out, messages have a group of their own."""
     engine: Any = make(setup)
     peers: Peers | None = engine._peers()
@@ -94,7 +96,13 @@ def served(setup: Setup, *, late: bool, timeout_s: float | None = None) -> Any:
         peers = Peers(dist.new_group(timeout=timedelta(seconds=timeout_s)), torch.device("cpu"))
     with torch.no_grad(), engine._shards.gathered() as decoder:
         rollout = NativeRollout(
-            decoder, limits=TIGHT, version="0.1", own=False, peers=peers, decode=letters
+            decoder,
+            limits=TIGHT,
+            version="0.1",
+            own=False,
+            peers=peers,
+            decode=letters,
+            stale_cache=stale_cache,
         )
         batch, counted = rollout._batch, Counted()
         batch._late = late
@@ -192,25 +200,31 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "late"),
-    [("t2", False), ("t2", True), ("t2 with sequence parallelism", False), ("c2", True)],
+    ("layout", "late", "stale_cache"),
+    [
+        ("t2", False, False),
+        ("t2", True, True),
+        ("t2 with sequence parallelism", False, False),
+        ("c2", True, False),
+    ],
 )
 def test_split_models_serve_what_one_rank_serves(
-    ranks: RankPool, layout: str, late: bool, folders: tuple[Path, Path]
+    ranks: RankPool, layout: str, late: bool, stale_cache: bool, folders: tuple[Path, Path]
 ) -> None:
     """Groups, stops, aborts, refusals, preemption, pauses and new weights in the middle: the same
     completions, and on all ranks the same steps; each step costs one broadcast."""
     setup = LAYOUTS[layout]
     whole = Setup(model=model(), split=[range(5)])
-    (alone,) = ranks(1, f"{HERE}:work", whole, "everything", *folders, late=late)
-    leader, other = ranks(2, f"{HERE}:work", setup, "everything", *folders, late=late)
+    more = {"late": late, "stale_cache": stale_cache}
+    (alone,) = ranks(1, f"{HERE}:work", whole, "everything", *folders, **more)
+    leader, other = ranks(2, f"{HERE}:work", setup, "everything", *folders, **more)
     assert leader.result.keys() == alone.result.keys()
     for name, completions in alone.result.items():
         for found, wanted in zip(leader.result[name], completions, strict=True):
             alike(found, wanted)
     assert {c.finish for c in leader.result["aborted"]} == {"aborted"}
     assert {v for cs in leader.result.values() for c in cs for v in c.versions} == {"0.1", "1.1"}
-    assert leader.preempted == other.preempted == alone.preempted > 5
+    assert leader.preempted == other.preempted == alone.preempted > 3
     assert leader.steps == other.steps == alone.steps
     assert (leader.drawn, leader.checksum) == (other.drawn, other.checksum)
     assert leader.free

@@ -159,9 +159,11 @@ def test_a_graph_that_fails_or_draws_otherwise_is_not_used(
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["weights-in-place", "weights-copied"])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("late", "stale_cache"), [(False, False), (True, False), (False, True), (True, True)]
+)
 def test_graphs_follow_new_weights_aborts_and_later_requests(
-    start: Any, monkeypatch: pytest.MonkeyPatch, late: bool, copied: bool
+    start: Any, monkeypatch: pytest.MonkeyPatch, late: bool, stale_cache: bool, copied: bool
 ) -> None:
     """In the middle of decoding, also with a call in flight whose tokens nobody has read."""
     if not copied:  # as on a GPU
@@ -178,7 +180,7 @@ def test_graphs_follow_new_weights_aborts_and_later_requests(
         with torch.no_grad():
             for parameter in run.decoder.parameters():
                 parameter.mul_(1.1)
-        run.batch.renew("2")
+        run.batch.renew("2", stale_cache=stale_cache)
         for _ in range(5):
             run.batch.step()
         sequences += run.add(2, long, first=6)

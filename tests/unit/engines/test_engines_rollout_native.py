@@ -22,7 +22,7 @@ from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, generate
-from slurmrl.models.hf import to_hf
+from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.models.paged import PagedCall, PagedDecoder, cell_bytes
 from slurmrl.models.parallel.split import WHOLE
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
@@ -296,6 +296,55 @@ def test_new_weights_take_over_in_the_middle(tmp_path: Path) -> None:
         difference = torch.tensor(completion.logprobs[old:]) - torch.tensor(wanted.logprobs)
         assert difference.abs().max() < 1e-5
     assert mixed >= 4
+
+
+@pytest.mark.parametrize("length", [2, 9])
+def test_with_a_stale_cache_tokens_behind_an_update_are_drawn_over_older_keys(
+    tmp_path: Path, length: int
+) -> None:
+    """They have the log-probabilities of the new weights over the keys and values that the old ones
+    have computed (transformers'), and later prompts share nothing of that: also if the first page
+    was not full at the update."""
+    models = [hf_model(ODD["qwen3"], seed) for seed in (1, 2)]
+    old, new = (tmp_path / name for name in ("old", "new"))
+    for model, folder in zip(models, (old, new), strict=True):
+        model.save_pretrained(folder)
+    prompt = tuple(range(4, 4 + length))
+    options = GenerationOptions(max_new_tokens=24, greedy=True)
+
+    async def run() -> list[Completion]:
+        limits = Limits(page_tokens=4)
+        engine = NativeRollout(from_hf(old), version="0.1", limits=limits, stale_cache=True)
+        future = engine.submit(request("first", prompt, options, 0))
+        while engine._batch.drawn < 2:
+            await asyncio.sleep(0)
+        assert (engine._batch.read < limits.page_tokens) == (length == 2)
+        await engine.update_weights(WeightVersion(name="1.1", folder=new))
+        (first,) = await future
+        (later,) = await engine.submit(request("later", (*prompt, *first.tokens), options, 0))
+        return [first, later]
+
+    first, later = asyncio.run(run())
+    switch = first.versions.index("1.1")
+    assert first.versions == ("0.1",) * switch + ("1.1",) * (24 - switch)
+    tokens = torch.tensor([[*prompt, *first.tokens]])
+    cached = length + switch - 1  # the newest token is read with the next one
+    with torch.no_grad():
+        whole = models[0](tokens[:, :cached], use_cache=True)
+        behind = models[1](tokens[:, cached:-1], past_key_values=whole.past_key_values)
+        logits = torch.cat([whole.logits, behind.logits], dim=1)[0, length - 1 :]
+        anew = models[1](tokens).logits[0, length - 1 : -1]
+        last = models[1](torch.tensor([[*prompt, *first.tokens, *later.tokens]])).logits
+    check_greedy(first, logits)
+    drawn = torch.tensor(first.logprobs)[switch:]
+    assert (anew.log_softmax(-1).max(-1).values[switch:] - drawn).abs().max() > 0.01
+    check_greedy(later, last[0, length + 24 - 1 : -1])
+
+
+def check_greedy(completion: Completion, logits: Tensor) -> None:
+    found = logits.log_softmax(-1).max(-1)
+    assert found.indices.tolist() == list(completion.tokens)
+    assert (found.values - torch.tensor(completion.logprobs)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("paused", [False, True])

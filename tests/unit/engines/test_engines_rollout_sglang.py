@@ -71,6 +71,7 @@ class ScriptedServer(HttpClient):
         self.asked: list[Mapping[str, Any]] = []
         self.version = "1.1"
         self.posted: list[str] = []
+        self.bodies: list[tuple[str, Mapping[str, Any]]] = []
         self.busy = False
         """Whether a batch does not end."""
         self.begun = asyncio.Event()
@@ -88,6 +89,7 @@ class ScriptedServer(HttpClient):
         bounded: bool = False,
     ) -> object:
         self.posted.append(path)
+        self.bodies.append((path, body or {}))
         if path.startswith("/flush_cache") and self.busy:
             raise UsageError("HTTP status 400: there are pending requests")
         if path in ("/pause_generation", "/abort_request"):
@@ -470,6 +472,72 @@ def test_a_server_of_another_model_is_refused_before_it_gets_requests(
         with pytest.raises(UsageError, match=message):
             asyncio.run(dialect.connect())
     assert server.asked == []
+
+
+KEEPS: dict[str, Any] = {**INFO, "version": "0.5.22", "pp_size": 1, "disaggregation_mode": "null"}
+
+
+@pytest.mark.parametrize(
+    ("info", "least", "stale_cache", "modes"),
+    [
+        (INFO, 0, False, ["abort", "abort"]),
+        ({**KEEPS, "version": "0.5.21"}, 0, False, ["abort", "abort"]),
+        (KEEPS, 0, False, ["retract", "retract"]),
+        ({**KEEPS, "version": "0.6.0"}, 0, False, ["retract", "retract"]),
+        ({**KEEPS, "pp_size": 2}, 0, False, ["abort", "abort"]),
+        ({**KEEPS, "enable_hierarchical_cache": True}, 0, False, ["abort", "abort"]),
+        (KEEPS, 2, False, ["retract", "abort"]),
+        (INFO, 2, True, ["abort", "in_place"]),
+        (KEEPS, 2, True, ["retract", "in_place"]),
+    ],
+)
+def test_how_a_server_is_paused_depends_on_its_version_and_its_requests(
+    tmp_path: Path, info: Mapping[str, Any], least: int, stale_cache: bool, modes: list[str]
+) -> None:
+    """A server that retracts is idle at once. Before the first update its cache may be of another
+    run, so it is emptied; one that is kept is shared by requests of the same version only. A paused
+    server stays in its mode."""
+
+    async def work() -> ScriptedServer:
+        server = ScriptedServer({**info, "weight_version": "1.1"})
+        dialect = SglangDialect(server, model=MODEL, stale_cache=stale_cache)
+        await dialect.connect()
+        version = WeightVersion(name="1.1", folder=tmp_path)
+        await dialect.pause()
+        await dialect.load(version)
+        await dialect.resume()
+        options = {"max_new_tokens": 9, "min_new_tokens": least}
+        drawing = asyncio.create_task(dialect.draw(draw(**options)))
+        await server.begun.wait()
+        for _ in range(2):
+            await dialect.pause()
+        await dialect.load(version)
+        await dialect.resume()
+        await drawing
+        return server
+
+    server = asyncio.run(work())
+    bodies = server.bodies
+    assert [body["mode"] for path, body in bodies if path == "/pause_generation"] == [
+        modes[0],
+        *(2 * modes[1:]),
+    ]
+    flushed = [body["flush_cache"] for path, body in bodies if path.startswith("/update_weights")]
+    assert flushed == [mode != "in_place" for mode in modes]
+    waited = [path for path in server.posted if path.startswith("/flush_cache")]
+    assert len(waited) == modes.count("abort")
+    assert {body["extra_key"] for body in server.asked} == {"1.1" if stale_cache else None}
+
+
+@pytest.mark.parametrize("support", [False, True])
+def test_a_request_that_is_aborted_while_it_waits_has_no_masks(support: bool) -> None:
+    """Its tokens cannot be used without their probabilities."""
+    answer = reply([3, 4], "abort", message="Abort in waiting queue")
+    made = read_reply("server", answer, draw(top_k=3, support=support), full=not support)
+    tokens = made.completion.tokens
+    assert tokens == (() if support else (3, 4))
+    assert made.completion.finish == "aborted"
+    assert (made.completion.support is not None) == support
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -106,9 +106,16 @@ class ContinuousBatch:
                 sequence.finish = "aborted"
                 self._schedule.remove(sequence)
 
-    def renew(self, version: str) -> None:
-        """The decoder's weights have changed: sequences keep their tokens, which are read again."""
-        self._empty_cache()
+    def renew(self, version: str, *, stale_cache: bool = False) -> None:
+        """The decoder's weights have changed: sequences keep their tokens, which are read again, or
+        with ``stale_cache`` also the keys and values of these, which no other sequence then
+        shares."""
+        if stale_cache:
+            self._settle()
+            self._schedule.seclude()
+            self._pool.forget()
+        else:
+            self._empty_cache()
         self._runner.renew()
         self.version = version
 

@@ -52,9 +52,9 @@ class LedBatch(ContinuousBatch):
             self._unsent.append(("abort", sequence.request.request_id))
         super().abort(sequences)
 
-    def renew(self, version: str) -> None:
-        self._unsent.append(("renew", version))
-        super().renew(version)
+    def renew(self, version: str, *, stale_cache: bool = False) -> None:
+        self._unsent.append(("renew", version, stale_cache))
+        super().renew(version, stale_cache=stale_cache)
 
     def step(self) -> list[Sequence]:
         assert self._together, "the other ranks were let go, or a call of the model has failed"
@@ -106,8 +106,8 @@ class RepeatedBatch:
                 self._requests[request.request_id] = self._batch.add(request)
             case "abort", [request_id]:
                 self._batch.abort(self._requests.pop(request_id, []))
-            case "renew", [version]:
-                self._batch.renew(version)
+            case "renew", [version, stale_cache]:
+                self._batch.renew(version, stale_cache=stale_cache)
             case "read", [version, folder]:
                 self._read(version, Path(folder))
             case "step", [drawn, checksum]:

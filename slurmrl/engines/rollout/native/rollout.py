@@ -59,13 +59,15 @@ class NativeRollout(RolloutEngine):
         decode: Decode | None = None,
         own: bool = True,
         peers: Peers | None = None,
+        stale_cache: bool = False,
     ) -> None:
         """``version`` names the decoder's weights; without it requests wait for ``update_weights``.
         ``context`` is the most tokens of a sequence (default: ``max_position_embeddings``);
         ``decode`` turns token ids into text, for stop strings. The parameters of a decoder that is
         the engine's ``own`` are moved in memory. ``peers`` are the ranks of a decoder that is
         split: each makes an engine with the same arguments, the leader's serves, and the others
-        call ``follow``."""
+        call ``follow``. ``stale_cache``: over an update, requests in flight keep what older
+        weights have computed."""
         assert peers is not None or decoder.split.whole, "ranks of a split decoder compute together"
         if own:
             join_matrices(decoder)
@@ -83,6 +85,7 @@ class NativeRollout(RolloutEngine):
         self._task: asyncio.Task[None] | None = None
         self._lost: RunFailedError | None = None
         self._paused = False
+        self._stale_cache = stale_cache
         self._version = version
         self._fresh = True
         """Whether no token was drawn since the last update of the weights."""
@@ -133,7 +136,7 @@ class NativeRollout(RolloutEngine):
         await self._progress()
         if version.folder is not None:
             self._read(version.name, version.folder)
-        self._batch.renew(version.name)
+        self._batch.renew(version.name, stale_cache=self._stale_cache)
         self._version, self._fresh = version.name, True
         self._serve()
 

@@ -145,6 +145,12 @@ class Schedule:
             self._pool.store(sequence.pages[place], before, tokens)
         sequence.shared = max(sequence.shared, full)
 
+    def seclude(self) -> None:
+        """No page of those that run is stored from now on. (Without its first page, which may not
+        be full yet, the pool stores none of a sequence.)"""
+        for sequence in self.running:
+            sequence.shared = max(sequence.shared, 1)
+
     def _read(self, sequence: Sequence, count: int, step: Step) -> None:
         begin, draws = sequence.stored, count == sequence.ahead
         step.readings.append(Reading(sequence, begin, count, draws))
