@@ -31,6 +31,7 @@ def own_server(
         memory_bytes=memory_bytes,
         sleeps=sleeps,
         experts=rollout.replay_experts,
+        stale_cache=rollout.tasks is not None and rollout.tasks.stale_cache,
     )
 
 

@@ -91,8 +91,21 @@ class Tasks(Section):
     interruptible: bool = True
     """Completions that are being written go on with new weights. false: they are finished with the
     weights that began them."""
+    stale_cache: bool = False
+    """Completions that go on with new weights keep the keys and values that older weights have
+    computed, instead of reading their tokens again. Requires `interruptible` and a `max_staleness`
+    of at least 1."""
     orphan_s: PositiveFloat = 1800.0
     """Seconds without trainers after which a task ends."""
+
+    @model_validator(mode="after")
+    def _goes_on(self) -> Tasks:
+        if self.stale_cache and not (self.interruptible and self.max_staleness):
+            other = "max_staleness 0" if self.interruptible else "interruptible: false"
+            raise ValueError(
+                f"stale_cache is not allowed with {other}: no completion goes on with new weights"
+            )
+        return self
 
 
 class Rollout(Section):

@@ -60,6 +60,8 @@ class Serving:
     """Whether it frees its GPUs between generations."""
     experts: bool = False
     """Whether it is to record the experts that read each token."""
+    stale_cache: bool = False
+    """Whether requests in flight over an update keep what older weights have computed."""
 
     @property
     def text(self) -> bool:

@@ -54,6 +54,7 @@ class ServerKind(ABC):
         self.tensor_ranks, self.device = tensor_ranks, device
         self.model = ServedModel.of(config, dtype, text=serving.text, experts=serving.experts)
         self.checks = WeightChecks(device, own=isinstance(serving, Serving))
+        self.stale_cache = isinstance(serving, Serving) and serving.stale_cache
 
     @abstractmethod
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:

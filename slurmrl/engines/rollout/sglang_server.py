@@ -106,6 +106,7 @@ class SglangServer(ServerKind):
             full_logprobs=True,
             checks=self.checks,
             health_s=self.serving.patience.silence_s,
+            stale_cache=self.stale_cache,
         )
 
 

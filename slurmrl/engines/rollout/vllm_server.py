@@ -94,8 +94,14 @@ class VllmServer(ServerKind):
         return {**ENVIRONMENT, **further}
 
     def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
-        health_s = self.serving.patience.silence_s
-        return VllmDialect(client, control, model=self.model, checks=self.checks, health_s=health_s)
+        return VllmDialect(
+            client,
+            control,
+            model=self.model,
+            checks=self.checks,
+            health_s=self.serving.patience.silence_s,
+            stale_cache=self.stale_cache,
+        )
 
 
 class VllmEngine(ServerEngine):

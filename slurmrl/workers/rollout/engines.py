@@ -41,7 +41,11 @@ def native(
     rows, memory = config.rollout.episode.concurrency, config.rollout.episode.cache_bytes
     tokens = max(rows, config.actor.max_tokens_per_microbatch)
     limits = Limits(rows=rows, step_tokens=tokens, cache_bytes=memory)
-    return NativeRollout(decoder, limits=limits, decode=decode, peers=peers)
+    tasks = config.rollout.tasks
+    assert tasks is not None, "an engine of rollout tasks"
+    return NativeRollout(
+        decoder, limits=limits, decode=decode, peers=peers, stale_cache=tasks.stale_cache
+    )
 
 
 def served(

@@ -78,6 +78,14 @@ def test_whole_numbers_are_accepted_as_text(tmp_path: Path) -> None:
         ("rollout.top_p=1.5", "1.5 is not allowed: must be at most 1"),
         ("rollout.greedy=no", "'no' is not allowed: must be true or false"),
         ("rollout.min_new_tokens=300", "min_new_tokens 300 exceeds max_new_tokens 256"),
+        (
+            "rollout.tasks={stale_cache: true, interruptible: false}",
+            "stale_cache is not allowed with interruptible: false",
+        ),
+        (
+            "rollout.tasks={stale_cache: true, max_staleness: 0}",
+            "stale_cache is not allowed with max_staleness 0",
+        ),
         ("actor.dtype=float23", "did you mean 'float32'? allowed: float32, bfloat16"),
         ("cluster.scheduler=slrum", "did you mean 'slurm'? allowed: auto, local, slurm"),
         ("cluster.gpus_per_worker=2", "2 is not allowed: must be at most 1"),

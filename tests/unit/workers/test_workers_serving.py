@@ -7,16 +7,28 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from slurmrl.config.schema import Rollout
+from slurmrl.config.servers import Address
+from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.engines.rollout.sglang import SglangDialect
+from slurmrl.engines.rollout.sglang_server import SglangServer
+from slurmrl.engines.rollout.vllm import VllmDialect
+from slurmrl.engines.rollout.vllm_server import VllmServer
+from slurmrl.models.config import ModelConfig
 from slurmrl.plan.settings import Settings
+from slurmrl.workers.rollout.engines import native
 from slurmrl.workers.serving import own_server
+from tests.unit.models.conftest import BASE, ODD, random_decoder
 
 
 def settings_of(prompt: int | None = None, **rollout: Any) -> Settings:
     config = SimpleNamespace(
         rollout=Rollout(python="/server/bin/python", **rollout),
-        actor=SimpleNamespace(tokenizer="/model", architecture=None, path=None),
+        actor=SimpleNamespace(
+            tokenizer="/model", architecture=None, path=None, max_tokens_per_microbatch=64
+        ),
         dataset=SimpleNamespace(kind="prompt", max_prompt_tokens=prompt),
         evaluations={},
         rollout_evaluates=False,
@@ -48,3 +60,22 @@ def test_servers_must_take_the_longest_sequence_where_it_is_bounded(
 ) -> None:
     settings = settings_of(prompt, max_new_tokens=30)
     assert own_server(settings, Path("/log"), memory_bytes=None).context == context
+
+
+@pytest.mark.parametrize(
+    ("tasks", "stale"), [(None, False), ({}, False), ({"stale_cache": True}, True)]
+)
+def test_the_engines_of_tasks_keep_stale_caches_where_they_are_to(
+    tasks: dict[str, Any] | None, stale: bool
+) -> None:
+    settings = settings_of(tasks=tasks)
+    serving = own_server(settings, Path("/log"), memory_bytes=None)
+    config, device = ModelConfig.from_hf({**BASE, **ODD["qwen3"]}), torch.device("cpu")
+    kinds: tuple[type[SglangServer | VllmServer], ...] = (SglangServer, VllmServer)
+    for kind in kinds:
+        server = kind(config, "float32", serving, tensor_ranks=1, device=device)
+        dialect = server.dialect(HttpClient(Address("unix:/none")))
+        assert isinstance(dialect, (SglangDialect, VllmDialect))
+        assert dialect._stale_cache == stale
+    if tasks is not None:
+        assert native(settings, random_decoder(config), str)._stale_cache == stale
