@@ -85,6 +85,7 @@ def test_how_often_is_evaluated_may_change(tmp_path: Path, change: str, differs:
         ("orphan_s: 60.0", []),
         ("max_staleness: 2", ["max_staleness"]),
         ("interruptible: false", ["interruptible"]),
+        ("stale_cache: true", ["stale_cache"]),
     ],
 )
 def test_how_many_tasks_generate_may_change(
