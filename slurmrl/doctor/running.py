@@ -14,6 +14,7 @@ from slurmrl.config.servers import Address, ServerKeys, read_keys
 from slurmrl.doctor.check import Check, failed, guarded, ok, warning
 from slurmrl.doctor.servers import PACKAGES
 from slurmrl.engines.rollout.fitness import (
+    Joins,
     ServedModel,
     check_context,
     check_sglang,
@@ -55,6 +56,7 @@ def settings_of(config: Config) -> dict[str, Any] | None:
         "keys": rollout.server_keys,
         "model": asdict(needs),
         "context": least_context(config),
+        "broadcast": rollout.server_updates == "broadcast",
     }
 
 
@@ -135,6 +137,8 @@ async def _look(settings: Settings, address: Address, keys: ServerKeys) -> _Foun
             server = await get("/server_info")
             context = check_sglang(address.text, server, await get("/model_info"), needs)
             version = field_of(address.text, server, "version")
+            if settings["broadcast"]:
+                Joins.of(address.text, server, experts=shape is not None and shape.experts > 0)
         else:
             about = await get("/version")
             try:

@@ -42,6 +42,8 @@ class EngineRules:
     """Whether generation can report the experts that read each token."""
     records_no_experts_of: tuple[str, ...] = ()
     """Kinds of models (``model_type``) of which it cannot."""
+    takes_broadcasts: bool = False
+    """Whether servers that run already can get weights over a process group."""
     dense_layers: bool = True
     """Whether some layers of a model with experts may be dense."""
     experts_of_whole_sequences: bool = True
@@ -96,6 +98,7 @@ ENGINES: Final = {
         records_experts=True,
         records_no_experts_of=("mixtral",),
         dense_layers=False,
+        takes_broadcasts=True,
     ),
     "vllm": replace(SERVERS, records_support=False),
     "native": EngineRules(

@@ -37,9 +37,12 @@ def own_server(
 
 def running_servers(settings: Settings, paths: RunPaths) -> Running:
     """``rollout.servers``. Raises UsageError for keys that cannot be used, EnvironmentFailure."""
-    rollout, weights = settings.config.rollout, paths.weights
+    rollout = settings.config.rollout
+    weights: Path | None = paths.weights
     keys = Path(rollout.server_keys) if rollout.server_keys is not None else None
-    if rollout.server_weights is not None:  # other trials may use it, too
+    if rollout.server_updates == "broadcast":
+        weights = None
+    elif rollout.server_weights is not None:  # other trials may use it, too
         weights = Path(rollout.server_weights) / f"{paths.trial}-{_digest(paths.run)}"
     return Running(
         addresses=tuple(map(Address, rollout.servers)),

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout import sglang_server
-from slurmrl.engines.rollout.base import Completion
+from slurmrl.engines.rollout import sglang_broadcast, sglang_server
+from slurmrl.engines.rollout.base import Completion, WeightVersion
+from slurmrl.engines.rollout.dialect import Draw
 from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.http import HttpClient
@@ -17,7 +22,18 @@ from slurmrl.engines.rollout.kept import KeptEngine
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.served import ServedEngine
 from slurmrl.engines.rollout.sglang import SglangDialect
-from tests.engines.conftest import PATIENCE, VOCABULARY, Loop, SharedServer, over_an_update
+from slurmrl.errors import RunFailedError
+from slurmrl.models.generate import GenerationOptions
+from tests.engines.conftest import (
+    EXACT,
+    PATIENCE,
+    PROMPT,
+    VOCABULARY,
+    Loop,
+    SharedServer,
+    logprobs,
+    over_an_update,
+)
 
 
 class Served(SharedServer):
@@ -71,10 +87,23 @@ class Served(SharedServer):
 
 
 def dialect(
-    client: HttpClient, vocabulary: int = VOCABULARY, *, stale_cache: bool = False
+    client: HttpClient,
+    vocabulary: int = VOCABULARY,
+    *,
+    stale_cache: bool = False,
+    broadcasts: bool = False,
 ) -> SglangDialect:
     model = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=vocabulary)
-    return SglangDialect(client, model=model, stale_cache=stale_cache)
+    return SglangDialect(client, model=model, stale_cache=stale_cache, broadcasts=broadcasts)
+
+
+def check(
+    folder: Path, prompt: tuple[int, ...], made: Completion, temperature: float = 1.0
+) -> None:
+    """The log-probabilities are those of transformers."""
+    values = logprobs(folder, [*prompt, *made.tokens], temperature)[len(prompt) - 1 :]
+    expected = values.gather(-1, torch.tensor(made.tokens)[:, None]).squeeze(-1)
+    assert (expected - torch.tensor(made.logprobs)).abs().max() < EXACT
 
 
 async def with_a_stale_cache(served: Served) -> list[Completion]:
@@ -87,3 +116,43 @@ async def with_a_stale_cache(served: Served) -> list[Completion]:
         return drawn
     finally:
         await engine.close()
+
+
+def check_broadcasts(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights come in buckets, over the group of each client in turn. One that fails, because the
+    server refuses a tensor, and one that is lost without a word leave nothing that is in the way of
+    the next."""
+    monkeypatch.setattr(sglang_broadcast, "BUCKET_BYTES", 20_000)
+    other = tmp_path / "other"
+    shutil.copytree(served.versions["2.1"], other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][1:]
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    versions = {**served.versions, "3.1": other}
+    speakers: list[SglangDialect] = []
+
+    async def load(*names: str) -> None:
+        speaker = dialect(HttpClient(Address(f"unix:{served.socket}")), broadcasts=True)
+        speakers.append(speaker)
+        await speaker.connect()
+        for name in names:
+            await speaker.pause()
+            await speaker.load(WeightVersion(name=name, folder=versions[name]))
+            await speaker.resume()
+            options = GenerationOptions(max_new_tokens=16)
+            draw = Draw(name=name, prompt=PROMPT, seed=1, options=options, priority=0)
+            made = await speaker.draw(draw)
+            assert set(made.versions) == {name}
+            check(versions[name], PROMPT, made)
+
+    async def close() -> None:
+        for speaker in speakers:
+            await speaker.close()
+
+    try:
+        served.loop.run(load("2.1", "1.1", "2.1"))
+        with pytest.raises(RunFailedError, match=r"from_distributed: .*Failed to update"):
+            served.loop.run(load("1.1", "3.1"))
+        served.loop.run(load("1.1"))
+    finally:
+        served.loop.run(close())

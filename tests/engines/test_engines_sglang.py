@@ -20,10 +20,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.config.servers import Address
+from slurmrl.engines.rollout import sglang_broadcast
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
 from slurmrl.engines.rollout.dialect import Draw
 from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.engines.rollout.server_group import Meeting
 from slurmrl.engines.rollout.sglang import SglangDialect
 from slurmrl.engines.rollout.sglang_checksums import on_gpu
 from slurmrl.engines.rollout.weight_checks import WeightChecks
@@ -42,7 +44,7 @@ from tests.engines.conftest import (
     midway,
     request,
 )
-from tests.engines.served_sglang import Served, dialect, with_a_stale_cache
+from tests.engines.served_sglang import Served, check, check_broadcasts, dialect, with_a_stale_cache
 from tests.support.servers import load_once
 
 PYTHON = os.environ.get("SGLANG_PYTHON", "")
@@ -82,15 +84,6 @@ def test_a_server_with_another_vocabulary_is_refused(served: Served) -> None:
             served.loop.run(connect(size))
 
 
-def check(
-    folder: Path, prompt: tuple[int, ...], made: Completion, temperature: float = 1.0
-) -> None:
-    """The log-probabilities are those of transformers."""
-    values = logprobs(folder, [*prompt, *made.tokens], temperature)[len(prompt) - 1 :]
-    expected = values.gather(-1, torch.tensor(made.tokens)[:, None]).squeeze(-1)
-    assert (expected - torch.tensor(made.logprobs)).abs().max() < EXACT
-
-
 CHECK_BODIES = """
 import json, sys
 from pydantic import TypeAdapter
@@ -102,6 +95,9 @@ classes = {
     "/pause_generation": "PauseGenerationReqInput",
     "/continue_generation": "ContinueGenerationReqInput",
     "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
+    "/update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
+    "/init_weights_update_group": "InitWeightsUpdateGroupReqInput",
+    "/destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
     "/weights_checker": "CheckWeightsReqInput",
     "/flush_cache": "FlushCacheReqInput",
     "/release_memory_occupation": "ReleaseMemoryOccupationReqInput",
@@ -150,7 +146,24 @@ class Recorder(HttpClient):
         return {**answer, "success": True, "ranks": []}
 
 
-def test_bodies_are_those_of_sglangs_own_classes(versions: dict[str, Path]) -> None:
+class NoGroup:
+    """Stands for `ServerGroup` where there is no server."""
+
+    @classmethod
+    async def meet(cls, invite: Any, address: Address, *, ranks: int) -> Any:
+        await invite(Meeting(host="127.0.0.1", port=1, ranks=1 + ranks))
+        return cls()
+
+    async def broadcast(self, tensor: torch.Tensor, answer: Any) -> None:
+        await answer
+
+    def close(self) -> None:
+        pass
+
+
+def test_bodies_are_those_of_sglangs_own_classes(
+    versions: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every field that is sent has a name and a value that this version of SGLang knows; it ignores
     fields with other names."""
 
@@ -172,7 +185,11 @@ def test_bodies_are_those_of_sglangs_own_classes(versions: dict[str, Path]) -> N
         await speaker.resume()
         await speaker.sleep()
         await speaker.wake()
-        return client.bodies
+        version = WeightVersion(name="1.1", folder=versions["1.1"])
+        monkeypatch.setattr(sglang_broadcast, "ServerGroup", NoGroup)
+        of_a_group = Recorder()
+        await load_once(dialect(of_a_group, broadcasts=True), version)
+        return [*client.bodies, *of_a_group.bodies]
 
     bodies = asyncio.run(work())
     done = subprocess.run(
@@ -183,7 +200,7 @@ def test_bodies_are_those_of_sglangs_own_classes(versions: dict[str, Path]) -> N
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(set(done.stdout.split())) == 9
+    assert len(set(done.stdout.split())) == 12
 
 
 def test_log_probabilities_are_those_of_transformers(
@@ -246,6 +263,12 @@ def test_a_server_whose_weights_are_not_those_of_its_version_is_found(
         with pytest.raises(RunFailedError, match=rf"2\.1: 1 of 17 parameters .*\({name}\)"):
             served.loop.run(_load_for(served, checks, folder, version))
     served.loop.run(_load_for(served, checks, served.versions["1.1"], before))
+
+
+def test_weights_come_over_a_process_group(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_broadcasts(served, tmp_path, monkeypatch)
 
 
 RUN_KERNEL = """

@@ -27,7 +27,7 @@ from tests.engines.conftest import (
     over_an_update,
     request,
 )
-from tests.engines.served_sglang import Served, dialect, with_a_stale_cache
+from tests.engines.served_sglang import Served, check_broadcasts, dialect, with_a_stale_cache
 
 PYTHON = Path(os.environ.get("SGLANG_PYTHON", "")).parent.parent / "newest" / "bin" / "python"
 pytestmark = pytest.mark.skipif(
@@ -198,3 +198,10 @@ def test_with_a_stale_cache_requests_go_on_with_what_older_weights_have_computed
 ) -> None:
     made, later = served.loop.run(with_a_stale_cache(served))
     check_stale_cache(served.versions, made, later)
+
+
+def test_weights_come_over_a_process_group(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the begin and the end of an update, also behind one that was not ended."""
+    check_broadcasts(served, tmp_path, monkeypatch)

@@ -131,6 +131,10 @@ class Rollout(Section):
     server_weights: PathText | None = None
     """Folder in which `servers` find new weights under the same path as the trainers. Default: in
     the run directory."""
+    server_updates: Literal["files", "broadcast"] = "files"
+    """How `servers` get new weights. `files`: they read them in `server_weights`. `broadcast`: the
+    trainers send them over a process group (gloo), and servers need not see a folder of theirs.
+    `sglang` only."""
     server_keys: PathText | None = None
     """File with the API key of `servers`, and in a second line SGLang's admin key if it has one.
     Only you may have access to it (mode 0600). Default: SLURMRL_SERVER_KEY and

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
+from itertools import takewhile
 from pathlib import Path
 
 from slurmrl.engines.rollout.routed_experts import check_settings
@@ -15,6 +16,8 @@ from slurmrl.plan.estimates.shape import ModelShape
 from slurmrl.plan.estimates.shape import read as read_shape
 
 OLDEST_SGLANG = (0, 5, 20)
+SESSIONS_SINCE = (0, 5, 21)
+"""From then on SGLang takes weights over a process group within a session only."""
 OLDEST_VLLM = (0, 32)
 RETRACTING_SGLANG = (0, 5, 22)
 """0.5.20 cannot empty its cache while requests wait; 0.5.21 may queue one twice (DP attention)."""
@@ -83,6 +86,55 @@ class ServedModel:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Joins:
+    """How an SGLang server joins a process group over which it gets weights."""
+
+    ranks: int
+    sessions: bool
+    """Whether it takes weights within a session only."""
+
+    @staticmethod
+    def of(where: str, server: object, *, experts: bool) -> Joins:
+        """From the answer of ``/server_info``. ``experts``: whether the model has any. Raises
+        UsageError if the server cannot take weights over a group."""
+        version = str(field_of(where, server, "version"))
+        assert isinstance(server, dict), "it has fields"
+        sessions, reason = has_sessions(where, server), ""
+        if server.get("pp_size", 1) != 1:
+            reason = "pipeline stages (--pp-size)"
+        elif server.get("dp_size", 1) != 1 and not server.get("enable_dp_attention"):
+            reason = "several copies of the model (--dp-size)"
+        elif not sessions and (what := _kept_otherwise(server, experts)):
+            reason = f"{what} before 0.5.21: it is {version}"
+        if reason:
+            raise UsageError(
+                f"{where}: rollout.server_updates: broadcast is not possible with {reason}; "
+                "leave it out, and the server reads the weights from files"
+            )
+        return Joins(
+            ranks=int(server.get("tp_size", 1)),
+            sessions=sessions,
+        )
+
+
+def has_sessions(where: str, server: object) -> bool:
+    """Whether an SGLang server takes weights over a process group within a session only."""
+    return numbers_of(str(field_of(where, server, "version"))) >= SESSIONS_SINCE
+
+
+def _kept_otherwise(server: Mapping[str, object], experts: bool) -> str:
+    """Because of what kernels may keep weights in another form; empty: they do not."""
+    if experts:
+        return "experts"
+    for setting in ("quantization", "torchao_config"):
+        if server.get(setting):
+            return f"--{setting.replace('_', '-')}"
+    if server.get("device") == "cpu" and server.get("dtype") != "float32":
+        return "--device cpu in half precision (--dtype)"  # AMX packs it
+    return ""
+
+
 def field_of(where: str, value: object, name: str) -> object:
     """A field of an answer. Raises RunFailedError if there is none."""
     if not isinstance(value, dict) or name not in value:
@@ -117,8 +169,7 @@ def retracts(where: str, server: object) -> bool:
     """Whether an SGLang server with these settings (``/server_info``) can empty its cache while it
     is paused and keeps its requests."""
     assert isinstance(server, dict), "it was checked"
-    found = _numbers(str(field_of(where, server, "version")), len(RETRACTING_SGLANG))
-    if found is None or found < RETRACTING_SGLANG:
+    if numbers_of(str(field_of(where, server, "version"))) < RETRACTING_SGLANG:
         return False
     return all(server.get(name, value) == value for name, value in RETRACTING_NEEDS.items())
 
@@ -163,17 +214,15 @@ def check_context(where: str, context: int, least: int) -> None:
         )
 
 
+def numbers_of(version: str) -> tuple[int, ...]:
+    """Those that a version begins with: (0, 5, 20) of ``0.5.20.post1``."""
+    return tuple(map(int, takewhile(str.isdigit, version.split("."))))
+
+
 def _check_version(where: str, name: str, version: str, oldest: tuple[int, ...]) -> None:
-    found = _numbers(version, len(oldest))
-    if found is None or found < oldest:
+    if numbers_of(version) < oldest:
         least = ".".join(map(str, oldest))
         raise UsageError(f"{where}: {name} {version} is too old; at least {least} is needed")
-
-
-def _numbers(version: str, count: int) -> tuple[int, ...] | None:
-    """The first numbers of a version; None if one is none, as of a release candidate."""
-    parts = version.split(".")[:count]
-    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else None
 
 
 def _check_tokenizer(where: str, settings: object, needs: ServedModel) -> None:

@@ -74,8 +74,9 @@ class Running:
     """Servers that run already."""
 
     addresses: tuple[Address, ...]
-    weights: Path
-    """A folder that they see under the same path, of this trial alone."""
+    weights: Path | None
+    """A folder that they see under the same path, of this trial alone; None: they get weights over
+    a process group."""
     keys: ServerKeys
     context: int
     """Tokens that a prompt and its completion may have together; a server must take as many."""

@@ -55,6 +55,8 @@ class ServerKind(ABC):
         self.model = ServedModel.of(config, dtype, text=serving.text, experts=serving.experts)
         self.checks = WeightChecks(device, own=isinstance(serving, Serving))
         self.stale_cache = isinstance(serving, Serving) and serving.stale_cache
+        self.broadcasts = isinstance(serving, Running) and serving.weights is None
+        """Whether servers get weights over a process group."""
 
     @abstractmethod
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:

@@ -28,10 +28,18 @@ from slurmrl.data.support import SampledSupport
 from slurmrl.engines.rollout.base import ABORTED, Completion, Finish, WeightVersion
 from slurmrl.engines.rollout.dialect import Dialect, Draw
 from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
-from slurmrl.engines.rollout.fitness import ServedModel, check_sglang, field_of, retracts
+from slurmrl.engines.rollout.fitness import (
+    Joins,
+    ServedModel,
+    check_sglang,
+    field_of,
+    has_sessions,
+    retracts,
+)
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.routed_experts import RoutedLayers
 from slurmrl.engines.rollout.server_check import ServerCheck
+from slurmrl.engines.rollout.sglang_broadcast import SglangBroadcast
 from slurmrl.engines.rollout.sglang_checksums import digest_of, read_checksums
 from slurmrl.engines.rollout.weight_checks import Held, WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
@@ -211,12 +219,14 @@ class SglangDialect(Dialect):
         checks: WeightChecks | None = None,
         health_s: float = 30.0,
         stale_cache: bool = False,
+        broadcasts: bool = False,
     ) -> None:
         """``control``: a client with the key for administration, if that is another one.
         ``model``: `connect` refuses servers of other models. ``routed``, ``full_logprobs``: see
         `read_reply`. ``checks``: those of all servers of this run. ``health_s``: time limit of
         `health`; at least the longest step of the model. ``stale_cache``: requests in flight keep
-        what older weights have computed."""
+        what older weights have computed. ``broadcasts``: the server does not read the files
+        of weights but gets them over a process group."""
         self._client, self._control = client, control or client
         self._model = model
         self._routed = routed
@@ -224,6 +234,8 @@ class SglangDialect(Dialect):
         self._checks = checks or WeightChecks()
         self._check: ServerCheck | None = None
         self._health_s = health_s
+        self._broadcasts = broadcasts
+        self._broadcast: SglangBroadcast | None = None
         self._context = 0
         self._draws: dict[str, PiecewiseDraw] = {}
         self._running = asyncio.Event()
@@ -242,6 +254,12 @@ class SglangDialect(Dialect):
         self._context = check_sglang(self.where, info, model, self._model)
         self._check = ServerCheck(self._checks, self.where, digest_of(info), self._held)
         self._retracts, self._loaded = retracts(self.where, info), None
+        if self._broadcasts:
+            joins = Joins.of(self.where, info, experts=self._routed is not None)
+            self._broadcast = SglangBroadcast(self._client.address, joins, self._succeed)
+        if has_sessions(self.where, info):
+            with suppress(UsageError):  # there is none, unless a client was lost within an update
+                await self._post("/end_weight_update", {})
         await self.resume()  # a client that was lost during an update has left it paused
         await self._model.check_vocabulary(self.where, self._knows)
         return self._context
@@ -335,20 +353,26 @@ class SglangDialect(Dialect):
             raise UsageError(
                 f"weight version {version.name}: {version.folder} is not a folder with a checkpoint"
             )
+        if self._mode == "abort":
+            await self._wait_until_idle()  # 0.5.20 would end, later versions refuse the update
+        assert self._check is not None, "a server loads weights once it was connected to"
+        await self._check.before_load(version)
+        if self._broadcast is not None:
+            await self._broadcast.send(version, held=await self.version())
+        else:
+            await self._read(version)
+        await self.check_version(version.name)
+        self._loaded = version.name
+        await self._check.after_load(version)
+
+    async def _read(self, version: WeightVersion) -> None:
         body = {
             "model_path": str(version.folder),
             "load_format": "auto",
             "weight_version": version.name,
             "flush_cache": self._mode != "in_place",
         }
-        if self._mode == "abort":
-            await self._wait_until_idle()  # 0.5.20 would end, later versions refuse the update
-        assert self._check is not None, "a server loads weights once it was connected to"
-        await self._check.before_load(version)
         await self._succeed("/update_weights_from_disk", body)
-        await self.check_version(version.name)
-        self._loaded = version.name
-        await self._check.after_load(version)
 
     async def version(self) -> str:
         return str(field_of(self.where, await self._get("/model_info"), "weight_version"))
@@ -378,8 +402,12 @@ class SglangDialect(Dialect):
     async def close(self) -> None:
         if self._check is not None:
             self._check.close()
-        await self._client.close()
-        await self._control.close()
+        try:
+            if self._broadcast is not None:
+                await self._broadcast.close()
+        finally:
+            await self._client.close()
+            await self._control.close()
 
     async def _info(self, timeout_s: float) -> object:
         """The settings of the server, with the state of the processes that compute, which they

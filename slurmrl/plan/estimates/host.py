@@ -40,8 +40,9 @@ EXACT_FROM: Final = (2, 13)
 
 
 VERSIONS: Final = 2
-"""Whole copies of the weights in the host memory of the rank that keeps a server, while that reads
-a new version; the one before is gone if the server has slept. As many in that of a rollout task."""
+"""Whole copies of the weights in the host memory of the rank that keeps a server, or sends them to
+one, while that gets a new version; the one before is gone if the server has slept. As many in that
+of a rollout task."""
 
 
 def slot_bytes(checked: Checked, group: GroupPlan) -> int | None:
@@ -76,8 +77,9 @@ def worker_bytes(checked: Checked) -> int | None:
             on_rank[rank] = on_rank.get(rank, 0) + size
         loading = max(loading, _loading_bytes(checked.config, uses[name]))
     rollout = placed.get(ROLLOUTS)
-    running = bool(checked.config.rollout.servers)
-    if rollout is not None and BACKENDS[rollout.allocation.backend].serves and not running:
+    settings = checked.config.rollout
+    read_here = not settings.servers or settings.server_updates == "broadcast"
+    if rollout is not None and BACKENDS[rollout.allocation.backend].serves and read_here:
         size = rollout.allocation.instance_size
         versions = 1 if ROLLOUTS in away else VERSIONS
         recorded = server_experts_bytes(checked)

@@ -198,7 +198,7 @@ def started() -> Iterator[list[Started]]:
         server.end()
 
 
-def running(addresses: Sequence[str], weights: Path, **options: Any) -> Running:
+def running(addresses: Sequence[str], weights: Path | None, **options: Any) -> Running:
     options = {"keys": ServerKeys(), "context": 16, **options}
     return Running(
         addresses=tuple(map(Address, addresses)),
@@ -222,22 +222,25 @@ def served(settings: Running) -> list[Any]:
     return results
 
 
+@pytest.mark.parametrize("updates", ["files", "broadcast"])
 def test_running_servers_share_the_requests_and_get_every_version(
-    ranks: RankPool, tmp_path: Path, started: list[Started]
+    ranks: RankPool, tmp_path: Path, started: list[Started], updates: str
 ) -> None:
-    """By TCP and by a Unix socket, each with its keys, one of which is for updates alone. The
-    folder with the weights holds those of this incarnation while it runs, and nothing afterwards.
+    """By TCP and by a Unix socket, each with its keys, one of which is for updates alone. A folder
+    with the weights holds those of this incarnation while it runs, and nothing afterwards; it is
+    not used if they are sent.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    keys = ("--keys", "the-key,the-admin-key")
-    started.append(Started(tmp_path, ARCHITECTURE, "tcp", str(port), *keys))
-    started.append(Started(tmp_path, ARCHITECTURE, "unix", str(tmp_path / "socket"), *keys))
+    keyed = ("--keys", "the-key,the-admin-key")
+    started.append(Started(tmp_path, ARCHITECTURE, "tcp", str(port), *keyed))
+    started.append(Started(tmp_path, ARCHITECTURE, "unix", str(tmp_path / "socket"), *keyed))
     addresses = [f"http://127.0.0.1:{port}", f"unix:{tmp_path / 'socket'}"]
     weights = tmp_path / "weights"
     (weights / "of-an-earlier-incarnation").mkdir(parents=True)
-    settings = running(addresses, weights, keys=ServerKeys(api="the-key", admin="the-admin-key"))
+    keys = ServerKeys(api="the-key", admin="the-admin-key")
+    settings = running(addresses, weights if updates == "files" else None, keys=keys)
     (results,) = ranks(1, f"{HERE}:served", settings)
     for rows in results:
         assert len(rows) == 2 * len(PROMPTS)
@@ -247,10 +250,12 @@ def test_running_servers_share_the_requests_and_get_every_version(
         for _, logprobs, prompt in results[1]
         for value in logprobs[prompt:]
     )
-    assert all(server.count("/update_weights_from_disk") == 2 for server in started)
+    route = {"files": "disk", "broadcast": "distributed"}[updates]
+    assert all(server.count(f"/update_weights_from_{route}") == 2 for server in started)
     tried = 2  # whether the vocabulary has a token
     assert all(server.count("/generate") > tried for server in started)
-    assert list(weights.iterdir()) == []
+    earlier = [] if updates == "files" else ["of-an-earlier-incarnation"]
+    assert [each.name for each in weights.iterdir()] == earlier
 
 
 @pytest.mark.parametrize(

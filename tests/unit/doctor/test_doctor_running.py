@@ -103,6 +103,15 @@ def test_a_server_that_can_be_used_is_described(address: str, tmp_path: Path) ->
     assert (found.name, found.state) == ("server keys", State.FAILED)
 
 
+def test_a_server_that_cannot_get_weights_over_a_process_group_is_found(address: str) -> None:
+    Handler.answers = changed(SGLANG, "/server_info", pp_size=2)
+    [found] = checks_of(address, max_new_tokens=8)
+    assert found.state is State.OK
+    [found] = checks_of(address, max_new_tokens=8, server_updates="broadcast")
+    assert found.state is State.FAILED
+    assert "not possible with pipeline stages (--pp-size)" in found.measured
+
+
 def test_vllm_on_a_port_is_a_warning(address: str) -> None:
     """Its key does not cover the routes that change weights."""
     Handler.answers = VLLM

@@ -1,0 +1,166 @@
+"""A process group of this process and the ranks of one server, over which weights are sent.
+
+It is one of gloo, also with servers on GPUs. Gloo's calls have time limits and end with their
+peers, whereas NCCL's watchdog would end this process where a server ends or hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from slurmrl.config.servers import Address
+from slurmrl.errors import RunFailedError
+
+T = TypeVar("T")
+NAME = "slurmrl"
+"""Of the group. One that an earlier client has left on the server is replaced."""
+JOIN_S = 60.0
+"""Within this time the server must begin to join, and then all of its ranks must have joined."""
+SEND_S = 120.0
+"""Time limit of sending a tensor."""
+POLL_S = 0.001
+LOOPBACK = "127.0.0.1"
+ANY_PORT, DATAGRAM = 9, socket.SOCK_DGRAM
+"""No packet is sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the ranks of a server meet this process, which is rank 0, as ``torch.distributed``
+    does."""
+
+    host: str
+    port: int
+    ranks: int
+    """Including this process."""
+    backend: str = "gloo"
+
+
+class ServerGroup:
+    """A group that all of its ranks have joined. An error leaves it in an undefined state, in which
+    it can only be closed."""
+
+    def __init__(self, group: Any, store: TCPStore) -> None:
+        self._group, self._store = group, store
+        self._sent: Any = None
+        """The newest broadcast."""
+
+    @classmethod
+    async def meet(
+        cls,
+        invite: Callable[[Meeting], Coroutine[Any, Any, object]],
+        address: Address,
+        *,
+        ranks: int,
+    ) -> ServerGroup:
+        """Form the group with the ``ranks`` of the server at ``address``, which ``invite`` asks to
+        join. Raises RunFailedError if a rank does not join, and what ``invite`` raises."""
+        host = await asyncio.to_thread(_host_towards, address)
+        store = _serve(host)
+        meeting = Meeting(host=host, port=store.port, ranks=1 + ranks)
+        inside = PrefixStore("cpu/", PrefixStore(f"{NAME}/", PrefixStore(NAME, store)))
+        known = store.num_keys()
+
+        async def join() -> Any:
+            deadline = time.monotonic() + JOIN_S
+            while store.num_keys() == known:  # a server that refuses says so without joining
+                if time.monotonic() > deadline:
+                    raise RunFailedError(f"it has not begun to join in {JOIN_S:g} s")
+                await asyncio.sleep(POLL_S)
+            return await asyncio.to_thread(_join, inside, meeting)
+
+        try:
+            _, group = await _both(invite(meeting), join())
+        except RuntimeError as error:  # of torch
+            raise RunFailedError(
+                f"{address.text} did not join a process group of {meeting.ranks} ranks at {host}, "
+                f"port {meeting.port}: {error}"
+            ) from error
+        return cls(group, store)
+
+    async def broadcast(self, tensor: Tensor, answer: Coroutine[Any, Any, T]) -> T:
+        """Send a tensor of this host's memory to all ranks of the server, and return their
+        ``answer``. What one of the two raises ends the other one. Raises RunFailedError if it
+        cannot be sent."""
+
+        async def send() -> None:
+            try:
+                self._sent = self._group.broadcast(tensor, 0, timedelta(seconds=SEND_S))
+                while not self._sent.is_completed():
+                    await asyncio.sleep(POLL_S)
+                self._sent.wait()
+            except RuntimeError as error:
+                raise RunFailedError(f"weights were not sent: {error}") from error
+
+        received, _ = await _both(answer, send())
+        return received
+
+    def close(self) -> None:
+        """Leave the group. What is still being sent ends by its time limit."""
+        threading.Thread(target=_hold, args=(self._sent, self._group), daemon=True).start()
+
+
+def _hold(sent: Any, *_: object) -> None:
+    """Until a broadcast has ended: the destructor of its group would wait for it, and stop all
+    threads of Python meanwhile."""
+    while sent is not None and not sent.is_completed():
+        time.sleep(0.1)
+
+
+def _serve(host: str) -> TCPStore:
+    """A store that listens at this address alone, and on a port that was free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        return TCPStore(
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            timeout=timedelta(seconds=JOIN_S),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def _join(store: Store, meeting: Meeting) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=meeting.host)]
+    options._timeout = timedelta(seconds=JOIN_S)
+    return ProcessGroupGloo(store, 0, meeting.ranks, options)
+
+
+def _host_towards(address: Address) -> str:
+    """The address of this host for what listens at ``address``."""
+    if address.socket is not None:
+        return LOOPBACK
+    host, problem = urlsplit(address.text).hostname, None
+    try:
+        for family, kind, _, _, target in socket.getaddrinfo(host, ANY_PORT, type=DATAGRAM):
+            with socket.socket(family, kind) as probe, suppress(OSError):
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+    except OSError as error:
+        problem = error
+    raise RunFailedError(f"{address.text}: {host} cannot be reached") from problem
+
+
+async def _both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, Any]) -> tuple[T, Any]:
+    """The results of both; what one of them raises ends the other one."""
+    tasks = [asyncio.ensure_future(one), asyncio.ensure_future(other)]
+    try:
+        first, second = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return first, second
