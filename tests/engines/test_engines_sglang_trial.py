@@ -1,0 +1,124 @@
+"""A whole trial that sends its weights to a real SGLang server that runs already; the server and a
+worker are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurmrl.engines.rollout import sglang_server
+from tests.support.servers import check_served
+from tests.support.stand_ins import listens
+from tests.support.trials import (
+    ARCHITECTURE,
+    REPOSITORY,
+    Site,
+    processes,
+    sft_config,
+    wait_until,
+)
+
+PYTHON = os.environ.get("SGLANG_PYTHON", "")
+pytestmark = [
+    pytest.mark.soak,  # each of its parts is tested with real servers, too
+    pytest.mark.skipif(not PYTHON, reason="no SGLang: run scripts/test-engines"),
+]
+STEPS = 30
+REWARD = """
+def different(prompts, completions, rows):
+    return [float(len(set(completion))) for completion in completions]
+"""
+MODEL = {**ARCHITECTURE, "hidden_size": 64}
+
+
+class Server:
+    """In a process group of its own, as its user would have started it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = folder / "server.sock"
+        self.log = folder / "sglang.log"
+        model = folder / "model"
+        model.mkdir()
+        (model / "config.json").write_text(
+            json.dumps({**MODEL, "architectures": ["Qwen2ForCausalLM"], "torch_dtype": "float32"})
+        )
+        flags = (*sglang_server.CPU_FLAGS, "--dtype", "float32")
+        self._command = sglang_server.command(
+            PYTHON, model, self.socket, vocabulary=int(MODEL["vocab_size"]), options=flags
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.socket.unlink(missing_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                env={**os.environ, **sglang_server.ENVIRONMENT},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        wait_until("the server", lambda: listens(str(self.socket)), timeout_s=300.0)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    folder = tmp_path / "server"
+    folder.mkdir(mode=0o700)
+    made = Server(folder)
+    made.start()
+    yield made
+    made.kill()
+
+
+def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_it_trained(
+    tmp_path: Path, server: Server
+) -> None:
+    """No folder of the trial has weights for the server. One that was started again, and the next
+    incarnation, make groups of their own; the requests of the killed server are issued again."""
+    site = Site(tmp_path, {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(REPOSITORY)))})
+    (tmp_path / "reward_of_mine.py").write_text(REWARD)
+    config = sft_config(
+        experiment="grpo",
+        total_steps=STEPS,
+        algorithm={"name": "grpo", "batch_size": 8, "n_minibatches": 1},
+        rollout={
+            "backend": "sglang",
+            "servers": [f"unix:{server.socket}"],
+            "server_updates": "broadcast",
+            "n": 4,
+            "max_new_tokens": 8,
+        },
+        reward={"name": "reward_of_mine:different"},
+    )
+    config["actor"]["architecture"] = MODEL
+    config["actor"]["optimizer"] = {"lr": 1e-2}
+    config["dataset"]["type"] = "prompt"
+    path = site.write("grpo.yaml", config)
+    site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
+    run = site.paths("grpo/1").run
+    site.wait_for_step("grpo/1", 2, timeout_s=400.0)
+    server.kill()
+    server.start()
+    reached = site.metrics("grpo/1")[-1]["step"]
+    site.wait_for_step("grpo/1", reached + 3, timeout_s=400.0)
+    os.kill(next(iter(processes(run)["worker"])), signal.SIGKILL)
+    status = site.wait_for_end("grpo/1", timeout_s=500.0)
+    assert status["state"] == "COMPLETED"
+    assert status["incarnation"] == 2, "the server's end disturbed nobody, the worker's all"
+    check_served(site.metrics("grpo/1"), STEPS)
+    assert not (run / "weights").exists()
+    log = server.log.read_text()
+    assert log.count("POST /update_weights_from_disk") == 0
+    wait_until("the end of all processes", lambda: not any(processes(run).values()))
