@@ -109,13 +109,14 @@ class ServerGroup:
 
     def close(self) -> None:
         """Leave the group. What is still being sent ends by its time limit."""
-        threading.Thread(target=_hold, args=(self._sent, self._group), daemon=True).start()
+        if self._sent is not None and not self._sent.is_completed():
+            threading.Thread(target=_hold, args=(self._sent, self._group), daemon=True).start()
 
 
-def _hold(sent: Any, *_: object) -> None:
+def _hold(sent: Any, group: Any) -> None:
     """Until a broadcast has ended: the destructor of its group would wait for it, and stop all
     threads of Python meanwhile."""
-    while sent is not None and not sent.is_completed():
+    while not sent.is_completed():
         time.sleep(0.1)
 
 
