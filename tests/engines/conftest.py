@@ -7,6 +7,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -192,9 +193,12 @@ def stale_logprobs(before: Path, after: Path, tokens: list[int], cached: int) ->
 async def over_an_update(engine: RolloutEngine, versions: dict[str, Path]) -> list[Completion]:
     """A completion that versions 1.1 and 2.1 have drawn, and one with its beginning as its prompt,
     by 2.1."""
-    first, second = (WeightVersion(name=name, folder=versions[name]) for name in ("1.1", "2.1"))
 
     async def attempt(delay_s: float) -> Completion | None:
+        number = next(NUMBERS)  # no two versions of a run have one name
+        first, second = (
+            WeightVersion(name=f"{number}/{name}", folder=versions[name]) for name in ("1.1", "2.1")
+        )
         await engine.update_weights(first)
         future = engine.submit(request(max_new_tokens=200, greedy=True))
         await asyncio.sleep(delay_s)
@@ -205,7 +209,10 @@ async def over_an_update(engine: RolloutEngine, versions: dict[str, Path]) -> li
     made = await midway(attempt)
     prompt = [*PROMPT, *made.tokens[:150]]
     (later,) = await engine.submit(request(prompt, greedy=True))
-    return [made, later]
+    return [
+        replace(each, versions=tuple(name.partition("/")[2] for name in each.versions))
+        for each in (made, later)
+    ]
 
 
 def check_stale_cache(versions: dict[str, Path], made: Completion, later: Completion) -> None:

@@ -69,8 +69,9 @@ class Dialect(ABC):
     @abstractmethod
     async def load(self, version: WeightVersion) -> None:
         """Replace the weights of the paused server by those of ``version``, forget what was cached
-        of others, and check that the server reports the version. No time limit: how long it may
-        take depends on the weights and on where they are."""
+        of others (unless requests in flight are to keep it), and check that the server reports the
+        version. No time limit: how long it may take depends on the weights and on where they
+        are."""
 
     @abstractmethod
     async def sleep(self) -> None:

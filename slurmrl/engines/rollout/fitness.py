@@ -24,10 +24,13 @@ RETRACTING_SGLANG = (0, 5, 22)
 RETRACTING_NEEDS: Mapping[str, object] = {
     **EXPERTS_NEED,
     "enable_hisparse": False,
+    "enable_pdmux": False,
+    "max_queued_requests": None,
     "tokenizer_worker_num": 1,
 }
 """With other values a server that retracts may still compute, or move keys and values, or get an
-update before the pause: its cache could not be emptied."""
+update before the pause, so that its cache could not be emptied; or it may refuse to queue its own
+requests again."""
 VLLM_FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
 """Without these a server refuses requests, or reports log-probabilities before temperature."""
 

@@ -81,6 +81,7 @@ class SglangServer(ServerKind):
         on_cpu = self.device.type == "cpu"
         flags = CPU_FLAGS if on_cpu else ("--enable-memory-saver",) if serving.sleeps else ()
         records = (FLAG,) if serving.experts else ()
+        watched = self._watched(serving) if serving.stale_cache else ()
         return command(
             serving.python,
             model,
@@ -88,8 +89,14 @@ class SglangServer(ServerKind):
             vocabulary=self.model.vocabulary,
             tokenizer=serving.tokenizer,
             tensor_ranks=self.tensor_ranks,
-            options=(*flags, *records, "--dtype", self.dtype, *serving.arguments),
+            options=(*flags, *records, *watched, "--dtype", self.dtype, *serving.arguments),
         )
+
+    @staticmethod
+    def _watched(serving: Serving) -> Sequence[str]:
+        """With requests that it keeps in place, SGLang takes an update for a batch that hangs, and
+        ends after 300 s."""
+        return ("--watchdog-timeout", f"{300 + 2 * serving.patience.start_s:g}")
 
     def memory_flags(self, share: int, free: int, total: int) -> Sequence[str]:
         return memory_flags(share, free, total)

@@ -47,6 +47,10 @@ WITHOUT_EXPERTS: Final = dict.fromkeys(
     "with rollout.replay_experts: the server would report the experts of other tokens",
 )
 """Flags of SGLang that are refused with ``rollout.replay_experts`` besides."""
+NOT_PAUSED: Final = {
+    "--enable-pdmux": "with rollout.tasks.stale_cache: the server would draw while it reads weights"
+}
+"""Flags of SGLang that are refused with ``rollout.tasks.stale_cache`` besides."""
 LEAST: Final = len("--tp")
 
 
@@ -56,6 +60,8 @@ def server_flags(draft: Draft, backend: str) -> Iterator[Problem]:
     flags = REFUSED[backend]
     if rollout.replay_experts and backend == "sglang":
         flags = WITHOUT_EXPERTS | dict(flags)
+    if rollout.tasks is not None and rollout.tasks.stale_cache and backend == "sglang":
+        flags = NOT_PAUSED | dict(flags)
     for argument in rollout.server_args:
         flag = argument.partition("=")[0].replace("_", "-")
         for refused, reason in flags.items():

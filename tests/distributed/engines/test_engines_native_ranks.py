@@ -224,7 +224,7 @@ def test_split_models_serve_what_one_rank_serves(
             alike(found, wanted)
     assert {c.finish for c in leader.result["aborted"]} == {"aborted"}
     assert {v for cs in leader.result.values() for c in cs for v in c.versions} == {"0.1", "1.1"}
-    assert leader.preempted == other.preempted == alone.preempted > 3
+    assert leader.preempted == other.preempted == alone.preempted > (3 if stale_cache else 5)
     assert leader.steps == other.steps == alone.steps
     assert (leader.drawn, leader.checksum) == (other.drawn, other.checksum)
     assert leader.free

@@ -341,6 +341,41 @@ def test_with_a_stale_cache_tokens_behind_an_update_are_drawn_over_older_keys(
     check_greedy(later, last[0, length + 24 - 1 : -1])
 
 
+def test_with_a_stale_cache_all_completions_of_a_prompt_keep_their_pages_to_themselves(
+    tmp_path: Path,
+) -> None:
+    """Also those that begin behind the update, because only a part of the prompt was read by then:
+    a later prompt that begins like one of them is read by the new weights alone."""
+    models = [hf_model(ODD["qwen3"], seed) for seed in (1, 2)]
+    old, new = (tmp_path / name for name in ("old", "new"))
+    for model, folder in zip(models, (old, new), strict=True):
+        model.save_pretrained(folder)
+    prompt = tuple(range(4, 13))
+    options = GenerationOptions(max_new_tokens=24, greedy=True)
+
+    async def run() -> tuple[tuple[int, ...], Completion]:
+        limits = Limits(rows=4, step_tokens=6, page_tokens=16)
+        engine = NativeRollout(from_hf(old), version="0.1", limits=limits, stale_cache=True)
+        other = engine.submit(request("other", (1, 2, 3), options, 0))
+        while engine._batch.drawn < 3:
+            await asyncio.sleep(0)
+        future = engine.submit(request("first", prompt, options, 0, 1))
+        read = engine._batch.read
+        while engine._batch.read == read:
+            await asyncio.sleep(0)
+        assert engine._batch.read < read + len(prompt)
+        await engine.update_weights(WeightVersion(name="1.1", folder=new))
+        text = (*prompt, *(await future)[1].tokens)
+        await other
+        (later,) = await engine.submit(request("later", text, options, 7))
+        return text, later
+
+    text, later = asyncio.run(run())
+    with torch.no_grad():
+        logits = models[1](torch.tensor([[*text, *later.tokens]])).logits
+    check_greedy(later, logits[0, len(text) - 1 : -1])
+
+
 def check_greedy(completion: Completion, logits: Tensor) -> None:
     found = logits.log_softmax(-1).max(-1)
     assert found.indices.tolist() == list(completion.tokens)

@@ -212,6 +212,17 @@ def test_arguments_that_make_another_server_are_refused(
     assert all(message in text for message, text in zip(messages, found, strict=True))
 
 
+@pytest.mark.parametrize("stale_cache", [True, False])
+def test_a_server_that_is_not_paused_in_place_is_refused_with_a_stale_cache(
+    plan_ppo: Load, stale_cache: bool
+) -> None:
+    tasks = f"rollout.tasks.stale_cache={str(stale_cache).lower()}"
+    settings = load(plan_ppo, *IN_TASKS, tasks, "rollout.server_args=[--enable-pdmux]")
+    found = [each.message for each in settings.missing if each.key == "rollout.server_args"]
+    assert len(found) == stale_cache
+    assert all("the server would draw while it reads weights" in message for message in found)
+
+
 BESIDE = ("rollout.backend=sglang:d2", "rollout.gpus=0-1", "rollout.python=/bin/sh")
 IN_TASKS = ("rollout.backend=sglang:d2", "rollout.tasks={}", "rollout.python=/bin/sh")
 RUNNING = ("rollout.backend=sglang", "rollout.servers=[http://host:30000]")

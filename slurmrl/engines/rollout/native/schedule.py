@@ -174,7 +174,7 @@ class Schedule:
         if rest:
             follower.pages.append(self._pool.take())
             step.copies.append((leader.pages[whole], follower.pages[whole]))
-        follower.stored, follower.shared = leader.stored, whole
+        follower.stored, follower.shared = leader.stored, leader.shared
         step.forks.append((leader, follower))
         self._start(follower)
 
