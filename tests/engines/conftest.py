@@ -197,7 +197,7 @@ async def over_an_update(engine: RolloutEngine, versions: dict[str, Path]) -> li
     async def attempt(delay_s: float) -> Completion | None:
         number = next(NUMBERS)  # no two versions of a run have one name
         first, second = (
-            WeightVersion(name=f"{number}/{name}", folder=versions[name]) for name in ("1.1", "2.1")
+            WeightVersion(name=f"{number}-{name}", folder=versions[name]) for name in ("1.1", "2.1")
         )
         await engine.update_weights(first)
         future = engine.submit(request(max_new_tokens=200, greedy=True))
@@ -210,7 +210,7 @@ async def over_an_update(engine: RolloutEngine, versions: dict[str, Path]) -> li
     prompt = [*PROMPT, *made.tokens[:150]]
     (later,) = await engine.submit(request(prompt, greedy=True))
     return [
-        replace(each, versions=tuple(name.partition("/")[2] for name in each.versions))
+        replace(each, versions=tuple(name.partition("-")[2] for name in each.versions))
         for each in (made, later)
     ]
 
