@@ -4,20 +4,14 @@ model of the weights that they were given."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.served_trials import grpo, site_with_reward
 from tests.support.stand_ins import Started
-from tests.support.trials import ARCHITECTURE, REPOSITORY, Site, processes, sft_config, wait_until
-
-REWARD = """
-def different(prompts, completions, rows):
-    return [float(len(set(completion))) for completion in completions]
-"""
+from tests.support.trials import ARCHITECTURE, processes, wait_until
 
 
 @pytest.fixture
@@ -26,24 +20,6 @@ def started() -> Iterator[list[Started]]:
     yield servers
     for server in servers:
         server.end()
-
-
-def site_with_reward(folder: Path) -> Site:
-    (folder / "reward_of_mine.py").write_text(REWARD)
-    return Site(folder, {"PYTHONPATH": os.pathsep.join((str(folder), str(REPOSITORY)))})
-
-
-def grpo(rollout: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    config = sft_config(
-        experiment="grpo",
-        algorithm={"name": "grpo", "batch_size": 4, "n_minibatches": 1},
-        rollout={"n": 4, "max_new_tokens": 6, **rollout},
-        reward={"name": "reward_of_mine:different"},
-        **changes,
-    )
-    config["actor"]["optimizer"] = {"lr": 1e-2}
-    config["dataset"] = {**config["dataset"], "type": "prompt", "max_prompt_tokens": 16}
-    return config
 
 
 def test_a_trial_outlives_running_servers_that_end_and_come_back(

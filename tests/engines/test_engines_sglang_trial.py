@@ -13,14 +13,12 @@ from pathlib import Path
 import pytest
 
 from slurmrl.engines.rollout import sglang_server
+from tests.support.served_trials import grpo, site_with_reward
 from tests.support.servers import check_served
 from tests.support.stand_ins import listens
 from tests.support.trials import (
     ARCHITECTURE,
-    REPOSITORY,
-    Site,
     processes,
-    sft_config,
     wait_until,
 )
 
@@ -30,10 +28,6 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="no SGLang: run scripts/test-engines"),
 ]
 STEPS = 30
-REWARD = """
-def different(prompts, completions, rows):
-    return [float(len(set(completion))) for completion in completions]
-"""
 MODEL = {**ARCHITECTURE, "hidden_size": 64}
 
 
@@ -87,24 +81,15 @@ def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_i
 ) -> None:
     """No folder of the trial has weights for the server. One that was started again, and the next
     incarnation, make groups of their own; the requests of the killed server are issued again."""
-    site = Site(tmp_path, {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(REPOSITORY)))})
-    (tmp_path / "reward_of_mine.py").write_text(REWARD)
-    config = sft_config(
-        experiment="grpo",
-        total_steps=STEPS,
-        algorithm={"name": "grpo", "batch_size": 8, "n_minibatches": 1},
-        rollout={
-            "backend": "sglang",
-            "servers": [f"unix:{server.socket}"],
-            "server_updates": "broadcast",
-            "n": 4,
-            "max_new_tokens": 8,
-        },
-        reward={"name": "reward_of_mine:different"},
-    )
+    site = site_with_reward(tmp_path)
+    rollout = {
+        "backend": "sglang",
+        "servers": [f"unix:{server.socket}"],
+        "server_updates": "broadcast",
+        "max_new_tokens": 8,
+    }
+    config = grpo(rollout, batch_size=8, total_steps=STEPS)
     config["actor"]["architecture"] = MODEL
-    config["actor"]["optimizer"] = {"lr": 1e-2}
-    config["dataset"]["type"] = "prompt"
     path = site.write("grpo.yaml", config)
     site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
     run = site.paths("grpo/1").run
@@ -119,6 +104,6 @@ def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_i
     assert status["incarnation"] == 2, "the server's end disturbed nobody, the worker's all"
     check_served(site.metrics("grpo/1"), STEPS)
     assert not (run / "weights").exists()
-    log = server.log.read_text()
-    assert log.count("POST /update_weights_from_disk") == 0
+    joined = server.log.read_text().count("init custom process group")
+    assert joined == 3, "both starts of the server, and the second incarnation"
     wait_until("the end of all processes", lambda: not any(processes(run).values()))

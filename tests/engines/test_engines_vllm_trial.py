@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.served_trials import grpo, site_with_reward
 from tests.support.servers import check_served, servers
 from tests.support.trials import (
     ARCHITECTURE,
-    REPOSITORY,
-    Site,
     parent,
     processes,
-    sft_config,
     wait_until,
 )
 
@@ -27,10 +25,6 @@ pytestmark = [
 STEPS = 40
 SLEEPS = "sleep mode is not supported on CPU, ignore it"
 """What vLLM says on a CPU where it would free its memory, or get it back."""
-REWARD = """
-def different(prompts, completions, rows):
-    return [float(len(set(completion))) for completion in completions]
-"""
 
 
 def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_it_trained(
@@ -40,24 +34,10 @@ def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_i
     server are issued again while the trainers wait. A killed worker takes its server with it; the
     next incarnation has another one, and resumes from the last commit. Nothing is left when the
     trial ends."""
-    site = Site(tmp_path, {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(REPOSITORY)))})
-    (tmp_path / "reward_of_mine.py").write_text(REWARD)
-    config = sft_config(
-        experiment="grpo",
-        total_steps=STEPS,
-        algorithm={"name": "grpo", "batch_size": 8, "n_minibatches": 1},
-        rollout={
-            "backend": "vllm:d1",
-            "gpus": "0",
-            "python": PYTHON,
-            "n": 4,
-            "max_new_tokens": 8,
-        },
-        reward={"name": "reward_of_mine:different"},
-    )
+    site = site_with_reward(tmp_path)
+    rollout = {"backend": "vllm:d1", "gpus": "0", "python": PYTHON, "max_new_tokens": 8}
+    config = grpo(rollout, batch_size=8, total_steps=STEPS)
     config["actor"]["architecture"] = {**ARCHITECTURE, "hidden_size": 64}  # heads of 32
-    config["actor"]["optimizer"] = {"lr": 1e-2}
-    config["dataset"]["type"] = "prompt"
     path = site.write("grpo.yaml", config)
     site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
     run = site.paths("grpo/1").run

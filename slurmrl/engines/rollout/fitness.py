@@ -115,10 +115,7 @@ class Joins:
                 f"{where}: rollout.server_updates: broadcast is not possible with {reason}; "
                 "leave it out, and the server reads the weights from files"
             )
-        return Joins(
-            ranks=int(server.get("tp_size", 1)),
-            sessions=sessions,
-        )
+        return Joins(ranks=int(server.get("tp_size", 1)), sessions=sessions)
 
 
 def has_sessions(where: str, server: object) -> bool:

@@ -26,6 +26,7 @@ from slurmrl.errors import RunFailedError
 T = TypeVar("T")
 NAME = "slurmrl"
 """Of the group. One that an earlier client has left on the server is replaced."""
+BACKEND = "gloo"
 JOIN_S = 60.0
 """Within this time the server must begin to join, and then all of its ranks must have joined."""
 SEND_S = 120.0
@@ -45,7 +46,6 @@ class Meeting:
     port: int
     ranks: int
     """Including this process."""
-    backend: str = "gloo"
 
 
 class ServerGroup:

@@ -22,7 +22,7 @@ from slurmrl.checkpoint.tensors import DTYPES
 from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.base import WeightVersion
 from slurmrl.engines.rollout.fitness import Joins
-from slurmrl.engines.rollout.server_group import NAME, Meeting, ServerGroup
+from slurmrl.engines.rollout.server_group import BACKEND, NAME, Meeting, ServerGroup
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.models.headers import Header
 from slurmrl.models.hf import Tensors, open_tensors
@@ -82,7 +82,7 @@ class SglangBroadcast:
                 "rank_offset": 1,
                 "world_size": meeting.ranks,
                 "group_name": NAME,
-                "backend": meeting.backend,
+                "backend": BACKEND,
             }
             return await self._succeed("/init_weights_update_group", body)
 
