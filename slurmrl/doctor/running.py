@@ -14,7 +14,7 @@ from slurmrl.config.servers import Address, ServerKeys, read_keys
 from slurmrl.doctor.check import Check, failed, guarded, ok, warning
 from slurmrl.doctor.servers import PACKAGES
 from slurmrl.engines.rollout.fitness import (
-    Joins,
+    Receiver,
     ServedModel,
     check_context,
     check_sglang,
@@ -56,7 +56,7 @@ def settings_of(config: Config) -> dict[str, Any] | None:
         "keys": rollout.server_keys,
         "model": asdict(needs),
         "context": least_context(config),
-        "broadcast": rollout.server_updates == "broadcast",
+        "updates": rollout.server_updates,
     }
 
 
@@ -137,8 +137,9 @@ async def _look(settings: Settings, address: Address, keys: ServerKeys) -> _Foun
             server = await get("/server_info")
             context = check_sglang(address.text, server, await get("/model_info"), needs)
             version = field_of(address.text, server, "version")
-            if settings["broadcast"]:
-                Joins.of(address.text, server, experts=shape is not None and shape.experts > 0)
+            if (updates := settings["updates"]) != "files":
+                experts = shape is not None and shape.experts > 0
+                Receiver.of(address.text, server, updates, experts=experts)
         else:
             about = await get("/version")
             try:

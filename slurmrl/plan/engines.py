@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, get_args
 
 from slurmrl.allocation import Allocation
 from slurmrl.allocation.allocation import AXIS_OF, BACKENDS
+from slurmrl.config.servers import ServerUpdates
 from slurmrl.errors import AllocationError
 
 
@@ -42,8 +43,8 @@ class EngineRules:
     """Whether generation can report the experts that read each token."""
     records_no_experts_of: tuple[str, ...] = ()
     """Kinds of models (``model_type``) of which it cannot."""
-    takes_broadcasts: bool = False
-    """Whether servers that run already can get weights over a process group."""
+    server_updates: tuple[ServerUpdates, ...] = ("files",)
+    """How servers that run already can get weights."""
     dense_layers: bool = True
     """Whether some layers of a model with experts may be dense."""
     experts_of_whole_sequences: bool = True
@@ -98,7 +99,7 @@ ENGINES: Final = {
         records_experts=True,
         records_no_experts_of=("mixtral",),
         dense_layers=False,
-        takes_broadcasts=True,
+        server_updates=get_args(ServerUpdates),
     ),
     "vllm": replace(SERVERS, records_support=False),
     "native": EngineRules(

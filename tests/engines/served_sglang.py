@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from slurmrl.config.servers import Address
-from slurmrl.engines.rollout import sglang_broadcast, sglang_server
+from slurmrl.config.servers import Address, ServerUpdates
+from slurmrl.engines.rollout import sglang_server
 from slurmrl.engines.rollout.base import Completion, WeightVersion
 from slurmrl.engines.rollout.dialect import Draw
 from slurmrl.engines.rollout.fitness import ServedModel
@@ -22,6 +22,7 @@ from slurmrl.engines.rollout.kept import KeptEngine
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.served import ServedEngine
 from slurmrl.engines.rollout.sglang import SglangDialect
+from slurmrl.engines.rollout.sglang_sender import SglangSender
 from slurmrl.errors import RunFailedError
 from slurmrl.models.generate import GenerationOptions
 from tests.engines.conftest import (
@@ -91,10 +92,10 @@ def dialect(
     vocabulary: int = VOCABULARY,
     *,
     stale_cache: bool = False,
-    broadcasts: bool = False,
+    updates: ServerUpdates = "files",
 ) -> SglangDialect:
     model = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=vocabulary)
-    return SglangDialect(client, model=model, stale_cache=stale_cache, broadcasts=broadcasts)
+    return SglangDialect(client, model=model, stale_cache=stale_cache, updates=updates)
 
 
 def check(
@@ -122,7 +123,7 @@ def check_broadcasts(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Weights come in buckets, over the group of each client in turn. One that fails, because the
     server refuses a tensor, and one that is lost without a word leave nothing that is in the way of
     the next."""
-    monkeypatch.setattr(sglang_broadcast, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(SglangSender, "bucket_bytes", 20_000)
     other = tmp_path / "other"
     shutil.copytree(served.versions["2.1"], other)
     tensors = load_file(other / "model.safetensors")
@@ -132,7 +133,7 @@ def check_broadcasts(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyP
     speakers: list[SglangDialect] = []
 
     async def load(*names: str) -> None:
-        speaker = dialect(HttpClient(Address(f"unix:{served.socket}")), broadcasts=True)
+        speaker = dialect(HttpClient(Address(f"unix:{served.socket}")), updates="broadcast")
         speakers.append(speaker)
         await speaker.connect()
         for name in names:

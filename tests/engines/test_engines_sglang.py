@@ -188,7 +188,7 @@ def test_bodies_are_those_of_sglangs_own_classes(
         version = WeightVersion(name="1.1", folder=versions["1.1"])
         monkeypatch.setattr(sglang_broadcast, "ServerGroup", NoGroup)
         of_a_group = Recorder()
-        await load_once(dialect(of_a_group, broadcasts=True), version)
+        await load_once(dialect(of_a_group, updates="broadcast"), version)
         return [*client.bodies, *of_a_group.bodies]
 
     bodies = asyncio.run(work())

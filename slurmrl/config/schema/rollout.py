@@ -20,7 +20,7 @@ from slurmrl.config.schema.base import (
 )
 from slurmrl.config.schema.cluster import SlurmOfTasks
 from slurmrl.config.schema.episode import EpisodeSettings
-from slurmrl.config.servers import ADDRESSES, Address
+from slurmrl.config.servers import ADDRESSES, Address, ServerUpdates
 from slurmrl.errors import UsageError
 
 SAME_COMPLETIONS = "all completions of a prompt would be the same; use n 1, or sample"
@@ -131,7 +131,7 @@ class Rollout(Section):
     server_weights: PathText | None = None
     """Folder in which `servers` find new weights under the same path as the trainers. Default: in
     the run directory."""
-    server_updates: Literal["files", "broadcast"] = "files"
+    server_updates: ServerUpdates = "files"
     """How `servers` get new weights. `files`: they read them in `server_weights`. `broadcast`: the
     trainers send them over a process group (gloo), and servers need not see a folder of theirs.
     `sglang` only."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from itertools import takewhile
 from pathlib import Path
 
+from slurmrl.config.servers import ServerUpdates
 from slurmrl.engines.rollout.routed_experts import check_settings
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
@@ -17,7 +18,7 @@ from slurmrl.plan.estimates.shape import read as read_shape
 
 OLDEST_SGLANG = (0, 5, 20)
 SESSIONS_SINCE = (0, 5, 21)
-"""From then on SGLang takes weights over a process group within a session only."""
+"""From then on SGLang takes weights that are sent to it within a session only."""
 OLDEST_VLLM = (0, 32)
 RETRACTING_SGLANG = (0, 5, 22)
 """0.5.20 cannot empty its cache while requests wait; 0.5.21 may queue one twice (DP attention)."""
@@ -90,17 +91,18 @@ class ServedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joins:
-    """How an SGLang server joins a process group over which it gets weights."""
+class Receiver:
+    """How an SGLang server takes weights that are sent to it."""
 
     ranks: int
+    """Tensor ranks."""
     sessions: bool
     """Whether it takes weights within a session only."""
 
     @staticmethod
-    def of(where: str, server: object, *, experts: bool) -> Joins:
+    def of(where: str, server: object, updates: ServerUpdates, *, experts: bool) -> Receiver:
         """From the answer of ``/server_info``. ``experts``: whether the model has any. Raises
-        UsageError if the server cannot take weights over a group."""
+        UsageError if the server cannot take weights in this way."""
         version = str(field_of(where, server, "version"))
         assert isinstance(server, dict), "it has fields"
         sessions, reason = has_sessions(where, server), ""
@@ -112,14 +114,14 @@ class Joins:
             reason = f"{what} before 0.5.21: it is {version}"
         if reason:
             raise UsageError(
-                f"{where}: rollout.server_updates: broadcast is not possible with {reason}; "
+                f"{where}: rollout.server_updates: {updates} is not possible with {reason}; "
                 "leave it out, and the server reads the weights from files"
             )
-        return Joins(ranks=int(server.get("tp_size", 1)), sessions=sessions)
+        return Receiver(ranks=int(server.get("tp_size", 1)), sessions=sessions)
 
 
 def has_sessions(where: str, server: object) -> bool:
-    """Whether an SGLang server takes weights over a process group within a session only."""
+    """Whether an SGLang server takes weights that are sent to it within a session only."""
     return numbers_of(str(field_of(where, server, "version"))) >= SESSIONS_SINCE
 
 

@@ -24,12 +24,13 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from slurmrl.config.servers import ServerUpdates
 from slurmrl.data.support import SampledSupport
 from slurmrl.engines.rollout.base import ABORTED, Completion, Finish, WeightVersion
 from slurmrl.engines.rollout.dialect import Dialect, Draw
 from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
 from slurmrl.engines.rollout.fitness import (
-    Joins,
+    Receiver,
     ServedModel,
     check_sglang,
     field_of,
@@ -41,9 +42,11 @@ from slurmrl.engines.rollout.routed_experts import RoutedLayers
 from slurmrl.engines.rollout.server_check import ServerCheck
 from slurmrl.engines.rollout.sglang_broadcast import SglangBroadcast
 from slurmrl.engines.rollout.sglang_checksums import digest_of, read_checksums
+from slurmrl.engines.rollout.sglang_sender import SglangSender
 from slurmrl.engines.rollout.weight_checks import Held, WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
 
+SENDERS: Mapping[ServerUpdates, type[SglangSender]] = {"broadcast": SglangBroadcast}
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 CONTROL_S = 60.0
 """Time limit of pausing, resuming, aborting: the server answers between two steps."""
@@ -219,14 +222,13 @@ class SglangDialect(Dialect):
         checks: WeightChecks | None = None,
         health_s: float = 30.0,
         stale_cache: bool = False,
-        broadcasts: bool = False,
+        updates: ServerUpdates = "files",
     ) -> None:
         """``control``: a client with the key for administration, if that is another one.
         ``model``: `connect` refuses servers of other models. ``routed``, ``full_logprobs``: see
         `read_reply`. ``checks``: those of all servers of this run. ``health_s``: time limit of
         `health`; at least the longest step of the model. ``stale_cache``: requests in flight keep
-        what older weights have computed. ``broadcasts``: the server does not read the files
-        of weights but gets them over a process group."""
+        what older weights have computed. ``updates``: how the server gets weights."""
         self._client, self._control = client, control or client
         self._model = model
         self._routed = routed
@@ -234,8 +236,9 @@ class SglangDialect(Dialect):
         self._checks = checks or WeightChecks()
         self._check: ServerCheck | None = None
         self._health_s = health_s
-        self._broadcasts = broadcasts
-        self._broadcast: SglangBroadcast | None = None
+        self._updates = updates
+        self._sender: SglangSender | None = None
+        """None: the server reads files."""
         self._context = 0
         self._draws: dict[str, PiecewiseDraw] = {}
         self._running = asyncio.Event()
@@ -254,9 +257,10 @@ class SglangDialect(Dialect):
         self._context = check_sglang(self.where, info, model, self._model)
         self._check = ServerCheck(self._checks, self.where, digest_of(info), self._held)
         self._retracts, self._loaded = retracts(self.where, info), None
-        if self._broadcasts:
-            joins = Joins.of(self.where, info, experts=self._routed is not None)
-            self._broadcast = SglangBroadcast(self._client.address, joins, self._succeed)
+        if self._updates != "files":
+            experts = self._routed is not None
+            receiver = Receiver.of(self.where, info, self._updates, experts=experts)
+            self._sender = SENDERS[self._updates](self._client.address, receiver, self._succeed)
         if has_sessions(self.where, info):
             with suppress(UsageError):  # there is none, unless a client was lost within an update
                 await self._post("/end_weight_update", {})
@@ -357,8 +361,8 @@ class SglangDialect(Dialect):
             await self._wait_until_idle()  # 0.5.20 would end, later versions refuse the update
         assert self._check is not None, "a server loads weights once it was connected to"
         await self._check.before_load(version)
-        if self._broadcast is not None:
-            await self._broadcast.send(version, held=await self.version())
+        if self._sender is not None:
+            await self._sender.send(version, held=await self.version())
         else:
             await self._read(version)
         await self.check_version(version.name)
@@ -403,8 +407,8 @@ class SglangDialect(Dialect):
         if self._check is not None:
             self._check.close()
         try:
-            if self._broadcast is not None:
-                await self._broadcast.close()
+            if self._sender is not None:
+                await self._sender.close()
         finally:
             await self._client.close()
             await self._control.close()

@@ -114,7 +114,7 @@ class SglangServer(ServerKind):
             checks=self.checks,
             health_s=self.serving.patience.silence_s,
             stale_cache=self.stale_cache,
-            broadcasts=self.broadcasts,
+            updates=self.updates,
         )
 
 

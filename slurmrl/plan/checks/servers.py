@@ -140,11 +140,11 @@ def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:
             read_keys(Path(rollout.server_keys))
         except UsageError as error:
             yield draft.problem((ROLLOUTS, "server_keys"), str(error))
-    if rollout.server_updates == "broadcast":
-        if not ENGINES[backend].takes_broadcasts:
-            message = f"broadcast is not allowed with {backend}, whose servers read files"
+    if (updates := rollout.server_updates) != "files":
+        if updates not in (possible := ENGINES[backend].server_updates):
+            message = f"{updates} is not allowed with {backend}; allowed: {', '.join(possible)}"
             yield draft.problem((ROLLOUTS, "server_updates"), message)
-        message = "is not allowed with rollout.server_updates: broadcast, which needs no folder"
+        message = f"is not allowed with rollout.server_updates: {updates}, which needs no folder"
         yield from _refused(draft, ("server_weights",), message)
         return
     folder = rollout.server_weights

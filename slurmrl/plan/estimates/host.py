@@ -78,7 +78,7 @@ def worker_bytes(checked: Checked) -> int | None:
         loading = max(loading, _loading_bytes(checked.config, uses[name]))
     rollout = placed.get(ROLLOUTS)
     settings = checked.config.rollout
-    read_here = not settings.servers or settings.server_updates == "broadcast"
+    read_here = not settings.servers or settings.server_updates != "files"
     if rollout is not None and BACKENDS[rollout.allocation.backend].serves and read_here:
         size = rollout.allocation.instance_size
         versions = 1 if ROLLOUTS in away else VERSIONS

@@ -203,6 +203,7 @@ def running(addresses: Sequence[str], weights: Path | None, **options: Any) -> R
     return Running(
         addresses=tuple(map(Address, addresses)),
         weights=weights,
+        updates="files" if weights is not None else "broadcast",
         text=False,
         patience=PATIENCE,
         **options,

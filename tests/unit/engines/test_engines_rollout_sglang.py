@@ -19,7 +19,7 @@ from slurmrl.data.support import SampledSupport
 from slurmrl.engines.rollout.base import Completion, WeightVersion
 from slurmrl.engines.rollout.dialect import Draw
 from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
-from slurmrl.engines.rollout.fitness import Joins, ServedModel
+from slurmrl.engines.rollout.fitness import Receiver, ServedModel
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.routed_experts import RoutedLayers
 from slurmrl.engines.rollout.sglang import SglangDialect, read_reply, request_body
@@ -584,16 +584,16 @@ def test_servers_that_hold_weights_in_another_form_are_not_checked(
 
 
 @pytest.mark.parametrize(
-    ("info", "experts", "joins"),
+    ("info", "experts", "receiver"),
     [
-        ({"tp_size": 4}, False, Joins(ranks=4, sessions=False)),
-        ({"device": "cpu", "dtype": "float32"}, False, Joins(ranks=1, sessions=False)),
-        ({"version": "0.5.21.post1"}, True, Joins(ranks=1, sessions=True)),
-        ({"version": "0.6.0", "quantization": "fp8"}, False, Joins(ranks=1, sessions=True)),
+        ({"tp_size": 4}, False, Receiver(ranks=4, sessions=False)),
+        ({"device": "cpu", "dtype": "float32"}, False, Receiver(ranks=1, sessions=False)),
+        ({"version": "0.5.21.post1"}, True, Receiver(ranks=1, sessions=True)),
+        ({"version": "0.6.0", "quantization": "fp8"}, False, Receiver(ranks=1, sessions=True)),
         (
             {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True},
             False,
-            Joins(ranks=8, sessions=False),
+            Receiver(ranks=8, sessions=False),
         ),
         ({}, True, "experts before 0.5.21: it is 0.5.20"),
         ({"quantization": "fp8"}, False, "--quantization before 0.5.21: it is 0.5.20"),
@@ -604,15 +604,15 @@ def test_servers_that_hold_weights_in_another_form_are_not_checked(
     ],
 )
 def test_servers_that_cannot_get_weights_over_a_group_are_refused(
-    info: Mapping[str, Any], experts: bool, joins: Joins | str
+    info: Mapping[str, Any], experts: bool, receiver: Receiver | str
 ) -> None:
     """0.5.20 would leave weights that its kernels keep in another form as they are sent."""
     server = {"version": "0.5.20", "device": "cuda", **info}
-    if isinstance(joins, Joins):
-        assert Joins.of("server", server, experts=experts) == joins
+    if isinstance(receiver, Receiver):
+        assert Receiver.of("server", server, "broadcast", experts=experts) == receiver
     else:
-        with pytest.raises(UsageError, match=f"broadcast is not possible with {joins}"):
-            Joins.of("server", server, experts=experts)
+        with pytest.raises(UsageError, match=f"broadcast is not possible with {receiver}"):
+            Receiver.of("server", server, "broadcast", experts=experts)
 
 
 @pytest.mark.parametrize("version", ["0.5.20", "0.5.21"])

@@ -13,9 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout import sglang_broadcast
 from slurmrl.engines.rollout.base import WeightVersion
-from slurmrl.engines.rollout.fitness import Joins
+from slurmrl.engines.rollout.fitness import Receiver
 from slurmrl.engines.rollout.server_group import ServerGroup
 from slurmrl.engines.rollout.sglang_broadcast import SglangBroadcast
 from slurmrl.errors import RunFailedError, UsageError
@@ -70,9 +69,9 @@ def speaker(
         return server
 
     monkeypatch.setattr(ServerGroup, "meet", meet)
-    monkeypatch.setattr(sglang_broadcast, "BUCKET_BYTES", 64)
-    joins = Joins(ranks=2, sessions=sessions)
-    return SglangBroadcast(Address("http://node:1"), joins, server.succeed)
+    monkeypatch.setattr(SglangBroadcast, "bucket_bytes", 64)
+    receiver = Receiver(ranks=2, sessions=sessions)
+    return SglangBroadcast(Address("http://node:1"), receiver, server.succeed)
 
 
 @pytest.mark.parametrize("sessions", [False, True])

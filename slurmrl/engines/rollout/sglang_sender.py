@@ -1,0 +1,69 @@
+"""New weights for an SGLang server that are sent to it, in place of files that it reads.
+
+The versions from 0.5.21 on take them between ``/begin_weight_update`` and ``/end_weight_update``,
+which convert what kernels keep in another form; 0.5.20 has no such routes, so servers whose weights
+have another form are refused (`fitness.Receiver`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from slurmrl.config.servers import Address
+from slurmrl.engines.rollout.base import WeightVersion
+from slurmrl.engines.rollout.buckets import BUCKET_BYTES, Bucket, read_ahead
+from slurmrl.engines.rollout.fitness import Receiver
+from slurmrl.errors import RunFailedError, UsageError
+
+
+class Succeed(Protocol):
+    """Posts a request to a server; raises SlurmrlError if that is not successful."""
+
+    async def __call__(self, path: str, body: Mapping[str, object]) -> object: ...
+
+
+class SglangSender(ABC):
+    """Sends weights to one server, for as long as a connection to it lasts."""
+
+    bucket_bytes = BUCKET_BYTES
+
+    def __init__(self, address: Address, receiver: Receiver, succeed: Succeed) -> None:
+        """``succeed`` asks the server at ``address``."""
+        self._address, self._receiver, self._succeed = address, receiver, succeed
+
+    async def send(self, version: WeightVersion, *, held: str) -> None:
+        """Replace the weights of the paused, idle server, which says that it has those of ``held``,
+        by ``version``. Raises RunFailedError; what the server holds is undefined then."""
+        assert version.folder is not None, "checked by the dialect"
+        try:
+            await self._prepare(held)
+            if self._receiver.sessions:
+                await self._succeed("/begin_weight_update", {})
+            async with aclosing(read_ahead(version.folder, self.bucket_bytes)) as buckets:
+                async for bucket, content in buckets:
+                    body: dict[str, Any] = {"flush_cache": bucket.last}
+                    if bucket.last:
+                        body["weight_version"] = version.name
+                    await self._send(bucket, content, body)
+            if self._receiver.sessions:
+                await self._succeed("/end_weight_update", {})
+        except (UsageError, RuntimeError, OSError) as error:  # another attempt may succeed
+            raise RunFailedError(f"{self._address.text}: {error}") from error
+
+    @abstractmethod
+    async def _prepare(self, held: str) -> None:
+        """Before the first bucket of a version, while the server says that it has ``held``."""
+
+    @abstractmethod
+    async def _send(self, bucket: Bucket, content: Tensor, body: Mapping[str, object]) -> None:
+        """Have the server load a bucket with these bytes. ``body``: what its request has besides
+        them."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """No more weights will be sent."""
