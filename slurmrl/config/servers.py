@@ -14,7 +14,7 @@ from slurmrl import env
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 
-ServerUpdates: TypeAlias = Literal["files", "broadcast"]
+ServerUpdates: TypeAlias = Literal["files", "broadcast", "tensors"]
 """How servers that run already get new weights."""
 ADDRESSES = "http://HOST:PORT, https://HOST:PORT or unix:/PATH"
 MOST_KEYS = 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.served import ServedEngine
 from slurmrl.engines.rollout.sglang import SglangDialect
 from slurmrl.engines.rollout.sglang_sender import SglangSender
+from slurmrl.engines.rollout.sglang_tensors import SglangTensors
 from slurmrl.errors import RunFailedError
 from slurmrl.models.generate import GenerationOptions
 from tests.engines.conftest import (
@@ -119,11 +121,20 @@ async def with_a_stale_cache(served: Served) -> list[Completion]:
         await engine.close()
 
 
-def check_broadcasts(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights come in buckets, over the group of each client in turn. One that fails, because the
-    server refuses a tensor, and one that is lost without a word leave nothing that is in the way of
-    the next."""
+def check_sent(
+    served: Served, updates: ServerUpdates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights come in buckets, from each client in turn. One that fails, because the server refuses
+    a tensor, and one that is lost without a word leave nothing that is in the way of the next."""
     monkeypatch.setattr(SglangSender, "bucket_bytes", 20_000)
+    send = SglangTensors._send
+
+    async def lost(sender: SglangTensors, *bucket: Any) -> None:
+        if bucket[-1].get("weight_version") == "3.1":
+            raise RunFailedError("lost without a word")
+        await send(sender, *bucket)
+
+    monkeypatch.setattr(SglangTensors, "_send", lost)  # a tensor that it refuses ends the server
     other = tmp_path / "other"
     shutil.copytree(served.versions["2.1"], other)
     tensors = load_file(other / "model.safetensors")
@@ -133,7 +144,7 @@ def check_broadcasts(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyP
     speakers: list[SglangDialect] = []
 
     async def load(*names: str) -> None:
-        speaker = dialect(HttpClient(Address(f"unix:{served.socket}")), updates="broadcast")
+        speaker = dialect(HttpClient(Address(f"unix:{served.socket}")), updates=updates)
         speakers.append(speaker)
         await speaker.connect()
         for name in names:
@@ -152,7 +163,7 @@ def check_broadcasts(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     try:
         served.loop.run(load("2.1", "1.1", "2.1"))
-        with pytest.raises(RunFailedError, match=r"from_distributed: .*Failed to update"):
+        with pytest.raises(RunFailedError, match=r"from_distributed: .*Failed to update|lost"):
             served.loop.run(load("1.1", "3.1"))
         served.loop.run(load("1.1"))
     finally:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from slurmrl.config.servers import Address
+from slurmrl.config.servers import Address, ServerUpdates
 from slurmrl.engines.rollout import sglang_broadcast
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
 from slurmrl.engines.rollout.dialect import Draw
@@ -44,7 +44,7 @@ from tests.engines.conftest import (
     midway,
     request,
 )
-from tests.engines.served_sglang import Served, check, check_broadcasts, dialect, with_a_stale_cache
+from tests.engines.served_sglang import Served, check, check_sent, dialect, with_a_stale_cache
 from tests.support.servers import load_once
 
 PYTHON = os.environ.get("SGLANG_PYTHON", "")
@@ -96,6 +96,7 @@ classes = {
     "/continue_generation": "ContinueGenerationReqInput",
     "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
     "/update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
+    "/update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
     "/init_weights_update_group": "InitWeightsUpdateGroupReqInput",
     "/destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
     "/weights_checker": "CheckWeightsReqInput",
@@ -139,7 +140,7 @@ class Recorder(HttpClient):
     async def post(self, path: str, body: object = None, **_: object) -> object:
         if "logit_bias" in str(body) and str(VOCABULARY) in str(body):
             raise UsageError("logit_bias")
-        self.bodies.append((path, body))
+        self.bodies.append((path, json.loads(body) if isinstance(body, bytes) else body))
         meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": []}
         meta["output_token_sampling_logprobs"] = []  # type: ignore[assignment]
         answer = {"output_ids": [], "text": "", "meta_info": meta}
@@ -189,7 +190,9 @@ def test_bodies_are_those_of_sglangs_own_classes(
         monkeypatch.setattr(sglang_broadcast, "ServerGroup", NoGroup)
         of_a_group = Recorder()
         await load_once(dialect(of_a_group, updates="broadcast"), version)
-        return [*client.bodies, *of_a_group.bodies]
+        of_tensors = Recorder()
+        await load_once(dialect(of_tensors, updates="tensors"), version)
+        return [*client.bodies, *of_a_group.bodies, *of_tensors.bodies]
 
     bodies = asyncio.run(work())
     done = subprocess.run(
@@ -200,7 +203,7 @@ def test_bodies_are_those_of_sglangs_own_classes(
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(set(done.stdout.split())) == 12
+    assert len(set(done.stdout.split())) == 13
 
 
 def test_log_probabilities_are_those_of_transformers(
@@ -265,10 +268,11 @@ def test_a_server_whose_weights_are_not_those_of_its_version_is_found(
     served.loop.run(_load_for(served, checks, served.versions["1.1"], before))
 
 
-def test_weights_come_over_a_process_group(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("updates", ["broadcast", "tensors"])
+def test_weights_are_sent(
+    served: Served, updates: ServerUpdates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_broadcasts(served, tmp_path, monkeypatch)
+    check_sent(served, updates, tmp_path, monkeypatch)
 
 
 RUN_KERNEL = """

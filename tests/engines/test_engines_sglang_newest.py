@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from slurmrl.config.servers import Address
+from slurmrl.config.servers import Address, ServerUpdates
 from slurmrl.engines.rollout.base import Completion
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.served import ServedEngine
@@ -27,7 +27,7 @@ from tests.engines.conftest import (
     over_an_update,
     request,
 )
-from tests.engines.served_sglang import Served, check_broadcasts, dialect, with_a_stale_cache
+from tests.engines.served_sglang import Served, check_sent, dialect, with_a_stale_cache
 
 PYTHON = Path(os.environ.get("SGLANG_PYTHON", "")).parent.parent / "newest" / "bin" / "python"
 pytestmark = pytest.mark.skipif(
@@ -200,8 +200,9 @@ def test_with_a_stale_cache_requests_go_on_with_what_older_weights_have_computed
     check_stale_cache(served.versions, made, later)
 
 
-def test_weights_come_over_a_process_group(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("updates", ["broadcast", "tensors"])
+def test_weights_are_sent(
+    served: Served, updates: ServerUpdates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the begin and the end of an update, also behind one that was not ended."""
-    check_broadcasts(served, tmp_path, monkeypatch)
+    check_sent(served, updates, tmp_path, monkeypatch)

@@ -76,8 +76,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
     made.kill()
 
 
+@pytest.mark.parametrize("updates", ["broadcast", "tensors"])
 def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_it_trained(
-    tmp_path: Path, server: Server
+    tmp_path: Path, server: Server, updates: str
 ) -> None:
     """No folder of the trial has weights for the server. One that was started again, and the next
     incarnation, make groups of their own; the requests of the killed server are issued again."""
@@ -85,7 +86,7 @@ def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_i
     rollout = {
         "backend": "sglang",
         "servers": [f"unix:{server.socket}"],
-        "server_updates": "broadcast",
+        "server_updates": updates,
         "max_new_tokens": 8,
     }
     config = grpo(rollout, batch_size=8, total_steps=STEPS)
@@ -105,5 +106,6 @@ def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_i
     check_served(site.metrics("grpo/1"), STEPS)
     assert not (run / "weights").exists()
     joined = server.log.read_text().count("init custom process group")
-    assert joined == 3, "both starts of the server, and the second incarnation"
+    groups = 3  # both starts of the server, and the second incarnation
+    assert joined == (groups if updates == "broadcast" else 0)
     wait_until("the end of all processes", lambda: not any(processes(run).values()))

@@ -9,9 +9,11 @@ ADDRESS is a path of a Unix socket or a port of this host. Further options: ``--
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import os
+import pickle
 import signal
 import sys
 import traceback
@@ -61,6 +63,7 @@ class StandIn:
         for path in (self.init_weights_update_group, self.destroy_weights_update_group):
             app.router.add_post(f"/{path.__name__}", path)
         app.router.add_post("/update_weights_from_distributed", self.update_from_distributed)
+        app.router.add_post("/update_weights_from_tensor", self.update_from_tensors)
         app.router.add_post("/flush_cache", self.flush_cache)
         return app
 
@@ -208,6 +211,15 @@ class StandIn:
             body["names"], content.split(sizes), pairs, strict=True
         ):
             self.received[name] = part.view(dtype).reshape(shape)
+        return self._received(body)
+
+    async def update_from_tensors(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        content = base64.b64decode(body["serialized_named_tensors"][0])
+        self.received.update(pickle.loads(content))  # noqa: S301 - as SGLang does
+        return self._received(body)
+
+    def _received(self, body: dict[str, Any]) -> web.Response:
         if body["flush_cache"]:
             self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval()
             self.model.load_state_dict(self.received, strict=not self.config.tie_word_embeddings)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from slurmrl.checkpoint.tensors import DTYPES
 from slurmrl.models.headers import Header
 from slurmrl.models.hf import Tensors, open_tensors
 
+T = TypeVar("T")
 BUCKET_BYTES = 32 * 2**20
 """Of tensors that are sent together; a larger tensor is sent alone."""
 
@@ -37,17 +39,24 @@ class Bucket:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-async def read_ahead(folder: Path, limit: int) -> AsyncGenerator[tuple[Bucket, Tensor]]:
-    """All tensors of ``folder``, with their bytes (`Bucket.read`). The next bucket is read while
-    its receiver works on one: two are in memory."""
+async def read_ahead(
+    folder: Path, limit: int, pack: Callable[[Bucket, Tensor], T]
+) -> AsyncGenerator[tuple[Bucket, T]]:
+    """All tensors of ``folder``, each bucket with what ``pack`` makes of its bytes (`Bucket.read`)
+    in another thread. The next one is read and packed while its receiver works on one: two are in
+    memory."""
+
+    def read(bucket: Bucket) -> T:
+        return pack(bucket, bucket.read(files))
+
     with open_tensors(folder) as files:
         buckets = list(buckets_of(files, limit))
-        reading = asyncio.ensure_future(asyncio.to_thread(buckets[0].read, files))
+        reading = asyncio.ensure_future(asyncio.to_thread(read, buckets[0]))
         try:
             for bucket, following in zip(buckets, [*buckets[1:], None], strict=True):
                 content = await reading
                 if following is not None:
-                    reading = asyncio.ensure_future(asyncio.to_thread(following.read, files))
+                    reading = asyncio.ensure_future(asyncio.to_thread(read, following))
                 yield bucket, content
         finally:
             reading.cancel()

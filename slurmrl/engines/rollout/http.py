@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import json
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from slurmrl.backoff import Backoff
 from slurmrl.config.servers import Address
@@ -22,6 +24,9 @@ except ImportError as error:
         f"servers of rollout.backend need the package aiohttp ({error}): pip install aiohttp"
     ) from error
 
+Body: TypeAlias = Mapping[str, object] | bytes
+"""Of a request: an object of JSON, or its text."""
+JSON = {"Content-Type": "application/json"}
 CONNECT_S = 10.0
 """For one attempt to connect."""
 BUSY = (429, 503)
@@ -56,7 +61,7 @@ class HttpClient:
     async def post(
         self,
         path: str,
-        body: Mapping[str, object] | None = None,
+        body: Body | None = None,
         *,
         timeout_s: float | None,
     ) -> object:
@@ -69,7 +74,7 @@ class HttpClient:
             await self._session.close()
 
     async def _repeat(
-        self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float | None
+        self, method: str, path: str, body: Body | None, timeout_s: float | None
     ) -> object:
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._patience_s
@@ -84,7 +89,7 @@ class HttpClient:
                 await asyncio.sleep(pause_s)
 
     async def _once(
-        self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float | None
+        self, method: str, path: str, body: Body | None, timeout_s: float | None
     ) -> object:
         where = f"{self.address.text} {method} {path.partition('?')[0]}"
         if self._closed:
@@ -92,7 +97,8 @@ class HttpClient:
         request = self._connected().request(
             method,
             self.address.url(path),
-            json=body,
+            data=None if body is None else io.BytesIO(_encoded(body)),
+            headers={} if body is None else JSON,
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S),
             allow_redirects=False,
         )
@@ -130,6 +136,10 @@ class HttpClient:
                 trust_env=False,
             )
         return self._session
+
+
+def _encoded(body: Body) -> bytes:
+    return body if isinstance(body, bytes) else json.dumps(body).encode()
 
 
 class _NotBegunError(ConnectionError):

@@ -37,16 +37,20 @@ from slurmrl.engines.rollout.fitness import (
     has_sessions,
     retracts,
 )
-from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.engines.rollout.http import Body, HttpClient
 from slurmrl.engines.rollout.routed_experts import RoutedLayers
 from slurmrl.engines.rollout.server_check import ServerCheck
 from slurmrl.engines.rollout.sglang_broadcast import SglangBroadcast
 from slurmrl.engines.rollout.sglang_checksums import digest_of, read_checksums
 from slurmrl.engines.rollout.sglang_sender import SglangSender
+from slurmrl.engines.rollout.sglang_tensors import SglangTensors
 from slurmrl.engines.rollout.weight_checks import Held, WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
 
-SENDERS: Mapping[ServerUpdates, type[SglangSender]] = {"broadcast": SglangBroadcast}
+SENDERS: Mapping[ServerUpdates, type[SglangSender[Any]]] = {
+    "broadcast": SglangBroadcast,
+    "tensors": SglangTensors,
+}
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 CONTROL_S = 60.0
 """Time limit of pausing, resuming, aborting: the server answers between two steps."""
@@ -237,7 +241,7 @@ class SglangDialect(Dialect):
         self._check: ServerCheck | None = None
         self._health_s = health_s
         self._updates = updates
-        self._sender: SglangSender | None = None
+        self._sender: SglangSender[Any] | None = None
         """None: the server reads files."""
         self._context = 0
         self._draws: dict[str, PiecewiseDraw] = {}
@@ -421,12 +425,10 @@ class SglangDialect(Dialect):
     async def _get(self, path: str) -> object:
         return await self._client.get(path, timeout_s=CONTROL_S)
 
-    async def _post(
-        self, path: str, body: Mapping[str, object], timeout_s: float | None = CONTROL_S
-    ) -> object:
+    async def _post(self, path: str, body: Body, timeout_s: float | None = CONTROL_S) -> object:
         return await self._control.post(path, body, timeout_s=timeout_s)
 
-    async def _succeed(self, path: str, body: Mapping[str, object]) -> object:
+    async def _succeed(self, path: str, body: Body) -> object:
         reply = await self._post(path, body, None)
         if field_of(self.where, reply, "success") is not True:
             raise RunFailedError(f"{self.where}{path}: {reply}")

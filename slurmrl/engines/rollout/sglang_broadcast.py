@@ -20,7 +20,7 @@ LEAVE_S = 5.0
 """How long a server may take to leave the group."""
 
 
-class SglangBroadcast(SglangSender):
+class SglangBroadcast(SglangSender[Tensor]):
     """A bucket is in the memory of each GPU of the server twice while it is loaded."""
 
     def __init__(self, address: Address, receiver: Receiver, succeed: Succeed) -> None:
@@ -64,7 +64,10 @@ class SglangBroadcast(SglangSender):
         with suppress(UsageError):
             await self._succeed("/destroy_weights_update_group", {"group_name": NAME})
 
-    async def _send(self, bucket: Bucket, content: Tensor, body: Mapping[str, object]) -> None:
+    def _pack(self, bucket: Bucket, content: Tensor) -> Tensor:
+        return content
+
+    async def _send(self, bucket: Bucket, packed: Tensor, body: Mapping[str, object]) -> None:
         assert self._group is not None, "it was formed before the first bucket"
         described = {
             "names": bucket.names,
@@ -74,7 +77,7 @@ class SglangBroadcast(SglangSender):
             "load_format": "flattened_bucket",
         }
         answer = self._succeed("/update_weights_from_distributed", {**described, **body})
-        await self._group.broadcast(content, answer)
+        await self._group.broadcast(packed, answer)
 
     async def close(self) -> None:
         """Leave the group; so does a server that answers."""

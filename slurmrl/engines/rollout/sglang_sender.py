@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -18,16 +18,19 @@ from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.base import WeightVersion
 from slurmrl.engines.rollout.buckets import BUCKET_BYTES, Bucket, read_ahead
 from slurmrl.engines.rollout.fitness import Receiver
+from slurmrl.engines.rollout.http import Body
 from slurmrl.errors import RunFailedError, UsageError
+
+T = TypeVar("T")
 
 
 class Succeed(Protocol):
     """Posts a request to a server; raises SlurmrlError if that is not successful."""
 
-    async def __call__(self, path: str, body: Mapping[str, object]) -> object: ...
+    async def __call__(self, path: str, body: Body) -> object: ...
 
 
-class SglangSender(ABC):
+class SglangSender(ABC, Generic[T]):
     """Sends weights to one server, for as long as a connection to it lasts."""
 
     bucket_bytes = BUCKET_BYTES
@@ -44,12 +47,13 @@ class SglangSender(ABC):
             await self._prepare(held)
             if self._receiver.sessions:
                 await self._succeed("/begin_weight_update", {})
-            async with aclosing(read_ahead(version.folder, self.bucket_bytes)) as buckets:
-                async for bucket, content in buckets:
+            reading = read_ahead(version.folder, self.bucket_bytes, self._pack)
+            async with aclosing(reading) as buckets:
+                async for bucket, packed in buckets:
                     body: dict[str, Any] = {"flush_cache": bucket.last}
                     if bucket.last:
                         body["weight_version"] = version.name
-                    await self._send(bucket, content, body)
+                    await self._send(bucket, packed, body)
             if self._receiver.sessions:
                 await self._succeed("/end_weight_update", {})
         except (UsageError, RuntimeError, OSError) as error:  # another attempt may succeed
@@ -60,9 +64,12 @@ class SglangSender(ABC):
         """Before the first bucket of a version, while the server says that it has ``held``."""
 
     @abstractmethod
-    async def _send(self, bucket: Bucket, content: Tensor, body: Mapping[str, object]) -> None:
-        """Have the server load a bucket with these bytes. ``body``: what its request has besides
-        them."""
+    def _pack(self, bucket: Bucket, content: Tensor) -> T:
+        """The bytes of a bucket as they are sent. Called in another thread."""
+
+    @abstractmethod
+    async def _send(self, bucket: Bucket, packed: T, body: Mapping[str, object]) -> None:
+        """Have the server load a bucket. ``body``: what its request has besides."""
 
     @abstractmethod
     async def close(self) -> None:

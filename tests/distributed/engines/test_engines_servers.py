@@ -199,11 +199,10 @@ def started() -> Iterator[list[Started]]:
 
 
 def running(addresses: Sequence[str], weights: Path | None, **options: Any) -> Running:
-    options = {"keys": ServerKeys(), "context": 16, **options}
+    options = {"keys": ServerKeys(), "context": 16, "updates": "files", **options}
     return Running(
         addresses=tuple(map(Address, addresses)),
         weights=weights,
-        updates="files" if weights is not None else "broadcast",
         text=False,
         patience=PATIENCE,
         **options,
@@ -223,7 +222,7 @@ def served(settings: Running) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("updates", ["files", "broadcast"])
+@pytest.mark.parametrize("updates", ["files", "broadcast", "tensors"])
 def test_running_servers_share_the_requests_and_get_every_version(
     ranks: RankPool, tmp_path: Path, started: list[Started], updates: str
 ) -> None:
@@ -241,7 +240,8 @@ def test_running_servers_share_the_requests_and_get_every_version(
     weights = tmp_path / "weights"
     (weights / "of-an-earlier-incarnation").mkdir(parents=True)
     keys = ServerKeys(api="the-key", admin="the-admin-key")
-    settings = running(addresses, weights if updates == "files" else None, keys=keys)
+    folder = weights if updates == "files" else None
+    settings = running(addresses, folder, keys=keys, updates=updates)
     (results,) = ranks(1, f"{HERE}:served", settings)
     for rows in results:
         assert len(rows) == 2 * len(PROMPTS)
@@ -251,7 +251,7 @@ def test_running_servers_share_the_requests_and_get_every_version(
         for _, logprobs, prompt in results[1]
         for value in logprobs[prompt:]
     )
-    route = {"files": "disk", "broadcast": "distributed"}[updates]
+    route = {"files": "disk", "broadcast": "distributed", "tensors": "tensor"}[updates]
     assert all(server.count(f"/update_weights_from_{route}") == 2 for server in started)
     tried = 2  # whether the vocabulary has a token
     assert all(server.count("/generate") > tried for server in started)

@@ -140,11 +140,11 @@ def test_the_host_of_a_server_holds_one_version_if_it_sleeps(plan_ppo: Load) -> 
     assert worker_bytes(split) == pytest.approx(sizes["true"], rel=0.05)
 
 
-def test_weights_that_are_sent_to_running_servers_are_counted(plan_ppo: Load) -> None:
+@pytest.mark.parametrize("way", ["broadcast", "tensors"])
+def test_weights_that_are_sent_to_running_servers_are_counted(plan_ppo: Load, way: str) -> None:
     """Those that servers read are in a directory."""
     read, sent = (
-        load(plan_ppo, *RUNNING, f"rollout.server_updates={updates}")
-        for updates in ("files", "broadcast")
+        load(plan_ppo, *RUNNING, f"rollout.server_updates={updates}") for updates in ("files", way)
     )
     weights = trainers_gpus(sent).sizes["rollout"].weights
     assert (worker_bytes(sent) or 0) - (worker_bytes(read) or 0) == 2 * weights > 0

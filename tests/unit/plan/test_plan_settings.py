@@ -173,9 +173,9 @@ RUNNING = "rollout.servers=[http://host:30000]"
             for setting, value in (("server_weights", "/tmp"), ("server_updates", "broadcast"))
         ),
         (
-            ["rollout.backend=vllm", RUNNING, "rollout.server_updates=broadcast"],
+            ["rollout.backend=vllm", RUNNING, "rollout.server_updates=tensors"],
             "rollout.server_updates",
-            "broadcast is not allowed with vllm",
+            "tensors is not allowed with vllm; allowed: files",
         ),
         (
             [
