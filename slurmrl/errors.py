@@ -51,6 +51,18 @@ class UnreadableInputError(UsageError):
         return str(self.args[0]) if self.args else ""
 
 
+class RefusedError(UsageError):
+    """A server refuses a request. ``args``: the message and `status`."""
+
+    @property
+    def status(self) -> int:
+        """Of HTTP. With 400, its state may be the reason."""
+        return int(self.args[1])
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class UnreachableHubError(UsageError):
     """The Hugging Face hub cannot be reached from this host."""
 

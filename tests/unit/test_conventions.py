@@ -316,6 +316,8 @@ def example(kind: type[Exception]) -> Exception:
         return kind((errors.Problem("a.yaml:3", "actor.backend", "wrong"),))
     if kind is errors.SlotTakenError:
         return kind(3)
+    if kind is errors.RefusedError:
+        return kind("what happened", 400)
     return kind("what happened")
 
 

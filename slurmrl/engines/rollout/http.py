@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from slurmrl.backoff import Backoff
 from slurmrl.config.servers import Address
-from slurmrl.errors import MissingDependencyError, RunFailedError, UsageError
+from slurmrl.errors import MissingDependencyError, RefusedError, RunFailedError
 
 try:
     import aiohttp
@@ -32,7 +32,7 @@ CONNECT_S = 10.0
 BUSY = (429, 503)
 """The server did not begin to work on the request."""
 FAULTS_OF_THE_REQUEST = (400, 401, 403, 404, 405, 413, 415, 422)
-"""Repeating the request gives the same answer."""
+"""Repeating the request gives the same answer, unless the server changes."""
 NEEDS_KEY = (401, 403)
 SHOWN_CHARACTERS = 500
 """Of an answer in a message."""
@@ -41,8 +41,8 @@ SHOWN_CHARACTERS = 500
 class HttpClient:
     """Requests to one server, whose answers are JSON values or texts.
 
-    They raise UsageError where the server refuses the request as such, and RunFailedError where it
-    cannot be reached, fails, or does not answer in time. What was certainly not worked on (no
+    They raise RefusedError where the server refuses the request as such, and RunFailedError where
+    it cannot be reached, fails, or does not answer in time. What was certainly not worked on (no
     connection, status 429 or 503) is repeated for ``patience_s``. Nothing else is: a request whose
     answer broke off may have had its effect. Proxies of the environment are not used, and redirects
     are not followed.
@@ -155,7 +155,9 @@ def _value(where: str, status: int, kind: str, content: bytes) -> object:
             message += "; does rollout.server_keys name the file with the server's key?"
         if status in BUSY:
             raise _NotBegunError(message)
-        raise (UsageError if status in FAULTS_OF_THE_REQUEST else RunFailedError)(message)
+        if status in FAULTS_OF_THE_REQUEST:
+            raise RefusedError(message, status)
+        raise RunFailedError(message)
     try:
         return json.loads(content) if kind == "application/json" else content.decode()
     except ValueError as error:

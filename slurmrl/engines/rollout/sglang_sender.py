@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from slurmrl.engines.rollout.base import WeightVersion
 from slurmrl.engines.rollout.buckets import BUCKET_BYTES, Bucket, read_ahead
 from slurmrl.engines.rollout.fitness import Receiver
 from slurmrl.engines.rollout.http import Body
-from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.errors import RefusedError, RunFailedError
 
 T = TypeVar("T")
 
@@ -41,7 +42,8 @@ class SglangSender(ABC, Generic[T]):
 
     async def send(self, version: WeightVersion, *, held: str) -> None:
         """Replace the weights of the paused, idle server, which says that it has those of ``held``,
-        by ``version``. Raises RunFailedError; what the server holds is undefined then."""
+        by ``version``. Raises RunFailedError, and UsageError if another attempt would be in vain;
+        what the server holds is undefined then."""
         assert version.folder is not None, "checked by the dialect"
         try:
             await self._prepare(held)
@@ -56,7 +58,13 @@ class SglangSender(ABC, Generic[T]):
                     await self._send(bucket, packed, body)
             if self._receiver.sessions:
                 await self._succeed("/end_weight_update", {})
-        except (UsageError, RuntimeError, OSError) as error:  # another attempt may succeed
+        except RunFailedError:
+            raise
+        except RefusedError as error:
+            if error.status != HTTPStatus.BAD_REQUEST:
+                raise
+            raise RunFailedError(str(error)) from error
+        except (RuntimeError, OSError) as error:  # of torch, and of memory or files
             raise RunFailedError(f"{self._address.text}: {error}") from error
 
     @abstractmethod

@@ -17,7 +17,7 @@ from slurmrl.engines.rollout.base import WeightVersion
 from slurmrl.engines.rollout.fitness import Receiver
 from slurmrl.engines.rollout.server_group import ServerGroup
 from slurmrl.engines.rollout.sglang_broadcast import SglangBroadcast
-from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.errors import RefusedError, RunFailedError, UsageError
 
 TENSORS = {
     "a": torch.arange(3, dtype=torch.bfloat16),
@@ -108,23 +108,38 @@ def test_buckets_have_one_dtype_and_the_last_one_brings_the_version(
 
 
 @pytest.mark.parametrize(
-    "error", [UsageError("refused"), torch.OutOfMemoryError("memory"), OSError("files")]
+    ("error", "message"),
+    [
+        (RefusedError("refused", 400), "^refused"),
+        (torch.OutOfMemoryError("memory"), "^http://node:1: memory"),
+        (OSError("files"), "^http://node:1: files"),
+    ],
 )
 def test_whatever_fails_costs_the_server_and_not_the_trial(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
     """A group in an undefined state is left without a word to the server."""
     server = Server({"/update_weights_from_distributed": error})
     made = speaker(server, monkeypatch)
 
     async def work() -> None:
-        with pytest.raises(RunFailedError, match=f"http://node:1: {error}"):
+        with pytest.raises(RunFailedError, match=message):
             await made.send(WeightVersion(name="v", folder=folder), held="w")
         await made.close()
 
     asyncio.run(work())
     assert server.routes.count("/destroy_weights_update_group") == 1
     assert server.closed
+
+
+def test_what_no_attempt_can_change_ends_the_trial(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key for another server, or a proxy that admits no bodies of this size."""
+    server = Server({"/update_weights_from_distributed": RefusedError("too large", 413)})
+    made = speaker(server, monkeypatch)
+    with pytest.raises(UsageError, match="too large"):
+        asyncio.run(made.send(WeightVersion(name="v", folder=folder), held="w"))
 
 
 def test_a_server_that_holds_another_version_than_was_sent_gets_no_request(
