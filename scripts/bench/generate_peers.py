@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import json
-import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from generation import (
@@ -30,98 +25,41 @@ from generation import (
 )
 
 if TYPE_CHECKING:
-    from slurmrl.engines.rollout.servers import Speak
+    pass
 
 CELLS = 1 << 18
 """Tokens in a server's cache: the largest case that is worth a measurement fits."""
 IDENTIFIERS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 
 
-@dataclass(frozen=True)
-class ServerKind:
-    """How the server of an engine is started and spoken to."""
-
-    command: tuple[str, ...]
-    environment: Mapping[str, str]
-    speak: Speak
-
-
 def sglang(case: Case) -> Run:
-    from slurmrl.engines.rollout import sglang_server
-    from slurmrl.engines.rollout.sglang import SglangDialect
-
-    def kind(model: Path, socket: Path) -> ServerKind:
-        options = (*sglang_server.CPU_FLAGS, "--max-total-tokens", str(CELLS), "--dtype", "float32")
-        vocabulary = SIZES[case.model]["vocab_size"]
-        return ServerKind(
-            sglang_server.command(
-                case.python, model, socket, vocabulary=vocabulary, options=options
-            ),
-            sglang_server.ENVIRONMENT,
-            lambda client, control=None: SglangDialect(client, control, model=served_model(case)),
-        )
-
-    return _served(case, kind)
+    return _served(case, "--max-total-tokens", str(CELLS))
 
 
 def vllm(case: Case) -> Run:
-    from slurmrl.engines.rollout import vllm_server
-    from slurmrl.engines.rollout.vllm import VllmDialect
-
-    def kind(model: Path, socket: Path) -> ServerKind:
-        options = (*vllm_server.CPU_FLAGS, "--dtype", "float32")
-        return ServerKind(
-            vllm_server.command(case.python, model, socket, options=options),
-            {**vllm_server.ENVIRONMENT, **vllm_server.CPU_ENVIRONMENT},
-            lambda client, control=None: VllmDialect(client, control, model=served_model(case)),
-        )
-
-    return _served(case, kind)
+    return _served(case)
 
 
-def served_model(case: Case) -> Any:
-    from slurmrl.engines.rollout.fitness import ServedModel
-
-    vocabulary = SIZES[case.model]["vocab_size"]
-    return ServedModel(architecture="Qwen2ForCausalLM", vocabulary=vocabulary)
-
-
-def _served(case: Case, kind_of: Any) -> Run:
+def _served(case: Case, *arguments: str) -> Run:
     """A server that has the weights. It ends with this process."""
+    from kept_server import KeptServer
+
     from slurmrl.engines.rollout.base import WeightVersion
-    from slurmrl.engines.rollout.host_folder import HostFolder
-    from slurmrl.engines.rollout.process import ServerProgram
-    from slurmrl.engines.rollout.server import Patience
-    from slurmrl.engines.rollout.servers import PlacedServer
     from slurmrl.models.hf import to_hf
 
-    folder = HostFolder()
-    model = folder.path / "model"
-    model.mkdir()
-    to_hf(own_decoder(case), model)
-    config = model / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **IDENTIFIERS}))
-    socket = folder.path / "server.sock"
-    kind = kind_of(model, socket)
-    logs = tempfile.TemporaryDirectory(prefix="slurmrl-bench-")
-    atexit.register(logs.cleanup)
-    program = ServerProgram(
-        name=case.engine,
-        command=kind.command,
-        environment={**os.environ, **kind.environment},
-        log=Path(logs.name) / f"{case.engine}.log",
-    )
     runner = asyncio.Runner()
-    made: list[PlacedServer] = []
+    decoder, made = own_decoder(case), []
 
     async def start() -> None:
-        patience = Patience(silence_s=600.0)  # it may share its thread with other programs
-        made.append(PlacedServer(folder, program, socket, kind.speak, patience))
-        await made[0].up()
-        await made[0].install(WeightVersion(name="0.1", folder=model))
+        made.append(KeptServer(case.engine, case.python, decoder.config, arguments=arguments))
+        weights = made[0].folder / "weights"
+        weights.mkdir()
+        to_hf(decoder, weights)
+        await made[0].server.up()
+        await made[0].server.install(WeightVersion(name="0.1", folder=weights))
 
     async def draw(case: Case) -> Made:
-        results = await asyncio.gather(*map(made[0].engine.submit, requests(case)))
+        results = await asyncio.gather(*map(made[0].server.engine.submit, requests(case)))
         return Made(sum(len(c.tokens) for result in results for c in result), None)
 
     def close() -> None:

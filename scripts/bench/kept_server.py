@@ -1,0 +1,49 @@
+"""A server of an engine, started and spoken to by the classes of a trial."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from slurmrl.config.servers import Address
+from slurmrl.engines.rollout.host_folder import HostFolder
+from slurmrl.engines.rollout.server import Patience, Serving
+from slurmrl.engines.rollout.server_kind import SOCKET, ServerKind
+from slurmrl.engines.rollout.servers import PlacedServer
+from slurmrl.engines.rollout.sglang_server import SglangServer
+from slurmrl.engines.rollout.vllm_server import VllmServer
+from slurmrl.models.config import ModelConfig
+
+KINDS: dict[str, type[ServerKind]] = {"sglang": SglangServer, "vllm": VllmServer}
+SILENCE_S = 600.0
+"""It may share its thread with other programs."""
+
+
+class KeptServer:
+    """One server without a GPU, in float32. Made in a running asyncio loop."""
+
+    def __init__(
+        self, engine: str, python: str, model: ModelConfig, *, arguments: tuple[str, ...] = ()
+    ) -> None:
+        """``python``: of the engine's environment; ``arguments``: further ones of the server."""
+        self._logs = tempfile.TemporaryDirectory(prefix="slurmrl-bench-")
+        serving = Serving(
+            python=python,
+            arguments=arguments,
+            tokenizer=None,
+            patience=Patience(silence_s=SILENCE_S),
+            log=Path(self._logs.name) / f"{engine}.log",
+        )
+        cpu = torch.device("cpu")
+        self.kind = KINDS[engine](model, "float32", serving, tensor_ranks=1, device=cpu)
+        memory = HostFolder()
+        self.folder = memory.path
+        kept = self.kind.keep(serving, self.folder, name=engine, visible="")
+        self.server = PlacedServer(memory, kept)
+        self.address = Address(f"unix:{self.folder / SOCKET}")
+
+    async def close(self) -> None:
+        await self.server.close()
+        self._logs.cleanup()
