@@ -56,7 +56,7 @@ class RefusedError(UsageError):
 
     @property
     def status(self) -> int:
-        """Of HTTP. With 400, its state may be the reason."""
+        """Of HTTP."""
         return int(self.args[1])
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from generation import (
     LIMIT,
@@ -24,12 +24,8 @@ from generation import (
     stops,
 )
 
-if TYPE_CHECKING:
-    pass
-
 CELLS = 1 << 18
 """Tokens in a server's cache: the largest case that is worth a measurement fits."""
-IDENTIFIERS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 
 
 def sglang(case: Case) -> Run:

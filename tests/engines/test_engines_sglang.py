@@ -140,7 +140,7 @@ class Recorder(HttpClient):
     async def post(self, path: str, body: object = None, **_: object) -> object:
         if "logit_bias" in str(body) and str(VOCABULARY) in str(body):
             raise UsageError("logit_bias")
-        self.bodies.append((path, json.loads(body) if isinstance(body, bytes) else body))
+        self.bodies.append((path, json.loads(b"".join(body)) if isinstance(body, tuple) else body))
         meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": []}
         meta["output_token_sampling_logprobs"] = []  # type: ignore[assignment]
         answer = {"output_ids": [], "text": "", "meta_info": meta}

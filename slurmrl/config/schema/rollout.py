@@ -134,8 +134,8 @@ class Rollout(Section):
     server_updates: ServerUpdates = "files"
     """How `servers` get new weights. `files`: they read them in `server_weights`. `broadcast`: the
     trainers send them over a process group (gloo). `tensors`: they send them in the bodies of
-    requests, which is slower. `broadcast` and `tensors` need no folder that servers see, and
-    `sglang`."""
+    requests, which is slower. With `broadcast` and `tensors` servers see no folder of the
+    trainers'. `sglang` only."""
     server_keys: PathText | None = None
     """File with the API key of `servers`, and in a second line SGLang's admin key if it has one.
     Only you may have access to it (mode 0600). Default: SLURMRL_SERVER_KEY and

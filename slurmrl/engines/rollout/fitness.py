@@ -110,6 +110,8 @@ class Receiver:
             reason = "pipeline stages (--pp-size)"
         elif server.get("dp_size", 1) != 1 and not server.get("enable_dp_attention"):
             reason = "several copies of the model (--dp-size)"
+        elif server.get("speculative_algorithm"):
+            reason = "drafts (--speculative-algorithm), whose model would get the weights"
         elif not sessions and (what := _kept_otherwise(server, experts)):
             reason = f"{what} before 0.5.21: it is {version}"
         if reason:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import io
 import json
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from slurmrl.backoff import Backoff
 from slurmrl.config.servers import Address
@@ -24,8 +23,10 @@ except ImportError as error:
         f"servers of rollout.backend need the package aiohttp ({error}): pip install aiohttp"
     ) from error
 
-Body: TypeAlias = Mapping[str, object] | bytes
-"""Of a request: an object of JSON, or its text."""
+Body: TypeAlias = Mapping[str, object] | Sequence[bytes]
+"""Of a request: an object of JSON, or its text in pieces."""
+PIECE_BYTES = 2**20
+"""Sent at a time: other requests wait for it."""
 JSON = {"Content-Type": "application/json"}
 CONNECT_S = 10.0
 """For one attempt to connect."""
@@ -97,8 +98,7 @@ class HttpClient:
         request = self._connected().request(
             method,
             self.address.url(path),
-            data=None if body is None else io.BytesIO(_encoded(body)),
-            headers={} if body is None else JSON,
+            **_content(body),
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S),
             allow_redirects=False,
         )
@@ -138,8 +138,19 @@ class HttpClient:
         return self._session
 
 
-def _encoded(body: Body) -> bytes:
-    return body if isinstance(body, bytes) else json.dumps(body).encode()
+def _content(body: Body | None) -> dict[str, Any]:
+    """Arguments of a request. A large body is not copied."""
+    if body is None:
+        return {}
+    pieces = [json.dumps(body).encode()] if isinstance(body, Mapping) else body
+    size = sum(map(len, pieces))
+    return {"data": _slices(pieces), "headers": {**JSON, "Content-Length": str(size)}}
+
+
+async def _slices(pieces: Sequence[bytes]) -> AsyncIterator[memoryview]:
+    for piece in pieces:
+        for begin in range(0, len(piece), PIECE_BYTES):
+            yield memoryview(piece)[begin : begin + PIECE_BYTES]
 
 
 class _NotBegunError(ConnectionError):

@@ -264,7 +264,7 @@ class SglangDialect(Dialect):
         if self._updates != "files":
             experts = self._routed is not None
             receiver = Receiver.of(self.where, info, self._updates, experts=experts)
-            self._sender = SENDERS[self._updates](self._client.address, receiver, self._succeed)
+            self._sender = SENDERS[self._updates](self._client.address, receiver, self)
         if has_sessions(self.where, info):
             with suppress(UsageError):  # there is none, unless a client was lost within an update
                 await self._post("/end_weight_update", {})
@@ -380,13 +380,13 @@ class SglangDialect(Dialect):
             "weight_version": version.name,
             "flush_cache": self._mode != "in_place",
         }
-        await self._succeed("/update_weights_from_disk", body)
+        await self.succeed("/update_weights_from_disk", body)
 
     async def version(self) -> str:
         return str(field_of(self.where, await self._get("/model_info"), "weight_version"))
 
     async def _held(self) -> list[Held]:
-        reply = await self._succeed("/weights_checker", {"action": "checksum"})
+        reply = await self.succeed("/weights_checker", {"action": "checksum"})
         return read_checksums(self.where, reply)
 
     async def sleep(self) -> None:
@@ -428,7 +428,7 @@ class SglangDialect(Dialect):
     async def _post(self, path: str, body: Body, timeout_s: float | None = CONTROL_S) -> object:
         return await self._control.post(path, body, timeout_s=timeout_s)
 
-    async def _succeed(self, path: str, body: Body) -> object:
+    async def succeed(self, path: str, body: Body) -> object:
         reply = await self._post(path, body, None)
         if field_of(self.where, reply, "success") is not True:
             raise RunFailedError(f"{self.where}{path}: {reply}")

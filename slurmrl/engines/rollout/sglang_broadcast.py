@@ -13,7 +13,7 @@ from slurmrl.engines.rollout.base import WeightVersion
 from slurmrl.engines.rollout.buckets import Bucket
 from slurmrl.engines.rollout.fitness import Receiver
 from slurmrl.engines.rollout.server_group import BACKEND, NAME, Meeting, ServerGroup
-from slurmrl.engines.rollout.sglang_sender import SglangSender, Succeed
+from slurmrl.engines.rollout.sglang_sender import SglangSender, UpdatedServer
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 
 LEAVE_S = 5.0
@@ -23,8 +23,8 @@ LEAVE_S = 5.0
 class SglangBroadcast(SglangSender[Tensor]):
     """A bucket is in the memory of each GPU of the server twice while it is loaded."""
 
-    def __init__(self, address: Address, receiver: Receiver, succeed: Succeed) -> None:
-        super().__init__(address, receiver, succeed)
+    def __init__(self, address: Address, receiver: Receiver, server: UpdatedServer) -> None:
+        super().__init__(address, receiver, server)
         self._group: ServerGroup | None = None
         self._sent: str | None = None
         """The version that was sent last; None while one is sent in part."""
@@ -55,14 +55,14 @@ class SglangBroadcast(SglangSender[Tensor]):
                 "group_name": NAME,
                 "backend": BACKEND,
             }
-            return await self._succeed("/init_weights_update_group", body)
+            return await self._server.succeed("/init_weights_update_group", body)
 
         return await ServerGroup.meet(invite, self._address, ranks=self._receiver.ranks)
 
     async def _disband(self) -> None:
         """Have the server leave its group, if it has one."""
         with suppress(UsageError):
-            await self._succeed("/destroy_weights_update_group", {"group_name": NAME})
+            await self._server.succeed("/destroy_weights_update_group", {"group_name": NAME})
 
     def _pack(self, bucket: Bucket, content: Tensor) -> Tensor:
         return content
@@ -76,7 +76,7 @@ class SglangBroadcast(SglangSender[Tensor]):
             "group_name": NAME,
             "load_format": "flattened_bucket",
         }
-        answer = self._succeed("/update_weights_from_distributed", {**described, **body})
+        answer = self._server.succeed("/update_weights_from_distributed", {**described, **body})
         await self._group.broadcast(packed, answer)
 
     async def close(self) -> None:

@@ -20,15 +20,23 @@ from slurmrl.engines.rollout.base import WeightVersion
 from slurmrl.engines.rollout.buckets import BUCKET_BYTES, Bucket, read_ahead
 from slurmrl.engines.rollout.fitness import Receiver
 from slurmrl.engines.rollout.http import Body
-from slurmrl.errors import RefusedError, RunFailedError
+from slurmrl.errors import RefusedError, RunFailedError, UnreadableInputError
 
 T = TypeVar("T")
+FINAL = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+"""Statuses of requests that no other attempt would change."""
 
 
-class Succeed(Protocol):
-    """Posts a request to a server; raises SlurmrlError if that is not successful."""
+class UpdatedServer(Protocol):
+    """What is known of a server, and asked of it. Methods raise SlurmrlError."""
 
-    async def __call__(self, path: str, body: Body) -> object: ...
+    async def succeed(self, path: str, body: Body) -> object:
+        """Post a request, and return the answer if that says that it was successful."""
+        ...
+
+    async def version(self) -> str:
+        """The weight version that it says it has."""
+        ...
 
 
 class SglangSender(ABC, Generic[T]):
@@ -36,9 +44,9 @@ class SglangSender(ABC, Generic[T]):
 
     bucket_bytes = BUCKET_BYTES
 
-    def __init__(self, address: Address, receiver: Receiver, succeed: Succeed) -> None:
-        """``succeed`` asks the server at ``address``."""
-        self._address, self._receiver, self._succeed = address, receiver, succeed
+    def __init__(self, address: Address, receiver: Receiver, server: UpdatedServer) -> None:
+        """``server``: the one at ``address``."""
+        self._address, self._receiver, self._server = address, receiver, server
 
     async def send(self, version: WeightVersion, *, held: str) -> None:
         """Replace the weights of the paused, idle server, which says that it has those of ``held``,
@@ -48,7 +56,7 @@ class SglangSender(ABC, Generic[T]):
         try:
             await self._prepare(held)
             if self._receiver.sessions:
-                await self._succeed("/begin_weight_update", {})
+                await self._server.succeed("/begin_weight_update", {})
             reading = read_ahead(version.folder, self.bucket_bytes, self._pack)
             async with aclosing(reading) as buckets:
                 async for bucket, packed in buckets:
@@ -57,14 +65,14 @@ class SglangSender(ABC, Generic[T]):
                         body["weight_version"] = version.name
                     await self._send(bucket, packed, body)
             if self._receiver.sessions:
-                await self._succeed("/end_weight_update", {})
+                await self._server.succeed("/end_weight_update", {})
         except RunFailedError:
             raise
         except RefusedError as error:
-            if error.status != HTTPStatus.BAD_REQUEST:
+            if error.status in FINAL:
                 raise
             raise RunFailedError(str(error)) from error
-        except (RuntimeError, OSError) as error:  # of torch, and of memory or files
+        except (UnreadableInputError, MemoryError, RuntimeError, OSError) as error:
             raise RunFailedError(f"{self._address.text}: {error}") from error
 
     @abstractmethod

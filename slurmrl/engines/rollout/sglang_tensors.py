@@ -11,6 +11,7 @@ import base64
 import json
 import math
 import pickle
+import secrets
 from collections.abc import Mapping
 
 import torch
@@ -19,37 +20,58 @@ from torch import Tensor
 from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.buckets import Bucket
 from slurmrl.engines.rollout.fitness import Receiver
-from slurmrl.engines.rollout.sglang_sender import SglangSender, Succeed
+from slurmrl.engines.rollout.sglang_sender import SglangSender, UpdatedServer
+from slurmrl.errors import RunFailedError
+
+ENCODED_BYTES = 3 * 2**20
+"""In one piece of base64: no other thread runs meanwhile. A multiple of 3, so that pieces join."""
 
 
-class SglangTensors(SglangSender[bytes]):
-    """Each tensor rank of the server gets all tensors in a list entry of its own."""
+class SglangTensors(SglangSender[list[bytes]]):
+    """Each tensor rank of the server gets all tensors, in a list entry of its own.
 
-    def __init__(self, address: Address, receiver: Receiver, succeed: Succeed) -> None:
-        super().__init__(address, receiver, succeed)
+    Nothing else ties the requests of an update to one start of the server, which has taken a part
+    then. So the first one changes the version that the server says it has, and that must still be
+    so before the last one.
+    """
+
+    def __init__(self, address: Address, receiver: Receiver, server: UpdatedServer) -> None:
+        super().__init__(address, receiver, server)
         self.bucket_bytes //= receiver.ranks
+        self._part: str | None = None
+        """What the server calls the version that is being sent; None before the first bucket."""
 
     async def _prepare(self, held: str) -> None:
-        """Every request is complete in itself."""
+        self._part = None
 
-    def _pack(self, bucket: Bucket, content: Tensor) -> bytes:
-        return b",".join([b'"%b"' % pickled(bucket, content)] * self._receiver.ranks)
+    def _pack(self, bucket: Bucket, content: Tensor) -> list[bytes]:
+        """The pickle of the bucket's tensors with their names, in base64."""
+        dtype = getattr(torch, bucket.dtype)
+        sizes = [math.prod(shape) * dtype.itemsize for shape in bucket.shapes]
+        parts = zip(bucket.names, bucket.shapes, torch.split(content, sizes), strict=True)
+        # (a view would be pickled with all that it is a view of)
+        named = [(name, part.clone().view(dtype).view(shape)) for name, shape, part in parts]
+        pickled = memoryview(pickle.dumps(named, protocol=5))
+        begins = range(0, len(pickled), ENCODED_BYTES)
+        return [base64.b64encode(pickled[begin : begin + ENCODED_BYTES]) for begin in begins]
 
-    async def _send(self, bucket: Bucket, packed: bytes, body: Mapping[str, object]) -> None:
-        # (to look for what JSON must escape would take as long as the rest)
-        rest = json.dumps(body).encode()
-        text = b'{"serialized_named_tensors": [%b], %b' % (packed, rest.removeprefix(b"{"))
-        await self._succeed("/update_weights_from_tensor", text)
+    async def _send(self, bucket: Bucket, packed: list[bytes], body: Mapping[str, object]) -> None:
+        if bucket.last and self._part is not None:
+            await self._check_part(self._part)
+        elif self._part is None:
+            self._part = f"in part ({secrets.token_hex(8)})"
+            body = {"weight_version": self._part, **body}
+        rest = json.dumps(body).encode().removeprefix(b"{")
+        entries = [piece for _ in range(self._receiver.ranks) for piece in (b'", "', *packed)][1:]
+        text = (b'{"serialized_named_tensors": ["', *entries, b'"], ' + rest)
+        await self._server.succeed("/update_weights_from_tensor", text)
+
+    async def _check_part(self, part: str) -> None:
+        if (held := await self._server.version()) != part:
+            raise RunFailedError(
+                f"{self._address.text}: holds version {held} within an update: it was started "
+                "again, or another run uses it"
+            )
 
     async def close(self) -> None:
         """The server knows nothing of this client."""
-
-
-def pickled(bucket: Bucket, content: Tensor) -> bytes:
-    """The pickle of the bucket's tensors with their names, in base64."""
-    dtype = getattr(torch, bucket.dtype)
-    sizes = [math.prod(shape) * dtype.itemsize for shape in bucket.shapes]
-    parts = zip(bucket.names, bucket.shapes, torch.split(content, sizes), strict=True)
-    # (a view would be pickled with all that it is a view of)
-    named = [(name, part.clone().view(dtype).view(shape)) for name, shape, part in parts]
-    return base64.b64encode(pickle.dumps(named, protocol=5))

@@ -45,6 +45,10 @@ one, while that gets a new version; the one before is gone if the server has sle
 of a rollout task."""
 
 
+PACKED: Final = 6
+"""Copies of a tensor while it is pickled and encoded, and the one before is sent (5.1 measured)."""
+
+
 def slot_bytes(checked: Checked, group: GroupPlan) -> int | None:
     """Host memory that jobs of a group need for each worker with a GPU, or for each GPU if rollout
     tasks run beside the trainers. None where an architecture is unknown."""
@@ -85,8 +89,20 @@ def worker_bytes(checked: Checked) -> int | None:
         recorded = server_experts_bytes(checked)
         for number, rank in enumerate(rollout.ranks if rollout.group == TRAINERS else ()):
             copies = 0 if number % size else versions * size * sizes[ROLLOUTS].weights
-            on_rank[rank] = on_rank.get(rank, 0) + copies + recorded
+            packed = 0 if number else packed_bytes(checked)
+            on_rank[rank] = on_rank.get(rank, 0) + copies + recorded + packed
     return WORKER + max(max(on_rank.values(), default=0), loading)
+
+
+def packed_bytes(checked: Checked) -> int:
+    """Host memory of the rank that sends weights in the bodies of requests, for these: the largest
+    tensor goes to each server as a whole. 0 if it does not, or where the actor's architecture is
+    unknown."""
+    settings, actor = checked.config.rollout, checked.config.actor
+    if settings.server_updates != "tensors" or (shape := shape_of(actor)) is None:
+        return 0
+    largest = max(shape.vocabulary, shape.inner) * shape.hidden * BYTES[actor.dtype]
+    return len(settings.servers) * PACKED * largest
 
 
 def task_bytes(checked: Checked) -> int | None:

@@ -282,5 +282,5 @@ def test_a_running_server_that_cannot_be_used_is_refused_with_the_reason(
     architecture = {**ARCHITECTURE, **sizes}
     started.append(Started(tmp_path, architecture, "one", str(tmp_path / "socket"), *options))
     refused = running([f"unix:{tmp_path / 'socket'}"], tmp_path / "weights", **settings)
-    with pytest.raises(RankError, match=f"UsageError: .*{message}"):
+    with pytest.raises(RankError, match=f"(Usage|Refused)Error: .*{message}"):
         ranks(1, f"{HERE}:served", refused)

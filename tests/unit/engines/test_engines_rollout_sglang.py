@@ -599,6 +599,7 @@ def test_servers_that_hold_weights_in_another_form_are_not_checked(
         ({"quantization": "fp8"}, False, "--quantization before 0.5.21: it is 0.5.20"),
         ({"torchao_config": "int8wo"}, False, "--torchao-config before 0.5.21"),
         ({"device": "cpu", "dtype": "auto"}, False, "--device cpu in half precision"),
+        ({"speculative_algorithm": "EAGLE"}, False, r"drafts \(--speculative-algorithm\)"),
         ({"dp_size": 2}, False, r"several copies of the model \(--dp-size\)"),
         ({"pp_size": 2, "version": "0.5.23"}, False, r"pipeline stages \(--pp-size\)"),
     ],

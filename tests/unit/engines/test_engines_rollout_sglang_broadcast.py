@@ -17,7 +17,7 @@ from slurmrl.engines.rollout.base import WeightVersion
 from slurmrl.engines.rollout.fitness import Receiver
 from slurmrl.engines.rollout.server_group import ServerGroup
 from slurmrl.engines.rollout.sglang_broadcast import SglangBroadcast
-from slurmrl.errors import RefusedError, RunFailedError, UsageError
+from slurmrl.errors import RefusedError, RunFailedError, UnreadableInputError, UsageError
 
 TENSORS = {
     "a": torch.arange(3, dtype=torch.bfloat16),
@@ -46,6 +46,9 @@ class Server:
             self.bodies.append(body)
         return {}
 
+    async def version(self) -> str:
+        raise AssertionError("the dialect asks")
+
     async def broadcast(self, tensor: Tensor, answer: Any) -> object:
         self.contents.append(tensor.clone())
         return await answer
@@ -71,7 +74,7 @@ def speaker(
     monkeypatch.setattr(ServerGroup, "meet", meet)
     monkeypatch.setattr(SglangBroadcast, "bucket_bytes", 64)
     receiver = Receiver(ranks=2, sessions=sessions)
-    return SglangBroadcast(Address("http://node:1"), receiver, server.succeed)
+    return SglangBroadcast(Address("http://node:1"), receiver, server)
 
 
 @pytest.mark.parametrize("sessions", [False, True])
@@ -113,6 +116,9 @@ def test_buckets_have_one_dtype_and_the_last_one_brings_the_version(
         (RefusedError("refused", 400), "^refused"),
         (torch.OutOfMemoryError("memory"), "^http://node:1: memory"),
         (OSError("files"), "^http://node:1: files"),
+        (UnreadableInputError("a shard", False), "^http://node:1: a shard"),
+        (MemoryError("none"), "^http://node:1: none"),
+        (RefusedError("no such route yet", 404), "^no such route yet"),
     ],
 )
 def test_whatever_fails_costs_the_server_and_not_the_trial(

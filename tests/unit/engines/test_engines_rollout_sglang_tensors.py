@@ -7,6 +7,7 @@ import base64
 import json
 import pickle
 import pickletools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 from safetensors.torch import save_file
 
 from slurmrl.config.servers import Address
+from slurmrl.engines.rollout import sglang_tensors
 from slurmrl.engines.rollout.base import WeightVersion
 from slurmrl.engines.rollout.fitness import Receiver
 from slurmrl.engines.rollout.http import Body
 from slurmrl.engines.rollout.sglang_tensors import SglangTensors
+from slurmrl.errors import RunFailedError
 
 TENSORS = {
     "a": torch.arange(400, dtype=torch.bfloat16).view(20, 20),
@@ -26,6 +29,7 @@ TENSORS = {
     "c": torch.arange(3000, dtype=torch.float32),
     "d": torch.tensor(0.5),
 }
+UPDATE = "/update_weights_from_tensor"
 ALLOWED = {
     "collections OrderedDict",
     "torch._utils _rebuild_tensor_v2",
@@ -34,36 +38,61 @@ ALLOWED = {
 """What the pickles name. SGLang admits these in all versions, and so does torch of all versions."""
 
 
-def test_every_rank_gets_the_values_of_all_tensors_and_the_last_request_brings_the_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_file(TENSORS, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_text("{}")
-    asked: list[tuple[str, dict[str, Any]]] = []
+class Server:
+    """Keeps what it is asked. ``replaced_after`` so many buckets another process answers."""
 
-    async def succeed(path: str, body: Body) -> object:
-        asked.append((path, json.loads(body) if isinstance(body, bytes) else dict(body)))
+    def __init__(self, replaced_after: int = 0) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.held, self.buckets, self.replaced_after = "of somebody", 0, replaced_after
+
+    async def succeed(self, path: str, body: Body) -> object:
+        whole = dict(body) if isinstance(body, Mapping) else json.loads(b"".join(body))
+        self.asked.append((path, whole))
+        self.held = whole.get("weight_version", self.held)
+        if path == UPDATE:
+            self.buckets += 1
+            if self.buckets == self.replaced_after:
+                self.held = "default"
         return {}
 
+    async def version(self) -> str:
+        return self.held
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    save_file(TENSORS, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(SglangTensors, "bucket_bytes", 2 * 1024)
-    receiver = Receiver(ranks=2, sessions=True)
-    sender = SglangTensors(Address("http://node:1"), receiver, succeed)
+    monkeypatch.setattr(sglang_tensors, "ENCODED_BYTES", 300)
+    return tmp_path
+
+
+def sent(server: Server, folder: Path, *, sessions: bool) -> None:
+    receiver = Receiver(ranks=2, sessions=sessions)
+    sender = SglangTensors(Address("http://node:1"), receiver, server)
 
     async def work() -> None:
-        await sender.send(WeightVersion(name="v", folder=tmp_path), held="of somebody")
+        await sender.send(WeightVersion(name="v", folder=folder), held=server.held)
         await sender.close()
 
     asyncio.run(work())
-    update = ["/update_weights_from_tensor"] * 3
+
+
+def test_every_rank_gets_the_values_of_all_tensors_and_the_last_request_brings_the_version(
+    folder: Path,
+) -> None:
+    server = Server()
+    sent(server, folder, sessions=True)
     begin, end = "/begin_weight_update", "/end_weight_update"
-    assert [path for path, _ in asked] == [begin, *update, end]
-    names = []
-    for path, body in asked:
-        if path not in update:
+    assert [path for path, _ in server.asked] == [begin, UPDATE, UPDATE, UPDATE, end]
+    names, versions = [], []
+    for path, body in server.asked:
+        if path != UPDATE:
             continue
-        first, second = body.pop("serialized_named_tensors")
+        first, second = body["serialized_named_tensors"]
         assert first == second
-        content = base64.b64decode(first)
+        content = base64.b64decode(first, validate=True)
         assert set(global_names(content)) == ALLOWED
         named = pickle.loads(content)  # noqa: S301 - our own bytes
         for name, tensor in named:
@@ -72,9 +101,22 @@ def test_every_rank_gets_the_values_of_all_tensors_and_the_last_request_brings_t
         names.append([name for name, _ in named])
         size = sum(TENSORS[name].nbytes for name, _ in named)
         assert len(content) < size + 1000 * len(named), "no tensor comes with what is beside it"
-        last = "d" in names[-1]
-        assert body == {"flush_cache": last, **({"weight_version": "v"} if last else {})}
+        versions.append(body.get("weight_version"))
+        assert body["flush_cache"] == (versions[-1] == "v")
     assert names == [["a", "b"], ["c"], ["d"]], "a bucket of half the size for each of two ranks"
+    assert versions[0].startswith("in part")
+    assert versions[1:] == [None, "v"]
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_server_that_was_started_again_within_an_update_does_not_have_the_version(
+    folder: Path, after: int
+) -> None:
+    """0.5.20 would take the rest."""
+    server = Server(replaced_after=after)
+    with pytest.raises(RunFailedError, match="http://node:1: holds version default within"):
+        sent(server, folder, sessions=False)
+    assert [path for path, _ in server.asked] == [UPDATE, UPDATE]
 
 
 def global_names(content: bytes) -> list[str]:
