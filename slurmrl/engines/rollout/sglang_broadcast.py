@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -12,12 +11,10 @@ from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.base import WeightVersion
 from slurmrl.engines.rollout.buckets import Bucket
 from slurmrl.engines.rollout.fitness import Receiver
+from slurmrl.engines.rollout.kept_group import KeptGroup
 from slurmrl.engines.rollout.server_group import BACKEND, NAME, Meeting, ServerGroup
 from slurmrl.engines.rollout.sglang_sender import SglangSender, UpdatedServer
-from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
-
-LEAVE_S = 5.0
-"""How long a server may take to leave the group."""
+from slurmrl.errors import UsageError
 
 
 class SglangBroadcast(SglangSender[Tensor]):
@@ -25,23 +22,16 @@ class SglangBroadcast(SglangSender[Tensor]):
 
     def __init__(self, address: Address, receiver: Receiver, server: UpdatedServer) -> None:
         super().__init__(address, receiver, server)
+        self._kept = KeptGroup(address.text, meet=self._meet, leave=self._disband)
         self._group: ServerGroup | None = None
-        self._sent: str | None = None
-        """The version that was sent last; None while one is sent in part."""
+        """That of the version that is being sent."""
 
     async def send(self, version: WeightVersion, *, held: str) -> None:
         await super().send(version, held=held)
-        self._sent = version.name
+        self._kept.end(version.name)
 
     async def _prepare(self, held: str) -> None:
-        if self._group is not None and held != self._sent:  # its group is perhaps another one, too
-            raise RunFailedError(
-                f"{self._address.text}: holds version {held} instead of {self._sent}: it was "
-                "started again, or another run uses it"
-            )
-        self._sent = None
-        if self._group is None:
-            self._group = await self._meet()
+        self._group = await self._kept.begin(held)
 
     async def _meet(self) -> ServerGroup:
         await self._disband()  # one of an earlier client
@@ -80,14 +70,4 @@ class SglangBroadcast(SglangSender[Tensor]):
         await self._group.broadcast(packed, answer)
 
     async def close(self) -> None:
-        """Leave the group; so does a server that answers."""
-        group, self._group = self._group, None
-        if group is None:
-            return
-        try:
-            if self._sent is not None:
-                with suppress(SlurmrlError, TimeoutError):
-                    async with asyncio.timeout(LEAVE_S):
-                        await self._disband()
-        finally:
-            group.close()
+        await self._kept.close()
