@@ -20,6 +20,7 @@ from slurmrl.engines.rollout.fitness import (
     check_sglang,
     check_vllm,
     field_of,
+    vllm_ranks,
     without_dev_mode,
 )
 from slurmrl.errors import AllocationError, SlurmrlError, UsageError
@@ -148,6 +149,8 @@ async def _look(settings: Settings, address: Address, keys: ServerKeys) -> _Foun
                 raise without_dev_mode(address.text, error) from error
             context = check_vllm(address.text, about, server, await get("/v1/models"), needs)
             version = field_of(address.text, about, "version")
+            if (updates := settings["updates"]) != "files":
+                vllm_ranks(address.text, server, updates)
         check_context(address.text, context, int(settings["context"]))
         try:
             listed = field_of(address.text, await get("/openapi.json"), "paths")

@@ -101,7 +101,7 @@ ENGINES: Final = {
         dense_layers=False,
         server_updates=get_args(ServerUpdates),
     ),
-    "vllm": replace(SERVERS, records_support=False),
+    "vllm": replace(SERVERS, records_support=False, server_updates=("files", "broadcast")),
     "native": EngineRules(
         "dt",
         "slurmrl.models.config:ModelConfig",

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.config.servers import Address, ServerUpdates
 from slurmrl.engines.rollout import sglang_server
-from slurmrl.engines.rollout.base import Completion, WeightVersion
-from slurmrl.engines.rollout.dialect import Draw
+from slurmrl.engines.rollout.base import Completion
 from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.http import HttpClient
@@ -26,7 +23,6 @@ from slurmrl.engines.rollout.sglang import SglangDialect
 from slurmrl.engines.rollout.sglang_sender import SglangSender
 from slurmrl.engines.rollout.sglang_tensors import SglangTensors
 from slurmrl.errors import RunFailedError
-from slurmrl.models.generate import GenerationOptions
 from tests.engines.conftest import (
     EXACT,
     PATIENCE,
@@ -34,8 +30,10 @@ from tests.engines.conftest import (
     VOCABULARY,
     Loop,
     SharedServer,
+    load_in_turn,
     logprobs,
     over_an_update,
+    with_another_shape,
 )
 
 
@@ -135,26 +133,14 @@ def check_sent(
         await send(sender, *bucket)
 
     monkeypatch.setattr(SglangTensors, "_send", lost)  # a tensor that it refuses ends the server
-    other = tmp_path / "other"
-    shutil.copytree(served.versions["2.1"], other)
-    tensors = load_file(other / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"][1:]
-    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    other = with_another_shape(served.versions["2.1"], tmp_path / "other")
     versions = {**served.versions, "3.1": other}
     speakers: list[SglangDialect] = []
 
     async def load(*names: str) -> None:
         speaker = dialect(HttpClient(Address(f"unix:{served.socket}")), updates=updates)
         speakers.append(speaker)
-        await speaker.connect()
-        for name in names:
-            await speaker.pause()
-            await speaker.load(WeightVersion(name=name, folder=versions[name]))
-            await speaker.resume()
-            options = GenerationOptions(max_new_tokens=16)
-            draw = Draw(name=name, prompt=PROMPT, seed=1, options=options, priority=0)
-            made = await speaker.draw(draw)
-            assert set(made.versions) == {name}
+        for name, made in await load_in_turn(speaker, versions, *names):
             check(versions[name], PROMPT, made)
 
     async def close() -> None:

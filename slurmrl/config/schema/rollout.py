@@ -133,9 +133,9 @@ class Rollout(Section):
     the run directory."""
     server_updates: ServerUpdates = "files"
     """How `servers` get new weights. `files`: they read them in `server_weights`. `broadcast`: the
-    trainers send them over a process group (gloo). `tensors`: they send them in the bodies of
-    requests, which is slower. With `broadcast` and `tensors` servers see no folder of the
-    trainers'. `sglang` only."""
+    trainers send them over a process group (gloo); vLLM needs slurmrl's receiver in the server.
+    `tensors`: they send them in the bodies of requests, which is slower; `sglang` only. With
+    `broadcast` and `tensors` servers see no folder of the trainers'."""
     server_keys: PathText | None = None
     """File with the API key of `servers`, and in a second line SGLang's admin key if it has one.
     Only you may have access to it (mode 0600). Default: SLURMRL_SERVER_KEY and

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slurmrl.config.servers import ServerUpdates
 from slurmrl.engines.rollout.routed_experts import check_settings
+from slurmrl.engines.rollout.vllm_plugin import BACKEND
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.plan.engines import EXPERTS_NEED
@@ -34,6 +35,14 @@ update before the pause, so that its cache could not be emptied; or it may refus
 requests again."""
 VLLM_FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
 """Without these a server refuses requests, or reports log-probabilities before temperature."""
+VLLM_RECEIVES = f"--weight-transfer-config '{json.dumps({'backend': BACKEND})}'"
+"""With this a server has slurmrl's receiver of weights."""
+VLLM_UNTRIED: Mapping[str, str] = {
+    "pipeline_parallel_size": "pipeline stages (--pipeline-parallel-size)",
+    "data_parallel_size": "several copies of the model (--data-parallel-size)",
+    "prefill_context_parallel_size": "context ranks (--prefill-context-parallel-size)",
+}
+"""Settings with which weights that are sent to a server were not tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +206,28 @@ def check_vllm(
         raise RunFailedError(f"{where}: /v1/models lists no model")
     needs.check_folder(where, field_of(where, listed[0], "root"))
     return int(str(field_of(where, listed[0], "max_model_len")))
+
+
+def vllm_ranks(where: str, server: object, updates: ServerUpdates) -> int:
+    """The ranks of a vLLM server that take weights, from the answer of ``/server_info``. Raises
+    UsageError if it cannot take them in this way."""
+    instead = "or leave rollout.server_updates out, and it reads the weights from files"
+    config = field_of(where, server, "vllm_config")
+    transfer = field_of(where, config, "weight_transfer_config")
+    if not isinstance(transfer, dict) or transfer.get("backend") != BACKEND:
+        raise UsageError(
+            f"{where}: for rollout.server_updates: {updates}, the server needs slurmrl's receiver: "
+            "install slurmrl in its environment (pip install --no-deps) and start it with "
+            f"{VLLM_RECEIVES}; {instead}"
+        )
+    parallel = field_of(where, config, "parallel_config")
+    for setting, what in VLLM_UNTRIED.items():
+        if isinstance(parallel, dict) and parallel.get(setting, 1) != 1:
+            raise UsageError(
+                f"{where}: rollout.server_updates: {updates} is not possible with {what}; start it "
+                f"without, {instead}"
+            )
+    return int(str(field_of(where, parallel, "tensor_parallel_size")))
 
 
 def without_dev_mode(where: str, error: UsageError) -> UsageError:

@@ -31,6 +31,8 @@ JOIN_S = 60.0
 """Within this time the server must begin to join, and then all of its ranks must have joined."""
 SEND_S = 120.0
 """Time limit of sending a tensor."""
+NOTE_S = 10.0
+"""For a note of a rank that has answered."""
 POLL_S = 0.001
 LOOPBACK = "127.0.0.1"
 ANY_PORT, DATAGRAM = 9, socket.SOCK_DGRAM
@@ -52,8 +54,8 @@ class ServerGroup:
     """A group that all of its ranks have joined. An error leaves it in an undefined state, in which
     it can only be closed."""
 
-    def __init__(self, group: Any, store: TCPStore) -> None:
-        self._group, self._store = group, store
+    def __init__(self, group: Any, store: TCPStore, *, ranks: int) -> None:
+        self._group, self._store, self._ranks = group, store, ranks
         self._sent: Any = None
         """The newest broadcast."""
 
@@ -67,10 +69,9 @@ class ServerGroup:
     ) -> ServerGroup:
         """Form the group with the ``ranks`` of the server at ``address``, which ``invite`` asks to
         join. Raises RunFailedError if a rank does not join, and what ``invite`` raises."""
-        host = await asyncio.to_thread(_host_towards, address)
+        host = await asyncio.to_thread(_own_host, address)
         store = _serve(host)
         meeting = Meeting(host=host, port=store.port, ranks=1 + ranks)
-        inside = PrefixStore("cpu/", PrefixStore(f"{NAME}/", PrefixStore(NAME, store)))
         known = store.num_keys()
 
         async def join() -> Any:
@@ -79,33 +80,47 @@ class ServerGroup:
                 if time.monotonic() > deadline:
                     raise RunFailedError(f"it has not begun to join in {JOIN_S:g} s")
                 await asyncio.sleep(POLL_S)
-            return await asyncio.to_thread(_join, inside, meeting)
+            return await asyncio.to_thread(join_group, store, host, rank=0, ranks=meeting.ranks)
 
         try:
-            _, group = await _both(invite(meeting), join())
+            _, group = await both(invite(meeting), join())
         except RuntimeError as error:  # of torch
             raise RunFailedError(
                 f"{address.text} did not join a process group of {meeting.ranks} ranks at {host}, "
                 f"port {meeting.port}: {error}"
             ) from error
-        return cls(group, store)
+        return cls(group, store, ranks=meeting.ranks)
 
     async def broadcast(self, tensor: Tensor, answer: Coroutine[Any, Any, T]) -> T:
         """Send a tensor of this host's memory to all ranks of the server, and return their
         ``answer``. What one of the two raises ends the other one. Raises RunFailedError if it
         cannot be sent."""
 
-        async def send() -> None:
-            try:
-                self._sent = self._group.broadcast(tensor, 0, timedelta(seconds=SEND_S))
-                while not self._sent.is_completed():
-                    await asyncio.sleep(POLL_S)
-                self._sent.wait()
-            except RuntimeError as error:
-                raise RunFailedError(f"weights were not sent: {error}") from error
-
-        received, _ = await _both(answer, send())
+        received, _ = await both(answer, self.send(tensor))
         return received
+
+    async def send(self, tensor: Tensor) -> None:
+        """As `broadcast`, to ranks that receive already."""
+        try:
+            self._sent = self._group.broadcast(tensor, 0, timedelta(seconds=SEND_S))
+            while not self._sent.is_completed():
+                await asyncio.sleep(POLL_S)
+            self._sent.wait()
+        except RuntimeError as error:
+            raise RunFailedError(f"weights were not sent: {error}") from error
+
+    async def notes(self, topic: str) -> list[str]:
+        """What each rank of the server has noted about ``topic`` (`note`). Raises RunFailedError if
+        one has not."""
+        return [await asyncio.to_thread(self._note, topic, rank) for rank in range(1, self._ranks)]
+
+    def _note(self, topic: str, rank: int) -> str:
+        name = _place_of_note(topic, rank)
+        try:
+            self._store.wait([name], timedelta(seconds=NOTE_S))
+            return self._store.get(name).decode(errors="replace")
+        except RuntimeError as error:
+            raise RunFailedError(f"rank {rank} says nothing of {topic}: {error}") from error
 
     def close(self) -> None:
         """Leave the group. What is still being sent ends by its time limit."""
@@ -134,29 +149,45 @@ def _serve(host: str) -> TCPStore:
         )
 
 
-def _join(store: Store, meeting: Meeting) -> Any:
+def note(store: Store, topic: str, rank: int, text: str) -> None:
+    """On a rank of the server: tell this process."""
+    store.set(_place_of_note(topic, rank), text)
+
+
+def _place_of_note(topic: str, rank: int) -> str:
+    return f"notes/{topic}/{rank}"
+
+
+def join_group(store: Store, host: str, *, rank: int, ranks: int) -> Any:
+    """The group of ``ranks`` that meet in a store, with this process as ``rank``, which listens at
+    ``host``. Returns once all have joined."""
+    inside = PrefixStore("cpu/", PrefixStore(f"{NAME}/", PrefixStore(NAME, store)))
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=meeting.host)]
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=JOIN_S)
-    return ProcessGroupGloo(store, 0, meeting.ranks, options)
+    return ProcessGroupGloo(inside, rank, ranks, options)
 
 
-def _host_towards(address: Address) -> str:
+def _own_host(address: Address) -> str:
     """The address of this host for what listens at ``address``."""
     if address.socket is not None:
         return LOOPBACK
-    host, problem = urlsplit(address.text).hostname, None
     try:
-        for family, kind, _, _, target in socket.getaddrinfo(host, ANY_PORT, type=DATAGRAM):
-            with socket.socket(family, kind) as probe, suppress(OSError):
-                probe.connect(target)
-                return str(probe.getsockname()[0])
+        return host_towards(str(urlsplit(address.text).hostname))
     except OSError as error:
-        problem = error
-    raise RunFailedError(f"{address.text}: {host} cannot be reached") from problem
+        raise RunFailedError(f"{address.text} cannot be reached: {error}") from error
 
 
-async def _both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, Any]) -> tuple[T, Any]:
+def host_towards(host: str) -> str:
+    """The address of this host from which it reaches another one. Raises OSError."""
+    for family, kind, _, _, target in socket.getaddrinfo(host, ANY_PORT, type=DATAGRAM):
+        with socket.socket(family, kind) as probe, suppress(OSError):
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    raise OSError(f"no route to {host}")
+
+
+async def both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, Any]) -> tuple[T, Any]:
     """The results of both; what one of them raises ends the other one."""
     tasks = [asyncio.ensure_future(one), asyncio.ensure_future(other)]
     try:

@@ -101,6 +101,7 @@ class VllmServer(ServerKind):
             checks=self.checks,
             health_s=self.serving.patience.silence_s,
             stale_cache=self.stale_cache,
+            updates=self.updates,
         )
 
 

@@ -34,7 +34,8 @@ VLLM: dict[str, Any] = {
     "/version": {"version": "0.32.0"},
     "/server_info": {
         "vllm_config": {
-            "model_config": {"logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True}
+            "model_config": {"logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True},
+            "weight_transfer_config": None,
         }
     },
     "/v1/models": {"data": [{"root": "/none", "max_model_len": 64}]},
@@ -110,6 +111,21 @@ def test_a_server_that_cannot_get_weights_over_a_process_group_is_found(address:
     [found] = checks_of(address, max_new_tokens=8, server_updates="broadcast")
     assert found.state is State.FAILED
     assert "not possible with pipeline stages (--pp-size)" in found.measured
+
+
+def test_a_vllm_server_without_the_receiver_of_weights_is_found(address: str) -> None:
+    Handler.answers = VLLM
+    [found] = checks_of(address, "vllm", max_new_tokens=8, server_updates="broadcast")
+    assert found.state is State.FAILED
+    assert "the server needs slurmrl's receiver" in found.measured
+    config = {
+        **VLLM["/server_info"]["vllm_config"],
+        "weight_transfer_config": {"backend": "slurmrl"},
+        "parallel_config": {"tensor_parallel_size": 2},
+    }
+    Handler.answers = changed(VLLM, "/server_info", vllm_config=config)
+    [found] = checks_of(address, "vllm", max_new_tokens=8, server_updates="broadcast")
+    assert found.measured == f"{address}: vllm 0.32.0, context 64"
 
 
 def test_vllm_on_a_port_is_a_warning(address: str) -> None:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 host, port, rank, ranks, size = sys.argv[1], *map(int, sys.argv[2:])
 store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+store.set(f"notes/place/{rank}", f"rank {rank}")
 inside = dist.PrefixStore("cpu/", dist.PrefixStore("slurmrl/", dist.PrefixStore("slurmrl", store)))
 group = dist.ProcessGroupGloo(inside, rank, ranks, timedelta(seconds=60))
 print("joined", flush=True)
@@ -99,10 +100,18 @@ async def meet(peers: Peers) -> ServerGroup:
     return await ServerGroup.meet(peers.join, address, ranks=peers.ranks)
 
 
-def test_all_ranks_of_a_server_get_what_is_sent(peers: Callable[[int], Peers]) -> None:
+def test_all_ranks_of_a_server_get_what_is_sent(
+    peers: Callable[[int], Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they note is read; one that notes nothing is named."""
+    monkeypatch.setattr(server_group, "NOTE_S", 0.1)
+
     async def work() -> None:
         server = peers(2)
         group = await meet(server)
+        assert await group.notes("place") == ["rank 1", "rank 2"]
+        with pytest.raises(RunFailedError, match="rank 1 says nothing of weights"):
+            await group.notes("weights")
         content = torch.ones(BYTES, dtype=torch.uint8)
         assert await group.broadcast(content, server.receive()) == [BYTES, BYTES]
         group.close()

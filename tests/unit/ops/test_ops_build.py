@@ -27,6 +27,7 @@ from slurmrl.ops.gae import packed_gae
 from slurmrl.ops.native import build, load, recipe, toolchain
 from slurmrl.ops.native.recipe import Half, Recipe
 from slurmrl.ops.native.toolchain import Toolchain
+from tests.support.installs import pip
 from tests.support.trials import wait_until
 
 FORK = get_context("fork")
@@ -426,13 +427,8 @@ def test_the_cuda_kernels_on_a_cpu_under_sanitizers(made: Recipe, tmp_path: Path
 
 def test_the_operators_build_from_the_wheel(tmp_path: Path) -> None:
     """The wheel has the sources: its library has the same key as this tree's."""
-    tree, installed = tmp_path / "tree", tmp_path / "installed"
-    tree.mkdir()
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "slurmrl", "cuda"):
-        subprocess.run(["cp", "-a", str(ROOT / name), str(tree / name)], check=True)
-    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    made = subprocess.run([*pip, str(tree), "-w", str(tmp_path)], capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
+    installed = tmp_path / "installed"
+    pip("wheel", tmp_path, "-w", str(tmp_path))
     (wheel,) = tmp_path.glob("slurmrl-*.whl")
     shutil.unpack_archive(wheel, installed, "zip")
     carried = {path.name for path in (installed / "slurmrl" / "cuda").rglob("*") if path.is_file()}

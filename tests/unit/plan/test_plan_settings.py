@@ -175,7 +175,7 @@ RUNNING = "rollout.servers=[http://host:30000]"
         (
             ["rollout.backend=vllm", RUNNING, "rollout.server_updates=tensors"],
             "rollout.server_updates",
-            "tensors is not allowed with vllm; allowed: files",
+            "tensors is not allowed with vllm; allowed: files, broadcast",
         ),
         (
             [
