@@ -3,10 +3,8 @@ worker are killed."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +12,7 @@ import pytest
 
 from slurmrl.engines.rollout import sglang_server
 from tests.support.served_trials import grpo, site_with_reward
-from tests.support.servers import check_served
-from tests.support.stand_ins import listens
+from tests.support.servers import UsersServer, check_served, save_config
 from tests.support.trials import (
     ARCHITECTURE,
     processes,
@@ -31,46 +28,20 @@ STEPS = 30
 MODEL = {**ARCHITECTURE, "hidden_size": 64}
 
 
-class Server:
-    """In a process group of its own, as its user would have started it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.socket = folder / "server.sock"
-        self.log = folder / "sglang.log"
-        model = folder / "model"
-        model.mkdir()
-        (model / "config.json").write_text(
-            json.dumps({**MODEL, "architectures": ["Qwen2ForCausalLM"], "torch_dtype": "float32"})
-        )
-        flags = (*sglang_server.CPU_FLAGS, "--dtype", "float32")
-        self._command = sglang_server.command(
-            PYTHON, model, self.socket, vocabulary=int(MODEL["vocab_size"]), options=flags
-        )
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        self.socket.unlink(missing_ok=True)
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                env={**os.environ, **sglang_server.ENVIRONMENT},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        wait_until("the server", lambda: listens(str(self.socket)), timeout_s=300.0)
-
-    def kill(self) -> None:
-        assert self._process is not None
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[UsersServer]:
     folder = tmp_path / "server"
     folder.mkdir(mode=0o700)
-    made = Server(folder)
+    save_config(folder / "model", MODEL)
+    socket = folder / "server.sock"
+    command = sglang_server.command(
+        PYTHON,
+        folder / "model",
+        socket,
+        vocabulary=int(MODEL["vocab_size"]),
+        options=(*sglang_server.CPU_FLAGS, "--dtype", "float32"),
+    )
+    made = UsersServer(socket, command, sglang_server.ENVIRONMENT, folder / "sglang.log")
     made.start()
     yield made
     made.kill()
@@ -78,7 +49,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.mark.parametrize("updates", ["broadcast", "tensors"])
 def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_it_trained(
-    tmp_path: Path, server: Server, updates: str
+    tmp_path: Path, server: UsersServer, updates: str
 ) -> None:
     """No folder of the trial has weights for the server. One that was started again, and the next
     incarnation, make groups of their own; the requests of the killed server are issued again."""

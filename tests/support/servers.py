@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,8 @@ from typing import Any
 from slurmrl.engines.rollout.base import WeightVersion
 from slurmrl.engines.rollout.dialect import Dialect
 from slurmrl.engines.rollout.process import WARDEN
+from tests.support.stand_ins import listens
+from tests.support.trials import wait_until
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,41 @@ def servers(run: Path) -> list[ServerOfARun]:
         if "server.sock" in names and WARDEN.name not in names and run in output.parents:
             found.append(ServerOfARun(int(entry.name), names["server.sock"]))
     return sorted(found, key=lambda server: server.pid)
+
+
+class UsersServer:
+    """In a process group of its own, as its user would have started it."""
+
+    def __init__(
+        self, socket: Path, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> None:
+        self.socket, self.log = socket, log
+        self._command, self._environment = command, {**os.environ, **environment}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.socket.unlink(missing_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        wait_until("the server", lambda: listens(str(self.socket)), timeout_s=300.0)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def save_config(folder: Path, architecture: Mapping[str, object]) -> None:
+    """The ``config.json`` of a model without weights, in float32."""
+    folder.mkdir()
+    config = {**architecture, "architectures": ["Qwen2ForCausalLM"], "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 async def load_once(speaker: Dialect, version: WeightVersion) -> None:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
@@ -57,6 +58,12 @@ class LayersInTurn:
             some = ", ".join(sorted(self._missing)[:SHOWN])
             raise ValueError(f"no weights came for {len(self._missing)} parameters: {some}")
         finalize_layerwise_reload(self._model, self._settings)
+        for layer in self._model.modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, UnquantizedEmbeddingMethod):
+                # On CPUs, a vocabulary projection that is tied to the embedding has a copy in
+                # another form, which vLLM makes only of weights that are loaded for it.
+                method.process_weights_after_loading(layer)
         self._ended = True
 
     def __exit__(
