@@ -19,6 +19,7 @@ from slurmrl.engines.rollout.fitness import (
     check_context,
     check_sglang,
     check_vllm,
+    check_vllm_reads,
     field_of,
     vllm_ranks,
     without_dev_mode,
@@ -149,7 +150,9 @@ async def _look(settings: Settings, address: Address, keys: ServerKeys) -> _Foun
                 raise without_dev_mode(address.text, error) from error
             context = check_vllm(address.text, about, server, await get("/v1/models"), needs)
             version = field_of(address.text, about, "version")
-            if (updates := settings["updates"]) != "files":
+            if (updates := settings["updates"]) == "files":
+                check_vllm_reads(address.text, server, needs)
+            else:
                 vllm_ranks(address.text, server, updates)
         check_context(address.text, context, int(settings["context"]))
         try:

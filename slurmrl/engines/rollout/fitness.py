@@ -208,6 +208,21 @@ def check_vllm(
     return int(str(field_of(where, listed[0], "max_model_len")))
 
 
+def check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
+    """Raises UsageError if a vLLM server would draw with other weights than those of the files that
+    it has read: on CPUs it goes on with the first vocabulary projection, if that is the embedding
+    as well."""
+    config = field_of(where, server, "vllm_config")
+    device = config.get("device_config") if isinstance(config, dict) else None
+    on_cpu = isinstance(device, dict) and device.get("device") == "cpu"
+    if on_cpu and needs.shape is not None and needs.shape.tied:
+        raise UsageError(
+            f"{where}: vLLM on CPUs takes no new weights from files for models with "
+            "tie_word_embeddings: use native or sglang, or a server of rollout.servers with "
+            "rollout.server_updates: broadcast"
+        )
+
+
 def vllm_ranks(where: str, server: object, updates: ServerUpdates) -> int:
     """The ranks of a vLLM server that take weights, from the answer of ``/server_info``. Raises
     UsageError if it cannot take them in this way."""

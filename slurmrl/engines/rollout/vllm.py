@@ -25,6 +25,7 @@ from slurmrl.engines.rollout.fitness import (
     VLLM_FLAGS,
     ServedModel,
     check_vllm,
+    check_vllm_reads,
     field_of,
     vllm_ranks,
     without_dev_mode,
@@ -190,7 +191,9 @@ class VllmDialect(Dialect):
         digest = digest_of(server)
         self._check = ServerCheck(self._checks, self.where, digest, self._held, first_only=True)
         self._loaded = None
-        if self._updates != "files":
+        if self._updates == "files":
+            check_vllm_reads(self.where, server, self._model)
+        else:
             ranks = vllm_ranks(self.where, server, self._updates)
             self._sender = VllmBroadcast(self._client.address, ranks, self._ask)
         await self.resume()  # a client that was lost during an update has left it paused

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from slurmrl.engines.rollout.vllm_checksums import digest_of, read_checksums
 from slurmrl.engines.rollout.vllm_server import command
 from slurmrl.engines.rollout.weight_checks import Held, TensorPart
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
+from slurmrl.models.config import ModelConfig
+from tests.support.trials import ARCHITECTURE
 
 REPLY: dict[str, Any] = {
     "request_id": "generate-tokens-r",
@@ -51,6 +54,7 @@ SERVER: dict[str, Any] = {
     "POST /update_weight_version": {"success": True},
 }
 VOCABULARY = 50
+TIED = {"tie_word_embeddings": True}
 MODEL = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=VOCABULARY)
 
 
@@ -156,6 +160,18 @@ def test_a_server_that_cannot_be_used_is_refused_with_what_it_lacks(
     table = {name: value for name, value in {**SERVER, **answers}.items() if value is not None}
     with pytest.raises(kind, match=message):
         asyncio.run(VllmDialect(ScriptedClient(table), model=MODEL).connect())
+
+
+@pytest.mark.parametrize(("device", "refused"), [("cpu", True), ("cuda", False)])
+def test_a_server_on_a_cpu_is_refused_for_tied_embeddings(device: str, refused: bool) -> None:
+    """It would read new weights and draw with the old vocabulary projection."""
+    config = ModelConfig.from_hf({**ARCHITECTURE, "vocab_size": VOCABULARY, **TIED})
+    model = ServedModel.of(config, "float32", text=False, experts=False)
+    settings = {**SERVER["GET /server_info"]["vllm_config"], "device_config": {"device": device}}
+    table = {**SERVER, "GET /server_info": {"vllm_config": settings}}
+    connecting = VllmDialect(ScriptedClient(table), model=model).connect()
+    with pytest.raises(UsageError, match="tie_word_embeddings") if refused else nullcontext():
+        asyncio.run(connecting)
 
 
 @pytest.mark.parametrize("size", [VOCABULARY - 1, VOCABULARY + 1])
