@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import aclosing
-from http import HTTPStatus
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -20,11 +19,9 @@ from slurmrl.engines.rollout.base import WeightVersion
 from slurmrl.engines.rollout.buckets import BUCKET_BYTES, Bucket, read_ahead
 from slurmrl.engines.rollout.fitness import Receiver
 from slurmrl.engines.rollout.http import Body
-from slurmrl.errors import RefusedError, RunFailedError, UnreadableInputError
+from slurmrl.engines.rollout.sending import one_attempt
 
 T = TypeVar("T")
-FINAL = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-"""Statuses of requests that no other attempt would change."""
 
 
 class UpdatedServer(Protocol):
@@ -53,7 +50,7 @@ class SglangSender(ABC, Generic[T]):
         by ``version``. Raises RunFailedError, and UsageError if another attempt would be in vain;
         what the server holds is undefined then."""
         assert version.folder is not None, "checked by the dialect"
-        try:
+        with one_attempt(self._address.text):
             await self._prepare(held)
             if self._receiver.sessions:
                 await self._server.succeed("/begin_weight_update", {})
@@ -66,14 +63,6 @@ class SglangSender(ABC, Generic[T]):
                     await self._send(bucket, packed, body)
             if self._receiver.sessions:
                 await self._server.succeed("/end_weight_update", {})
-        except RunFailedError:
-            raise
-        except RefusedError as error:
-            if error.status in FINAL:
-                raise
-            raise RunFailedError(str(error)) from error
-        except (UnreadableInputError, MemoryError, RuntimeError, OSError) as error:
-            raise RunFailedError(f"{self._address.text}: {error}") from error
 
     @abstractmethod
     async def _prepare(self, held: str) -> None:

@@ -13,6 +13,7 @@ from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.base import WeightVersion
 from slurmrl.engines.rollout.buckets import BUCKET_BYTES, buckets_of, read_ahead
 from slurmrl.engines.rollout.kept_group import KeptGroup
+from slurmrl.engines.rollout.sending import one_attempt
 from slurmrl.engines.rollout.server_group import Meeting, ServerGroup, both
 from slurmrl.engines.rollout.vllm_plugin import OPEN
 from slurmrl.errors import RunFailedError
@@ -42,15 +43,11 @@ class VllmBroadcast:
         ``version``. Raises RunFailedError, and UsageError if another attempt would be in vain; what
         the server holds is undefined then."""
         assert version.folder is not None, "checked by the dialect"
-        try:
+        with one_attempt(self._address.text):
             group = await self._kept.begin(held)
             await self._post("/start_weight_update")
             await self._update(group, version.folder)
             await self._post("/finish_weight_update")
-        except RunFailedError:
-            raise
-        except (RuntimeError, OSError) as error:  # of torch, and of memory or files
-            raise RunFailedError(f"{self._address.text}: {error}") from error
         self._kept.end(version.name)
 
     async def _update(self, group: ServerGroup, folder: Path) -> None:

@@ -122,7 +122,8 @@ def test_one_update_brings_all_buckets_in_the_order_that_it_says(
             RunFailedError,
             "http://node:1: rank 1 did not take the weights: no such tensor",
         ),
-        (Server(fails={START: RefusedError("unknown", 404)}), UsageError, "unknown"),
+        (Server(fails={START: RefusedError("unknown", 404)}), RunFailedError, "unknown"),
+        (Server(fails={START: RefusedError("no key", 401)}), UsageError, "no key"),
     ],
 )
 def test_whatever_may_not_fail_again_costs_the_server_and_not_the_trial(
