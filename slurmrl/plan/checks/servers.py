@@ -114,6 +114,14 @@ def _own(draft: Draft, backend: str) -> Iterator[Problem]:
     if reason := _unusable(rollout.python, contained=bool(draft.config.cluster.slurm.container)):
         message = f"{reason}; set the Python of an environment in which {backend} is installed"
         yield draft.problem((ROLLOUTS, "python"), message)
+    shape, on_cpus = shape_of(draft.config.actor), draft.config.cluster.gpus_per_worker == 0
+    if backend == "vllm" and on_cpus and shape is not None and shape.tied:
+        message = (
+            "vllm is not allowed on CPUs with this actor, whose embeddings are tied "
+            "(tie_word_embeddings): it would go on with the first vocabulary projection after "
+            "updates; use native or sglang"
+        )
+        yield draft.problem((ROLLOUTS, "backend"), message)
 
 
 def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:

@@ -322,3 +322,15 @@ def test_dense_layers_that_a_server_would_give_experts_are_refused(plan_ppo: Loa
     assert key == "rollout.backend"
     assert "sglang is not allowed with this actor, of which 6 of 12 layers are dense" in message
     assert missing(plan_ppo, "rollout.backend=vllm:d2", decoder_sparse_step=2) == []
+
+
+def test_a_copy_of_the_embedding_that_vllm_would_not_replace_is_refused(plan_ppo: Load) -> None:
+    """On CPUs it packs a tied vocabulary projection once."""
+    on_cpus = "cluster.gpus_per_worker=0"
+    tied = {"tie_word_embeddings": True}
+    ((key, message),) = missing(plan_ppo, "rollout.backend=vllm:d2", on_cpus, **tied)
+    assert key == "rollout.backend"
+    assert "vllm is not allowed on CPUs with this actor" in message
+    for others in (("rollout.backend=vllm:d2",), ("rollout.backend=sglang:d2", on_cpus)):
+        assert missing(plan_ppo, *others, **tied) == []
+    assert missing(plan_ppo, "rollout.backend=vllm:d2", on_cpus, tie_word_embeddings=False) == []
