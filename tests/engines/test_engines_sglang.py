@@ -97,6 +97,7 @@ classes = {
     "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
     "/update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
     "/update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
+    "/update_weight_version": "UpdateWeightVersionReqInput",
     "/init_weights_update_group": "InitWeightsUpdateGroupReqInput",
     "/destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
     "/weights_checker": "CheckWeightsReqInput",
@@ -125,6 +126,7 @@ class Recorder(HttpClient):
     def __init__(self) -> None:
         super().__init__(Address("unix:/nowhere"))
         self.bodies: list[tuple[str, object]] = []
+        self.version = "1.0"
 
     async def get(self, path: str, *, timeout_s: float) -> object:
         return {
@@ -132,7 +134,7 @@ class Recorder(HttpClient):
             "enable_custom_logit_processor": False,
             "device": "cuda",
             "max_req_input_len": 100,
-            "weight_version": "1.1",
+            "weight_version": self.version,
             "architectures": ["Qwen2ForCausalLM"],
             "model_path": "/none",
         }
@@ -140,7 +142,9 @@ class Recorder(HttpClient):
     async def post(self, path: str, body: object = None, **_: object) -> object:
         if "logit_bias" in str(body) and str(VOCABULARY) in str(body):
             raise UsageError("logit_bias")
-        self.bodies.append((path, json.loads(b"".join(body)) if isinstance(body, tuple) else body))
+        value: Any = json.loads(b"".join(body)) if isinstance(body, tuple) else body
+        self.bodies.append((path, value))
+        self.version = value.get("new_version") or value.get("weight_version") or self.version
         meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": []}
         meta["output_token_sampling_logprobs"] = []  # type: ignore[assignment]
         answer = {"output_ids": [], "text": "", "meta_info": meta}
@@ -203,7 +207,7 @@ def test_bodies_are_those_of_sglangs_own_classes(
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(set(done.stdout.split())) == 13
+    assert len(set(done.stdout.split())) == 14
 
 
 def test_log_probabilities_are_those_of_transformers(

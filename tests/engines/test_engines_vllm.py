@@ -363,6 +363,10 @@ def test_weights_come_over_a_process_group(
     file = tmp_path / "layer/model.safetensors"
     tensors = {name: each for name, each in load_file(file).items() if ".layers.1." not in name}
     save_file(tensors, file, {"format": "pt"})
+    versions["head"] = shutil.copytree(versions["2.1"], tmp_path / "head")
+    tensors = load_file(tmp_path / "head/model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "head/model.safetensors", {"format": "pt"})
 
     async def load(*names: str, speaker: VllmDialect | None = None) -> None:
         speaker = speaker or server.sender()
@@ -377,8 +381,10 @@ def test_weights_come_over_a_process_group(
         with pytest.raises(RunFailedError, match=r"rank 0 did not take the weights: .*Size\(\[63"):
             await load("1.1", "shape")
         await load()  # a token is drawn
-        with pytest.raises(RunFailedError, match=r"no weights came for 2 parameters: .*layers\.1"):
+        with pytest.raises(RunFailedError, match=r"no weights came for .*layers\.1"):
             await load("2.1", "layer")
+        with pytest.raises(RunFailedError, match=r"no weights came for 1 parameters: lm_head"):
+            await load("2.1", "head")
         await load("1.1", speaker=VllmDialect(HttpClient(server._address), model=MODEL))
         where = (server._address.text, MODEL.architecture, str(VOCABULARY), versions["2.1"])
         words = ("-W", "ignore", "-c", LOST, *where)

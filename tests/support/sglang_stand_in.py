@@ -63,6 +63,7 @@ class StandIn:
         for path in (self.init_weights_update_group, self.destroy_weights_update_group):
             app.router.add_post(f"/{path.__name__}", path)
         app.router.add_post("/update_weights_from_distributed", self.update_from_distributed)
+        app.router.add_post("/update_weight_version", self.update_weight_version)
         app.router.add_post("/update_weights_from_tensor", self.update_from_tensors)
         app.router.add_post("/flush_cache", self.flush_cache)
         return app
@@ -224,6 +225,10 @@ class StandIn:
             self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval()
             self.model.load_state_dict(self.received, strict=not self.config.tie_word_embeddings)
             self.received, self.version = {}, body["weight_version"]
+        return web.json_response({"success": True, "message": "Succeeded"})
+
+    async def update_weight_version(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["new_version"]
         return web.json_response({"success": True, "message": "Succeeded"})
 
     async def flush_cache(self, request: web.Request) -> web.Response:

@@ -235,6 +235,12 @@ def vllm_ranks(where: str, server: object, updates: ServerUpdates) -> int:
             "install slurmrl in its environment (pip install --no-deps) and start it with "
             f"{VLLM_RECEIVES}; {instead}"
         )
+    quantization = field_of(where, field_of(where, config, "model_config"), "quantization")
+    if quantization is not None:
+        raise UsageError(
+            f"{where}: rollout.server_updates: {updates} is not possible with quantized weights "
+            f"({quantization}); start it without, {instead}"
+        )
     parallel = field_of(where, config, "parallel_config")
     for setting, what in VLLM_UNTRIED.items():
         if isinstance(parallel, dict) and parallel.get(setting, 1) != 1:

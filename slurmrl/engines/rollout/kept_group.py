@@ -21,9 +21,10 @@ class KeptGroup:
         where: str,
         *,
         meet: Callable[[], Awaitable[ServerGroup]],
-        leave: Callable[[], Awaitable[object]],
+        leave: Callable[[str], Awaitable[object]] | None = None,
     ) -> None:
-        """``meet`` forms the group with the server ``where``; ``leave`` has the server leave it."""
+        """``meet`` forms the group with the server ``where``; ``leave`` has the server leave it if
+        it still has the version that was sent last."""
         self._where, self._meet, self._leave = where, meet, leave
         self._group: ServerGroup | None = None
         self._sent: str | None = None
@@ -47,14 +48,14 @@ class KeptGroup:
         self._sent = version
 
     async def close(self) -> None:
-        """Leave the group; so does a server that answers."""
+        """Leave the group."""
         group, self._group = self._group, None
         if group is None:
             return
         try:
-            if self._sent is not None:
+            if self._sent is not None and self._leave is not None:
                 with suppress(SlurmrlError, TimeoutError):
                     async with asyncio.timeout(LEAVE_S):
-                        await self._leave()
+                        await self._leave(self._sent)
         finally:
             group.close()

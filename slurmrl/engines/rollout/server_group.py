@@ -10,7 +10,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,7 +55,8 @@ class ServerGroup:
     it can only be closed."""
 
     def __init__(self, group: Any, store: TCPStore, *, ranks: int) -> None:
-        self._group, self._store, self._ranks = group, store, ranks
+        self._group, self._ranks = group, ranks
+        self._store: TCPStore | None = store
         self._sent: Any = None
         """The newest broadcast."""
 
@@ -74,16 +75,21 @@ class ServerGroup:
         meeting = Meeting(host=host, port=store.port, ranks=1 + ranks)
         known = store.num_keys()
 
+        invited = asyncio.ensure_future(invite(meeting))
+
         async def join() -> Any:
             deadline = time.monotonic() + JOIN_S
             while store.num_keys() == known:  # a server that refuses says so without joining
-                if time.monotonic() > deadline:
-                    raise RunFailedError(f"it has not begun to join in {JOIN_S:g} s")
+                if invited.done() or time.monotonic() > deadline:
+                    raise RunFailedError(
+                        f"{address.text} did not begin to join a process group at {host}, port "
+                        f"{meeting.port}; its log may say why"
+                    )
                 await asyncio.sleep(POLL_S)
             return await asyncio.to_thread(join_group, store, host, rank=0, ranks=meeting.ranks)
 
         try:
-            _, group = await both(invite(meeting), join())
+            _, group = await both(invited, join())
         except RuntimeError as error:  # of torch
             raise RunFailedError(
                 f"{address.text} did not join a process group of {meeting.ranks} ranks at {host}, "
@@ -116,6 +122,7 @@ class ServerGroup:
 
     def _note(self, topic: str, rank: int) -> str:
         name = _place_of_note(topic, rank)
+        assert self._store is not None, "not closed"
         try:
             self._store.wait([name], timedelta(seconds=NOTE_S))
             return self._store.get(name).decode(errors="replace")
@@ -123,9 +130,12 @@ class ServerGroup:
             raise RunFailedError(f"rank {rank} says nothing of {topic}: {error}") from error
 
     def close(self) -> None:
-        """Leave the group. What is still being sent ends by its time limit."""
+        """Leave the group, which cannot be used any more. What is still being sent ends by its time
+        limit."""
         if self._sent is not None and not self._sent.is_completed():
             threading.Thread(target=_hold, args=(self._sent, self._group), daemon=True).start()
+        # An exception may still refer to this object, and ranks would wait for what it sends.
+        self._group = self._store = self._sent = None
 
 
 def _hold(sent: Any, group: Any) -> None:
@@ -187,7 +197,7 @@ def host_towards(host: str) -> str:
     raise OSError(f"no route to {host}")
 
 
-async def both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, Any]) -> tuple[T, Any]:
+async def both(one: Awaitable[T], other: Awaitable[Any]) -> tuple[T, Any]:
     """The results of both; what one of them raises ends the other one."""
     tasks = [asyncio.ensure_future(one), asyncio.ensure_future(other)]
     try:

@@ -22,7 +22,7 @@ class SglangBroadcast(SglangSender[Tensor]):
 
     def __init__(self, address: Address, receiver: Receiver, server: UpdatedServer) -> None:
         super().__init__(address, receiver, server)
-        self._kept = KeptGroup(address.text, meet=self._meet, leave=self._disband)
+        self._kept = KeptGroup(address.text, meet=self._meet, leave=self._leave)
         self._group: ServerGroup | None = None
         """That of the version that is being sent."""
 
@@ -48,6 +48,10 @@ class SglangBroadcast(SglangSender[Tensor]):
             return await self._server.succeed("/init_weights_update_group", body)
 
         return await ServerGroup.meet(invite, self._address, ranks=self._receiver.ranks)
+
+    async def _leave(self, sent: str) -> None:
+        if await self._server.version() == sent:  # else the group may be another client's
+            await self._disband()
 
     async def _disband(self) -> None:
         """Have the server leave its group, if it has one."""

@@ -19,7 +19,8 @@ from slurmrl.engines.rollout.base import WeightVersion
 from slurmrl.engines.rollout.buckets import BUCKET_BYTES, Bucket, read_ahead
 from slurmrl.engines.rollout.fitness import Receiver
 from slurmrl.engines.rollout.http import Body
-from slurmrl.engines.rollout.sending import one_attempt
+from slurmrl.engines.rollout.sending import in_part, one_attempt
+from slurmrl.errors import RunFailedError
 
 T = TypeVar("T")
 
@@ -52,6 +53,9 @@ class SglangSender(ABC, Generic[T]):
         assert version.folder is not None, "checked by the dialect"
         with one_attempt(self._address.text):
             await self._prepare(held)
+            part = in_part()
+            named = {"new_version": part, "abort_all_requests": False}
+            await self._server.succeed("/update_weight_version", named)
             if self._receiver.sessions:
                 await self._server.succeed("/begin_weight_update", {})
             reading = read_ahead(version.folder, self.bucket_bytes, self._pack)
@@ -59,10 +63,20 @@ class SglangSender(ABC, Generic[T]):
                 async for bucket, packed in buckets:
                     body: dict[str, Any] = {"flush_cache": bucket.last}
                     if bucket.last:
+                        await self._check(part)
                         body["weight_version"] = version.name
                     await self._send(bucket, packed, body)
             if self._receiver.sessions:
                 await self._server.succeed("/end_weight_update", {})
+
+    async def _check(self, part: str) -> None:
+        """Raises RunFailedError if another start of the server, or another client, has taken a part
+        of the version."""
+        if (held := await self._server.version()) != part:
+            raise RunFailedError(
+                f"{self._address.text}: holds version {held} within an update: it was started "
+                "again, or another run uses it"
+            )
 
     @abstractmethod
     async def _prepare(self, held: str) -> None:

@@ -11,7 +11,6 @@ import base64
 import json
 import math
 import pickle
-import secrets
 from collections.abc import Mapping
 
 import torch
@@ -21,28 +20,20 @@ from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.buckets import Bucket
 from slurmrl.engines.rollout.fitness import Receiver
 from slurmrl.engines.rollout.sglang_sender import SglangSender, UpdatedServer
-from slurmrl.errors import RunFailedError
 
 ENCODED_BYTES = 3 * 2**20
 """In one piece of base64: no other thread runs meanwhile. A multiple of 3, so that pieces join."""
 
 
 class SglangTensors(SglangSender[list[bytes]]):
-    """Each tensor rank of the server gets all tensors, in a list entry of its own.
-
-    Nothing else ties the requests of an update to one start of the server, which has taken a part
-    then. So the first one changes the version that the server says it has, and that must still be
-    so before the last one.
-    """
+    """Each tensor rank of the server gets all tensors, in a list entry of its own."""
 
     def __init__(self, address: Address, receiver: Receiver, server: UpdatedServer) -> None:
         super().__init__(address, receiver, server)
         self.bucket_bytes //= receiver.ranks
-        self._part: str | None = None
-        """What the server calls the version that is being sent; None before the first bucket."""
 
     async def _prepare(self, held: str) -> None:
-        self._part = None
+        """Every request is complete in itself."""
 
     def _pack(self, bucket: Bucket, content: Tensor) -> list[bytes]:
         """The pickle of the bucket's tensors with their names, in base64."""
@@ -56,22 +47,10 @@ class SglangTensors(SglangSender[list[bytes]]):
         return [base64.b64encode(pickled[begin : begin + ENCODED_BYTES]) for begin in begins]
 
     async def _send(self, bucket: Bucket, packed: list[bytes], body: Mapping[str, object]) -> None:
-        if bucket.last and self._part is not None:
-            await self._check_part(self._part)
-        elif self._part is None:
-            self._part = f"in part ({secrets.token_hex(8)})"
-            body = {"weight_version": self._part, **body}
         rest = json.dumps(body).encode().removeprefix(b"{")
         entries = [piece for _ in range(self._receiver.ranks) for piece in (b'", "', *packed)][1:]
         text = (b'{"serialized_named_tensors": ["', *entries, b'"], ' + rest)
         await self._server.succeed("/update_weights_from_tensor", text)
-
-    async def _check_part(self, part: str) -> None:
-        if (held := await self._server.version()) != part:
-            raise RunFailedError(
-                f"{self._address.text}: holds version {held} within an update: it was started "
-                "again, or another run uses it"
-            )
 
     async def close(self) -> None:
         """The server knows nothing of this client."""

@@ -31,6 +31,7 @@ from slurmrl.engines.rollout.fitness import (
     without_dev_mode,
 )
 from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.engines.rollout.sending import in_part
 from slurmrl.engines.rollout.server_check import ServerCheck
 from slurmrl.engines.rollout.vllm_broadcast import VllmBroadcast
 from slurmrl.engines.rollout.vllm_checksums import digest_of, read_checksums
@@ -262,17 +263,23 @@ class VllmDialect(Dialect):
             )
         assert self._check is not None, "a server loads weights once it was connected to"
         await self._check.before_load(version)
+        held = await self.version()
+        await self._name(in_part())
         if self._sender is not None:
-            await self._sender.send(version, held=await self.version())
+            await self._sender.send(version, held=held)
         else:
             await self._call("update_config", overrides=LOADING)
             await self._call("reload_weights", weights_path=str(version.folder))
         if not self._keeps_cache:
             await self._empty_cache()
-        await self._post("/update_weight_version", {"new_version": version.name})
+        await self._name(version.name)
         await self.check_version(version.name)
         self._loaded = version.name
         await self._check.after_load(version)
+
+    async def _name(self, version: str) -> None:
+        """Have the server say that it holds this version."""
+        await self._post("/update_weight_version", {"new_version": version})
 
     async def _empty_cache(self) -> None:
         if field_of(self.where, await self._post(RESET), "success") is not True:

@@ -15,8 +15,8 @@ from slurmrl.engines.rollout.buckets import BUCKET_BYTES, buckets_of, read_ahead
 from slurmrl.engines.rollout.kept_group import KeptGroup
 from slurmrl.engines.rollout.sending import one_attempt
 from slurmrl.engines.rollout.server_group import Meeting, ServerGroup, both
-from slurmrl.engines.rollout.vllm_plugin import OPEN
-from slurmrl.errors import RunFailedError
+from slurmrl.engines.rollout.vllm_plugin import CLOSED, OPEN, STATE
+from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.hf import open_tensors
 
 
@@ -35,7 +35,7 @@ class VllmBroadcast:
     def __init__(self, address: Address, ranks: int, post: Post) -> None:
         """``ranks``: of the server at ``address``, which ``post`` asks."""
         self._address, self._ranks, self._post = address, ranks, post
-        self._kept = KeptGroup(address.text, meet=self._meet, leave=self._leave)
+        self._kept = KeptGroup(address.text, meet=self._meet)
         self._updates = 0
 
     async def send(self, version: WeightVersion, *, held: str) -> None:
@@ -82,12 +82,15 @@ class VllmBroadcast:
             return await self._post("/init_weight_transfer_engine", body)
 
         group = await ServerGroup.meet(invite, self._address, ranks=self._ranks)
-        if any(await group.notes(OPEN)):  # a client was lost within an update
+        states = await group.notes(STATE)
+        if not set(states) <= {OPEN, CLOSED}:
+            raise UsageError(
+                f"{self._address.text}: its receiver of weights is of another version of slurmrl: "
+                "install that of the trainers in the server's environment"
+            )
+        if OPEN in states:  # a client was lost within an update
             await self._post("/finish_weight_update")
         return group
-
-    async def _leave(self) -> object:
-        return await self._post("/shutdown_weight_transfer_engine")
 
     async def close(self) -> None:
         """No more weights will be sent."""

@@ -8,11 +8,11 @@ what has come as a part of the next weights. This runs in vLLM's environment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -26,25 +26,35 @@ SHOWN = 4
 
 class LayersInTurn:
     """One replacement of all weights. Unless it comes to its `end`, layers that have not got all
-    of their weights keep those that they had."""
+    of their weights keep those that they had; biases are replaced at once."""
 
     def __init__(self, model: Any, settings: Any) -> None:
         """``model``: one of vLLM's; ``settings``: its ``ModelConfig``."""
         self._model, self._settings = model, settings
         self._missing: set[str] | None = None
-        """Parameters that were not loaded yet; None: that is not known."""
+        """Parameters that were not loaded yet; None: the model does not say what it loads."""
+        self._tied: set[str] = set()
+        """Further names of parameters, which no checkpoint of this model has."""
         self._ended = False
 
     def __enter__(self) -> Self:
         return self
 
     def begin(self) -> None:
+        parameters = self._model.named_parameters
+        once, all_names = (
+            {name for name, _ in parameters(remove_duplicate=x)} for x in (True, False)
+        )
+        self._tied = all_names - once
         initialize_layerwise_reload(self._model)
-        if self._settings.quantization is None:
-            self._missing = set(_in_every_checkpoint(self._model))
+        self._missing = {name for name, _ in parameters(remove_duplicate=False)} - self._tied
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises what vLLM raises for tensors that the model does not have."""
+        """Raises ValueError for a tensor that the model has under another name, too, and what vLLM
+        raises for those that it does not have."""
+        tensors = list(tensors)
+        if tied := self._tied.intersection(name for name, _ in tensors):
+            raise ValueError(f"the model ties {', '.join(sorted(tied))}, which has weights here")
         with disable_mtp_completeness_check():
             loaded = self._model.load_weights(tensors)
         if loaded is None:
@@ -80,17 +90,3 @@ class LayersInTurn:
                 info.loaded_weights.clear()
                 info.load_numel = 0
         finalize_layerwise_reload(self._model, self._settings)
-
-
-def _in_every_checkpoint(model: nn.Module) -> Iterator[str]:
-    """The parameters that no checkpoint may lack. vLLM's own check leaves out the same ones: those
-    of layers that may be quantized."""
-    others = {
-        parameter
-        for module in model.modules()
-        if hasattr(getattr(module, "quant_method", None), "process_weights_after_loading")
-        for parameter in module.parameters()
-    }
-    for name, parameter in model.named_parameters():
-        if parameter not in others:
-            yield name

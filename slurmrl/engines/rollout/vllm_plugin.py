@@ -10,13 +10,17 @@ BACKEND: Final = "slurmrl"
 """In ``--weight-transfer-config``."""
 RECEIVER: Final = "slurmrl.engines.rollout.vllm_receiver", "GroupReceiver"
 """Imported where vLLM is started with this backend."""
-OPEN: Final = "open"
-"""Topic of a rank's note of whether vLLM waits for the end of an update; empty: it does not."""
+STATE: Final = "state"
+"""Topic of a rank's first note."""
+CLOSED: Final = "1"
+"""Its text. The number changes with what is said over the group and in its notes."""
+OPEN: Final = f"{CLOSED}, within an update"
+"""The same if vLLM waits for the end of an update, and would refuse the start of another."""
 
 
 def register() -> None:
     """Tell vLLM of the backend. Versions that take no backends of others go without."""
-    with suppress(ImportError):
+    with suppress(ImportError, AttributeError, TypeError):
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
         with suppress(ValueError):  # it was registered before

@@ -10,7 +10,7 @@ and takes them for the answers to its next call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from slurmrl.engines.rollout.server_group import (
     note,
 )
 from slurmrl.engines.rollout.vllm_layers import LayersInTurn
-from slurmrl.engines.rollout.vllm_plugin import OPEN
+from slurmrl.engines.rollout.vllm_plugin import CLOSED, OPEN, STATE
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers
 SHOWN_CHARACTERS = 500
@@ -44,9 +44,9 @@ SHOWN_CHARACTERS = 500
 class Joining(WeightTransferInitInfo):  # type: ignore[misc]
     """The body of ``/init_weight_transfer_engine``: a `Meeting`."""
 
-    host: str
-    port: int
-    ranks: int
+    host: str = ""
+    port: int = 0
+    ranks: int = 0
 
 
 @dataclass
@@ -78,7 +78,12 @@ class GroupReceiver(WeightTransferEngine[Joining, Receiving]):  # type: ignore[m
         self._group: Any = None
         self._store: Store | None = None
         self._open = False
-        """Whether vLLM waits for the end of an update, and would refuse the start of another."""
+        """Whether vLLM waits for the end of an update."""
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Joining:
+        """What is not known is left out: trainers of another version find out as they meet."""
+        known = {field.name for field in fields(Joining)}
+        return Joining(**{name: value for name, value in init_dict.items() if name in known})
 
     def init_transfer_engine(self, init_info: Joining) -> None:
         """Join a group, in place of the last one. The trainers notice that it did not join."""
@@ -94,7 +99,7 @@ class GroupReceiver(WeightTransferEngine[Joining, Receiving]):  # type: ignore[m
             timeout=timedelta(seconds=JOIN_S),
             wait_for_workers=False,
         )
-        note(self._store, OPEN, self._rank, "yes" if self._open else "")
+        note(self._store, STATE, self._rank, OPEN if self._open else CLOSED)
         self._group = join_group(self._store, host, rank=self._rank, ranks=joining.ranks)
 
     def start_weight_update(self) -> None:
@@ -104,7 +109,7 @@ class GroupReceiver(WeightTransferEngine[Joining, Receiving]):  # type: ignore[m
         self._open = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        if problem_of(partial(self.receive_weights, self.parse_update_info(update_info))):
+        if problem_of(lambda: self.receive_weights(self.parse_update_info(update_info))):
             self.shutdown()  # the other ranks, and the trainers, notice it at once
 
     def receive_weights(self, update_info: Receiving) -> None:
@@ -131,7 +136,7 @@ class GroupReceiver(WeightTransferEngine[Joining, Receiving]):  # type: ignore[m
         return content
 
     def _load(self, layers: LayersInTurn, content: Tensor, bucket: dict[str, Any]) -> None:
-        tensors, rest = [], content.to(self.device).view(dtype_of(bucket))
+        tensors, rest = [], content.view(dtype_of(bucket))
         for name, shape in zip(bucket["names"], bucket["shapes"], strict=True):
             size = torch.Size(shape).numel()
             tensors.append((name, rest[:size].view(shape)))

@@ -34,7 +34,11 @@ VLLM: dict[str, Any] = {
     "/version": {"version": "0.32.0"},
     "/server_info": {
         "vllm_config": {
-            "model_config": {"logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True},
+            "model_config": {
+                "logprobs_mode": "processed_logprobs",
+                "quantization": None,
+                "skip_tokenizer_init": True,
+            },
             "weight_transfer_config": None,
         }
     },

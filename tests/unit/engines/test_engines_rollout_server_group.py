@@ -25,7 +25,7 @@ host, port, rank, ranks, size = sys.argv[1], *map(int, sys.argv[2:])
 store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
 store.set(f"notes/place/{rank}", f"rank {rank}")
 inside = dist.PrefixStore("cpu/", dist.PrefixStore("slurmrl/", dist.PrefixStore("slurmrl", store)))
-group = dist.ProcessGroupGloo(inside, rank, ranks, timedelta(seconds=60))
+group = dist.ProcessGroupGloo(inside, rank, ranks, timedelta(seconds=600))
 print("joined", flush=True)
 received = torch.zeros(size, dtype=torch.uint8)
 if sys.stdin.readline():
@@ -147,18 +147,42 @@ def test_a_broadcast_ends_with_a_server_that_was_killed_or_refuses_it(
     run(work())
 
 
+def test_ranks_that_wait_for_weights_notice_that_the_group_was_left(
+    peers: Callable[[int], Peers],
+) -> None:
+    """Also where an exception refers to what has sent them."""
+    server = peers(1)
+
+    async def work() -> None:
+        group = await meet(server)
+        receiving = asyncio.ensure_future(server.receive())
+        group.close()
+        await receiving  # until it has ended
+        assert await asyncio.to_thread(server.processes[0].wait) != 0
+        assert group._group is None
+
+    run(work())
+
+
 def test_a_server_that_does_not_join_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that refuses at once, and one that says nothing in the time that it has."""
-    monkeypatch.setattr(server_group, "JOIN_S", 0.2)
+    """One that refuses or answers at once, and one that says nothing in the time that it has."""
 
     async def refuse(meeting: Meeting) -> None:
         raise RunFailedError("no memory for a group")
+
+    async def answer(meeting: Meeting) -> None:
+        """Its ranks have failed to join."""
 
     async def ignore(meeting: Meeting) -> None:
         await asyncio.sleep(DEADLINE_S)
 
     async def work() -> None:
-        for invite, message in ((refuse, "no memory for a group"), (ignore, "has not begun to j")):
+        for invite, limit_s, message in (
+            (refuse, 2 * DEADLINE_S, "no memory for a group"),
+            (answer, 2 * DEADLINE_S, "http://localhost:1 did not begin to join"),
+            (ignore, 0.2, "http://localhost:1 did not begin to join"),
+        ):
+            monkeypatch.setattr(server_group, "JOIN_S", limit_s)
             address = Address("http://localhost:1")
             with pytest.raises(RunFailedError, match=message):
                 await ServerGroup.meet(invite, address, ranks=1)

@@ -19,6 +19,7 @@ from slurmrl.engines.rollout.base import WeightVersion
 from slurmrl.engines.rollout.fitness import vllm_ranks
 from slurmrl.engines.rollout.server_group import Meeting, ServerGroup
 from slurmrl.engines.rollout.vllm_broadcast import VllmBroadcast
+from slurmrl.engines.rollout.vllm_plugin import CLOSED, OPEN, STATE
 from slurmrl.errors import RefusedError, RunFailedError, UsageError
 
 TENSORS = {
@@ -26,7 +27,7 @@ TENSORS = {
     "b": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
     "c": torch.arange(20, dtype=torch.float32),
 }
-INIT, LEAVE = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
+INIT = "/init_weight_transfer_engine"
 START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
 
 
@@ -57,7 +58,7 @@ class Server:
         self.contents.append(tensor.clone())
 
     async def notes(self, topic: str) -> list[str]:
-        return self.noted.get(topic, ["", ""])
+        return self.noted.get(topic, [CLOSED, CLOSED] if topic == STATE else ["", ""])
 
     def close(self) -> None:
         self.closed = True
@@ -92,7 +93,7 @@ def test_one_update_brings_all_buckets_in_the_order_that_it_says(
         await made.close()
 
     asyncio.run(work())
-    assert server.routes == [INIT, *(2 * [START, UPDATE, FINISH]), LEAVE]
+    assert server.routes == [INIT, *(2 * [START, UPDATE, FINISH])]
     assert server.closed
     first, second = server.updates
     assert (first["buckets"], first["topic"] != second["topic"]) == (second["buckets"], True)
@@ -142,7 +143,6 @@ def test_whatever_may_not_fail_again_costs_the_server_and_not_the_trial(
         await made.close()
 
     asyncio.run(work())
-    assert LEAVE not in server.routes
     assert server.closed == (INIT not in server.fails)
 
 
@@ -150,9 +150,19 @@ def test_an_update_whose_client_was_lost_is_ended_before_the_next(
     version: WeightVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM refuses the end of one that has not begun, so it is asked only where there is one."""
-    server = Server(noted={"open": ["yes", "yes"]})
+    server = Server(noted={STATE: [OPEN, CLOSED]})
     asyncio.run(sender(server, monkeypatch).send(version, held="w"))
     assert server.routes == [INIT, FINISH, START, UPDATE, FINISH]
+
+
+def test_a_receiver_of_another_version_of_slurmrl_ends_the_trial(
+    version: WeightVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take other fields, or understand them otherwise."""
+    server = Server(noted={STATE: [CLOSED, "2"]})
+    with pytest.raises(UsageError, match="of another version of slurmrl"):
+        asyncio.run(sender(server, monkeypatch).send(version, held="w"))
+    assert server.routes == [INIT]
 
 
 def test_a_server_that_holds_another_version_than_was_sent_gets_no_request(
@@ -171,9 +181,10 @@ def test_a_server_that_holds_another_version_than_was_sent_gets_no_request(
     assert server.routes == []
 
 
-def settings(**parallel: int) -> dict[str, Any]:
+def settings(quantization: str | None = None, **parallel: int) -> dict[str, Any]:
     return {
         "vllm_config": {
+            "model_config": {"quantization": quantization},
             "weight_transfer_config": {"backend": "slurmrl"},
             "parallel_config": {"tensor_parallel_size": 2, "data_parallel_size": 1, **parallel},
         }
@@ -186,6 +197,8 @@ def test_servers_that_were_not_tried_are_refused() -> None:
     for size in ("pipeline", "data", "prefill_context"):
         with pytest.raises(UsageError, match=f"not possible with .*--{size.replace('_', '-')}-pa"):
             vllm_ranks("server", settings(**{f"{size}_parallel_size": 2}), "broadcast")
+    with pytest.raises(UsageError, match=r"quantized weights \(fp8\)"):
+        vllm_ranks("server", settings("fp8"), "broadcast")
     other = {"vllm_config": {"weight_transfer_config": {"backend": "nccl"}}}
     with pytest.raises(
         UsageError, match=r"--weight-transfer-config '\{\"backend\": \"slurmrl\"\}'"
