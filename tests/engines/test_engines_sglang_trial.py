@@ -4,20 +4,15 @@ worker are killed."""
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from slurmrl.engines.rollout import sglang_server
-from tests.support.served_trials import grpo, site_with_reward
-from tests.support.servers import UsersServer, check_served, save_config
-from tests.support.trials import (
-    ARCHITECTURE,
-    processes,
-    wait_until,
-)
+from tests.support.served_trials import send_through_kills
+from tests.support.servers import UsersServer, save_config
+from tests.support.trials import ARCHITECTURE
 
 PYTHON = os.environ.get("SGLANG_PYTHON", "")
 pytestmark = [
@@ -53,30 +48,7 @@ def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_i
 ) -> None:
     """No folder of the trial has weights for the server. One that was started again, and the next
     incarnation, make groups of their own; the requests of the killed server are issued again."""
-    site = site_with_reward(tmp_path)
-    rollout = {
-        "backend": "sglang",
-        "servers": [f"unix:{server.socket}"],
-        "server_updates": updates,
-        "max_new_tokens": 8,
-    }
-    config = grpo(rollout, batch_size=8, total_steps=STEPS)
-    config["actor"]["architecture"] = MODEL
-    path = site.write("grpo.yaml", config)
-    site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
-    run = site.paths("grpo/1").run
-    site.wait_for_step("grpo/1", 2, timeout_s=400.0)
-    server.kill()
-    server.start()
-    reached = site.metrics("grpo/1")[-1]["step"]
-    site.wait_for_step("grpo/1", reached + 3, timeout_s=400.0)
-    os.kill(next(iter(processes(run)["worker"])), signal.SIGKILL)
-    status = site.wait_for_end("grpo/1", timeout_s=500.0)
-    assert status["state"] == "COMPLETED"
-    assert status["incarnation"] == 2, "the server's end disturbed nobody, the worker's all"
-    check_served(site.metrics("grpo/1"), STEPS)
-    assert not (run / "weights").exists()
+    send_through_kills(tmp_path, server, "sglang", updates, MODEL, steps=STEPS)
     joined = server.log.read_text().count("init custom process group")
     groups = 3  # both starts of the server, and the second incarnation
     assert joined == (groups if updates == "broadcast" else 0)
-    wait_until("the end of all processes", lambda: not any(processes(run).values()))

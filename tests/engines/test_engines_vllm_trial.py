@@ -14,7 +14,7 @@ import pytest
 from slurmrl.engines.rollout import vllm_server
 from slurmrl.engines.rollout.fitness import VLLM_RECEIVES
 from tests.support.installs import pip
-from tests.support.served_trials import grpo, site_with_reward
+from tests.support.served_trials import grpo, send_through_kills, site_with_reward
 from tests.support.servers import UsersServer, check_served, save_config, servers
 from tests.support.trials import (
     ARCHITECTURE,
@@ -103,27 +103,4 @@ def test_a_trial_that_sends_its_weights_outlives_kills_of_the_server_and_of_a_wo
 ) -> None:
     """To all ranks of a server, of a model whose embedding is also its vocabulary projection. No
     folder of the trial has weights for the server."""
-    site = site_with_reward(tmp_path)
-    rollout = {
-        "backend": "vllm",
-        "servers": [f"unix:{users_server.socket}"],
-        "server_updates": "broadcast",
-        "max_new_tokens": 8,
-    }
-    config = grpo(rollout, batch_size=8, total_steps=STEPS)
-    config["actor"]["architecture"] = TIED
-    path = site.write("grpo.yaml", config)
-    site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
-    run = site.paths("grpo/1").run
-    site.wait_for_step("grpo/1", 2, timeout_s=400.0)
-    users_server.kill()
-    users_server.start()
-    reached = site.metrics("grpo/1")[-1]["step"]
-    site.wait_for_step("grpo/1", reached + 3, timeout_s=400.0)
-    os.kill(next(iter(processes(run)["worker"])), signal.SIGKILL)
-    status = site.wait_for_end("grpo/1", timeout_s=500.0)
-    assert status["state"] == "COMPLETED"
-    assert status["incarnation"] == 2, "the server's end disturbed nobody, the worker's all"
-    check_served(site.metrics("grpo/1"), STEPS)
-    assert not (run / "weights").exists()
-    wait_until("the end of all processes", lambda: not any(processes(run).values()))
+    send_through_kills(tmp_path, users_server, "vllm", "broadcast", TIED, steps=STEPS)

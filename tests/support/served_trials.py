@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.trials import REPOSITORY, Site, sft_config
+from tests.support.servers import UsersServer, check_served
+from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
 
 REWARD = """
 def different(prompts, completions, rows):
@@ -32,3 +35,40 @@ def grpo(rollout: dict[str, Any], *, batch_size: int = 4, **changes: Any) -> dic
     config["actor"]["optimizer"] = {"lr": 1e-2}
     config["dataset"] = {**config["dataset"], "type": "prompt", "max_prompt_tokens": 16}
     return config
+
+
+def send_through_kills(
+    tmp_path: Path,
+    server: UsersServer,
+    backend: str,
+    updates: str,
+    model: Mapping[str, Any],
+    *,
+    steps: int,
+) -> None:
+    """Run a trial that sends its weights to a server, which is killed and started again, as is a
+    worker; check that it ends as it should and leaves nothing."""
+    site = site_with_reward(tmp_path)
+    rollout = {
+        "backend": backend,
+        "servers": [f"unix:{server.socket}"],
+        "server_updates": updates,
+        "max_new_tokens": 8,
+    }
+    config = grpo(rollout, batch_size=8, total_steps=steps)
+    config["actor"]["architecture"] = model
+    path = site.write("grpo.yaml", config)
+    site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
+    run = site.paths("grpo/1").run
+    site.wait_for_step("grpo/1", 2, timeout_s=400.0)
+    server.kill()
+    server.start()
+    reached = site.metrics("grpo/1")[-1]["step"]
+    site.wait_for_step("grpo/1", reached + 3, timeout_s=400.0)
+    os.kill(next(iter(processes(run)["worker"])), signal.SIGKILL)
+    status = site.wait_for_end("grpo/1", timeout_s=500.0)
+    assert status["state"] == "COMPLETED"
+    assert status["incarnation"] == 2, "the server's end disturbed nobody, the worker's all"
+    check_served(site.metrics("grpo/1"), steps)
+    assert not (run / "weights").exists()
+    wait_until("the end of all processes", lambda: not any(processes(run).values()))

@@ -27,8 +27,8 @@ class Post(Protocol):
 
 
 class VllmBroadcast:
-    """Sends weights to one server, for as long as a connection to it lasts. A bucket is in the
-    memory of each GPU of the server until the layers that it belongs to are whole."""
+    """Sends weights to one server, for as long as a connection to it lasts. Each rank
+    keeps a bucket in its host's memory until the layers that it belongs to are whole."""
 
     bucket_bytes = BUCKET_BYTES
 
