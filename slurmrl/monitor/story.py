@@ -324,9 +324,9 @@ def _cancelled(traces: Traces) -> End:
 
 def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
     """Return the scheduler's state of the job, while it remembers the job. An element that waits
-    or runs was requeued, so its state says nothing about the earlier end."""
+    or runs was requeued, so its state says nothing about the earlier end, unless it is ending."""
     task = _task(traces, tasks)
-    cause = JOB_ENDS.get(task.state) if task else None
+    cause = JOB_ENDS.get(task.ending or task.state) if task else None
     if task is None or cause is None:
         return None
     return End(cause, f"job {task.job_id}: {task.words or task.reason or task.state.value}")
@@ -344,7 +344,7 @@ def _contradicted(traces: Traces, tasks: Sequence[TaskState], warned: Warned) ->
     task = _task(traces, tasks)
     if warned.cause not in GUESSED or task is None:
         return None
-    if task.state is JobState.FAILED and task.signal is None:
+    if (task.ending or task.state) is JobState.FAILED and task.signal is None:
         return None  # the exit code is our own
     end = _by_scheduler(traces, tasks)
     return end if end is not None and end.cause != warned.cause else None

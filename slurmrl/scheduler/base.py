@@ -51,9 +51,12 @@ class TaskState:
     words: str = ""
     """Why it is pending and what the user can do, or how it ended; empty while it runs."""
     exit_code: int | None = None
-    """Exit code of the batch process of an ended element, where known."""
+    """Exit code of the batch process that has ended, where known."""
     signal: int | None = None
     """The signal that ended it, where there was one."""
+    ending: JobState | None = None
+    """The state to come of a RUNNING element that has ended but for hosts that are still busy,
+    where known."""
     time_left_s: float | None = None
     """Seconds to the time limit of a running element; None: no limit, or unknown."""
     start: str = ""

@@ -52,9 +52,8 @@ def queue(text: str) -> list[QueueRow]:
         if len(fields) != len(QUEUE_FIELDS):
             raise SchedulerError(f"unexpected line from squeue: {line!r}")
         job, index, raw, host_list, name, code, left, start, restarts, reason = fields
-        exit_code, number = (
-            parse.exit_status(code) if not states.interpret(raw).state.active else parse.NO_EXIT
-        )
+        ended = states.batch_ended(raw, reason)
+        exit_code, number = parse.exit_status(code) if ended else parse.NO_EXIT
         rows.append(
             QueueRow(
                 job,
@@ -91,7 +90,7 @@ def control(text: str) -> list[QueueRow]:
         found = _CONTROL.match(line)
         if not found:
             raise SchedulerError(f"unexpected line from scontrol: {line!r}")
-        ended = not states.interpret(found["state"]).state.active
+        ended = states.batch_ended(found["state"], found["reason"])
         exit_code, number = parse.exit_status(found["code"]) if ended else parse.NO_EXIT
         ran_s, limit_s = parse.duration_s(found["ran"]), parse.duration_s(found["limit"])
         result.append(
@@ -126,7 +125,7 @@ def accounting(text: str) -> list[QueueRow]:
         if len(fields) != len(ACCOUNTING_FIELDS) or not found:
             raise SchedulerError(f"unexpected line from sacct: {line!r}")
         _, raw, code, host_list, name, start, reason = fields
-        ended = not states.interpret(raw).state.active
+        ended = states.batch_ended(raw, reason)
         exit_code, number = parse.exit_status(code) if ended else parse.NO_EXIT
         result.append(
             QueueRow(

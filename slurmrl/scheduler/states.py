@@ -54,6 +54,17 @@ FLAGS: dict[str, SlurmState] = {
 
 UNKNOWN = SlurmState(JobState.UNKNOWN, "a state that this version of slurmrl does not know")
 
+ENDINGS: dict[str, JobState] = {
+    "JobLaunchFailure": JobState.FAILED,
+    "NodeDown": JobState.NODE_FAIL,
+    "NonZeroExitCode": JobState.FAILED,
+    "OutOfMemory": JobState.OUT_OF_MEMORY,
+    "RaisedSignal": JobState.FAILED,
+    "TimeLimit": JobState.TIMEOUT,
+}
+"""What the reason of a job that is completing says about its end, which the flag hides. A batch
+process killed by a signal is a ``JobLaunchFailure`` in 22.05, a ``RaisedSignal`` in newer ones."""
+
 
 def interpret(raw: str) -> SlurmState:
     """Interpret Slurm's text for a state: ``RUNNING``, ``PENDING,REQUEUED``, sacct's
@@ -64,3 +75,16 @@ def interpret(raw: str) -> SlurmState:
             if word in table:
                 return table[word]
     return UNKNOWN
+
+
+def ending(raw: str, reason: str) -> JobState | None:
+    """Return the state that a job will have once its last host is free, if the reason tells; None
+    for a job that is not completing."""
+    if "COMPLETING" not in raw.upper():
+        return None
+    return ENDINGS.get(reason.partition(":")[0])
+
+
+def batch_ended(raw: str, reason: str) -> bool:
+    """Return whether the batch process of a job has ended, so that its exit code is known."""
+    return not interpret(raw).state.active or ending(raw, reason) is not None

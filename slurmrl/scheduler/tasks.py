@@ -44,6 +44,7 @@ def _task(group: str, row: QueueRow, element: int) -> TaskState:
         group=group,
         element=element,
         state=state,
+        ending=states.ending(row.raw, row.reason),
         raw=row.raw,
         reason=row.reason,
         hosts=row.hosts,
@@ -61,8 +62,14 @@ def words(row: QueueRow) -> str:
     known = states.interpret(row.raw)
     if known.state is JobState.PENDING:
         return reasons.explain(row.reason) or ("" if row.raw == "PENDING" else known.meaning)
+    if (ending := states.ending(row.raw, row.reason)) is not None:
+        return f"{_ended(states.interpret(ending), row)}, some hosts are still busy"
     if known.state is JobState.RUNNING:
         return "" if row.raw == "RUNNING" else known.meaning
+    return _ended(known, row)
+
+
+def _ended(known: states.SlurmState, row: QueueRow) -> str:
     if known.state is not JobState.FAILED:
         return known.meaning
     if row.signal is not None:

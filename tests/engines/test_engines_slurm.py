@@ -14,7 +14,7 @@ import pytest
 from tests.support.beds import bed
 from tests.support.disturbed_examples import STEPS_EACH, Disturbed
 from tests.support.held_examples import NO_LIMIT, PLACES, HeldForms, engine_of
-from tests.support.nodes import queued, slurm
+from tests.support.nodes import slurm, wait_for_empty_queue
 from tests.support.rollout_trials import trained
 from tests.support.servers import check_served, servers
 from tests.support.trials import Site, processes, wait_until
@@ -61,7 +61,7 @@ def slurm_bed() -> Iterator[Path]:
 def free_bed(slurm_bed: Path) -> Iterator[Path]:
     yield slurm_bed
     slurm("scancel", "--user", str(os.getuid()))
-    wait_until("an empty queue", lambda: not queued())
+    wait_for_empty_queue()
 
 
 def kinds_of(config: str, place: str) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ def run(
     assert trained(forms.site, name) == steps * BATCH
     check_served([line for line in forms.site.metrics(name) if line["step"]], steps)
     wait_until("the end of all processes", lambda: not any(processes(trial.run).values()))
-    wait_until("an empty queue", lambda: not queued())
+    wait_for_empty_queue()
     assert servers(trial.run) == []
     assert [each for each in trial.folders if each.exists()] == []
     return trial

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import apptainer, paced
-from tests.support.nodes import preempt, private_bed, queued
+from tests.support.nodes import preempt, private_bed, wait_for_empty_queue
 from tests.support.trials import kill_one, processes, wait_until
 
 pytestmark = pytest.mark.long
@@ -38,5 +38,5 @@ def test_preemption_with_time_to_commit(tmp_path: Path, options: tuple[str, ...]
         assert trial.until("another in the job", lambda: witness.has_trained(3))
         assert witness.job(3) == witness.job(2)
         trial.site.slurmrl("cancel", trial.name)
-        wait_until("an empty queue", lambda: not queued())
+        wait_for_empty_queue()
         wait_until("all processes to leave", lambda: not any(processes(run).values()))

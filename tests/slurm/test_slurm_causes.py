@@ -27,6 +27,7 @@ from tests.support.nodes import (
     private_bed,
     queued,
     slurm,
+    wait_for_empty_queue,
 )
 from tests.support.trials import Site, processes, wait_until
 
@@ -65,7 +66,7 @@ def breakable() -> Iterator[Path]:
 
 def _empty_queue() -> None:
     slurm("scancel", "--user", str(os.getuid()))
-    wait_until("an empty queue", lambda: not queued())
+    wait_for_empty_queue()
 
 
 def after(trial: Watched, disturb: Callable[[], object]) -> str:
@@ -138,7 +139,7 @@ def test_job_that_puts_itself_back_into_the_queue(tmp_path: Path, bed: Path, cal
     trained = len(trial.witness.batches(trial.incarnation))
     assert trial.until("a step", lambda: len(trial.witness.batches(trial.incarnation)) > trained)
     slurm("scancel", job())
-    wait_until("an empty queue", lambda: not queued())
+    wait_for_empty_queue()
     ends = [event["why"] for event in events.read_all(trial.witness.paths) if "why" in event]
     assert len(ends) == 2
     assert "JobState=CANCELLED" in slurm("scontrol", "show", "job", job())

@@ -11,7 +11,7 @@ import pytest
 
 from slurmrl.monitor import events
 from tests.support import paced
-from tests.support.nodes import kill_node, node_of, private_bed, queued, slurm
+from tests.support.nodes import kill_node, node_of, private_bed, slurm, wait_for_empty_queue
 from tests.support.soak.slurm import (
     array,
     lift_throttle,
@@ -30,7 +30,7 @@ def bed(slurm_bed: Any) -> Iterator[Path]:
     """The lane's bed, without running jobs."""
     yield slurm_bed.directory
     slurm("scancel", "--user", str(os.getuid()))
-    wait_until("an empty queue", lambda: not queued())
+    wait_for_empty_queue()
 
 
 def test_a_host_on_which_nothing_can_start_is_avoided(tmp_path: Path, bed: Path) -> None:

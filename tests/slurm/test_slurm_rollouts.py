@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from slurmrl.monitor import events
 from slurmrl.scheduler.submission import read_jobs
+from tests.support.nodes import slurm, wait_for_empty_queue
 from tests.support.rollout_trials import BATCH, STEPS, config_of, site_in, trained
 from tests.support.trials import Site, processes, wait_until
 
@@ -21,16 +21,16 @@ def test_tasks_that_are_cancelled_are_replaced_and_nothing_is_lost(
     tmp_path: Path, slurm_bed: Any
 ) -> None:
     site = site_in(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
-    slurm = {"partition": "main", "time": "30"}
+    options = {"partition": "main", "time": "30"}
     config = config_of("slurm", {"max": 2, "max_staleness": 1})
-    config["cluster"] = {"gpus_per_worker": 0, "interface": "lo", "slurm": slurm}
+    config["cluster"] = {"gpus_per_worker": 0, "interface": "lo", "slurm": options}
     site.slurmrl("submit", str(site.write("grpo.yaml", config)), "--scheduler", "slurm")
     trial = "grpo/slurm"
     site.wait_for_step(trial, 2)
     jobs = read_jobs(site.paths(trial), 1)
     assert jobs is not None
     first = [f"{jobs['rollout'][0]}_{task}" for task in range(2)]
-    subprocess.run(["scancel", *first], check=True)
+    slurm("scancel", *first)
     status = site.wait_for_end(trial)
     assert (status["state"], status["step"], status["incarnation"]) == ("COMPLETED", STEPS, 1)
     assert trained(site, trial) == STEPS * BATCH
@@ -38,7 +38,7 @@ def test_tasks_that_are_cancelled_are_replaced_and_nothing_is_lost(
     joined = {one["task"] for one in told if one["state"] == "joined"}
     assert joined & {"rollout/0", "rollout/1"}
     assert joined & {"rollout/2", "rollout/3"}
-    wait_until("an empty queue", lambda: not queue())
+    wait_for_empty_queue()
 
 
 SLOW_REWARD = """
@@ -86,7 +86,7 @@ def test_tasks_come_and_go_with_their_number(tmp_path: Path, slurm_bed: Any) -> 
     assert (status["state"], status["step"], status["incarnation"]) == ("COMPLETED", STEPS, 1)
     assert trained(site, trial) == STEPS * BATCH
     wait_for("joined", 3)
-    wait_until("an empty queue", lambda: not queue())
+    wait_for_empty_queue()
 
 
 def waits_for(site: Site, trial: str) -> str:
@@ -99,11 +99,11 @@ def test_tasks_in_the_job_of_the_trainers_are_steps_of_it(tmp_path: Path, slurm_
     """Each of two hosts has a rank and a task. An agent of a task is killed, then the job: the next
     link has tasks of its own."""
     site = site_in(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
-    slurm = {"partition": "main", "time": "30", "links": 2}
+    options = {"partition": "main", "time": "30", "links": 2}
     config = config_of("inside", {"max_staleness": 1})
     config["rollout"]["gpus"] = "2-3"
     config["cluster"] = {
-        "gpus_per_worker": 0, "workers_per_host": 2, "interface": "lo", "slurm": slurm,
+        "gpus_per_worker": 0, "workers_per_host": 2, "interface": "lo", "slurm": options,
     }  # fmt: skip
     site.slurmrl("submit", str(site.write("grpo.yaml", config)), "--scheduler", "slurm")
     trial = "grpo/inside"
@@ -122,20 +122,15 @@ def test_tasks_in_the_job_of_the_trainers_are_steps_of_it(tmp_path: Path, slurm_
     jobs = read_jobs(paths, 1)
     assert jobs is not None
     assert set(jobs) == {"trainer"}
-    subprocess.run(["scancel", f"{jobs['trainer'][0]}_0"], check=True)
+    slurm("scancel", f"{jobs['trainer'][0]}_0")
     status = site.wait_for_end(trial)
     assert (status["state"], status["step"], status["incarnation"]) == ("COMPLETED", STEPS, 2)
     assert trained(site, trial) == STEPS * BATCH
     assert sorted(one["task"] for one in starts()[:2]) == [0, 1]
     assert starts()[0]["host"] != starts()[1]["host"]
     assert [one["failures"] for one in starts()] == [0, 0, 1, 0, 0]
-    wait_until("an empty queue", lambda: not queue())
+    wait_for_empty_queue()
 
 
 def words(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-
-
-def queue() -> str:
-    command = ["squeue", "-h", "-t", "PD,R,CG"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.nodes import wait_for_empty_queue
 from tests.support.trials import Site, processes, sft_config, wait_until
 
 TRIAL = "sft/1"
@@ -23,14 +23,7 @@ def site(tmp_path: Path, slurm_bed: Any) -> Iterator[Site]:
     site = Site(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
     yield site
     site.slurmrl("cancel", TRIAL, code=None)
-    wait_until("an empty queue", lambda: not queue())
-
-
-def queue() -> str:
-    done = subprocess.run(
-        ["squeue", "-h", "-t", "PD,R,CG"], capture_output=True, text=True, check=True
-    )
-    return done.stdout
+    wait_for_empty_queue()
 
 
 def submit(site: Site, **slurm: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from slurmrl.monitor import events
+from tests.support.nodes import wait_for_empty_queue
 from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
 
 FAKE_GPUS = REPOSITORY / "tests" / "support" / "fake_gpus"
@@ -134,7 +135,7 @@ def test_cancel_leaves_nothing_in_the_queue(site: Site) -> None:
     site.wait_for_step("sft/1", 2)
     site.slurmrl("cancel", "sft/1")
     assert site.wait_for_end("sft/1")["state"] == "CANCELLED"
-    wait_until("an empty queue", lambda: not squeue("-t", "PD,R,CG"))
+    wait_for_empty_queue()
 
 
 @pytest.mark.long
@@ -197,7 +198,7 @@ def test_a_trial_that_commits_adds_links_and_takes_them_back(site: Site) -> None
     wait_until_it_depends(job)
     assert site.status("sft/1")["links_left"] == 3
     site.slurmrl("cancel", "sft/1")
-    wait_until("an empty queue", lambda: not squeue("-t", "PD,R,CG"))
+    wait_for_empty_queue()
 
 
 @pytest.mark.soak
@@ -221,4 +222,4 @@ def test_links_are_added_by_hand_where_sbatch_does_not_work(site: Site, tmp_path
     os.kill(batch_pid(site.paths("sft/1").run), signal.SIGKILL)
     wait_until("the added link", lambda: site.status("sft/1")["incarnation"] == 2)
     site.slurmrl("cancel", "sft/1")
-    wait_until("an empty queue", lambda: not squeue("-t", "PD,R,CG"))
+    wait_for_empty_queue()

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.support.beds import bed
-from tests.support.trials import parent
+from tests.support.trials import parent, wait_until
 
 
 def slurm(*command: str) -> str:
@@ -23,6 +23,27 @@ def slurm(*command: str) -> str:
 def queued(*options: str) -> list[str]:
     """Jobs that have not ended."""
     return slurm("squeue", "-h", "-o", "%i %T", *options).splitlines()
+
+
+def wait_for_empty_queue() -> None:
+    """Wait until each job has ended and its nodes are free; at the deadline, say what is left."""
+    try:
+        wait_until("an empty queue", lambda: not queued())
+    except TimeoutError as error:
+        left = (slurm("squeue"), slurm("sinfo", "-N", "-l"), _step_daemons())
+        raise TimeoutError("\n".join([f"{error}:", *left])) from None
+
+
+def _step_daemons() -> str:
+    """Slurm's step daemons on this machine, and the threads in which each one waits."""
+    shown = subprocess.run(
+        ["ps", "-eLo", "pid,lwp,ppid,stat,wchan:24,etimes,args"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, *lines = shown.stdout.splitlines()
+    return "\n".join([first, *(line[:160] for line in lines if "slurmstepd:" in line)])
 
 
 def preempt() -> None:

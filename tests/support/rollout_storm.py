@@ -20,7 +20,7 @@ from typing import Any
 from slurmrl.monitor import events
 from tests.support.beds import run_bed
 from tests.support.chaos_trials.watched import Watched
-from tests.support.nodes import kill_node, on_node, slurm
+from tests.support.nodes import kill_node, on_node, slurm, wait_for_empty_queue
 from tests.support.rollout_checker import Checker
 from tests.support.rollout_evidence import Archive
 from tests.support.rollout_trials import BATCH, config_of, site_in
@@ -56,7 +56,7 @@ def weather(folder: Path, bed: Path, seed: int) -> tuple[list[str], list[str]]:
             trial.until("the end", lambda: False)
             status = site.wait_for_end(trial.name)
         assert (status["state"], status["step"]) == ("COMPLETED", STEPS), status
-        wait_until("an empty queue", lambda: not slurm("squeue", "-h"))
+        wait_for_empty_queue()
         checker = Checker(run, disk / "archive", BATCH, staleness)
         return storm.met, checker.problems()
 

@@ -157,24 +157,26 @@ def test_a_death_after_the_warning_is_the_preemption(run: FakeRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "signal", "cause"),
+    ("state", "more", "cause"),
     [
-        (JobState.PREEMPTED, None, "preemption"),
-        (JobState.COMPLETED, None, "preemption"),
-        (JobState.FAILED, None, "preemption"),
-        (JobState.FAILED, 9, "killed"),
-        (JobState.CANCELLED, None, "interrupt"),
-        (JobState.RUNNING, None, "preemption"),
-        (JobState.UNKNOWN, None, "preemption"),
+        (JobState.PREEMPTED, {}, "preemption"),
+        (JobState.COMPLETED, {}, "preemption"),
+        (JobState.FAILED, {}, "preemption"),
+        (JobState.FAILED, {"signal": 9}, "killed"),
+        (JobState.CANCELLED, {}, "interrupt"),
+        (JobState.RUNNING, {}, "preemption"),
+        (JobState.RUNNING, {"ending": JobState.FAILED, "signal": 9}, "killed"),
+        (JobState.RUNNING, {"ending": JobState.FAILED, "exit_code": 1}, "preemption"),
+        (JobState.UNKNOWN, {}, "preemption"),
     ],
 )
 def test_the_scheduler_knows_better_who_sent_a_signal(
-    run: FakeRun, state: JobState, signal: int | None, cause: str
+    run: FakeRun, state: JobState, more: dict[str, Any], cause: str
 ) -> None:
     number = start(run)
     run.name(keys.warned(number), signal="SIGTERM", cause="preemption")
     start(run, "8.0.0", 1, "41_1")
-    first, _ = rows(run, task(0, state, signal=signal, words="ended"))
+    first, _ = rows(run, task(0, state, words="ended", **more))
     assert first["cause"] == cause
 
 

@@ -71,7 +71,12 @@ QUEUED: dict[tuple[str, int | None], tuple[str, JobState, tuple[int | None, int 
     ("again", None): ("RUNNING", JobState.RUNNING, ALIVE, ""),
     ("again2", None): ("COMPLETING", JobState.RUNNING, ALIVE, "is ending"),
     ("gone", None): ("CANCELLED", JobState.CANCELLED, (0, 15), "cancelled by"),
-    ("slowend", None): ("COMPLETING", JobState.RUNNING, ALIVE, "is ending"),
+    ("slowend", None): (
+        "COMPLETING",
+        JobState.RUNNING,
+        (1, None),
+        "ended with exit code 1, some hosts are still busy",
+    ),
     ("slowstart", None): ("PENDING", JobState.PENDING, ALIVE, "hosts it needs are busy"),
     ("wide", None): ("PENDING", JobState.PENDING, ALIVE, "down, drained or reserved"),
     ("deadline", None): ("PENDING", JobState.PENDING, ALIVE, "jobs of higher priority"),

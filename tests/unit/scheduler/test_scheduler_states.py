@@ -80,3 +80,19 @@ def test_no_state_counts_as_an_end_while_the_job_can_continue() -> None:
 )
 def test_interpret(raw: str, expected: JobState) -> None:
     assert states.interpret(raw).state is expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason", "expected"),
+    [
+        ("COMPLETING", "JobLaunchFailure", JobState.FAILED),  # of 22.05
+        ("COMPLETING", "RaisedSignal:9(Killed)", JobState.FAILED),  # of 24.11 and newer
+        ("COMPLETING", "None", None),  # preempted, requeued or cancelled
+        ("RUNNING", "NonZeroExitCode", None),
+        ("FAILED", "NonZeroExitCode", None),
+    ],
+)
+def test_how_a_job_ends_whose_hosts_are_still_busy(
+    raw: str, reason: str, expected: JobState | None
+) -> None:
+    assert states.ending(raw, reason) is expected
