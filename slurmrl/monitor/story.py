@@ -323,8 +323,8 @@ def _cancelled(traces: Traces) -> End:
 
 
 def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
-    """Return the scheduler's state of the job, while it remembers the job. An element that waits
-    or runs was requeued, so its state says nothing about the earlier end, unless it is ending."""
+    """Return the scheduler's state of the job, while it remembers the job. That of an element that
+    waits or runs says nothing about an earlier end, unless it is ending."""
     task = _task(traces, tasks)
     cause = JOB_ENDS.get(task.ending or task.state) if task else None
     if task is None or cause is None:
@@ -333,9 +333,12 @@ def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
 
 
 def _task(traces: Traces, tasks: Sequence[TaskState]) -> TaskState | None:
-    """Return the array element in which an incarnation ran."""
+    """Return the array element in which an incarnation ran, unless it was requeued since: then its
+    state is that of a later start."""
     job_id = traces.attempt.job_id if traces.attempt is not None else ""
-    return next((task for task in tasks if job_id and task.job_id == job_id), None)
+    tag = str(traces.begun.data.get("job") or "")
+    found = (task for task in tasks if job_id and task.job_id == job_id)
+    return next((task for task in found if is_start_of(task, tag)), None)
 
 
 def _contradicted(traces: Traces, tasks: Sequence[TaskState], warned: Warned) -> End | None:

@@ -180,6 +180,14 @@ def test_the_scheduler_knows_better_who_sent_a_signal(
     assert first["cause"] == cause
 
 
+def test_the_end_of_a_requeued_job_is_that_of_its_last_start(run: FakeRun) -> None:
+    for restarts in range(2):
+        number = start(run, f"7.{restarts}.0", restarts)
+        run.name(keys.warned(number), signal="SIGTERM", cause="preemption")
+    ended = task(0, JobState.FAILED, words="was ended by signal 9", signal=9, restarts=1)
+    assert [row["cause"] for row in rows(run, ended)] == ["preemption", "killed"]
+
+
 @pytest.mark.parametrize(
     ("state", "cause"),
     [
