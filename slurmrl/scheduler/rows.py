@@ -52,8 +52,7 @@ def queue(text: str) -> list[QueueRow]:
         if len(fields) != len(QUEUE_FIELDS):
             raise SchedulerError(f"unexpected line from squeue: {line!r}")
         job, index, raw, host_list, name, code, left, start, restarts, reason = fields
-        ended = states.batch_ended(raw, reason)
-        exit_code, number = parse.exit_status(code) if ended else parse.NO_EXIT
+        exit_code, number = _exit_status(raw, reason, code)
         rows.append(
             QueueRow(
                 job,
@@ -90,8 +89,7 @@ def control(text: str) -> list[QueueRow]:
         found = _CONTROL.match(line)
         if not found:
             raise SchedulerError(f"unexpected line from scontrol: {line!r}")
-        ended = states.batch_ended(found["state"], found["reason"])
-        exit_code, number = parse.exit_status(found["code"]) if ended else parse.NO_EXIT
+        exit_code, number = _exit_status(found["state"], found["reason"], found["code"])
         ran_s, limit_s = parse.duration_s(found["ran"]), parse.duration_s(found["limit"])
         result.append(
             QueueRow(
@@ -125,8 +123,7 @@ def accounting(text: str) -> list[QueueRow]:
         if len(fields) != len(ACCOUNTING_FIELDS) or not found:
             raise SchedulerError(f"unexpected line from sacct: {line!r}")
         _, raw, code, host_list, name, start, reason = fields
-        ended = states.batch_ended(raw, reason)
-        exit_code, number = parse.exit_status(code) if ended else parse.NO_EXIT
+        exit_code, number = _exit_status(raw, reason, code)
         result.append(
             QueueRow(
                 found[1],
@@ -141,3 +138,9 @@ def accounting(text: str) -> list[QueueRow]:
             )
         )
     return result
+
+
+def _exit_status(raw: str, reason: str, code: str) -> tuple[int | None, int | None]:
+    """Exit code and signal of the batch process, once it has ended."""
+    ended = not states.interpret(raw).state.active or states.ending(raw, reason) is not None
+    return parse.exit_status(code) if ended else parse.NO_EXIT

@@ -83,8 +83,3 @@ def ending(raw: str, reason: str) -> JobState | None:
     if "COMPLETING" not in raw.upper():
         return None
     return ENDINGS.get(reason.partition(":")[0])
-
-
-def batch_ended(raw: str, reason: str) -> bool:
-    """Return whether the batch process of a job has ended, so that its exit code is known."""
-    return not interpret(raw).state.active or ending(raw, reason) is not None
