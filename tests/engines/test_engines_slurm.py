@@ -114,14 +114,12 @@ def skip_without(engine: str) -> None:
 
 
 @pytest.mark.long
-def test_episodes_outlive_their_server_the_master_and_the_job(
-    tmp_path: Path, free_bed: Path
-) -> None:
+def test_episodes_outlive_their_server_and_the_job(tmp_path: Path, free_bed: Path) -> None:
     """The turns of an episode have the tokens that were drawn, those that were read masked."""
     skip_without("sglang")
     (tmp_path / "questions.py").write_text(ENVIRONMENT)
     episode = f"rollout.episode={json.dumps(EPISODE)}"
-    kinds = ("server", "master", "requeued")
+    kinds = ("server", "requeued")
     trial = run(tmp_path, "grpo_sglang.yaml", "shared", free_bed, kinds, episode)
     assert max(line.get("turns", 0.0) for line in trial.forms.site.metrics(trial.name)) > 1.0
 

@@ -98,7 +98,7 @@ def same(trial: Watched, calm: Outcome) -> None:
     [
         pytest.param([("worker", 0.9)], "in the job", marks=soak),
         pytest.param([("worker", 0.0), ("master", 0.0)], "in the job", marks=soak),
-        pytest.param([("stop", 0.9), ("stop-master", 0.0)], "in the job", marks=long),
+        pytest.param([("stop", 0.9), ("stop-master", 0.0)], "in the job", marks=soak),
         pytest.param([("agent", 0.9), ("agent", 0.0)], "next round", marks=soak),
         ([("supervisor", 0.0)], "next link"),
     ],
@@ -293,7 +293,7 @@ def _lives(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("same_each_time", "incarnations", "says"),
     [
-        pytest.param(True, 2, "failed twice in the same way", marks=long),
+        pytest.param(True, 2, "failed twice in the same way", marks=soak),
         pytest.param(False, 3, "3 starts in a row without a new commit", marks=soak),
     ],
 )
@@ -340,7 +340,7 @@ def test_link_that_starts_after_the_end(tmp_path: Path, bed: Path) -> None:
     assert trial.site.status(trial.name)["incarnation"] == 1
 
 
-@long
+@soak
 def test_spare_takes_the_place_of_a_lost_node(
     tmp_path: Path, breakable: Path, calm: Outcome
 ) -> None:

@@ -111,7 +111,7 @@ def test_a_host_whose_gpu_fails_is_replaced_by_a_spare(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("hosts", [2, 1])
+@pytest.mark.parametrize("hosts", [pytest.param(2, marks=pytest.mark.soak), 1])
 def test_the_masters_host_is_lost_in_a_job_with_spares(tmp_path: Path, hosts: int) -> None:
     """Slurm keeps the job without a batch process, and no other link has room to start: a remaining
     agent requeues it, or with trainers on one host a watcher on a spare."""

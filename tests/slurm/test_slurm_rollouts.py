@@ -16,7 +16,7 @@ from tests.support.rollout_trials import BATCH, STEPS, config_of, site_in, train
 from tests.support.trials import Site, processes, wait_until
 
 
-@pytest.mark.long
+@pytest.mark.soak  # the storm of test_slurm_disturbed_rollouts.py cancels tasks, too
 def test_tasks_that_are_cancelled_are_replaced_and_nothing_is_lost(
     tmp_path: Path, slurm_bed: Any
 ) -> None:

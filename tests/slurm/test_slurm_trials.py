@@ -111,7 +111,8 @@ def test_ppo_example_on_two_nodes_with_status_and_logs(site: Site) -> None:
     site = with_fake_gpus(site)
     submit_example(site, "sft", "total_steps=2", "evaluation.samples=16")
     assert site.wait_for_end("addition-sft/1")["state"] == "COMPLETED"
-    submit_example(site, "ppo", "total_steps=8", "evaluation.every_steps=4")
+    few = ("algorithm.batch_size=64", "evaluation.samples=16", "evaluation.every_steps=4")
+    submit_example(site, "ppo", "total_steps=8", *few)
     trial = "addition-ppo/1"
     site.wait_for_step(trial, 1)
     running = site.status(trial)

@@ -40,6 +40,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A module beside a file of rows."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "sums", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # it is changed within its second
     (tmp_path / "sums.py").write_text(CODE)
     (tmp_path / "rows.jsonl").write_text('{"name": "x", "a": 1, "b": 2}\n')
     return tmp_path / "sums.py"
