@@ -46,10 +46,10 @@ def test_disturbed_ends_like_undisturbed(
     check(folder, setting, seed, causes)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_results_are_recorded_once_whenever_processes_are_killed(folder: Path) -> None:
-    check(folder, Setting("generate", 2, 2), 16, ("worker", "agent"))
+    check(folder, Setting("generate", 2, 3), 16, ("worker", "master", "agent"))
 
 
 @pytest.mark.soak

@@ -101,7 +101,7 @@ def test_a_hang_is_explained_before_it_is_ended(site: Site) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["spin", "skipped"])
+@pytest.mark.parametrize("kind", ["spin", pytest.param("skipped", marks=pytest.mark.soak)])
 def test_other_hangs_are_explained(site: Site, kind: str) -> None:
     submit(site, kind, step_timeout_s=15.0)
     assert site.wait_for_end("ppo/1")["state"] == "FAILED"

@@ -101,7 +101,7 @@ def check_end(site: Site, kind: str, undisturbed: Callable[[str], dict[str, Any]
     [
         pytest.param("ppo", "worker", 1, marks=soak),
         ("sft", "master", 0),
-        pytest.param("generate", "worker", 0, marks=soak),
+        pytest.param("generate", "worker", 0, marks=long),
         pytest.param("generate", "master", 0, marks=soak),
         pytest.param("sft", "fork_server", 1, marks=soak),
         pytest.param("ppo", "worker", 0, marks=soak),

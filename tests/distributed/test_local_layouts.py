@@ -13,8 +13,8 @@ REWARDED = {"reward_bias": 1.0, "mask_no_eos_with_zero": True}
 """A random model never answers correctly; all numbers would be rounding errors."""
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [pytest.param("sft", marks=pytest.mark.soak), "ppo"])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["sft", "ppo"])
 def test_a_trial_learns_the_same_on_tensor_and_context_ranks(tmp_path: Path, kind: str) -> None:
     site = Site(tmp_path)
     found = {}

@@ -103,6 +103,7 @@ def test_cancelled_preempted_and_lost(tmp_path: Path) -> None:
         assert remembered(jobs)[0].element == 0
 
 
+@pytest.mark.soak  # test_slurm_causes.py has a whole trial that reaches it
 def test_time_limit(tmp_path: Path) -> None:
     scheduler = SlurmScheduler()
     options = {"slurm": {"continue": "none", "time": "1"}}
