@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ LONGEST_FIRST = (
     "slurm/test_slurm_causes.py",
     "engines",
     "distributed/test_local_kills.py",
-    "faults/test_faults_kills.py",
+    "faults",
     "slurm/test_slurm_scheduler.py",
     "distributed/engines/test_engines_layouts.py",
     "slurm/test_slurm_chain.py",
@@ -42,6 +43,32 @@ os.environ[env.PROFILE.name] = NONE
 # How long an example takes says nothing on a busy machine.
 settings.register_profile("slurmrl", deadline=None)
 settings.load_profile("slurmrl")
+
+
+STARTED = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--long-s",
+        type=float,
+        metavar="S",
+        help="skip long tests that would begin later than S seconds after the start",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STARTED] = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)  # before any fixture
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit_s = item.config.getoption("long_s")
+    if limit_s is None or item.get_closest_marker("long") is None:
+        return
+    if time.monotonic() - item.config.stash[STARTED] > limit_s:
+        # pytest shows skips of one place and reason as one line
+        pytest.skip(f"{item.nodeid}: long tests begin within {limit_s:.0f} s here (--long-s)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
