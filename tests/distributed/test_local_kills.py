@@ -30,7 +30,7 @@ CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {
     "ppo": ppo_config,
     "generate": generate_config,
 }
-STEPS = {"sft": 60, "ppo": 16, "generate": 80}
+STEPS = {"sft": 60, "ppo": 20, "generate": 80}
 """Enough steps that a run has not ended when it is killed at its third."""
 
 

@@ -44,7 +44,7 @@ def config(**more: Any) -> dict[str, Any]:
         "lease_ttl_s": 20,
         "slurm": {"partition": "main", "time": "30", **more},
     }
-    return {**sft_config(total_steps=150), "cluster": cluster}
+    return {**sft_config(total_steps=300), "cluster": cluster}
 
 
 def start(site: Site, trial: str, **more: Any) -> None:
@@ -90,7 +90,7 @@ def test_a_trial_survives_the_loss_of_the_network_of_one_host(
     hosts = [task["host"] for group in site.status("sft/1")["groups"] for task in group["tasks"]]
     run_bed("cut", hosts[1], "--dir", str(network_bed))
     ended = site.wait_for_end("sft/1", 400)
-    assert (ended["state"], ended["step"]) == ("COMPLETED", 150)
+    assert (ended["state"], ended["step"]) == ("COMPLETED", 300)
     assert ended["incarnation"] >= 2
     steps = [line["step"] for line in site.metrics("sft/1")]
     assert steps == sorted(set(steps))
