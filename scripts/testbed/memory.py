@@ -28,13 +28,12 @@ class MemoryLimitError(Exception):
     """Memory cannot be limited here."""
 
 
-def configure(directory: Path, slurm_conf: str) -> str:
-    """The bed's slurm.conf with limits. Raises MemoryLimitError with the reason."""
+def configure(directory: Path) -> Mapping[str, str]:
+    """Values of slurm.conf that set limits. Raises MemoryLimitError with the reason."""
     if os.geteuid() != 0 or not (GROUPS / "memory.limit_in_bytes").exists():
         raise MemoryLimitError(f"memory limits need root and control groups in {GROUPS}")
     (directory / FILE).write_text(CONF)
-    lines = [line.partition("=") for line in slurm_conf.splitlines()]
-    return "".join(f"{key}{sign}{REPLACED.get(key, value)}\n" for key, sign, value in lines)
+    return REPLACED
 
 
 def remove(directory: Path, nodes: list[str]) -> None:

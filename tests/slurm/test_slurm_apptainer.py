@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import apptainer, paced
-from tests.support.nodes import preempt, private_bed, wait_for_empty_queue
+from tests.support.nodes import NO_USER_SIGNAL, preempt, private_bed, wait_for_empty_queue
 from tests.support.trials import kill_one, processes, wait_until
 
 pytestmark = pytest.mark.long
@@ -24,7 +24,7 @@ def test_preemption_with_time_to_commit(tmp_path: Path, options: tuple[str, ...]
     killed, and the trial cancelled."""
     slurm = apptainer.cluster(tmp_path, *options)
     seldom = {"every_steps": 1000, "keep_last": 9}
-    with private_bed(SlurmctldParameters=""):
+    with private_bed(*NO_USER_SIGNAL):
         cluster = paced.cluster(tmp_path, partition="low", **slurm)
         trial = paced.start(tmp_path, cluster=cluster, checkpoint=seldom)
         witness = trial.witness

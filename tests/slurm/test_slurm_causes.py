@@ -19,6 +19,7 @@ from tests.support.chaos_trials.causes import CAUSES, strike
 from tests.support.chaos_trials.monkey import succession
 from tests.support.chaos_trials.watched import Outcome, Watched
 from tests.support.nodes import (
+    NO_USER_SIGNAL,
     kill_daemon,
     kill_node,
     node_of,
@@ -199,11 +200,15 @@ def low(folder: Path) -> dict[str, Any]:
 
 
 @long
-@pytest.mark.parametrize("parameters", ["preempt_send_user_signal", pytest.param("", marks=soak)])
-def test_preemption_with_time_to_commit(tmp_path: Path, calm: Outcome, parameters: str) -> None:
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(NO_USER_SIGNAL, marks=soak)], ids=["user signal", "TERM only"]
+)
+def test_preemption_with_time_to_commit(
+    tmp_path: Path, calm: Outcome, options: tuple[str, ...]
+) -> None:
     """With the user's signal the batch process is warned; without it, only TERM and CONT reach the
     tasks of the step."""
-    with private_bed(SlurmctldParameters=parameters):
+    with private_bed(*options):
         trial = paced.start(
             tmp_path, cluster=low(tmp_path), checkpoint={"every_steps": 1000, "keep_last": 9}
         )

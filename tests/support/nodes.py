@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.support.beds import bed
 from tests.support.trials import parent, wait_until
+
+NO_USER_SIGNAL = ("--conf", "SlurmctldParameters=")
+"""Options of a bed whose batch processes hear nothing of a preemption."""
 
 
 def slurm(*command: str) -> str:
@@ -104,18 +107,7 @@ def is_step_daemon(pid: int) -> bool:
 
 
 @contextmanager
-def private_bed(*options: str, needs: tuple[str, ...] = (), **replaced: str) -> Iterator[Path]:
-    """A bed that a test may break; ``options`` and ``needs`` as for `bed`, ``replaced`` are lines
-    of its slurm.conf by their names."""
+def private_bed(*options: str, needs: tuple[str, ...] = ()) -> Iterator[Path]:
+    """A bed that a test may break; ``options`` and ``needs`` as for `bed`."""
     with bed("--nodes", "4", "--gpus", "1", *options, needs=needs) as directory:
-        if replaced:
-            _reconfigure(directory / "slurm.conf", replaced)
         yield directory
-
-
-def _reconfigure(conf: Path, replaced: Mapping[str, str]) -> None:
-    lines = conf.read_text().splitlines()
-    kept = [line for line in lines if line.partition("=")[0] not in replaced]
-    added = [f"{key}={value}" for key, value in replaced.items() if value]
-    conf.write_text("\n".join([*kept, *added, ""]))
-    slurm("scontrol", "reconfigure")
