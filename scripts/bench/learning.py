@@ -134,7 +134,7 @@ TABLE = (
     stale(0),
     stale(1),
     stale(4, "", "algorithm.correction=truncate"),
-    stale(4, "_uncorrected", "algorithm.recompute_logprobs=true"),
+    stale(4, "_uncorrected", "algorithm.recompute_logprobs=true", "algorithm.correction=none"),
     Entry("dpo", "dpo", 0.7, FROM_START, sampled="pairs"),
     Entry("kto", "kto", 0.7, FROM_START, sampled="labels"),
     Entry("reward_model", "reward_model", 0.75, FROM_START, metric="eval/accuracy"),

@@ -54,6 +54,8 @@ class ServedModel:
     vocabulary: int
     shape: ModelShape | None = None
     """None: of any sizes."""
+    dtype: str | None = None
+    """Type of the weights' files; None: any."""
     text: bool = False
     """Whether requests need a tokenizer on the server."""
     experts: bool = False
@@ -66,6 +68,7 @@ class ServedModel:
             architecture=values["architectures"][0],
             vocabulary=config.vocab_size,
             shape=read_shape(values),
+            dtype=dtype,
             text=text,
             experts=experts,
         )

@@ -41,7 +41,7 @@ from slurmrl.engines.rollout.http import Body, HttpClient
 from slurmrl.engines.rollout.routed_experts import RoutedLayers
 from slurmrl.engines.rollout.server_check import ServerCheck
 from slurmrl.engines.rollout.sglang_broadcast import SglangBroadcast
-from slurmrl.engines.rollout.sglang_checksums import digest_of, read_checksums
+from slurmrl.engines.rollout.sglang_checksums import digest_of, dtype_of, read_checksums
 from slurmrl.engines.rollout.sglang_sender import SglangSender
 from slurmrl.engines.rollout.sglang_tensors import SglangTensors
 from slurmrl.engines.rollout.weight_checks import Held, WeightChecks
@@ -259,7 +259,8 @@ class SglangDialect(Dialect):
         info = await self._info(CONTROL_S)
         model = await self._get("/model_info")
         self._context = check_sglang(self.where, info, model, self._model)
-        self._check = ServerCheck(self._checks, self.where, digest_of(info), self._held)
+        digest = self._checks.digest(self.where, digest_of(info), self._model.dtype, dtype_of(info))
+        self._check = ServerCheck(self._checks, self.where, digest, self._held)
         self._retracts, self._loaded = retracts(self.where, info), None
         if self._updates != "files":
             experts = self._routed is not None

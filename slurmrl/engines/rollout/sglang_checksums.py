@@ -74,6 +74,11 @@ def digest_of(settings: object) -> Digest | str:
     return "it may store them in another form (--device, --attention-backend, --tp-size)"
 
 
+def dtype_of(settings: object) -> object:
+    """The type in which a server with these settings computes; ``auto`` if it chooses."""
+    return settings.get("dtype") if isinstance(settings, dict) else None
+
+
 def read_checksums(where: str, reply: object) -> list[Held]:
     """What the ranks of a server report."""
     try:

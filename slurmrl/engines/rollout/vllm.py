@@ -34,7 +34,7 @@ from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.sending import in_part
 from slurmrl.engines.rollout.server_check import ServerCheck
 from slurmrl.engines.rollout.vllm_broadcast import VllmBroadcast
-from slurmrl.engines.rollout.vllm_checksums import digest_of, read_checksums
+from slurmrl.engines.rollout.vllm_checksums import digest_of, dtype_of, read_checksums
 from slurmrl.engines.rollout.weight_checks import Held, WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
@@ -189,7 +189,9 @@ class VllmDialect(Dialect):
             raise without_dev_mode(self.where, error) from error
         models = await self._get("/v1/models")
         context = check_vllm(self.where, version, server, models, self._model)
-        digest = digest_of(server)
+        digest = self._checks.digest(
+            self.where, digest_of(server), self._model.dtype, dtype_of(server)
+        )
         self._check = ServerCheck(self._checks, self.where, digest, self._held, first_only=True)
         self._loaded = None
         if self._updates == "files":

@@ -25,12 +25,21 @@ COMPARED = ("embed_tokens.weight", "wte.weight", "norm.weight", ".bias")
 def digest_of(settings: object) -> Digest | str:
     """How a server with these settings (``/server_info``) computes checksums, or why that is not
     known."""
-    config: Mapping[str, object] = {}
-    if isinstance(settings, dict):
-        config = settings["vllm_config"]["model_config"]  # read by `check_vllm`
-    if config.get("quantization"):
+    if _model_config(settings).get("quantization"):
         return "it quantizes them"
     return _sha256
+
+
+def dtype_of(settings: object) -> object:
+    """The type in which a server with these settings computes."""
+    return _model_config(settings).get("dtype")
+
+
+def _model_config(settings: object) -> Mapping[str, object]:
+    if not isinstance(settings, dict):
+        return {}
+    config: Mapping[str, object] = settings["vllm_config"]["model_config"]  # see `check_vllm`
+    return config
 
 
 def _sha256(tensor: Tensor, device: torch.device) -> str:

@@ -46,6 +46,12 @@ REPEATED = (NORM, "o_proj.bias", "down_proj.bias")
 """What every tensor rank holds whole."""
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 """Matrices of gpt2, whose files have them as [inputs, outputs]."""
+TYPES: Mapping[str, str] = {
+    **{name: name for name in ("float32", "float16", "bfloat16")},
+    "float": "float32",
+    "half": "float16",
+}
+"""Types of servers, by all of their names."""
 SHOWN = 3
 KEPT = 2
 """Versions whose checksums are kept: a server may still load one while others go on."""
@@ -132,6 +138,29 @@ def sha256(tensor: Tensor) -> str:
     return hashlib.sha256(elements(tensor).numpy().data).hexdigest()
 
 
+def in_type(digest: Digest, stored: str | None, server: object) -> Digest:
+    """Return the digest of tensors in the server's type, to which it converts what it reads.
+
+    ``stored``: type of a version's files, None if not known; ``server``: as the server names its
+    type. Between equal types tensors that have another one stay as they are.
+    """
+    name = type_name(server)
+    if stored is None or name is None or name == stored:
+        return digest
+    wanted = getattr(torch, name)
+
+    def converted(tensor: Tensor, device: torch.device) -> str | None:
+        return digest(tensor.to(wanted) if tensor.is_floating_point() else tensor, device)
+
+    return converted
+
+
+def type_name(server: object) -> str | None:
+    """Return a server's type by torch's name, as ``bfloat16``; None if the server names none."""
+    name = str(server).removeprefix("torch.")
+    return TYPES.get(name)
+
+
 def _filled_up(rows: Tensor) -> Tensor:
     missing = -len(rows) % FULL_ROWS
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
@@ -157,6 +186,17 @@ class WeightChecks:
         self._before: dict[str, tuple[str, Sequence[Held]]] = {}
         """The last version that each server has loaded, and its checksums."""
         self._told: set[tuple[str, str]] = set()
+
+    def digest(
+        self, where: str, digest: Digest | str, stored: str | None, server: object
+    ) -> Digest | str:
+        """Return how a server computes checksums of what it holds in its own type, which is logged
+        if it is not that of the files. Arguments as for `in_type`; ``digest`` may be the reason
+        why it is not known."""
+        name = type_name(server)
+        if stored is not None and name not in (None, stored):
+            self.tell(where, f"it computes in {name}, training in {stored} (actor.dtype)")
+        return digest if isinstance(digest, str) else in_type(digest, stored, server)
 
     def began(self, where: str) -> bool:
         """Whether a server was checked before."""
@@ -194,7 +234,7 @@ class WeightChecks:
             )
         if where not in self._comparable:
             self._comparable[where] = agree
-            self._tell_of_the_rest(where, {name for _, name in now.keys() - agree}, len(now))
+            self._tell_of_the_rest(where, sorted(name for _, name in now.keys() - agree), len(now))
         self._compare_starts(where, version.name, held)
 
     async def expect(
@@ -245,13 +285,14 @@ class WeightChecks:
         except torch.OutOfMemoryError:  # servers and trainers may have all of the GPU
             return digest(tensor, torch.device("cpu"))
 
-    def _tell_of_the_rest(self, where: str, names: set[str], count: int) -> None:
+    def _tell_of_the_rest(self, where: str, names: Sequence[str], count: int) -> None:
         if names:
-            some = ", ".join(sorted(names)[:SHOWN])
+            some = ", ".join(list(dict.fromkeys(names))[:SHOWN])
             self.tell(
                 where,
-                f"of its {count} parameters, some cannot be compared with the files of a version, "
-                f"because it holds them in another form: {some}{', …' * (len(names) > SHOWN)}",
+                f"{len(names)} of its {count} parameters cannot be compared with the files of a "
+                f"version, because it holds them in another form: {some}"
+                f"{', …' * (len(names) > SHOWN)}",
             )
 
     def tell(self, where: str, what: str) -> None:

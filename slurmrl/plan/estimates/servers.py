@@ -7,6 +7,7 @@ from typing import Final
 
 from slurmrl.plan.estimates.hardware import GIB, margin
 from slurmrl.plan.estimates.memory import Memory
+from slurmrl.plan.server_arguments import last_value
 
 SLEEPING: Final = 2 * GIB
 """Kept on each GPU by a server that sleeps: CUDA contexts, NCCL's buffers, code."""
@@ -35,11 +36,8 @@ def share_in_task(arguments: Sequence[str], gpu_bytes: int) -> int:
 
 def own_share(arguments: Sequence[str]) -> float | None:
     """The part of a GPU that the user's arguments give a server; None if they set none."""
-    words = [part for argument in arguments for part in argument.split("=", 1)]
-    for flag, value in zip(words[-2::-1], words[:0:-1], strict=True):  # the last one wins
-        if flag in SHARES:
-            try:
-                return float(value)
-            except ValueError:
-                return None  # the server refuses it
-    return None
+    value = last_value(arguments, SHARES)
+    try:
+        return None if value is None else float(value)
+    except ValueError:
+        return None  # the server refuses it

@@ -23,6 +23,7 @@ from slurmrl.plan.estimates.parameters import parameters, trained_shard
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, placements
+from slurmrl.plan.precision import generating
 from slurmrl.plan.report import tables
 from slurmrl.plan.report.algorithm import in_force
 from slurmrl.plan.settings import Settings
@@ -104,11 +105,12 @@ def _model(
     shape = shape_of(section)
     own = section if model.role != ROLLOUTS else section.model_copy(update={"model": None})
     allocation = parse(model.backend)
+    dtype, dtype_from = _precision(settings, model.role, plan)
     return {
         **model.model_dump(mode="json", exclude={"ranks"}),
         "world_size": len(model.ranks),
-        "dtype": section.dtype,
-        "dtype_from": _dtype_from(settings, model.role, plan),
+        "dtype": dtype,
+        "dtype_from": dtype_from,
         "padded_vocabulary": padded_vocabulary(Fit(own, allocation, shape, None)),
         "lora": _lora(section, shape, model),
         "memory": None if memory is None else memory.explain(),
@@ -137,6 +139,13 @@ def _lora(section: Model, shape: ModelShape | None, model: ModelPlan) -> dict[st
     )
     trained, every = counts or (None, None)
     return {"rank": section.lora.rank, "trained_parameters": trained, "parameters": every}
+
+
+def _precision(settings: Settings, role: str, plan: Plan) -> tuple[str, str]:
+    """Return the precision of a model, and the setting or default that chooses it."""
+    if role == ROLLOUTS and (found := generating(settings.config)).source is not None:
+        return found.title, found.source
+    return model_of(settings.config, role).dtype, _dtype_from(settings, role, plan)
 
 
 def _dtype_from(settings: Settings, role: str, plan: Plan) -> str:

@@ -104,13 +104,6 @@ def test_corrections_that_cannot_be_are_refused(options: dict[str, Any], message
         Correction(**options)
 
 
-def test_a_correction_recomputes_logprobs() -> None:
-    """Without the recomputation all weights would be 1, and nothing would be corrected."""
-    assert Correction(correction="truncate").recomputes("float32")
-    assert not Correction().recomputes("float32")
-    assert Correction().recomputes("bfloat16")
-
-
 def metrics(training: Tensor, behaviour: Tensor, mask: Tensor) -> dict[str, float]:
     sums = mismatch_sums(training, behaviour, mask)
     return mismatch_metrics({name: float(value) for name, value in sums.items()}, float(mask.sum()))

@@ -172,7 +172,7 @@ class Case:
 
     @property
     def recomputes(self) -> bool:
-        return self.algorithm.recomputes("float32")
+        return bool(self.algorithm.recompute_logprobs) or self.algorithm.corrects
 
     def reference(self) -> Reference:
         return Reference(

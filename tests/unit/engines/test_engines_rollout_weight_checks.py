@@ -151,7 +151,7 @@ def test_a_server_with_other_weights_than_the_version_is_named(
     held = report(tensors())
     check(checks, held, first)
     check(checks, held, first)
-    assert caplog.text.count("some cannot be compared") == 1
+    assert caplog.text.count("1 of its 4 parameters cannot be compared") == 1
     assert "another form: model.layers.0.mlp.experts.w2_weight\n" in caplog.text
     wrong = {**tensors(), f"{LAYER}.mlp.down_proj.weight": torch.zeros(8, 12)}
     with pytest.raises(RunFailedError, match=r"server: .* 1\.1: 1 of 4 .*mlp\.down_proj\.weight\)"):
@@ -193,6 +193,30 @@ def test_a_server_may_be_started_again_over_fewer_gpus(tmp_path: Path) -> None:
     check(checks, report(tensors()), loaded)
     with pytest.raises(RunFailedError, match="3 of 4 parameters differ"):
         check(checks, report(tensors(1)), loaded)
+
+
+@pytest.mark.parametrize("server", ["bfloat16", "torch.bfloat16", "half", "float16"])
+def test_server_in_another_type_is_compared_after_its_rounding(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, server: str
+) -> None:
+    """It rounds what it reads, so all of its known parameters are still compared."""
+    first, second = version(tmp_path), version(tmp_path, "2.1", seed=1)
+    dtype = torch.bfloat16 if "bf" in server else torch.float16
+    checks = WeightChecks()
+    rounded = checks.digest("server", digest, "float32", server)
+    assert not isinstance(rounded, str)
+    for seed, loaded in ((0, first), (1, second)):
+        held = report({name: tensor.to(dtype) for name, tensor in tensors(seed).items()})
+        asyncio.run(checks.check("server", loaded, held, rounded))
+    assert "1 of its 4 parameters cannot be compared" in caplog.text
+    assert f"computes in {str(dtype)[6:]}, training in float32" in caplog.text
+    with pytest.raises(RunFailedError, match="3 of 4 parameters differ"):
+        asyncio.run(checks.check("server", first, held, rounded))
+
+
+@pytest.mark.parametrize("server", ["float32", "torch.float32", "auto", None])
+def test_server_in_the_type_of_the_files_is_compared_bit_by_bit(server: str | None) -> None:
+    assert WeightChecks().digest("server", digest, "float32", server) is digest
 
 
 def test_a_gpu_without_free_memory_is_done_without(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from slurmrl.plan.estimates.hardware import GIB, margin
 from slurmrl.plan.estimates.host import WORKER, packed_bytes, worker_bytes
 from slurmrl.plan.estimates.lengths import least_context
 from slurmrl.plan.estimates.servers import computing, least, own_share
+from slurmrl.plan.precision import generating
+from slurmrl.plan.report.values import report
 from slurmrl.plan.settings import Settings
 from tests.unit.plan.conftest import EXPERTS, memory_problems
 from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
@@ -334,3 +336,41 @@ def test_a_copy_of_the_embedding_that_vllm_would_not_replace_is_refused(plan_ppo
     for others in (("rollout.backend=vllm:d2",), ("rollout.backend=sglang:d2", on_cpus)):
         assert missing(plan_ppo, *others, **tied) == []
     assert missing(plan_ppo, "rollout.backend=vllm:d2", on_cpus, tie_word_embeddings=False) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown", "source"),
+    [
+        ("[]", "bfloat16", "default on GPUs"),
+        ("[--dtype, bfloat16]", "bfloat16", "rollout.server_args --dtype"),
+        ("[--dtype=half]", "float16", "rollout.server_args --dtype"),
+        ("[--dtype, half, --dty, float]", "float32", "rollout.server_args --dtype"),
+        ("[--quantization, fp8]", "bfloat16 --quantization fp8", "rollout.server_args"),
+        (
+            "[--kv_cache_dtype=fp8_e5m2]",
+            "bfloat16 --kv-cache-dtype fp8_e5m2",
+            "rollout.server_args",
+        ),
+        ("[--kv-cache-dtype, auto]", "bfloat16", "default on GPUs"),
+    ],
+)
+def test_plan_shows_precision_of_server_from_its_arguments(
+    plan_ppo: Load, arguments: str, shown: str, source: str
+) -> None:
+    settings = load(plan_ppo, *APART, f"rollout.server_args={arguments}")
+    rollout = report(settings, make_plan(settings, scheduler="slurm"))["models"]["rollout"]
+    assert (rollout["dtype"], rollout["dtype_from"]) == (shown, source)
+    differs = shown != "bfloat16"
+    assert any("algorithm.correction truncate" in note for note in settings.notes) == differs
+
+
+@pytest.mark.parametrize(("kind", "narrowed"), [("sglang", "float16"), ("vllm", "bfloat16")])
+def test_server_that_chooses_its_type_narrows_float32(
+    plan_ppo: Load, kind: str, narrowed: str
+) -> None:
+    choice = (f"rollout.backend={kind}:d16", "rollout.server_args=[--dtype, auto]")
+    found = [
+        generating(load(plan_ppo, *APART, *choice, f"actor.dtype={dtype}").config).dtype
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert found == [narrowed, "bfloat16"]

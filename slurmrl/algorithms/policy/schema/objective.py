@@ -125,17 +125,21 @@ class Value(Section):
 
 
 class Correction(Section):
-    """Differences between the engines of generation and of training."""
+    """Differences between the policies of generation and of training."""
 
     recompute_logprobs: bool | None = None
     """Compute the old log-probabilities of a batch with the training engine before it is trained
-    on, instead of using those of generation. Default: true if the actor computes in bfloat16, in
-    which the kernels of generation and training round differently, or with a `correction`; false
-    in float32."""
-    correction: Literal["none", "weight", "truncate", "mask"] = "none"
+    on, instead of using those of generation. Default: true with a `correction`; false if
+    completions may be stale (`rollout.tasks.max_staleness`), whose ratios have to compare with the
+    policy that drew them; else true in bfloat16, in which the kernels of generation and training
+    round differently, and if generation has another precision than `actor.dtype`; false in
+    float32."""
+    correction: Literal["none", "weight", "truncate", "mask"] | None = None
     """Importance weights of recomputed old probabilities over those of generation, which multiply
     the losses of tokens. `weight`: without bounds (the decoupled objective); `truncate`: moved to
-    the nearer bound; `mask`: 0 beyond the bounds."""
+    the nearer bound; `mask`: 0 beyond the bounds. Default: `truncate` if old log-probabilities are
+    recomputed and completions may be stale or have another precision than `actor.dtype`; else
+    `none`."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     """What a weight belongs to: each `token`; the whole response, as the product over its tokens
     (`sequence`) or as their `geometric` mean."""
@@ -150,27 +154,26 @@ class Correction(Section):
         bounded = self.correction in ("truncate", "mask")
         return (self.correction_lower, self.correction_upper) if bounded else (0.0, inf)
 
-    def recomputes(self, actor_dtype: str) -> bool:
-        """Whether the training engine computes the old log-probabilities."""
-        if self.recompute_logprobs is None:
-            return actor_dtype == "bfloat16" or self.correction != "none"
-        return self.recompute_logprobs
+    @property
+    def corrects(self) -> bool:
+        """Whether importance weights multiply the losses."""
+        return self.correction not in (None, "none")
 
     @model_validator(mode="after")
     def _correction_is_possible(self) -> Correction:
         bounded = self.correction in ("truncate", "mask")
         used = {
-            "correction_level": self.correction != "none",
+            "correction_level": self.corrects,
             "correction_upper": bounded,
             "correction_lower": bounded,
         }
-        refuse_unused(self, used, f"correction: {self.correction}")
+        refuse_unused(self, used, f"correction: {self.correction or 'none'}")
         if self.correction_lower > self.correction_upper:
             raise ValueError(
                 f"correction_lower {self.correction_lower} exceeds correction_upper "
                 f"{self.correction_upper}"
             )
-        if self.correction != "none" and self.recompute_logprobs is False:
+        if self.corrects and self.recompute_logprobs is False:
             raise ValueError(
                 f"correction: {self.correction} is not allowed with recompute_logprobs: false: it "
                 "weighs recomputed log-probabilities against those of generation; remove one"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
+from slurmrl.algorithms.policy.schema import behaviour
 from slurmrl.algorithms.policy.schema.advantages import OF_COMPLETIONS, OF_GROUPS, Advantages
 from slurmrl.algorithms.policy.schema.filters import Filters, filter_call
 from slurmrl.algorithms.policy.schema.objective import (
@@ -172,8 +173,17 @@ class PolicyGradient(
             return "algorithm.kl.coef is 0, so there is no penalty that compares with a reference"
         return super().why_unused(role)
 
+    def completed(self, config: Config) -> Self:
+        return self.model_copy(update=behaviour.settled(self, config))
+
+    def notes(self, config: Config) -> Iterator[str]:
+        yield from behaviour.notes(self.completed(config), config)
+
     def calls(self, config: Config) -> tuple[Call, ...]:
-        recomputes = self.recomputes(config.actor.dtype)
+        return self.completed(config)._calls(config)
+
+    def _calls(self, config: Config) -> tuple[Call, ...]:
+        recomputes = bool(self.recompute_logprobs)
         greedy = self.advantage == "greedy"
         turns = config.rollout.episode.has_turns and self.advantage not in OF_COMPLETIONS
         supported, routed = supports(self, config), routes(self, config)
@@ -208,7 +218,7 @@ class PolicyGradient(
         self, judged: tuple[str, ...], recorded: tuple[str, ...], *, recomputes: bool
     ) -> Iterator[Call]:
         train = Method.TRAIN_STEP
-        weighed = (*judged, *recorded, *(("logprobs",) if self.correction != "none" else ()))
+        weighed = (*judged, *recorded, *(("logprobs",) if self.corrects else ()))
         metrics = (*ACTOR_METRICS, *self.objective_metrics(recomputes=recomputes))
         yield Call("actor_train", "actor", train, ACTOR, weighed, (), metrics)
         if self.uses_critic:
@@ -253,7 +263,7 @@ class PolicyGradient(
             "kl_coef",
             *(KL_METRICS if self.uses_reference else ()),
             *(("kl_loss",) if self.penalises_in_loss else ()),
-            *(corrected if self.correction != "none" else ()),
+            *(corrected if self.corrects else ()),
             *(("m2_masked",) if self.m2_threshold is not None else ()),
             *(() if recomputes else MISMATCH_METRICS),
         )
