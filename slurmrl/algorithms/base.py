@@ -68,7 +68,8 @@ class CallResult:
     """The call's output keys for the ids of its input."""
     stats: Stats = field(default_factory=dict)
     texts: list[dict[str, Any]] = field(default_factory=list)
-    """Readable completions for the samples table; at most ``logging.samples`` per rank."""
+    """Readable completions for the samples table: ``logging.samples`` per rank, rounded up to all
+    completions of a prompt."""
     notes: list[dict[str, Any]] = field(default_factory=list)
     """More about the rows of ``texts``, of whichever call, with their ``id`` and ``index`` (0 for
     an item's only completion)."""

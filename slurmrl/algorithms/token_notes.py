@@ -8,7 +8,7 @@ most ``logging.sample_tokens``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -33,14 +33,21 @@ class Noted(NamedTuple):
     """Its number among all sequences of the sample."""
 
 
+def kept(counts: Sequence[int], settings: Logging) -> Iterator[Noted]:
+    """Yield the completions of a rank's first items until there are ``settings.samples``; an item
+    is kept with all of its completions. ``counts``: completions of each item."""
+    sequence = 0
+    for item, count in enumerate(counts):
+        if sequence >= settings.samples:
+            return
+        for place in range(count):
+            yield Noted(item, place, sequence + place)
+        sequence += count
+
+
 def noted(counts: Sequence[int], settings: Logging) -> Iterator[Noted]:
-    """Yield the first ``settings.samples`` completions of a rank; ``counts`` are those of each
-    item. None if no values of tokens are kept."""
-    if not settings.sample_tokens:
-        return
-    places = ((item, place) for item, count in enumerate(counts) for place in range(count))
-    for sequence, (item, place) in enumerate(islice(places, settings.samples)):
-        yield Noted(item, place, sequence)
+    """Yield the completions of which token values are kept: those of `kept`, or none."""
+    return kept(counts, settings) if settings.sample_tokens else iter(())
 
 
 def token_notes(

@@ -9,12 +9,12 @@ import click
 
 from slurmrl.cli import completion
 from slurmrl.cli.options import common, examples, json_option
-from slurmrl.cli.render import number
+from slurmrl.cli.render import SHOWN, number
 from slurmrl.display import columns
 from slurmrl.monitor.words import plain
 
 if TYPE_CHECKING:
-    from slurmrl.report.comparison import Comparison, Extent, Point
+    from slurmrl.report.comparison import Comparison, Point
 
 
 @click.command(
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 @json_option
 @common
 def compare(one: str, two: str, as_json: bool, root: str | None) -> int:
-    """Show the settings in which two trials differ, and the last, least and greatest values of the
-    metrics that both have. Of a section that one of them lacks it shows what the other sets."""
+    """Show the settings in which two trials differ, and the metrics that both have: their values at
+    the last step of both, and the least and the greatest value with its step. For a section that
+    one trial lacks it shows what the other sets."""
     from dataclasses import asdict
 
     from slurmrl.monitor import evaluated
@@ -48,19 +49,34 @@ def _text(found: Comparison, one: str, two: str) -> str:
     width = columns.width()
     settings = [("SETTING", one, two)]
     settings += [(key, *_values(a, b)) for key, (a, b) in found.settings.items()]
-    metrics = [("METRIC", "", "LAST", "LEAST", "GREATEST")]
-    for name, extents in found.metrics.items():
-        for trial, extent in zip((one, two), extents, strict=True):
-            metrics.append((plain(name) if trial == one else "", trial, *_cells(extent)))
     parts = [
         columns.table(settings, width) if found.settings else ["all settings are the same"],
-        columns.table(metrics, width) if found.metrics else ["no metric is in both trials"],
+        _metrics(found, one, two, width) if found.metrics else ["no metric is in both trials"],
     ]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _cells(extent: Extent) -> tuple[str, str, str]:
-    return number(extent.last.value), _at(extent.least), _at(extent.greatest)
+def _metrics(found: Comparison, one: str, two: str, width: int | None) -> list[str]:
+    """Return a line for each metric, at the last step that both trials have; first those of a
+    progress line, then the others by name. A last line names the metrics that are constant and
+    the same in both."""
+    rows = [("METRIC", "STEP", one, two, f"{one} FROM, TO", f"{two} FROM, TO")]
+    same = []
+    for name in sorted(found.metrics, key=lambda name: (_place(name), name)):
+        first, second = found.metrics[name]
+        if first.is_constant and second.is_constant and first.least.value == second.least.value:
+            same.append(plain(name))
+            continue
+        step = "-" if first.common is None else str(first.common.step)
+        values = [number(each.common and each.common.value) for each in (first, second)]
+        ranges = [f"{_at(each.least)}, {_at(each.greatest)}" for each in (first, second)]
+        rows.append((plain(name), step, *values, *ranges))
+    lines = columns.table(rows, width) if len(rows) > 1 else []
+    return [*lines, *([f"the same at every step of both: {', '.join(same)}"] if same else [])]
+
+
+def _place(name: str) -> int:
+    return SHOWN.index(name) if name in SHOWN else len(SHOWN) + name.startswith("time/")
 
 
 def _at(point: Point) -> str:

@@ -51,6 +51,7 @@ PLAN: Fields = {"calls": list_of(table({"name": TEXT, "ranks": list_of(COUNT)}, 
 RECORD: Fields = {"command": list_of(TEXT), "environment": table({}), "git": table({})}
 PLANNED: Fields = {
     "gpus": COUNT,
+    "tokens": COUNT,
     "memory": table({"bytes": SIZE, "margin_bytes": SIZE, "gpu_bytes": SIZE, "fullest_gpu": COUNT}),
     "calls": each(table({"flops": NUMBER, "seconds": SECONDS})),
 }
@@ -89,9 +90,7 @@ def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
         status=status,
         lines=len(lines),
         curves={name: thinned(curve) for name, curve in curves(shown).items()},
-        calls=call_times(
-            lines, _document(paths.plan, PLAN).get("calls", []), planned.get("calls", {})
-        ),
+        calls=call_times(lines, _document(paths.plan, PLAN).get("calls", []), planned),
         step_s=mean(lines[-RECENT:], STEP_S),
         tokens_per_s=mean(lines[-RECENT:], TOKENS_PER_S),
         timeline=timeline.get("steps", []),

@@ -17,11 +17,17 @@ class Point:
 
 @dataclass(frozen=True)
 class Extent:
-    """What became of a metric."""
+    """Values of a metric in one trial."""
 
+    common: Point | None
+    """At the last step of which both trials have a value; None without such a step."""
     last: Point
     least: Point
     greatest: Point
+
+    @property
+    def is_constant(self) -> bool:
+        return self.least.value == self.greatest.value
 
 
 @dataclass(frozen=True)
@@ -33,14 +39,26 @@ class Comparison:
 
 
 def shared(one: Mapping[str, Curve], two: Mapping[str, Curve]) -> dict[str, tuple[Extent, Extent]]:
-    """Return the extents of the metrics that both have, in the order of the first."""
-    return {name: (extent(one[name]), extent(two[name])) for name in one if name in two}
+    """Return the extents of the metrics that both trials have, in the order of the first."""
+    return {name: _pair(one[name], two[name]) for name in one if name in two}
 
 
-def extent(curve: Curve) -> Extent:
-    """``curve`` has at least one value. Of equal ones the first is the least or the greatest."""
-    points = [Point(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y is not None]
+def _pair(one: Curve, two: Curve) -> tuple[Extent, Extent]:
+    steps = {point.step for point in _points(one)} & {point.step for point in _points(two)}
+    common = max(steps, default=None)
+    return extent(one, common), extent(two, common)
+
+
+def _points(curve: Curve) -> list[Point]:
+    return [Point(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y is not None]
+
+
+def extent(curve: Curve, common: int | None) -> Extent:
+    """Return the extent of a curve with at least one value. ``common``: the last step of which both
+    trials have one. Among equal values the first is the least or the greatest."""
+    points = _points(curve)
     return Extent(
+        common=next((point for point in reversed(points) if point.step == common), None),
         last=points[-1],
         least=min(points, key=lambda point: point.value),
         greatest=max(points, key=lambda point: point.value),

@@ -28,7 +28,7 @@ class CallTime:
     planned_s: float | None = None
     """The plan's estimate; None for an unknown GPU."""
     flops: float | None = None
-    """Of all ranks together, by the plan."""
+    """Floating-point operations of all ranks: the plan's, scaled to the tokens of the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,7 @@ FIELDS: Fields = {
     "id": TEXT,
     "index": INTEGER,
     "prompt": TEXT,
+    "rendered": TEXT,
     "completion": TEXT,
     "reward": NUMBER,
     "turns": list_of(table({"wrote": TEXT, "read": TEXT})),

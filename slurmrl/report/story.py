@@ -13,27 +13,39 @@ from slurmrl.report.contents import CallTime, TaskSpan
 RECENT = 50
 """Newest steps whose times are averaged."""
 PREFIX = "time/"
+TOKENS = "tokens"
+"""The metric of a step's tokens, those of prompts and completions."""
 
 
 def call_times(
     lines: Sequence[Mapping[str, Any]],
     calls: Iterable[Mapping[str, Any]],
-    planned: Mapping[str, Mapping[str, Any]],
+    planned: Mapping[str, Any],
 ) -> list[CallTime]:
-    """Return the mean time of each call, in the plan's order; ``planned`` are its estimates by
-    name."""
+    """Return the mean time and operations of each call, in the plan's order. ``planned`` has the
+    estimates of the calls by name, and the tokens of a step that they assume. The operations of a
+    step are nearly proportional to its tokens, so they are scaled to those of the steps."""
     newest = lines[-RECENT:]
-    return [
-        CallTime(
-            name=call["name"],
-            ranks=call.get("ranks") or (),
-            seconds=seconds,
-            planned_s=planned.get(call["name"], {}).get("seconds"),
-            flops=planned.get(call["name"], {}).get("flops"),
+    tokens, assumed = mean(newest, TOKENS), planned.get("tokens")
+    scale = tokens / assumed if tokens is not None and assumed else None
+    estimates = planned.get("calls", {})
+    found = []
+    for call in calls:
+        seconds = mean(newest, f"{PREFIX}{call['name']}")
+        if seconds is None:
+            continue
+        estimate = estimates.get(call["name"], {})
+        flops = estimate.get("flops")
+        found.append(
+            CallTime(
+                name=call["name"],
+                ranks=call.get("ranks") or (),
+                seconds=seconds,
+                planned_s=estimate.get("seconds"),
+                flops=None if flops is None or scale is None else flops * scale,
+            )
         )
-        for call in calls
-        if (seconds := mean(newest, f"{PREFIX}{call['name']}")) is not None
-    ]
+    return found
 
 
 def mean(lines: Iterable[Mapping[str, Any]], name: str) -> float | None:

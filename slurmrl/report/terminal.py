@@ -23,6 +23,8 @@ def chart(
     plotext.limit_size(False, False)  # to the terminal, as plotext sees it
     plotext.plotsize(width, height)
     plotext.title(plain(title))
+    steps = [x for curve in curves.values() for x in curve.x]
+    plotext.xticks(whole_ticks(min(steps), max(steps)))
     for number, (name, curve) in enumerate(curves.items()):
         points = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y is not None]
         plotext.plot(
@@ -34,3 +36,13 @@ def chart(
         )
     text: str = plotext.build() if coloured else plotext.uncolorize(plotext.build())
     return text.rstrip("\n")
+
+
+def whole_ticks(low: int, high: int, most: int = 6) -> list[int]:
+    """Return at most ``most`` round steps from ``low`` to ``high``, at equal distances."""
+    distances = (digit * 10**power for power in range(19) for digit in (1, 2, 5))
+    for distance in distances:
+        first = -(-low // distance) * distance
+        if first <= high and (high - first) // distance < most:
+            return list(range(first, high + 1, distance))
+    return [low]

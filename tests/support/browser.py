@@ -81,8 +81,9 @@ class Page:
 
 
 @asynccontextmanager
-async def opened(file: Path, *, scheme: str = "light") -> AsyncIterator[Page]:
-    """Open a file in a new browser whose user prefers this colour scheme."""
+async def opened(file: Path, *, scheme: str = "light", before: str = "") -> AsyncIterator[Page]:
+    """Open a file in a new browser whose user prefers this color scheme. The browser runs the
+    script ``before`` ahead of those of the page."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = subprocess.Popen(
@@ -102,6 +103,7 @@ async def opened(file: Path, *, scheme: str = "light") -> AsyncIterator[Page]:
                         await page.call(f"{domain}.enable")
                     feature = {"name": "prefers-color-scheme", "value": scheme}
                     await page.call("Emulation.setEmulatedMedia", features=[feature])
+                    await page.call("Page.addScriptToEvaluateOnNewDocument", source=before)
                     await page.call("Page.navigate", url=file.absolute().as_uri())
                     await page.until(
                         "location.protocol === 'file:' && document.readyState === 'complete'"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from slurmrl.algorithms.reward.attempts import attempt_rates, vote_of
 from slurmrl.algorithms.reward.questions import Questions
 from slurmrl.algorithms.reward.turns import earned, transcript
 from slurmrl.algorithms.schema import TURN_REWARDS
-from slurmrl.algorithms.token_notes import token_texts
+from slurmrl.algorithms.token_notes import kept, token_texts
 from slurmrl.config.schema import Evaluation
 from slurmrl.data.meta import one_each
 from slurmrl.data.sample import SequenceSample
@@ -145,20 +145,20 @@ def _texts(
     parts: Sequence[Mapping[str, float]],
     context: CallContext,
 ) -> list[dict[str, Any]]:
-    """Rows of the samples table: the first `logging.samples` completions, those of one prompt side
-    by side and numbered by their ``index``; with the parts of the reward, the texts of
+    """Return rows of the samples table: at least `logging.samples` completions, all of a prompt
+    side by side and numbered by their ``index``; with the parts of the reward, the texts of
     their tokens and the turns of episodes."""
     finished = sample.tensor("finished").tolist()
     counts = sample.sequence_counts("input_ids")
-    places = ((item, place) for item, count in enumerate(counts) for place in range(count))
-    kept = context.settings.config.logging
-    told = [] if context.evaluation else token_texts(sample, kept, context.tokenizer)
+    logging = context.settings.config.logging
+    told = [] if context.evaluation else token_texts(sample, logging, context.tokenizer)
     tokens = dict(enumerate(told))
     return [
         {
             "id": sample.ids[item],
             **({"index": place} if counts[item] > 1 else {}),
             "prompt": sample.metadata["prompt"][item],
+            **_rendered(sample, item, number, context.tokenizer),
             "completion": completions[number],
             "answer": sample.metadata["answer"][item],
             "reward": scores[number],
@@ -171,5 +171,15 @@ def _texts(
                 else {}
             ),
         }
-        for number, (item, place) in enumerate(islice(places, kept.samples))
+        for item, place, number in kept(counts, logging)
     ]
+
+
+def _rendered(sample: SequenceSample, item: int, number: int, tokenizer: Any) -> dict[str, str]:
+    """Return the prompt as the policy reads it, system prompt and template included, as field
+    ``rendered``; nothing where the tokens have no other text than the prompt."""
+    start, stop = sample.cu_seqlens("input_ids")[number : number + 2].tolist()
+    written = (~sample.tensor("prompt_mask")[start:stop]).nonzero()
+    end = start + int(written[0]) if len(written) else stop
+    text = str(tokenizer.decode(sample.tensor("input_ids")[start:end].tolist()))
+    return {} if text == sample.metadata["prompt"][item] else {"rendered": text}

@@ -121,8 +121,9 @@ class Logging(Section):
     master has the same limit of its own. The newest output is kept. Sizes are checked every few
     seconds, so a file may exceed the limit for that long."""
     samples: NonNegativeInt = 4
-    """Number of completions per step, and per evaluation, that each rank writes to `samples/`. With
-    `sft`, of rows that it trains on, in the first 10 steps and in every 100th."""
+    """Number of completions per step, and per evaluation, that each rank writes to `samples/`,
+    rounded up to all completions of a prompt. With `sft`, of rows that it trains on, in the first
+    10 steps and in every 100th."""
     sample_tokens: NonNegativeInt = 256
     """Number of tokens of each of them to write with their advantages, log-probabilities and weight
     versions, which `slurmrl report` shows; 0 writes none."""

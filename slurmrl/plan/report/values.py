@@ -18,6 +18,7 @@ from slurmrl.plan.checks.fit import Fit, padded_vocabulary
 from slurmrl.plan.estimates import costs, hardware, servers
 from slurmrl.plan.estimates.gpus import fullest_gpu, trainers_gpus
 from slurmrl.plan.estimates.host import server_experts_bytes, worker_bytes
+from slurmrl.plan.estimates.lengths import lengths_of
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.estimates.parameters import parameters, trained_shard
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
@@ -70,9 +71,11 @@ def figures(settings: Settings, plan: Plan) -> dict[str, Any]:
         settings.config, [use.role for use in uses_of(settings.config, settings.algorithm)]
     )
     calls = _calls(settings, plan, placed, memories)
+    lengths = lengths_of(settings.config, settings.algorithm, shape_of(settings.config.actor))
     return {
         "gpus": sum(group.workers * group.gpus_per_worker for group in plan.groups),
         "memory": _fullest(settings, placed.get(ROLLOUTS)),
+        "tokens": None if lengths is None else lengths.sequences * lengths.longest,
         "calls": {
             call["name"]: {name: call[name] for name in ("flops", "seconds")} for call in calls
         },

@@ -108,6 +108,29 @@
     });
   }
 
+  // Ticks that differ have labels that differ: as many decimals as their distance needs.
+  function tickLabels(ticks) {
+    const known = ticks.filter((tick) => tick !== null), most = Math.max(...known.map(Math.abs), 0);
+    const step = known.length > 1 && !view.log ? Math.abs(known[1] - known[0]) : 0;
+    if (!step || most >= 1e7 || most < 1e-3) return ticks.map((tick) => tick === null ? "" : tick === 0 ? "0" : number(tick));
+    const isWhole = (value) => value > 0.5 && Math.abs(value - Math.round(value)) < 1e-4;
+    let decimals = 0; // 2 for a distance of 0.25
+    while (decimals < 12 && !isWhole(step * 10 ** decimals)) decimals += 1;
+    return ticks.map((tick) => tick === null ? "" : tick.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }));
+  }
+
+  // A constant gets room above and below it, and so does what rounding alone makes of one.
+  function valueRange(u, low, high) {
+    if (low === null || high === null) return [0, 1];
+    const middle = (low + high) / 2, room = Math.max(Math.abs(middle) * 1e-5, Number.MIN_VALUE);
+    if (high - low < 2 * room) return middle === 0 ? [-1, 1] : [middle - Math.abs(middle) / 10, middle + Math.abs(middle) / 10];
+    return uPlot.rangeNum(low, high, 0.1, true);
+  }
+
+  const stepRange = (u, low, high) => low === high ? [low - 1, high + 1] : [low, high];
+  const WHOLE_STEPS = [...Array(12).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+  const labelWidth = (u, labels) => 24 + 7 * Math.max(...(labels ?? []).map((label) => label.length), 3);
+
   const usable = (values) => view.log ? values.map((value) => value > 0 ? value : null) : values;
 
   function style(name) {
@@ -172,8 +195,8 @@
     charts.get(box)?.destroy();
     charts.set(box, new uPlot({
       width: Math.max(box.clientWidth - 18, 200), height: 215, series, bands,
-      scales: { x: { time: false }, y: { distr: view.log ? 3 : 1 } },
-      axes: [{ ...axis, size: 30 }, { ...axis, size: 62, values: (u, ticks) => ticks.map((tick) => tick === null ? "" : number(tick)) }],
+      scales: { x: { time: false, range: stepRange }, y: view.log ? { distr: 3 } : { range: valueRange } },
+      axes: [{ ...axis, size: 30, incrs: WHOLE_STEPS }, { ...axis, size: labelWidth, values: (u, ticks) => tickLabels(ticks) }],
       cursor: { sync: { key: "steps" }, points: { size: 6 } },
       legend: { show: false },
       hooks: { setCursor: [say], ready: [say], drawClear: [marks] },
@@ -329,7 +352,7 @@
     if (!trial.calls.some((call) => call.flops !== null)) return [];
     return [table(["call", "measured", "TFLOP/s of a rank", ...(known ? ["plan", "of the plan"] : [])], trial.calls.map((call) => [call.name, span(call.seconds), tera(call),
       ...(known ? [span(call.planned_s), call.planned_s ? `${number(100 * call.planned_s / call.seconds)} %` : "–"] : [])])),
-    el("p", { className: "dim", textContent: `${trial.tokens_per_s === null ? "" : `${number(trial.tokens_per_s)} tokens/s. `}The plan's operations and seconds are those of ${known ? "its estimated lengths on this GPU" : "its estimated lengths; it knows no seconds for this GPU"}.` })];
+    el("p", { className: "dim", textContent: `${trial.tokens_per_s === null ? "" : `${number(trial.tokens_per_s)} tokens/s. `}TFLOP/s counts the operations of the plan, scaled to the tokens of these steps. ${known ? "The plan's seconds are those of its estimated lengths on this GPU" : "The plan knows no seconds for this GPU"}.` })];
   }
 
   function timelineOf(trial) {
@@ -411,7 +434,7 @@
     const groups = new Map();
     for (const trial of trials) for (const row of trial.samples.rows) {
       const evaluation = row.evaluation === true, name = `${trial.name}\n${evaluation}\n${row.suite ?? ""}\n${row.step}\n${row.id ?? groups.size}`;
-      if (!groups.has(name)) groups.set(name, { trial, evaluation, suite: row.suite, step: row.step, id: row.id, prompt: row.prompt, answer: row.answer, rows: [] });
+      if (!groups.has(name)) groups.set(name, { trial, evaluation, suite: row.suite, step: row.step, id: row.id, prompt: row.rendered ?? row.prompt, answer: row.answer, rows: [] });
       groups.get(name).rows.push(row);
     }
     for (const group of groups.values()) {
@@ -452,7 +475,7 @@
     const valued = row.tokens?.length && (row.values || row.versions);
     const said = !valued ? plain : [tokensOf(row, tint, scale),
       row.left_out || row.turns ? el("details", {}, el("summary", { textContent: "whole text" }), ...plain) : null];
-    const known = ["step", "id", "index", "prompt", "completion", "answer", "reward", "finished", "turns", "parts", "tokens", "left_out", "values", "versions"];
+    const known = ["step", "id", "index", "prompt", "rendered", "completion", "answer", "reward", "finished", "turns", "parts", "tokens", "left_out", "values", "versions"];
     const more = Object.entries(row).filter(([name, value]) => !known.includes(name) && (typeof value === "number" || typeof value === "string"));
     return el("div", { className: "one", style: { borderTopColor: colour } },
       el("div", { className: "facts" }, row.reward === undefined ? null : el("span", {}, "reward ", el("b", { textContent: number(row.reward) })),

@@ -292,6 +292,17 @@ def test_rewards_judge_decoded_completions(make_world: MakeWorld) -> None:
     interface.close()
 
 
+def test_samples_show_rendered_prompt_if_template_adds_text(make_world: MakeWorld) -> None:
+    context = judging(make_world().context(step=1), samples=2)
+    sample = completed()
+    sample = replace(sample, metadata={**sample.metadata, "prompt": ["2=", "4+5="]})
+    result = RuleRewardInterface().inference(None, sample, context)
+    assert [(row["prompt"], row.get("rendered")) for row in result.texts] == [
+        ("2=", "1+2="),
+        ("4+5=", None),
+    ]
+
+
 def test_a_reward_model_scores_completions(make_world: MakeWorld) -> None:
     """A part named ``model`` is the value at the last token, less the bias and times the scale; it
     adds up with others."""
@@ -358,7 +369,8 @@ def test_each_completion_of_a_prompt_is_judged(make_world: MakeWorld) -> None:
     first, second = {"rewards": [1.0, 0.0], "reward": 0.5}, {"rewards": [0.0, 0.0], "reward": 0.0}
     assert held_out == {"a@0": first, "b@0": second}
     shown = [(row["id"], row["index"], row["completion"], row["answer"]) for row in result.texts]
-    assert shown == [("a@0", 0, "3", "3"), ("a@0", 1, "8", "3"), ("b@0", 0, "8", "9")]
+    of_first, of_second = [(0, "3", "3"), (1, "8", "3")], [(0, "8", "9"), (1, "3", "9")]
+    assert shown == [("a@0", *one) for one in of_first] + [("b@0", *one) for one in of_second]
     wrong = rewarded(context, "nan_for_the_second")
     with pytest.raises(RewardError, match=r":1 \(sample a@0, index 1\), completion '8'"):
         RuleRewardInterface().inference(None, group, wrong)

@@ -10,7 +10,7 @@ import torch
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import ActorInterface
 from slurmrl.algorithms.rollout.stored import StoredInterface
-from slurmrl.algorithms.token_notes import pieces, token_notes, token_texts
+from slurmrl.algorithms.token_notes import kept, pieces, token_notes, token_texts
 from slurmrl.config.schema import Logging
 from slurmrl.data.sample import SequenceSample
 from tests.support.sample_groups import small_group
@@ -35,6 +35,20 @@ def test_texts_of_tokens_join_to_the_text(text: str) -> None:
 def test_a_token_within_a_character_is_empty_and_a_torn_end_is_shown() -> None:
     assert pieces(list("€x".encode()), Bytes()) == ["", "", "€", "x"]
     assert pieces(list("a€".encode())[:-1], Bytes()) == ["a", "", "\ufffd"]
+
+
+def test_samples_kept_with_whole_groups() -> None:
+    kept_of = {
+        samples: [
+            (one.item, one.place, one.sequence) for one in kept([3, 2, 3], Logging(samples=samples))
+        ]
+        for samples in (0, 1, 3, 4, 9)
+    }
+    groups = [[(0, 0, 0), (0, 1, 1), (0, 2, 2)], [(1, 0, 3), (1, 1, 4)]]
+    assert kept_of[0] == []
+    assert kept_of[1] == kept_of[3] == groups[0]
+    assert kept_of[4] == groups[0] + groups[1]
+    assert len(kept_of[9]) == 8
 
 
 def two_items() -> SequenceSample:

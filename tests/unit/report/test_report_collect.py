@@ -37,14 +37,16 @@ def test_a_trial_is_read_from_its_files(tmp_path: Path) -> None:
     run.paths.config.write_text("algorithm: {name: grpo}\nactor: {optimizer: {lr: 0.001}}\n")
     calls = [{"name": "actor_gen", "ranks": [0, 1]}, {"name": "never", "ranks": [0]}]
     run.paths.plan.write_text(json.dumps({"groups": [], "calls": calls}))
-    figures = {"memory": {"bytes": 5}, "calls": {"actor_gen": {"flops": 10, "seconds": None}}}
+    planned = {"actor_gen": {"flops": 10, "seconds": None}}
+    figures = {"memory": {"bytes": 5}, "tokens": 600, "calls": planned}
     run.paths.estimates.write_text(json.dumps(figures))
     spans = [{"step": 2, "calls": [{"name": "actor_gen", "ranks": [[0, 1.5, 2.0]]}]}]
     run.paths.timeline.write_text(json.dumps({"steps": spans, "peaks": [[0, 7]]}))
     run.begin(job="41.0.0")
     run.metrics(
-        {"step": 1, "reward": 0.5, "time/actor_gen": 2.0, "time/step": 3.0, "note": "text"},
-        {"step": 2, "reward": float("nan"), "time/actor_gen": 4.0, "time/step": 5.0},
+        {"step": 1, "reward": 0.5, "time/actor_gen": 2.0, "time/step": 3.0, "tokens": 20},
+        {"step": 2, "note": "text", "tokens": 40, "time/actor_gen": 4.0, "time/step": 5.0},
+        {"step": 2, "reward": float("nan")},
     )
     run.commit(1)
     run.event("master.1", "commit", step=1, seconds=0.4, stall_s=0.1)
@@ -62,7 +64,9 @@ def test_a_trial_is_read_from_its_files(tmp_path: Path) -> None:
     assert found.status["state"] == "COMPLETED"
     assert found.curves["reward"].y == [0.5, None]
     assert "note" not in found.curves
-    assert found.calls == [CallTime(name="actor_gen", ranks=[0, 1], seconds=3.0, flops=10)]
+    assert found.calls == [CallTime(name="actor_gen", ranks=[0, 1], seconds=3.0, flops=0.5)], (
+        "the plan's operations, scaled to 30 of 600 tokens"
+    )
     assert (found.timeline, found.peaks, found.planned["memory"]) == (spans, [[0, 7]], {"bytes": 5})
     assert found.step_s == 4.0
     assert found.rollouts is not None

@@ -10,6 +10,7 @@ import os
 import re
 import time
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,7 @@ def fake_trial(root: Path, trial: str, *, steps: int, rows: int) -> FakeRun:
             "reward": step % 97 / 97,
             "loss": 1 / step,
             "kl": step / 1e6,
+            "tokens": 400,
             "time/step": 1.5,
             "time/gen": 1.0,
         }
@@ -104,7 +106,8 @@ def fake_trial(root: Path, trial: str, *, steps: int, rows: int) -> FakeRun:
         json.dumps({"groups": [], "calls": [{"name": "gen", "ranks": [0, 1]}]})
     )
     memory = {"bytes": 60_000_000_000, "gpu_bytes": 80_000_000_000, "fullest_gpu": 0}
-    estimates = {"gpus": 2, "memory": memory, "calls": {"gen": {"flops": 3e14, "seconds": 0.5}}}
+    planned = {"gen": {"flops": 6e14, "seconds": 0.5}}
+    estimates = {"gpus": 2, "memory": memory, "tokens": 800, "calls": planned}
     run.paths.estimates.write_text(json.dumps(estimates))
     spans = [
         {
@@ -173,6 +176,62 @@ def test_a_large_report_is_usable_in_a_browser(tmp_path: Path, scheme: str) -> N
     shots = Path(os.environ.get(SCREENSHOTS, tmp_path))
     shots.mkdir(parents=True, exist_ok=True)
     asyncio.run(_look(file, scheme, shots))
+
+
+RECORD_LABELS = """
+window.labels = new Map();
+const fillText = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...rest) {
+  if (!labels.has(this.canvas)) labels.set(this.canvas, []);
+  const box = this.measureText(text), at = this.getTransform().transformPoint({ x, y });
+  labels.get(this.canvas).push([text, this.textAlign, at.x - box.actualBoundingBoxLeft]);
+  return fillText.call(this, text, x, y, ...rest);
+};
+"""
+LABELS_BY_METRIC = """
+Object.fromEntries([...document.querySelectorAll('.chart')].map((box) =>
+  [box.dataset.name, labels.get(box.querySelector('canvas')) ?? []]))
+"""
+
+
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="needs Chromium")
+def test_axis_labels_fit_and_differ(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, trial="1")
+    run.submission()
+    run.begin(job="41.0.0")
+    values = {
+        "flat": [0.0, 0.0, 0.0],
+        "constant": [6.0, 6.0, 6.0],
+        "importance_ratio": [1.0000001, 0.9999998, 1.0000002],
+        "narrow": [0.51234, 0.51236, 0.51239],
+        "negative": [-1234.5, -1200.25, -1250.125],
+        "tiny": [-0.0000123, 0.0000045, -0.0000077],
+    }
+    run.metrics(*({"step": i + 1, **{name: y[i] for name, y in values.items()}} for i in range(3)))
+    run.end(Kind.FINISHED, step=3)
+    file = tmp_path / "report.html"
+    assert main(["report", "add/1", "--root", str(tmp_path), "--output", str(file)]) == 0
+    labels = asyncio.run(_axis_labels(file, len(values)))
+    for name in values:
+        steps = [text for text, align, _ in labels[name] if align == "center"]
+        ticks = [(text, left) for text, align, left in labels[name] if align == "right" and text]
+        assert steps == ["1", "2", "3"], name
+        assert len(ticks) > 1, f"{name}: the chart is empty"
+        assert len({text for text, _ in ticks}) == len(ticks), f"{name}: {ticks}"
+        assert min(left for _, left in ticks) >= 0, f"{name}: cut off: {ticks}"
+    assert max(float(text) for text, align, _ in labels["flat"] if align == "right") <= 1
+    constant = [float(text) for text, align, _ in labels["constant"] if align == "right"]
+    gaps = {round(high - low, 9) for low, high in pairwise(sorted(constant))}
+    assert len(gaps) == 1, f"labels are rounded: {constant}"
+
+
+async def _axis_labels(file: Path, charts: int) -> dict[str, list[tuple[str, str, float]]]:
+    """Return the text, alignment and left edge of each label, by metric."""
+    async with browser.opened(file, before=RECORD_LABELS) as page:
+        await page.until(f"document.querySelectorAll('#curves canvas').length === {charts}")
+        found: dict[str, list[tuple[str, str, float]]] = await page.evaluate(LABELS_BY_METRIC)
+        assert page.complaints == []
+        return found
 
 
 async def _look(file: Path, scheme: str, shots: Path) -> None:

@@ -77,7 +77,41 @@ def test_two_trials_are_compared(root: Path, capsys: pytest.CaptureFixture[str])
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "seed     1      2" in text
-    assert "add/2  -10   -10 at 10  -1 at 1" in text
+    assert "reward  10    10     -10    1 at 1, 10 at 10  -10 at 10, -1 at 1" in text
+    assert "the same at every step of both: eval/kl" in text
+
+
+def test_compare_takes_last_step_of_both_trials(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for trial, steps in (("1", 4), ("2", 9)):
+        run = FakeRun(tmp_path, trial=trial)
+        lines = ({"step": s, "zeta": s, "loss": 1 / s, "time/step": s} for s in range(1, steps + 1))
+        run.metrics(*lines, {"step": 50 + steps, f"own{trial}": 1, "apart": 1.0 + steps})
+    assert main(["compare", "add/1", "add/2", "--root", str(tmp_path)]) == 0
+    table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert [line.split()[:4] for line in table[1:]] == [
+        ["loss", "4", "0.25", "0.25"],
+        ["apart", "-", "-", "-"],
+        ["zeta", "4", "4", "4"],
+        ["time/step", "4", "4", "4"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (1, 8, [2, 4, 6, 8]),
+        (1, 3, [1, 2, 3]),
+        (7, 7, [7]),
+        (0, 100_000, [0, 20_000, 40_000, 60_000, 80_000, 100_000]),
+        (999, 1001, [999, 1000, 1001]),
+    ],
+)
+def test_step_ticks_are_whole_numbers(low: int, high: int, ticks: list[int]) -> None:
+    curve = Curve(x=[low, high], y=[0.0, 1.0])
+    text = chart("loss", {"t": curve}, width=80, height=9, coloured=False)
+    assert [int(word) for word in text.splitlines()[-1].split()] == ticks
 
 
 def test_a_section_that_one_trial_lacks_is_one_line(
