@@ -51,6 +51,7 @@ def status(**changes: Any) -> dict[str, Any]:
             "effective_ratio": 0.931,
         },
         "submission": 1,
+        "submitted": 1_000_000.0,
         "avoided": [],
         "failed_starts": None,
         "free_bytes": 10**12,

@@ -73,6 +73,7 @@ COMMANDS = {
         "slurmrl.cli.names:names", "Show the name store of a trial: keys, values, owners."
     ),
     "cancel": Command("slurmrl.cli.submit:cancel", "Cancel a trial and its jobs."),
+    "rm": Command("slurmrl.cli.rm:rm", "Remove trials with all their files."),
     "resume": Command("slurmrl.cli.resume:resume", "Continue a trial from its last commit."),
     "scale": Command("slurmrl.cli.scale:scale", "Change how many rollout tasks of a trial run."),
     "doctor": Command("slurmrl.cli.doctor:doctor", "Check whether trials can run here."),

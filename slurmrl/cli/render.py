@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -105,15 +106,17 @@ def note(status: Status) -> str:
     return "unconfirmed: no heartbeat seen" if status.get("unconfirmed") else ""
 
 
-def many(statuses: Sequence[Status], width: int | None = None) -> str:
-    """Return one line per trial; in a narrow terminal the diagnosis goes below it."""
+def many(statuses: Sequence[Status], width: int | None = None, now: float | None = None) -> str:
+    """Return one line per trial; in a narrow terminal the diagnosis goes below it. ``now``: seconds
+    since the epoch."""
     named = {
         heading: metric
         for heading, metric in COLUMNS.items()
         if any(metric in status["metrics"] for status in statuses)
     }
-    rows = [("TRIAL", "STATE", "STEP", *named, "COMMIT")]
-    rows += [_row(status, named.values()) for status in statuses]
+    rows = [("TRIAL", "STATE", "AGE", "STEP", *named, "COMMIT")]
+    now = time.time() if now is None else now
+    rows += [_row(status, named.values(), now) for status in statuses]
     said = ["DIAGNOSIS", *(plain(status["diagnosis"]) for status in statuses)]
     lines = table([(*row, text) for row, text in zip(rows, said, strict=True)])
     if width is None or max(map(len, lines)) <= width:
@@ -125,9 +128,11 @@ def many(statuses: Sequence[Status], width: int | None = None) -> str:
     )
 
 
-def _row(status: Status, named: Iterable[str]) -> tuple[str, ...]:
+def _row(status: Status, named: Iterable[str], now: float) -> tuple[str, ...]:
     values = (number(status["metrics"].get(metric)) for metric in named)
-    return (status["trial"], status["state"], progress(status), *values, commit(status))
+    submitted = status["submitted"]
+    old = "-" if submitted is None else age(max(now - submitted, 0.0))
+    return (status["trial"], status["state"], old, progress(status), *values, commit(status))
 
 
 def one(status: Status, width: int | None = None) -> str:

@@ -7,8 +7,9 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from slurmrl.monitor.collect import SchedulerFactory
     from slurmrl.paths import RunPaths
 
+STATES = ("RUNNING", "PENDING", "INTERRUPTED", "FAILED", "CANCELLED", "COMPLETED")
+"""In the order of ``--sort state``."""
 FIRST_S, LONGEST_S = 1.0, 30.0
 """Pauses of ``--watch``: a look at many trials costs more than one at new events or output."""
 
@@ -33,6 +36,7 @@ FIRST_S, LONGEST_S = 1.0, 30.0
     epilog=examples(
         "slurmrl status",
         "slurmrl status grpo/1 --watch",
+        "slurmrl status --state failed --state interrupted --sort age",
         "slurmrl status grpo --json --exit-status",
     )
 )
@@ -45,21 +49,42 @@ FIRST_S, LONGEST_S = 1.0, 30.0
     is_flag=True,
     help="Refresh until no trial runs or waits; into a pipe, print a line for each change.",
 )
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice(STATES, case_sensitive=False),
+    help="List only trials in this state; may be repeated.",
+)
+@click.option(
+    "--sort",
+    "order",
+    type=click.Choice(["name", "age", "state"]),
+    default="name",
+    show_default=True,
+    help="Order of a list; age lists the trial that was submitted last first.",
+)
 @click.option("--exit-status", is_flag=True, help="Exit with 1 if one of the trials has failed.")
 @common
 def status(
-    names: tuple[str, ...], as_json: bool, watch: bool, exit_status: bool, root: str | None
+    names: tuple[str, ...],
+    as_json: bool,
+    watch: bool,
+    states: tuple[str, ...],
+    order: str,
+    exit_status: bool,
+    root: str | None,
 ) -> int:
     """Show the state of all trials, of some of them or those of some experiments, or of one trial
-    in detail."""
+    in detail. AGE is the time since the trial was submitted or resumed last."""
     from slurmrl.submission import trials
 
-    folder = trials.root_folder(root)
+    wanted = _Wanted(trials.root_folder(root), names, states, order)
     if watch:
-        statuses = _Watch(folder, names, as_json=as_json).run()
+        statuses = _Watch(wanted, as_json=as_json).run()
     else:
-        statuses = _collect(folder, names, whole=as_json)
-        click.echo(_text(folder, names, statuses, as_json))
+        statuses = _collect(wanted, whole=as_json)
+        click.echo(_text(wanted, statuses, as_json))
     return int(exit_status and any(status["state"] == "FAILED" for status in statuses))
 
 
@@ -75,22 +100,44 @@ def _chosen(root: Path, names: Sequence[str]) -> list[RunPaths]:
     return list(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """What the command line asks for."""
+
+    root: Path
+    names: Sequence[str]
+    """Of trials and experiments; empty for all trials."""
+    states: Sequence[str]
+    """Empty for all states."""
+    order: str
+
+    @property
+    def single(self) -> bool:
+        """Whether one trial is shown in detail."""
+        return len(self.names) == 1 and "/" in self.names[0]
+
+    def listed(self, statuses: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the statuses in the wanted states, in order; equal ones stay in that of names."""
+        kept = [one for one in statuses if not self.states or one["state"] in self.states]
+        if self.order == "age":
+            kept.sort(key=lambda one: -(one["submitted"] or 0.0))
+        elif self.order == "state":
+            kept.sort(key=lambda one: STATES.index(one["state"]))
+        return kept
+
+
 def _collect(
-    root: Path, names: Sequence[str], schedulers: SchedulerFactory | None = None, *, whole: bool
+    wanted: _Wanted, schedulers: SchedulerFactory | None = None, *, whole: bool
 ) -> list[dict[str, Any]]:
     """Return the objects of the chosen trials; in a list those that are not ``whole`` have only
     what it shows."""
     from slurmrl.monitor.collect import collect, glance
     from slurmrl.scheduler import make
 
-    chosen, ask = _chosen(root, names), schedulers or make
-    if _single(names):
+    chosen, ask = _chosen(wanted.root, wanted.names), schedulers or make
+    if wanted.single:
         return collect(chosen, ask, detailed=True)
-    return (collect if whole else glance)(chosen, ask, unreadable=_report)
-
-
-def _single(names: Sequence[str]) -> bool:
-    return len(names) == 1 and "/" in names[0]
+    return wanted.listed((collect if whole else glance)(chosen, ask, unreadable=_report))
 
 
 def _report(paths: RunPaths, error: SlurmrlError) -> None:
@@ -98,25 +145,22 @@ def _report(paths: RunPaths, error: SlurmrlError) -> None:
     click.echo(f"{paths.experiment}/{paths.trial} left out: {error}", err=True)
 
 
-def _text(
-    root: Path, names: Sequence[str], statuses: Sequence[dict[str, Any]], as_json: bool
-) -> str:
-    single = _single(names)
+def _text(wanted: _Wanted, statuses: Sequence[dict[str, Any]], as_json: bool) -> str:
     if as_json:
-        return json.dumps(statuses[0] if single else statuses)
+        return json.dumps(statuses[0] if wanted.single else statuses)
     if not statuses:
-        return f"no trials in {root} yet"
+        states = f" {' or '.join(wanted.states)}" if wanted.states else ""
+        return f"no{states} trials in {wanted.root}{'' if states else ' yet'}"
     width = columns.width()
-    return render.one(statuses[0], width) if single else render.many(statuses, width)
+    return render.one(statuses[0], width) if wanted.single else render.many(statuses, width)
 
 
 class _Watch:
     """Redraws in a terminal. Elsewhere it prints a line for each trial that has changed; as JSON,
     the whole object."""
 
-    def __init__(self, root: Path, names: Sequence[str], *, as_json: bool) -> None:
-        self._root = root
-        self._names = names
+    def __init__(self, wanted: _Wanted, *, as_json: bool) -> None:
+        self._wanted = wanted
         self._as_json = as_json
         self._schedulers = functools.cache(PolledScheduler)
         self._gists: dict[str, tuple[object, ...]] = {}
@@ -132,13 +176,13 @@ class _Watch:
         return self._statuses
 
     def _look(self) -> Seen:
-        statuses = _collect(self._root, self._names, self._schedulers, whole=self._as_json)
+        statuses = _collect(self._wanted, self._schedulers, whole=self._as_json)
         gists = {status["trial"]: _gist(status) for status in statuses}
         news = [one for one in statuses if gists[one["trial"]] != self._gists.get(one["trial"])]
         self._statuses, self._gists = statuses, gists
         ended = self._rest.begins(statuses)
         if self._redraws or (self._as_json and news):
-            text = _text(self._root, self._names, statuses, self._as_json)
+            text = _text(self._wanted, statuses, self._as_json)
             self._show(f"{text}\n{_footer()}" if self._redraws and not ended else text)
         elif news:
             self._show("\n".join(map(_line, news)))

@@ -75,6 +75,7 @@ This object is a contract: fields may be added, none is ever changed or removed.
         "effective_ratio": 0.93               time of the steps that count / time since the first;
       },                                      null in overviews. Each can be null: unknown
       "submission": 1,                        the newest; null for a trial that never was submitted
+      "submitted": 1767225600.0 | null,       when it was requested, by that host's clock
       "incarnations": [{                      the newest ones, oldest first: 20 of one trial, 3 in
         "number": 2,                          overviews
         "job_id": "41_1" | null, "submission": 1 | null, "link": 1 | null, "hosts": ["n0", …],
@@ -146,6 +147,7 @@ def assemble(
         "results": _results(snapshot.paths),
         "report": str(snapshot.paths.report) if snapshot.paths.report.is_file() else None,
         "submission": snapshot.submission.number if snapshot.submission else None,
+        "submitted": snapshot.submission.time if snapshot.submission else None,
         "incarnations": told,
         "avoided": [{"host": one.host, "why": one.why} for one in snapshot.avoided],
         "failed_starts": _failed_starts(snapshot),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -55,6 +56,27 @@ def test_status_is_a_list_an_experiment_or_one(
     assert [one["trial"] for one in printed(capsys)] == ["add/1", "add/2"]
     assert main(["status", "add/2", "--json"]) == 0
     assert printed(capsys)["state"] == "CANCELLED"
+
+
+def test_status_list_filtered_and_sorted_by_options(
+    root: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = {"1": Kind.FAILED, "2": Kind.FINISHED, "3": Kind.FAILED, "4": None}
+    for trial, kind in ends.items():
+        run = FakeRun(root, trial=trial)
+        run.submission(time=1000.0 * (5 - int(trial)) if trial != "3" else 9000.0)
+        if kind is not None:
+            run.begin()
+            run.end(kind, reason="x", step=1)
+    orders = {"name": "1234", "age": "3124", "state": "4132"}
+    for order, trials in orders.items():
+        assert main(["status", "--json", "--sort", order]) == 0
+        assert [one["trial"] for one in printed(capsys)] == [f"add/{name}" for name in trials]
+    assert main(["status", "--state", "failed", "--state", "INTERRUPTED"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["TRIAL", "add/1", "add/3", "add/4"]
+    assert main(["status", "--state", "pending"]) == 0
+    assert capsys.readouterr().out == f"no PENDING trials in {root}\n"
 
 
 def test_the_root_option_comes_first(
@@ -504,6 +526,29 @@ def test_cancel_and_resume(
     first, second = capsys.readouterr().out.splitlines()
     assert first == "add/1 has already ended: finished"
     assert second.startswith("add/2 is cancelled")
+
+
+def test_rm_refused_while_jobs_or_other_trials_need_files(
+    waiting: FakeRun,
+    root: Path,
+    scheduler: FakeScheduler,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    user = FakeRun(root, "sub", "1")
+    user.paths.config.write_text(f"actor: {{path: {waiting.paths.run}/export/step-00000001}}\n")
+    assert main(["rm", "add/1", "sub/1", "--yes"]) == 2
+    assert "still has jobs: 41_0 (PENDING); first: slurmrl cancel add/1" in capsys.readouterr().err
+    scheduler.tasks = []
+    assert main(["rm", "add/1", "--yes"]) == 2
+    assert "sub/1 uses files of add/1" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    assert main(["rm", "add/1", "sub/1"]) == 130
+    assert waiting.paths.run.is_dir()
+    assert user.paths.run.is_dir()
+    (root / user_name() / "add" / ".removed-7").mkdir()  # of a removal that was killed
+    assert main(["rm", "add/1", "sub/1", "--yes"]) == 0
+    assert list((root / user_name()).iterdir()) == []
 
 
 def contents(root: Path) -> dict[Path, tuple[int, bytes]]:

@@ -27,18 +27,19 @@ def test_ages(seconds: float | None, text: str) -> None:
 
 def test_many_trials_in_columns() -> None:
     two = [status(), pending("Priority", "other jobs come first")]
-    assert render.many(two).splitlines() == [
-        "TRIAL  STATE    STEP   REWARD  TOKENS/S  COMMIT                DIAGNOSIS",
-        "add/1  RUNNING  12/60  0.4123  1,234     step 10, 3.3 min ago  "
+    hour_later = 1_003_600.0
+    assert render.many(two, now=hour_later).splitlines() == [
+        "TRIAL  STATE    AGE     STEP   REWARD  TOKENS/S  COMMIT                DIAGNOSIS",
+        "add/1  RUNNING  60 min  12/60  0.4123  1,234     step 10, 3.3 min ago  "
         "2 s a step, about 96 s left",
-        "add/1  PENDING  0/60   -       -         none yet              "
+        "add/1  PENDING  60 min  0/60   -       -         none yet              "
         "pending for 3 h (Priority): other jobs come first",
     ]
-    assert render.many(two, 80).splitlines() == [
-        "TRIAL  STATE    STEP   REWARD  TOKENS/S  COMMIT",
-        "add/1  RUNNING  12/60  0.4123  1,234     step 10, 3.3 min ago",
+    assert render.many(two, 80, now=hour_later).splitlines() == [
+        "TRIAL  STATE    AGE     STEP   REWARD  TOKENS/S  COMMIT",
+        "add/1  RUNNING  60 min  12/60  0.4123  1,234     step 10, 3.3 min ago",
         "    2 s a step, about 96 s left",
-        "add/1  PENDING  0/60   -       -         none yet",
+        "add/1  PENDING  60 min  0/60   -       -         none yet",
         "    pending for 3 h (Priority): other jobs come first",
     ]
 

@@ -33,7 +33,7 @@ def shown(paths: RunPaths, look: Callable[..., list[dict[str, Any]]]) -> tuple[s
         raise error
 
     [status] = look([paths], lambda kind: FakeScheduler(), unreadable=unreadable)
-    return render.many([status]), status["findings"]
+    return render.many([status], now=0.0), status["findings"]
 
 
 def finished_without_learning(run: FakeRun) -> None:
