@@ -25,7 +25,7 @@ CONTRACT = (
 ADDED = {
     "doing",
     *("diagnosis", "findings", "phase", "warned", "waiting", "links_left", "link", "pending"),
-    *("checkpoint_failures", "skipped", "timing", "submission", "incarnations"),
+    *("checkpoint_failures", "skipped", "timing", "submission", "submitted", "incarnations"),
     *("avoided", "failed_starts"),
     *("free_bytes", "results", "rollouts", "report"),
 }
