@@ -60,7 +60,9 @@ def _metrics(found: Comparison, one: str, two: str, width: int | None) -> list[s
     """Return a line for each metric, at the last step that both trials have; first those of a
     progress line, then the others by name. A last line names the metrics that are constant and
     the same in both."""
-    rows = [("METRIC", "STEP", one, two, f"{one} FROM, TO", f"{two} FROM, TO")]
+    rows: list[tuple[str, ...]] = [
+        ("METRIC", "STEP", one, two, f"{one} FROM, TO", f"{two} FROM, TO")
+    ]
     same = []
     for name in sorted(found.metrics, key=lambda name: (_place(name), name)):
         first, second = found.metrics[name]
