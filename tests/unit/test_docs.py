@@ -83,6 +83,12 @@ def test_the_navigation_has_each_page_once() -> None:
     assert own == PAGES, "mkdocs.yml: nav"
 
 
+def test_home_page_links_every_page() -> None:
+    home = (DOCS / "index.md").read_text(encoding="utf-8")
+    linked = {target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", home)}
+    assert set(PAGES) - linked == {"index.md"}
+
+
 def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
