@@ -23,19 +23,21 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
 NEW_MOUNTS, NEW_USER, NEW_PIDS, NEW_NET, NEW_IPC = 0x20000, 0x10000000, 0x20000000, 1 << 30, 1 << 27
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 0x40000
 MNT_DETACH = 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 CAPABILITY_VERSION = 0x20080522
 PRIVATE_FOLDERS = ("/tmp", "/var/tmp", "/mnt", "/media", "/srv")
-"""Mount points for the private folder; the first that holds nothing of this interpreter."""
+"""Mount points for the private folder; the first that can be one is taken."""
+SHARED_MEMORY = "/dev/shm"
+"""Mount point for the semaphores of ``multiprocessing``."""
 VARIABLES = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -57,7 +59,9 @@ class Sandbox:
         """What is isolated."""
         if settings["namespaces"]:
             self._enter_namespaces()
-        self._memory_folder = self._find_memory_folder()
+        self._kept: dict[str, list[tuple[str, int]]] = {}
+        """Folders of this interpreter below each mount point, with descriptors of them."""
+        self._memory_folders = self._find_memory_folders()
         self._root = os.getuid() == 0
         self._own_proc = self.process_table and self._mount("proc", "/proc", "proc")
         if not self.process_table:
@@ -89,26 +93,46 @@ class Sandbox:
         die_with_parent()
         self.process_table = self.network = True
 
-    def _find_memory_folder(self) -> str:
-        """Make the file system read-only, if possible. Return a folder in whose place a small file
-        system in memory can be mounted; "" if there is none."""
-        if self.process_table and LIBC.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) == 0:
-            attributes = (ctypes.c_uint64 * 4)(READ_ONLY, 0, 0, 0)
-            size = ctypes.sizeof(attributes)
-            self.files = (
-                LIBC.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, size) == 0
-            )
-            ours = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *sys.path)]
-            for place in PRIVATE_FOLDERS:
-                free = os.path.isdir(place) and not any(path.startswith(place) for path in ours)
-                if free and self._mount_memory(place):
-                    LIBC.umount2(place.encode(), MNT_DETACH)
-                    return place
-        return ""
+    def _find_memory_folders(self) -> list[str]:
+        """Make the file system read-only, if possible. Return the folders in whose place small file
+        systems in memory can be mounted, the one for the private folder first; none if that
+        cannot be mounted."""
+        if not self.process_table or LIBC.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) != 0:
+            return []
+        attributes = (ctypes.c_uint64 * 4)(READ_ONLY, 0, 0, 0)
+        size = ctypes.sizeof(attributes)
+        self.files = (
+            LIBC.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, size) == 0
+        )
+        private = next((place for place in PRIVATE_FOLDERS if self._can_be_memory(place)), "")
+        shared = [SHARED_MEMORY] if private and self._can_be_memory(SHARED_MEMORY) else []
+        return [private, *shared] if private else []
+
+    def _can_be_memory(self, place: str) -> bool:
+        place = os.path.realpath(place)
+        ours = _below(place, _folders_of_interpreter())
+        if not os.path.isdir(place) or place in ours:
+            return False
+        self._kept[place] = [(path, os.open(path, os.O_PATH)) for path in ours]
+        if not self._mount_memory(place):
+            return False
+        LIBC.umount2(place.encode(), MNT_DETACH)
+        return True
 
     def _mount_memory(self, place: str) -> bool:
+        """Mount an empty file system that holds only this interpreter's folders, read-only."""
+        place = os.path.realpath(place)
         options = f"size={self._settings['files_bytes']},mode=700"
-        return self._mount("tmpfs", place, "tmpfs", options)
+        if not self._mount("tmpfs", place, "tmpfs", options):
+            return False
+        for path, folder in self._kept[place]:
+            os.makedirs(path)
+            os.fchdir(folder)  # its path is hidden
+            if LIBC.mount(b".", path.encode(), None, MS_BIND | MS_REC, None) != 0:
+                LIBC.umount2(place.encode(), MNT_DETACH)
+                return False
+        os.chdir("/")
+        return True
 
     def _mount(self, source: str, target: str, kind: str, options: str = "") -> bool:
         flags = MS_NOSUID | MS_NODEV | (MS_NOEXEC if kind == "proc" else 0)
@@ -150,19 +174,26 @@ class Sandbox:
 
     @contextmanager
     def _private_folder(self) -> Iterator[str]:
-        """An empty folder, which is removed with all that the program has put into it. In memory it
-        is a mount of its own: whatever a program does to its files, the next one finds none."""
-        place = self._memory_folder or tempfile.mkdtemp(prefix="slurmrl-code-")
-        if self._memory_folder and not self._mount_memory(place):
-            raise OSError(ctypes.get_errno(), f"no file system in memory at {place}")
+        """An empty folder, which is removed with all that the program has put into it. In memory
+        its file system is a mount of its own: whatever a program does to its files, the next one
+        finds none."""
+        mounted: list[str] = []
         try:
-            yield place
+            for place in self._memory_folders:
+                if not self._mount_memory(place):
+                    raise OSError(ctypes.get_errno(), f"no file system in memory at {place}")
+                mounted.append(place)
+            parent = mounted[0] if mounted else None
+            folder = tempfile.mkdtemp(prefix="slurmrl-code-", dir=parent)
+            try:
+                yield folder
+            finally:
+                if not mounted:
+                    with suppress(RecursionError):  # too deep for rmtree
+                        shutil.rmtree(folder, ignore_errors=True)
         finally:
-            if self._memory_folder:
+            for place in mounted:
                 LIBC.umount2(place.encode(), MNT_DETACH)
-            else:
-                with suppress(RecursionError):  # too deep for rmtree
-                    shutil.rmtree(place, ignore_errors=True)
 
     def _watch(self, child: int, timeout_s: float) -> str:
         """Wait for the program; return why it failed, "" if it did not."""
@@ -322,6 +353,22 @@ def _result(
 
 def die_with_parent() -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _folders_of_interpreter() -> set[str]:
+    """The folders that this interpreter imports from, with and without links in their paths."""
+    paths = [path for path in (sys.prefix, sys.base_prefix, *sys.path) if os.path.isdir(path)]
+    return {each(path) for path in paths for each in (os.path.abspath, os.path.realpath)}
+
+
+def _below(place: str, paths: Iterable[str]) -> list[str]:
+    """The paths at or below a place, without those that lie below another one."""
+    found: list[str] = []
+    for path in sorted(paths):
+        inside = [parent for parent in (place, *found) if f"{path}/".startswith(f"{parent}/")]
+        if inside == [place]:
+            found.append(path)
+    return found
 
 
 def _enter_own_users(others: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -189,10 +190,15 @@ def of_completion(extras: Extras, indices: Sequence[int]) -> Extras:
 def describe(error: BaseException) -> str:
     """``KeyError: 'x' (my_rewards.py:12)``: the error and its last frame in the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
-    others = ("slurmrl", "importlib", "<frozen importlib._bootstrap>")
-    own = [frame for frame in frames if not set(others) & set(Path(frame.filename).parts)]
+    own = [frame for frame in frames if not _is_of_others(frame.filename)]
     where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{where}"
+
+
+def _is_of_others(file: str) -> bool:
+    """Whether a file is part of slurmrl or of Python's import system."""
+    others = (Path(__file__).parents[1], Path(importlib.__file__).parent)
+    return file.startswith("<frozen importlib") or any(map(Path(file).is_relative_to, others))
 
 
 def _what(kind: Any) -> str:

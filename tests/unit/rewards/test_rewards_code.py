@@ -6,8 +6,10 @@ import json
 import os
 import sys
 import time
+import venv
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -196,6 +198,55 @@ def test_a_program_finds_nothing_that_an_earlier_one_left(make: Make, namespaces
     scores = judge(reward, row, [empty + program for program in programs.values()] * 2)
     assert scores == [1.0] * len(scores)
     assert reward.stats() == {"reward_unjudged": (0.0, len(scores))}
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder below the one that the test names."""
+    with TemporaryDirectory(dir=request.param) as path:
+        yield Path(path)
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "/var/tmp", "/dev/shm"], indirect=True)
+def test_temporary_files_are_private_wherever_python_lies(make: Make, folder: Path) -> None:
+    """Programs write to /tmp and /dev/shm and find nothing of others there, except the
+    interpreter and its modules, which they cannot change."""
+    venv.EnvBuilder(symlinks=True).create(folder / "venv")
+    reward = make(python=str(folder / "venv" / "bin" / "python"))
+    if not isolated(reward)["files"]:
+        pytest.skip("no namespaces here")
+    (folder / "mine").write_text("mine")
+    writes = (
+        "import subprocess, sys\n"
+        "for place in ('/tmp', '/dev/shm'): open(f'{place}/x', 'x').write('x')\n"
+        f"assert sys.prefix == {str(folder / 'venv')!r}\n"
+        "import wave, tempfile; tempfile.NamedTemporaryFile().write(b'x')\n"
+        "subprocess.run([sys.executable, '-c', 'import wave'], check=True)\n"
+    )
+    sees = f"import os; assert not os.path.exists({str(folder / 'mine')!r})"
+    changes = "import sys; open(f'{sys.prefix}/mine', 'w')"
+    row = {"tests": [{"input": "", "output": ""}] * 2}
+    scores = judge(reward, row, [writes, writes, sees, changes])
+    hidden = float(not folder.is_relative_to("/var/tmp"))
+    assert scores == [1.0, 1.0, hidden, 0.0]
+
+
+def test_a_pool_of_processes_works_in_a_program(make: Make) -> None:
+    """Its semaphores are files in /dev/shm."""
+    program = (
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "from multiprocessing import Pool\n"
+        "def double(x): return 2 * x\n"
+        "def f(n):\n"
+        "  with Pool() as pool, ProcessPoolExecutor() as others:\n"
+        "    return [*pool.map(double, range(n)), *others.map(double, range(n))]\n"
+    )
+    call = {"fn_name": "f", "inputs": [[3]], "outputs": [[0, 2, 4, 0, 2, 4]]}
+    script = f"{program}if __name__ == '__main__': print(f(2))"
+    reward = make()
+    assert judge(reward, {"tests": call}, [program]) == [1.0]
+    output = [{"input": "", "output": "[0, 2, 0, 2]"}]
+    assert judge(reward, {"tests": output}, [script]) == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from slurmrl.errors import RewardError, UsageError
 from slurmrl.rewards import make
+from slurmrl.rewards.reward import CheckedReward, describe
 from tests.support.users_rewards import Looks
 
 MODULE = "tests.support.users_rewards"
@@ -115,3 +116,13 @@ def test_stats_that_are_none(name: str) -> None:
     reward = make(f"{MODULE}:{name}", {})
     with pytest.raises(RewardError, match=r"stats\(\) returned .* name to \(sum, count\)"):
         reward.stats()
+
+
+@pytest.mark.parametrize("folder", ["slurmrl", "slurmrl/code/slurmrl", "importlib"])
+def test_errors_are_placed_in_the_users_file_wherever_it_lies(tmp_path: Path, folder: str) -> None:
+    file = tmp_path / folder / "my_rewards.py"
+    space: dict[str, Any] = {}
+    exec(compile("def score(*_):\n    raise KeyError('x')", str(file), "exec"), space)
+    with pytest.raises(KeyError) as caught:
+        CheckedReward("my", space["score"], {}, cores=1).score(["p"], ["c"], [{}], PLACES[:1])
+    assert describe(caught.value) == "KeyError: 'x' (my_rewards.py:2)"
