@@ -10,6 +10,7 @@ import click
 
 from slurmrl import env
 from slurmrl.cli.options import examples
+from slurmrl.config.variables import expanded
 
 if TYPE_CHECKING:
     from slurmrl.config.source import KeyPath
@@ -180,6 +181,6 @@ def _ask(question: Question) -> str:
 def _root() -> str:
     """The proposed folder of all runs."""
     if chosen := env.ROOT.get():
-        return str(Path(chosen).expanduser().absolute())
+        return str(Path(expanded(chosen)).absolute())
     scratch = env.SCRATCH.get()
     return f"{scratch.rstrip('/')}/slurmrl-runs" if scratch.startswith("/") else "~/slurmrl-runs"

@@ -22,11 +22,14 @@ INTRODUCTION: Final = """\
 
 One YAML 1.2 file describes a trial. `slurmrl submit CONFIG dotted.key=value …` overrides single
 values: each value is parsed as YAML (`actor.optimizer.betas=[0.9, 0.99]`), except that a text
-takes it as it stands (`trial=007`), null clears a setting, and the last override of a key wins.
-Unknown keys and invalid values are refused, with one report of all problems.
+takes it as it stands (`trial=007`, `dataset.prompt_template={question}`), null clears a setting,
+and the last override of a key wins. A number that a file gives for a text keeps its spelling
+(`account: 00123`). Unknown keys and invalid values are refused, with one report of all problems.
 
 Paths in the file are relative to its folder; paths on the command line and `root` are relative to
-the current directory. A setting whose default is null may be left out or set to null.
+the current directory. In a path, `~`, `$NAME` and `${NAME}` are replaced when the trial is
+submitted (`root: $SCRATCH/runs`); a variable without a value is refused. A setting whose default is
+null may be left out or set to null.
 
 A site profile (`~/.config/slurmrl/default.yaml`) may set `root` and any setting of `cluster` for
 all your configurations: [site profiles](howto/profiles.md). Defaults < profile < configuration <

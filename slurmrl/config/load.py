@@ -20,7 +20,8 @@ from slurmrl.config.problems import problems_from
 from slurmrl.config.schema import Config, Profile
 from slurmrl.config.schema.base import IsHubPath, IsPath
 from slurmrl.config.schema.model import TRIAL_PREFIX
-from slurmrl.config.source import KeyPath, Source, read
+from slurmrl.config.source import RESOLVED, KeyPath, Source, read
+from slurmrl.config.written import as_written
 from slurmrl.errors import ConfigError, EnvironmentFailure, Problem
 from slurmrl.fsio import ownership
 from slurmrl.fsio.failures import NO_FILE
@@ -31,8 +32,6 @@ logger = log.get(__name__)
 M = TypeVar("M", bound=BaseModel)
 Derive: TypeAlias = Callable[[Source], None]
 """Makes another configuration of a file's values, in place."""
-
-HEADER = "# The resolved configuration of this run: every setting, absolute paths.\n"
 
 
 def load(
@@ -133,10 +132,11 @@ def validate(
     values = source.values
     for part in prefix:
         values = values[str(part)]
+    values, problems = as_written(schema, values, source, prefix)
     try:
-        return _resolve_paths(schema.model_validate(values), source, prefix), []
+        return _resolve_paths(schema.model_validate(values), source, prefix), problems
     except ValidationError as error:
-        problems = problems_from(error, source, prefix, schema)
+        problems += problems_from(error, source, prefix, schema)
         rest = copy.deepcopy(values)
         for details in error.errors():
             missing = details["type"] == "missing"
@@ -165,7 +165,7 @@ def dump(config: Config) -> str:
     yaml = YAML(pure=True)
     yaml.width = 100
     yaml.dump(_writable(config.model_dump()), stream)
-    return HEADER + stream.getvalue()
+    return f"{RESOLVED}\n{stream.getvalue()}"
 
 
 def _writable(value: Any) -> Any:
@@ -246,7 +246,7 @@ def _located(text: str, source: Source, key: KeyPath, *, may_be_hub: bool) -> st
 
 
 def _absolute(text: str, source: Source, key: KeyPath) -> str:
-    return os.path.abspath(source.folder(key) / Path(text).expanduser())
+    return os.path.abspath(source.folder(key) / text)
 
 
 def _is_path(field: FieldInfo, kind: type[IsPath] = IsPath) -> bool:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from types import UnionType
-from typing import Annotated, Any, Final, Union, get_args, get_origin
+from collections.abc import Sequence
+from typing import Any, Final
 
-from ruamel.yaml.nodes import ScalarNode
+from ruamel.yaml.nodes import Node, ScalarNode
 
-from slurmrl.config.problems import section_at
+from slurmrl.config.problems import keys, section_at
 from slurmrl.config.schema import Config
-from slurmrl.config.source import COMMAND_LINE, Builder, KeyPath, Source, compose, dotted
+from slurmrl.config.source import COMMAND_LINE, Builder, KeyPath, Mark, Source, compose, dotted
+from slurmrl.config.written import types
 from slurmrl.errors import ConfigError, Problem
 
-NULL: Final = "tag:yaml.org,2002:null"
+NULLS: Final = ("", "~", "null", "Null", "NULL")
 _KEY: Final = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 
 
 def apply(source: Source, overrides: Sequence[str]) -> None:
     """Apply each override; the last one of a key wins. A value is parsed as YAML, so ``a.b=[1, 2]``
     is a list and ``a.b=`` is null; a whole section replaces the file's. A setting that is a text
-    takes a single value as it stands: ``trial=007``. Errors are added to the source's problems."""
+    takes the characters as they stand: ``trial=007``, ``dataset.prompt_template={question}``. Only
+    null clears it, and quotes around the whole are removed. Errors are added to the source's
+    problems."""
     for text in overrides:
         key, equals, value = text.partition("=")
         key = key.strip()
@@ -34,37 +36,38 @@ def apply(source: Source, overrides: Sequence[str]) -> None:
 
 
 def _set(source: Source, path: KeyPath, text: str) -> None:
+    takes_text = _is_text(path) and text.strip() not in NULLS
+    node = None
     try:
         node = compose(text, COMMAND_LINE)
     except ConfigError as error:
-        source.problems += [problem._replace(key=dotted(path)) for problem in error.problems]
-        return
+        if not takes_text:
+            source.problems += [problem._replace(key=dotted(path)) for problem in error.problems]
+            return
     section = _section(source, path)
     if section is None:
         return
     _forget(source, path)
-    source.marks[path] = COMMAND_LINE
-    value = None if node is None else Builder(source, file=None).value(node, path)
-    plain = isinstance(node, ScalarNode) and node.style is None and node.tag != NULL
-    section[str(path[-1])] = node.value if node and plain and _is_text(path) else value
+    source.marks[path] = Mark(COMMAND_LINE)
+    builder = Builder(source, file=None)
+    if takes_text and not _is_quoted(node, text):
+        section[str(path[-1])] = builder.text(text, path)
+    else:
+        section[str(path[-1])] = None if node is None else builder.value(node, path)
+
+
+def _is_quoted(node: Node | None, text: str) -> bool:
+    """Return whether the text is one string of YAML in quotes."""
+    whole = text.strip()
+    style = node.style if isinstance(node, ScalarNode) else None
+    return style in ("'", '"') and len(whole) > 1 and whole[0] == whole[-1] == style
 
 
 def _is_text(path: KeyPath) -> bool:
     """Return whether a setting is a text, in which 007 and no stand for themselves."""
     owner = section_at(Config, path[:-1])
-    field = owner.model_fields.get(str(path[-1])) if owner else None
-    return field is not None and set(_types(field.annotation)) - {type(None)} == {str}
-
-
-def _types(annotation: Any) -> Iterator[Any]:
-    """Yield the types that an annotation allows."""
-    if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    if get_origin(annotation) in (Union, UnionType):
-        for option in get_args(annotation):
-            yield from _types(option)
-    else:
-        yield annotation
+    field = dict(keys(owner)).get(str(path[-1])) if owner else None
+    return field is not None and set(types(field.annotation)) - {type(None)} == {str}
 
 
 def _section(source: Source, path: KeyPath) -> dict[str, Any] | None:
@@ -74,7 +77,7 @@ def _section(source: Source, path: KeyPath) -> dict[str, Any] | None:
         below = section.get(str(part))
         if below is None:
             below = section[str(part)] = {}
-            source.marks.setdefault(path[:length], COMMAND_LINE)
+            source.marks.setdefault(path[:length], Mark(COMMAND_LINE))
         if not isinstance(below, dict):
             message = f"{dotted(path[:length])} is a value ({below!r}), not a section"
             source.problems.append(Problem(COMMAND_LINE, dotted(path), message))

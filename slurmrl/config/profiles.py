@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from slurmrl import env
+from slurmrl.config.variables import expanded
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.fsio import ownership
 from slurmrl.registry import near
@@ -21,7 +22,9 @@ DEFAULT: Final = "default"
 NONE: Final = "none"
 SUFFIX: Final = ".yaml"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-ROOT_RULE: Final = "must be an absolute path, since all commands use it: /shared/me/runs or ~/runs"
+ROOT_RULE: Final = (
+    "must be an absolute path, since all commands use it: /shared/me/runs, ~/runs or $SCRATCH/runs"
+)
 
 
 def folder() -> Path:
@@ -90,9 +93,12 @@ def root() -> str | None:
     if not isinstance(value, str) or not is_root(value):
         message = f"{value!r} is not allowed: {ROOT_RULE}"
         raise ConfigError((source.problem(("root",), message),))
-    return value
+    try:
+        return expanded(value)
+    except UsageError as error:
+        raise ConfigError((source.problem(("root",), str(error)),)) from error
 
 
 def is_root(text: str) -> bool:
     """Whether a profile may name this folder of all runs."""
-    return text.startswith(("/", "~"))
+    return text.startswith(("/", "~", "$"))

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -31,10 +31,21 @@ MOST_DIGITS = 300
 """Limit for a number; more digits do not fit into a float."""
 LARGEST = 10**MOST_DIGITS
 ARCHIVE = ".tar"
+RESOLVED = "# The resolved configuration of this run: every setting, absolute paths."
+"""First line of the file that a trial writes."""
 
 
 def dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
+
+
+class Mark(NamedTuple):
+    """The location of a value, and its spelling."""
+
+    where: str
+    """``ppo.yaml:12`` or ``command line``."""
+    text: str | None = None
+    """The number as it is written (``007``); None for other values."""
 
 
 @dataclass
@@ -43,10 +54,12 @@ class Source:
 
     path: Path
     values: dict[str, Any] = field(default_factory=dict)
-    marks: dict[KeyPath, str] = field(default_factory=dict)
+    marks: dict[KeyPath, Mark] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     profile: Path | None = None
     """The site profile that was merged under the file (see `profiles`)."""
+    resolved: bool = False
+    """Whether a trial wrote the file. Its paths are absolute, and a dollar sign is part of them."""
 
     def where(self, key_path: KeyPath) -> str:
         """``ppo.yaml:12`` or ``command line``. A missing key has the location of its
@@ -54,8 +67,14 @@ class Source:
         for length in range(len(key_path), 0, -1):
             mark = self.marks.get(key_path[:length])
             if mark is not None:
-                return mark
+                return mark.where
         return str(self.path)
+
+    def spelling(self, key_path: KeyPath) -> Any:
+        """The value at a key; a number as the text that is written there."""
+        value, mark = self.at(key_path), self.marks.get(key_path)
+        written = mark.text if mark is not None else None
+        return value if written is None or isinstance(value, str) else written
 
     def writes(self, *key_path: str | int) -> bool:
         """Whether there is a value at this key, valid or not."""
@@ -97,7 +116,7 @@ class Source:
 def read(path: Path) -> Source:
     """Read a file's values. Raises UnreadableInputError, ConfigError if it is not YAML."""
     text = _text(path)
-    source = Source(path)
+    source = Source(path, resolved=text.startswith(RESOLVED))
     node = compose(text, str(path))
     if node is None:
         raise ConfigError((Problem(str(path), "", "the file is empty"),))
@@ -187,7 +206,10 @@ class Builder:
         if len(path) > MOST_DEPTH:
             return self._refuse(path, f"nested more than {MOST_DEPTH} levels deep")
         if isinstance(node, ScalarNode):
-            return self._scalar(node, path)
+            value = self._scalar(node, path)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                self._source.marks[path] = Mark(self._source.where(path), str(node.value))
+            return value
         if id(node) in self._open:
             return self._refuse(path, "an alias must not refer to a value that contains it")
         self._open.add(id(node))
@@ -231,18 +253,23 @@ class Builder:
         except (YAMLError, ValueError) as error:
             reason = getattr(error, "problem", None) or error
             return self._refuse(path, f"{node.value!r} cannot be read: {reason}")
-        if isinstance(value, str) and not _is_text(value):
-            return self._refuse(
-                path, f"{value!r} contains a lone surrogate, which is not a character"
-            )
+        if isinstance(value, str):
+            return self.text(value, path)
         if isinstance(value, int) and abs(value) > LARGEST:
             return self._refuse(path, f"{node.value[:20]}… has more than {MOST_DIGITS} digits")
-        if value is None or isinstance(value, bool | int | float | str):
+        if value is None or isinstance(value, bool | int | float):
             return value
         return self._refuse(path, f"{node.value!r} has the unsupported type {node.tag}")
 
+    def text(self, text: str, path: KeyPath) -> str | None:
+        """The text, if it consists of characters."""
+        if _is_text(text):
+            return text
+        self._refuse(path, f"{text!r} contains a lone surrogate, which is not a character")
+        return None
+
     def _mark(self, path: KeyPath, node: Node) -> None:
-        self._source.marks[path] = self._where(node)
+        self._source.marks[path] = Mark(self._where(node))
 
     def _where(self, node: Node) -> str:
         return f"{self._file}:{node.start_mark.line + 1}" if self._file else COMMAND_LINE

@@ -18,6 +18,7 @@ from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from slurmrl.config.variables import expanded
 from slurmrl.errors import UsageError
 from slurmrl.registry import import_own
 
@@ -53,7 +54,7 @@ def own_name(text: str, folder: Path) -> OwnName | None:
     match = OWN_FILE.fullmatch(text)
     if match is None:
         return None
-    path = folder / Path(match[1]).expanduser()
+    path = folder / expanded(match[1])
     if not path.is_file():
         raise UsageError(f"'{text}' is not allowed: there is no file {path}")
     if not path.stem.isidentifier():

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slurmrl.errors import SchedulerError
-from slurmrl.scheduler.parse import gpu_count, said, whole
+from slurmrl.scheduler.parse import gpu_count, gpus, said, whole
 
 PARTITIONS_FORMAT = "%P|%a|%l|%D|%c|%m|%G"
 """sinfo's fields, one line for each partition and kind of host: partition (a star marks the
 default), availability, time limit, number of hosts, CPUs, megabytes of memory, resources."""
 ACCOUNTS_FORMAT = "User,DefaultAccount,Account"
-_GPU_TYPE = re.compile(r"\bgpu:([^:,()]+):\d+")
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def partitions(text: str) -> list[Partition]:
             whole(cpus),
             whole(memory),
             gpu_count(resources),
-            tuple(dict.fromkeys(_GPU_TYPE.findall(resources))),
+            tuple(_once(name for name, _ in gpus(resources) if name)),
         )
         before = found[name].kinds if name in found else ()
         found[name] = Partition(name, label != name, state == "up", limit, (*before, kind))

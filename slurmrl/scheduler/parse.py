@@ -13,7 +13,9 @@ HOSTS_FORMAT = "%N|%T|%G|%c|%m"
 megabytes of memory."""
 MOST_DIGITS = 7
 """Digits of an element or of a host's number: Slurm has at most 4,000,001 elements."""
-_GPUS = re.compile(r"\bgpu(?::[^:,()]+)*?:(\d+)")
+_PLACES = re.compile(r"\([^)]*\)")
+_COUNT = re.compile(r"(\d+)([KMGTP]?)", re.IGNORECASE)
+NO_CONSUME = "no_consume"
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,25 @@ def cluster_hosts(text: str) -> list[HostRow]:
 
 def gpu_count(resources: str) -> int:
     """Return the number of GPUs in a host's generic resources; those of several types add up."""
-    return sum(int(number) for number in _GPUS.findall(resources))
+    return sum(number for _, number in gpus(resources))
+
+
+def gpus(resources: str) -> list[tuple[str, int]]:
+    """Return type and number of each kind of GPU in generic resources such as
+    ``gpu:a100:4(S:0,2),gpu:1g.5gb:2,shard:8``. The type is empty where there is none. Slurm
+    multiplies a number by 1024 for each step from K to P, and counts 1 without a number."""
+    found = []
+    for entry in _PLACES.sub("", resources).split(","):
+        name, *rest = entry.strip().removeprefix("gres/").replace("=", ":").split(":")
+        if name != "gpu":
+            continue
+        rest = [part for part in rest if part != NO_CONSUME]
+        count = _COUNT.fullmatch(rest[-1]) if rest else None
+        number = (
+            1 if count is None else int(count[1]) << 10 * " KMGTP".index(count[2].upper() or " ")
+        )
+        found.append((":".join(rest if count is None else rest[:-1]), number))
+    return found
 
 
 def whole(text: str) -> int:

@@ -14,7 +14,8 @@ from slurmrl.checkpoint.pinned import is_pinned, read_origin
 from slurmrl.config.load import Derive, load
 from slurmrl.config.schema import WHOLE, evaluation_key
 from slurmrl.config.schema.model import TRIAL_PREFIX
-from slurmrl.config.source import KeyPath, Source
+from slurmrl.config.source import KeyPath, Mark, Source
+from slurmrl.config.variables import expanded
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.graph.call import REWARD_MODEL
 from slurmrl.history.log import History
@@ -153,12 +154,12 @@ def evaluation_of(checkpoint: str, root: Path | None, suite: str = WHOLE) -> Der
     def derive(source: Source) -> None:
         if not isinstance(algorithm := source.values.get("algorithm"), dict):
             return  # reported when the values are checked
-        folder = root or Path(str(source.values.get("root") or DEFAULT_ROOT)).expanduser()
+        folder = root or Path(_root_of(source))
         model = find_checkpoint(checkpoint, folder.absolute())
         if suite != WHOLE or algorithm.get("name") != EVALUATE:
             _from_evaluation(source, algorithm, suite)
         if "experiment" in source.values:  # else it is reported as required
-            source.values["experiment"] = f"{source.values['experiment']}{EVALUATED}"
+            source.values["experiment"] = f"{source.spelling(('experiment',))}{EVALUATED}"
         source.values["trial"] = _as_name(f"{model.name}-{suite}") if suite else model.name
         actor = source.values.setdefault("actor", {})
         if isinstance(actor, dict):
@@ -167,13 +168,22 @@ def evaluation_of(checkpoint: str, root: Path | None, suite: str = WHOLE) -> Der
     return derive
 
 
+def _root_of(source: Source) -> str:
+    """The folder of all runs of a configuration."""
+    text = str(source.values.get("root") or DEFAULT_ROOT)
+    try:
+        return text if source.resolved else expanded(text)
+    except UsageError as error:
+        raise ConfigError((source.problem(("root",), str(error)),)) from error
+
+
 class _Derived:
     """The values of an evaluation, taken from those of a source with their marks."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.values: dict[str, Any] = {"algorithm": {"name": EVALUATE}}
-        self.marks: dict[KeyPath, str] = {}
+        self.marks: dict[KeyPath, Mark] = {}
 
     def take(self, old: KeyPath, new: KeyPath, without: Sequence[str] = ()) -> None:
         value, section = _at(self.source.values, old), _at(self.values, new[:-1])

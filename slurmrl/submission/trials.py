@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slurmrl import env
 from slurmrl.config import profiles
+from slurmrl.config.variables import expanded
 from slurmrl.errors import UnknownNameError, UsageError
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.registry import near
@@ -17,9 +18,10 @@ DEFAULT_ROOT = "./runs"
 
 
 def chosen_root(option: str | None) -> Path | None:
-    """``--root``, else SLURMRL_ROOT, absolute; None if neither is given."""
+    """``--root``, else SLURMRL_ROOT, absolute; None if neither is given. Raises UsageError for a
+    variable without a value."""
     text = option or env.ROOT.get()
-    return Path(os.path.abspath(Path(text).expanduser())) if text else None
+    return Path(os.path.abspath(expanded(text))) if text else None
 
 
 def root_folder(option: str | None) -> Path:
@@ -28,7 +30,7 @@ def root_folder(option: str | None) -> Path:
     if (chosen := chosen_root(option)) is not None:
         return chosen
     text = profiles.root() or DEFAULT_ROOT
-    return Path(os.path.abspath(Path(text).expanduser()))
+    return Path(os.path.abspath(text))
 
 
 def experiments(root: Path) -> list[str]:

@@ -32,7 +32,11 @@ class Section(BaseModel):
     )
 
 
-class IsPath:
+class HasVariables:
+    """Marks a field in which ``~``, ``$NAME`` and ``${NAME}`` are replaced."""
+
+
+class IsPath(HasVariables):
     """Marks a field that holds a path: relative ones are resolved against the config's folder."""
 
 
@@ -69,6 +73,7 @@ Text = Annotated[str, BeforeValidator(_whole_number_as_text)]
 Line = Annotated[Text, AfterValidator(_check_line)]
 Word = Annotated[Line, AfterValidator(_check_not_empty)]
 Name = Annotated[Text, AfterValidator(_check_name)]
+FolderText = Annotated[Word, HasVariables()]
 PathText = Annotated[Word, IsPath()]
 HubPathText = Annotated[Word, IsHubPath()]
 

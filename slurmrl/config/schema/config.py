@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema.base import (
+    FolderText,
     Line,
     Name,
     NonNegativeInt,
@@ -20,7 +21,6 @@ from slurmrl.config.schema.base import (
     Section,
     Seed,
     Sequence,
-    Word,
 )
 from slurmrl.config.schema.cluster import Cluster
 from slurmrl.config.schema.data import Dataset
@@ -71,9 +71,9 @@ class Config(Section):
     """Name of this trial."""
     seed: Seed = 1
     """Seed of all random numbers."""
-    root: Word = "./runs"
+    root: FolderText = "./runs"
     """Folder of all runs, in a directory that all hosts share. A relative path starts at the
-    current directory. `--root` and SLURMRL_ROOT take precedence."""
+    current directory. The path has no colon. `--root` and SLURMRL_ROOT take precedence."""
     total_steps: NonNegativeInt | None = None
     """Steps after which the run is finished. 0 evaluates the models as they are. Required for
     training. `generate` and `evaluate` go over the dataset once; with this, over its first batches

@@ -25,6 +25,7 @@ from slurmrl.plan.checks.sections import (
     dataset_types,
     engine_options,
     experts,
+    folder_of_runs,
     graphs,
     length_of_run,
     optimizers,
@@ -77,6 +78,7 @@ CHECKS: Final[tuple[Check, ...]] = (
 """What every plan must satisfy."""
 SUBMISSION: Final[tuple[Check, ...]] = (
     *SUBMISSION_CHECKS,
+    folder_of_runs,
     weights,
     lengths,
     tokenizer,

@@ -86,9 +86,15 @@ def generation(draft: Draft) -> Iterator[Problem]:
         size = allocation.world_size
         able = [name for name, other in ENGINES.items() if other.generates]
         trained = ", ".join(name for name in able if BACKENDS[name].trains)
+        cause, remedy = "the actor generates", f"set rollout.backend, for example to native:d{size}"
+        if config.rollout.tasks is not None:
+            cause = (
+                "the trainers generate for `evaluation`, because rollout.tasks serve training only"
+            )
+            remedy = "evaluate in separate trials with evaluation.tasks={backend: fsdp:d1}"
         message = (
-            f"'{allocation}' is not allowed: the actor generates, which {allocation.backend} "
-            f"cannot; set rollout.backend, for example to native:d{size}, or use {trained}"
+            f"'{allocation}' is not allowed: {cause}, which {allocation.backend} cannot; {remedy}, "
+            f"or use {trained}"
         )
         yield draft.problem(("actor", "backend"), message)
 

@@ -53,6 +53,17 @@ def _datasets(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, Sequence[str]]]:
         yield where, dataset, types
 
 
+def folder_of_runs(draft: Draft) -> Iterator[Problem]:
+    """Check that the run's copy of the code can be an entry of PYTHONPATH."""
+    root = draft.config.root
+    if os.pathsep in root:
+        message = (
+            f"'{root}' is not allowed: '{os.pathsep}' separates the entries of PYTHONPATH, so "
+            "workers would not find the trial's copy of the code; choose another folder"
+        )
+        yield draft.problem(("root",), message)
+
+
 def _sources(draft: Draft) -> Iterator[tuple[KeyPath, Dataset]]:
     """The sources of all datasets with their keys."""
     for where, dataset, _ in _datasets(draft):

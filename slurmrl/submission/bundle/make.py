@@ -12,6 +12,7 @@ from typing import Final
 
 from slurmrl.config.load import load
 from slurmrl.config.source import KeyPath, Source, dotted
+from slurmrl.config.variables import expanded
 from slurmrl.errors import UsageError
 from slurmrl.plan.settings import load_settings
 from slurmrl.submission import own_code, trials
@@ -45,8 +46,10 @@ def make_bundle(
 ) -> Made:
     """Check a configuration as `submit` does, and write the bundle. ``packages``: the Python and
     the build of torch to add wheels for. Raises ConfigError, UsageError, EnvironmentFailure."""
-    elsewhere = _elsewhere(load(config, overrides))
+    source = load(config, overrides)
+    elsewhere = _elsewhere(source)
     stand_ins = [f"{dotted(key)}={OF_CLUSTER[key]}" for key in elsewhere]
+    stand_ins += ["root=."] if source.writes("root") else []  # its variables are the cluster's
     settings = load_settings(config, [*overrides, *stand_ins], root=trials.chosen_root(root))
     code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
     contents = collect(settings, code, elsewhere)
@@ -75,5 +78,5 @@ def _elsewhere(source: Source) -> dict[KeyPath, str]:
     for key in OF_CLUSTER:
         text = source.at(key) if source.writes(*key) else None
         if isinstance(text, str):
-            found[key] = os.path.abspath(source.folder(key) / Path(text).expanduser())
+            found[key] = os.path.abspath(source.folder(key) / expanded(text))
     return found

@@ -59,6 +59,80 @@ def test_whole_numbers_are_accepted_as_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "written", ["00123", "0o17", "1e3", "on", "no", "2026-11-28", "1_000", "0x1f", "1.50", "12e03"]
+)
+def test_string_setting_keeps_its_spelling_in_a_file(tmp_path: Path, written: str) -> None:
+    text = f"{TEXT}rollout: {{stop_strings: [{written}]}}\ncluster:\n  env: {{A: {written}}}\n"
+    text += f"  slurm: {{account: {written}, extra_lines: [{written}]}}\ntrial: &t {written}\n"
+    config = parse(load(write(tmp_path, text)))
+    slurm = config.cluster.slurm
+    assert {config.trial, slurm.account, *slurm.extra_lines, *config.rollout.stop_strings} == {
+        written
+    }
+    assert config.cluster.env == {"A": written}
+    assert parse(load(write(tmp_path, dump(config)))) == config
+
+
+def test_number_setting_is_read_as_number_in_any_spelling(tmp_path: Path) -> None:
+    config = parse(load(write(tmp_path, f"{TEXT}seed: 0o17\nstep_timeout_s: 1e3\n")))
+    assert (config.seed, config.step_timeout_s) == (15, 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("$SCRATCH/data", "/scratch/me/data"),
+        ("${SCRATCH}/data", "/scratch/me/data"),
+        ("/lustre/$WHO/data", "/lustre/me/data"),
+        ("~/data", "/home/me/data"),
+        ("/cost$/data", "/cost$/data"),
+    ],
+)
+def test_path_setting_has_its_variables_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, meant: str
+) -> None:
+    for name, value in {"SCRATCH": "/scratch/me", "WHO": "me", "HOME": "/home/me"}.items():
+        monkeypatch.setenv(name, value)
+    text = TEXT.replace("data/train.jsonl", f'"{written}"')
+    text += f'root: "{written}"\ncode: ["{written}"]\ncluster: {{variables_file: "{written}"}}\n'
+    config = parse(load(write(tmp_path, text), [f"actor.tokenizer={written}"]))
+    paths = {config.root, *config.code, config.cluster.variables_file, config.actor.tokenizer}
+    assert {config.dataset.path, *paths} == {meant}
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("$SCRATCH/runs", "the environment variable SCRATCH is not set or empty"),
+        ("/a/${EMPTY}", "the environment variable EMPTY is not set or empty"),
+        ("${SCRATCH:-/tmp}/runs", "a path may have only $NAME and ${NAME}"),
+        ("/home/$(whoami)/runs", "a path may have only $NAME and ${NAME}"),
+        ("~nobody-here/runs", "there is no user 'nobody-here'"),
+    ],
+)
+@pytest.mark.parametrize("key", ["root", "actor.tokenizer", "dataset.path"])
+def test_path_setting_is_refused_for_a_variable_without_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, written: str, message: str
+) -> None:
+    monkeypatch.delenv("SCRATCH", raising=False)
+    monkeypatch.setenv("EMPTY", "")
+    [problem] = problems(tmp_path, f"{key}={written}")
+    assert problem.key == key
+    assert message in problem.message
+
+
+def test_recorded_path_keeps_its_dollar_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse(load(write(tmp_path), ["trial=007"]))
+    config = config.model_copy(update={"root": "/home/me/$SCRATCH/runs"})
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    path = write(tmp_path, dump(config))
+    assert parse(load(path)) == config
+    assert parse(load(path, ["root=$SCRATCH/runs"])).root == "/scratch/runs"
+
+
+@pytest.mark.parametrize(
     ("override", "rule"),
     [
         ("seed=no", "'no' is not allowed: must be a whole number"),

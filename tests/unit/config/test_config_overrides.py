@@ -54,6 +54,31 @@ def test_texts_are_not_read_as_yaml_unless_they_are_quoted_or_null(tmp_path: Pat
     assert source.values["total_steps"] == 10
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("{question}", "{question}"),
+        ("[{question}]", "[{question}]"),
+        ("Q: {question} A:", "Q: {question} A:"),
+        ("# {question}", "# {question}"),
+        ("{question} # sums", "{question} # sums"),
+        ("{question", "{question"),
+        ("&q {question}\n", "&q {question}\n"),
+        ("Answer: ", "Answer: "),
+        ("'{question}'", "{question}"),
+        ("'a' or 'b'", "'a' or 'b'"),
+        ("1_000", "1_000"),
+        ("~", None),
+    ],
+)
+def test_override_is_taken_as_text_for_string_setting(
+    tmp_path: Path, text: str, value: str | None
+) -> None:
+    source = laid_over(tmp_path, f"dataset.system_prompt={text}")
+    assert not source.problems
+    assert source.values["dataset"] == {"system_prompt": value}
+
+
 def test_errors_name_the_command_line_for_overrides_and_the_file_for_other_settings(
     tmp_path: Path,
 ) -> None:

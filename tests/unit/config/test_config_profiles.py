@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,7 @@ cluster:
     assert cluster.env == {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5"}
     assert cluster.variables_file == str(folder / "secrets")  # relative to the file that names it
     assert config.actor.path == str(tmp_path / "model")
-    assert config.root == "~/runs"
+    assert config.root == os.path.expanduser("~/runs")
     assert source.where(("cluster", "variables_file")) == f"{site}:4"
     assert source.where(("cluster", "slurm", "setup", 1)) == f"{path}:11"
     assert source.of_profile() == [
@@ -147,7 +148,7 @@ def test_a_profile_that_others_can_change_is_refused(folder: Path, tmp_path: Pat
 def test_the_root_of_commands_without_a_configuration(folder: Path) -> None:
     assert profiles.root() is None
     write(folder)
-    assert profiles.root() == "~/runs"
+    assert profiles.root() == os.path.expanduser("~/runs")
     write(folder, text="cluster: {interface: ib0}")
     assert profiles.root() is None
     write(folder, text="root: runs")

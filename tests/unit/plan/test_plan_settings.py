@@ -18,9 +18,9 @@ from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.algorithms import ALGORITHMS
 from slurmrl.plan.report.algorithm import in_force
 from slurmrl.plan.resolve import allocation_mode
-from slurmrl.plan.settings import Settings, load_run_settings
+from slurmrl.plan.settings import Settings, load_run_settings, load_settings
 from slurmrl.registry import Registry
-from tests.unit.plan.conftest import write_model
+from tests.unit.plan.conftest import PPO, write_model
 
 Load = Callable[..., Settings]
 
@@ -424,3 +424,9 @@ def test_the_plan_says_which_settings_are_in_force_and_why(load_ppo: Load) -> No
     assert shown["default"].items() >= {"n_epochs": 1, "kl.kind": "fixed"}.items()
     keys = [key for source in ("configuration", "preset", "default") for key in shown[source]]
     assert len(keys) == len(set(keys))
+
+
+def test_folder_of_runs_is_refused_for_a_colon(folder: Path) -> None:
+    (folder / "ppo.yaml").write_text(PPO)
+    with pytest.raises(ConfigError, match="separates the entries of PYTHONPATH"):
+        load_settings(folder / "ppo.yaml", root=folder / "a:b" / "runs")

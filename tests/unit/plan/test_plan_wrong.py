@@ -689,3 +689,14 @@ def test_lengths_of_transformers_models_are_bounded_where_batches_would_matter(
     found = [problem for problem in settings.missing if "rope_type" in problem.message]
     assert [problem.key for problem in found] == ([key] if key else [])
     assert all(message in problem.message for problem in found)
+
+
+def test_evaluation_is_named_as_the_cause_where_only_it_generates_on_the_trainers(
+    plan_ppo: Load,
+) -> None:
+    tasks = (f"{MEGATRON}d1", "rollout.backend=vllm:d1", "rollout.tasks={}")
+    [problem] = [one for one in plan_ppo(*tasks).missing if one.key == BACKEND]
+    assert "the trainers generate for `evaluation`" in problem.message
+    remedy = "evaluation={tasks: {backend: fsdp:d1}, dataset: {type: prompt, path: held_out.jsonl}}"
+    assert "evaluation.tasks={backend: fsdp:d1}" in problem.message
+    assert BACKEND not in {one.key for one in plan_ppo(*tasks, remedy).missing}

@@ -11,6 +11,32 @@ from slurmrl.scheduler import parse
 
 
 @pytest.mark.parametrize(
+    ("resources", "expected"),
+    [
+        ("gpu:4", [("", 4)]),
+        ("gpu", [("", 1)]),
+        ("gpu:1g.5gb:2", [("1g.5gb", 2)]),
+        ("gpu:2080ti:4(S:0,1)", [("2080ti", 4)]),
+        ("gpu:2080:4", [("2080", 4)]),
+        ("gpu:a100:4(S:0-1)", [("a100", 4)]),
+        ("gpu:nvidia_h100_80gb_hbm3:8", [("nvidia_h100_80gb_hbm3", 8)]),
+        ("gpu:7g.80gb:1(S:0),gpu:1g.10gb:7(S:0,2-3)", [("7g.80gb", 1), ("1g.10gb", 7)]),
+        ("gpu:tesla:no_consume:2,bandwidth:lustre:4G", [("tesla", 2)]),
+        ("gpu:a:1K", [("a", 1024)]),
+        ("gres/gpu:a100:2,gres/gpu=3", [("a100", 2), ("", 3)]),
+        ("mps:400,shard:a100:16,gpumem:80G", []),
+        ("(null)", []),
+        ("", []),
+    ],
+)
+def test_gpus_are_counted_by_type_in_generic_resources(
+    resources: str, expected: list[tuple[str, int]]
+) -> None:
+    assert parse.gpus(resources) == expected
+    assert parse.gpu_count(resources) == sum(count for _, count in expected)
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("3", (3,)),
