@@ -48,8 +48,10 @@ class Groups:
         return totals[self.index]
 
     def means(self, x: Tensor) -> Tensor:
-        """[S]: for each sequence, the mean of x [S] over its group."""
-        return self.sums(x) / self.sizes
+        """[S]: for each sequence, the mean of x [S] over its group; of equal entries, that number:
+        the mean of what is left of them corrects the first one's rounding."""
+        means = self.sums(x) / self.sizes
+        return means + self.sums(x - means) / self.sizes
 
 
 def completion_advantages(

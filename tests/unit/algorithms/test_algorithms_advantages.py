@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.shaping import shape_scores
 from slurmrl.config.schema import Rollout
 from slurmrl.data.sample import SequenceSample
+from tests.support.tabular_engine import RankThreads
 
 
 def batch(shapes: list[tuple[int, int]], seed: int = 0) -> SequenceSample:
@@ -132,22 +134,31 @@ def test_unfinished_completions_keep_their_score_unless_masked(
     )
 
 
+def moments_on_ranks(parts: list[torch.Tensor]) -> list[tuple[float, float]]:
+    ranks = RankThreads(len(parts))
+    return ranks.run(lambda rank: moments(parts[rank], partial(ranks.sum, rank)))
+
+
 def test_whitening_uses_the_moments_of_all_ranks() -> None:
     parts = [torch.tensor([1.0, 2.0, 6.0]), torch.tensor([3.0]), torch.tensor([])]
-    whole = torch.cat(parts)
-
-    def all_ranks(own: torch.Tensor) -> torch.Tensor:
-        return torch.stack([pending.pop(0) for _ in parts]).sum(0) if own.numel() else own
-
-    totals = torch.tensor([whole.double().sum(), 4.0])
-    squares = (whole.double() - whole.double().mean()).square().sum().reshape(1)
-    pending = [totals, *[torch.zeros(2)] * 2, squares, *[torch.zeros(1)] * 2]
-    mean, std = moments(parts[0], all_ranks)
+    whole, found = torch.cat(parts), moments_on_ranks(parts)
+    mean, std = found[0]
+    assert found == [(mean, std)] * 3
     assert mean == pytest.approx(float(whole.mean()))
     assert std == pytest.approx(float(whole.std(correction=0)))
     white = whiten(whole, mean, std)
     assert float(white.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(white.std(correction=0)) == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_moments_of_equal_numbers_are_exact_on_any_layout(dtype: torch.dtype) -> None:
+    for sizes in ((7,), (3, 4), (0, 6, 5), (1, 1, 1)):
+        for value in (0.1, 1 / 3, -0.7, 1e8 + 0.1, 3e-12, 0.0):
+            parts = [torch.full((size,), value, dtype=dtype) for size in sizes]
+            for mean, std in moments_on_ranks(parts):
+                assert std == 0.0
+                assert not whiten(torch.cat(parts), mean, std).any()
 
 
 def test_whitening_leaves_rounding_small() -> None:

@@ -161,6 +161,44 @@ def test_completions_are_compared_as_the_formulas_say(
     torch.testing.assert_close(advantages, wanted)
 
 
+EQUAL = (0.1, 1 / 3, -0.7, 5.0, 1e-3)
+
+
+@pytest.mark.parametrize("std", ["none", "group", "batch"])
+@pytest.mark.parametrize("advantage", ["group", "leave_one_out", "batch"])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_advantages_are_exactly_zero_in_groups_of_equal_scores(
+    advantage: str, std: str, epsilon: float, dtype: torch.dtype
+) -> None:
+    """On any number of ranks; rounding would become a full step of Adam. Compared within a group,
+    the others do not matter; compared with the batch, all are equal."""
+    spread = {} if std == "none" else {"std_epsilon": epsilon}
+    settings = algorithm(advantage=advantage, advantage_std=std, kl={"coef": 0.0}, **spread)
+    for value in EQUAL:
+        sample = rollout([[(2, 3)] * count for count in (3, 5, 7, 6)])
+        counts = sample.sequence_counts("rewards")
+        values = [value if advantage == "batch" else value + item for item in range(4)]
+        rewards = [v for v, n in zip(values, counts, strict=True) for _ in range(n)]
+        sample.data["rewards"] = torch.tensor(rewards, dtype=dtype)
+        for size in (1, 2, 3):
+            for found in advantages_on_ranks(sample, settings, size):
+                assert len(found) > 0
+                assert not found.any(), (value, size)
+
+
+def advantages_on_ranks(
+    sample: SequenceSample, settings: PolicyGradient, size: int
+) -> list[Tensor]:
+    ranks = RankThreads(size)
+
+    def on_rank(rank: int) -> Tensor:
+        own = sample.take(range(rank, len(sample.ids), size))
+        return estimates(own, settings, partial(ranks.sum, rank)).advantages
+
+    return ranks.run(on_rank)
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("discount", [1.0, 0.9])
 @pytest.mark.parametrize("advantage", ["none", "greedy"])
