@@ -17,6 +17,7 @@ from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.sequences import TOKENS, global_means, train_on_batch
 from slurmrl.data.sample import SequenceSample
 from slurmrl.graph.call import Record
+from slurmrl.ops.upload import upload
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import LossFn, TrainEngine
@@ -86,6 +87,24 @@ class PairValues(NamedTuple):
 def split_pairs(values: Tensor) -> PairValues:
     """The values [S] of the sequences by pair."""
     return PairValues(values[0::2], values[1::2])
+
+
+def tied(values: Tensor, sample: SequenceSample) -> Tensor:
+    """Return the values [S] with those of rejected answers that equal the chosen ones replaced by
+    these. A model gives equal sequences values that differ by rounding, which depends on the
+    micro-batch; their margin has to be 0."""
+    cuts = sample.cu_seqlens(TOKENS).long()
+    lengths = cuts.diff().view(-1, 2)
+    alike = lengths[:, 0] == lengths[:, 1]
+    sizes = lengths[:, 0] * alike
+    pair = torch.arange(len(sizes)).repeat_interleave(sizes)
+    place = torch.arange(len(pair)) + (cuts[:-1:2] - (sizes.cumsum(0) - sizes))[pair]
+    indices = (alike.long(), pair, place, place + sizes[pair])
+    same, pair, place, other = upload(indices, values.device)
+    ids = sample.tensor(TOKENS).to(values.device)
+    same = same - torch.zeros_like(same).index_add(0, pair, (ids[place] != ids[other]).long())
+    chosen, rejected = split_pairs(values)
+    return torch.stack([chosen, torch.where(same == 1, chosen, rejected)], dim=1).flatten()
 
 
 def pair_weights(sample: SequenceSample, like: Tensor) -> Tensor:

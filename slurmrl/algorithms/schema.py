@@ -126,9 +126,8 @@ class AlgorithmSchema(Section, ABC):
         assert evaluation is not None, "the caller evaluates"
         if not any("rewards" in call.outputs for call in self.evaluation_calls(config)):
             return {}
-        binary = config.default_pass_score is not None
         rates = dict.fromkeys(evaluation.rates, Measure.RATE)
-        return {"reward": Measure.RATE if binary else Measure.MEAN, **rates}
+        return {"reward": Measure.REWARD, **rates}
 
     def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
         """Settings anywhere in the configuration that exclude each other with this algorithm: their

@@ -62,6 +62,8 @@ class Measure(StrEnum):
     """A mean over the items that have the score."""
     RATE = "rate"
     """A mean of values between 0 and 1."""
+    REWARD = "reward"
+    """A mean of rewards: a rate if all ``rewards`` of all items are 0 or 1."""
     LOSS = "loss"
     """The mean of -log p over all ``tokens`` of answers, from each item's ``logprob``."""
     PERPLEXITY = "perplexity"

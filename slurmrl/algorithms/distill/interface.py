@@ -22,6 +22,9 @@ from slurmrl.graph.call import Record
 if TYPE_CHECKING:
     from slurmrl.engines.base import TrainEngine
 
+LARGEST_LOG = 80.0
+"""Larger log-ratios count as this one: their exponential would overflow."""
+
 
 class DistillInterface(Interface):
     def inference(
@@ -91,9 +94,9 @@ def distill_loss(
     logp = outputs["logp"]
     response = ~batch.tensor("prompt_mask")
     now = logp.detach()
-    ratio = (now - batch.tensor("logprobs")).exp()
+    ratio = torch.where(response, now - batch.tensor("logprobs"), 0.0).clamp(max=LARGEST_LOG).exp()
     cap = options.importance_cap
-    weight = torch.ones_like(ratio) if cap is None else ratio.clamp(max=cap)
+    weight = ratio if cap is None else ratio.clamp(max=cap)
     divergence = weight * (now - batch.tensor("teacher_logprobs"))
     losses = divergence * (1.0 + logp - now)
     stats = {

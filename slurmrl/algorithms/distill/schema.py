@@ -24,7 +24,7 @@ class Distill(AlgorithmSchema):
     """`distill`."""
     importance_cap: PositiveFloat | None = 2.0
     """Upper bound of a token's importance weight p(training) / p(generation), which corrects for
-    differences between the two engines; null sets all weights to 1."""
+    differences between the two engines; null sets no bound."""
 
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
     trains_on_samples: ClassVar[bool] = True

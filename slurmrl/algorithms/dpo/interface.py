@@ -16,6 +16,7 @@ from slurmrl.algorithms.pairs import (
     pair_stats,
     pair_weights,
     split_pairs,
+    tied,
 )
 from slurmrl.algorithms.sequences import (
     answer_lengths,
@@ -64,4 +65,4 @@ def dpo_loss(
 
 def _log_ratios(sums: Tensor, batch: SequenceSample, dpo: DPO) -> Tensor:
     """[S]: log(p / p_ref) of the answers."""
-    return sums if dpo.reference_free else sums - batch.tensor("ref_logps")
+    return tied(sums if dpo.reference_free else sums - batch.tensor("ref_logps"), batch)

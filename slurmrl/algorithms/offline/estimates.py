@@ -22,10 +22,9 @@ def of_completions(
     n: int,
     pass_score: float | None,
     pattern: str | None,
-    binary: bool = False,
 ) -> Summary:
-    """``avg@n`` (the mean reward, a rate where rewards are ``binary``) and, with a ``pass_score``,
-    ``pass@k`` and ``maj@k``, as means over the prompts."""
+    """``avg@n`` (the mean reward) and, with a ``pass_score``, ``pass@k`` and ``maj@k``, as means
+    over the prompts."""
     sizes = subset_sizes(n) if pass_score is not None else ()
     scores = []
     for record in records:
@@ -36,8 +35,7 @@ def of_completions(
         own = {"id": record["id"], "rewards": rewards, f"avg@{n}": sum(rewards) / n}
         scores.append({**own, **attempt_rates(correct, votes, sizes)})
     rates = attempt_rates([True] * n, [None] * n, sizes)
-    average = Measure.RATE if binary else Measure.MEAN
-    return summarize(scores, {f"avg@{n}": average, **dict.fromkeys(rates, Measure.RATE)})
+    return summarize(scores, {f"avg@{n}": Measure.REWARD, **dict.fromkeys(rates, Measure.RATE)})
 
 
 def of_preferences(records: Iterable[Record]) -> Summary:
@@ -85,6 +83,9 @@ def _estimate(scores: Sequence[Record], name: str, measure: Measure) -> Estimate
     if measure is Measure.PART_MEAN:
         return mean(_column([score for score in scores if name in score], name))
     values = _column(scores, measure.score(name))
+    if measure is Measure.REWARD:
+        given = {reward for score in scores for reward in score.get("rewards", ())}
+        measure = Measure.RATE if given <= {0.0, 1.0} else Measure.MEAN
     match measure:
         case Measure.MEAN:
             return mean(values)

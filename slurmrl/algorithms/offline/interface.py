@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.algorithms.pairs import tied
 from slurmrl.algorithms.reward.questions import decode_completions
 from slurmrl.algorithms.reward.turns import last_turns, transcript
 from slurmrl.algorithms.schema import TURN_REWARDS
@@ -77,7 +78,7 @@ class PairRecords(Interface):
     def record(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        scores = _by_item(sample, sample.tensor("model_scores"))
+        scores = _by_item(sample, tied(sample.tensor("model_scores"), sample))
         return CallResult(
             records={
                 name: {"id": row_id(name), "chosen": own[0::2], "rejected": own[1::2]}

@@ -151,7 +151,6 @@ class Evaluate(AlgorithmSchema):
             n=config.rollout.n,
             pass_score=self.pass_score,
             pattern=self.vote_pattern,
-            binary=config.default_pass_score is not None,  # as during training
         )
         return summary
 

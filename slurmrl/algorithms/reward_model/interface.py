@@ -15,6 +15,7 @@ from slurmrl.algorithms.pairs import (
     pair_stats,
     pair_weights,
     split_pairs,
+    tied,
 )
 from slurmrl.algorithms.reward_model.schema import SCORE_METRICS, RewardModel
 from slurmrl.algorithms.sequences import last_values
@@ -33,14 +34,14 @@ class RewardModelInterface(PairInterface):
     def scores(
         self, outputs: dict[str, Tensor], batch: SequenceSample, context: CallContext
     ) -> Tensor:
-        return last_values(outputs["values"], batch)
+        return tied(last_values(outputs["values"], batch), batch)
 
 
 def score_loss(
     outputs: dict[str, Tensor], batch: SequenceSample, options: RewardModel
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The engine's loss function: outputs {values} [T]. Sums over the items."""
-    scores = split_pairs(last_values(outputs["values"], batch))
+    scores = split_pairs(tied(last_values(outputs["values"], batch), batch))
     weights = pair_weights(batch, scores.chosen)
     loss = (weights * pair_losses(scores, options)).sum()
     stats = pair_stats(weights, PairValues(*(part.detach() for part in scores)))

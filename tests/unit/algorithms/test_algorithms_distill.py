@@ -73,12 +73,12 @@ def test_the_estimate_is_the_gradient_of_the_reverse_divergence(cap: float | Non
 
 
 def test_importance_weights_correct_for_another_sampling_distribution() -> None:
-    """Tokens of another distribution give the same expectation with weights, and another one
-    without, or with a cap that cuts them."""
+    """Tokens of another distribution give the same expectation with weights, without a cap too, and
+    another one with a cap that cuts them."""
     student, teacher, sampled = distributions()
     wanted, _ = exact(student, teacher)
-    found, _ = gradient(student, teacher, sampled, Distill(batch_size=1, importance_cap=1e3))
-    torch.testing.assert_close(found, wanted)
-    for cap in (None, 0.5):
-        other, _ = gradient(student, teacher, sampled, Distill(batch_size=1, importance_cap=cap))
-        assert (other - wanted).abs().max() > 1e-3
+    for cap in (None, 1e3):
+        found, _ = gradient(student, teacher, sampled, Distill(batch_size=1, importance_cap=cap))
+        torch.testing.assert_close(found, wanted)
+    other, _ = gradient(student, teacher, sampled, Distill(batch_size=1, importance_cap=0.5))
+    assert (other - wanted).abs().max() > 1e-3

@@ -17,6 +17,7 @@ from slurmrl.algorithms.kto.interface import KTOInterface, batch_kl, kto_loss
 from slurmrl.algorithms.kto.loss import answer_losses, answer_stats, on_their_side
 from slurmrl.algorithms.kto.schema import KTO
 from slurmrl.algorithms.offline.estimates import summarize
+from slurmrl.algorithms.pairs import tied
 from slurmrl.algorithms.reward_model.interface import RewardModelInterface, score_loss
 from slurmrl.algorithms.reward_model.schema import RewardModel
 from slurmrl.algorithms.sequences import ReferenceInterface, nth_sequences
@@ -245,6 +246,26 @@ def test_a_reward_model_equals_its_formula(center_coef: float) -> None:
     )
     _, stats = score_loss({"values": torch.zeros(36)}, sample, options)
     assert stats["accuracy"].item() == 0.0, "a tie is no success"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_answers_tie_whatever_rounding_their_values_have(seed: int) -> None:
+    """A model's values of equal sequences differ by rounding, which depends on the micro-batch."""
+    lengths = [[3, 3], [2, 4], [3, 3, 4, 4], [5, 5]]
+    sample = judged(lengths)
+    ids = sample.tensor("input_ids")
+    ids[:6] = torch.tensor([4, 5, 6] * 2)
+    ids[18:26] = torch.tensor([7, 5, 5, 7] * 2)
+    ids[26:36] = torch.tensor([4, 5, 6, 7, 8, 4, 5, 6, 7, 9])
+    noise = torch.randn(10, generator=torch.Generator().manual_seed(seed)) * 1e-7
+    found = tied(noise, sample).view(-1, 2)
+    margins = found[:, 0] - found[:, 1]
+    assert (margins == 0).tolist() == [True, False, False, True, False]
+    assert found[:, 0].tolist() == noise[0::2].tolist()
+    values = torch.randn(36, requires_grad=True)
+    loss, stats = score_loss({"values": values}, sample.take([0]), RewardModel(batch_size=1))
+    assert (stats["accuracy"].item(), stats["margin"].item()) == (0.0, 0.0)
+    assert not torch.autograd.grad(loss, values)[0].any()
 
 
 # -- steps on an engine ----------------------------------------------------------------------

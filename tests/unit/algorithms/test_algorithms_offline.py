@@ -136,7 +136,7 @@ def test_pairs_and_likelihoods_are_recorded_by_item() -> None:
         ("p@0", "q@0"),
         {"input_ids": lengths, "prompt_mask": lengths, "model_scores": ones, "answer_logps": ones},
         data={
-            "input_ids": torch.zeros(15, dtype=torch.int64),
+            "input_ids": torch.arange(15),
             "prompt_mask": torch.tensor([1, 0, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0]).bool(),
             "model_scores": scores,
             "answer_logps": -scores,
@@ -209,18 +209,30 @@ def test_the_summary_of_completions_is_that_of_all_subsets(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("rewards", "binary", "interval"),
-    [([0.0, 1.0, 0.0], True, rate), ([0.0, 1.0, 0.0], False, mean)],
+    ("rewards", "interval"),
+    [
+        ([[0.0], [1.0], [0.0]], rate),
+        ([[0.0]] * 200, rate),
+        ([[1.0], *[[0.0]] * 199], rate),
+        ([[1.0, 0.0], [0.0, 0.0]], rate),
+        ([[0.5], [1.0], [0.0]], mean),
+        ([[0.5, 0.5], [1.0, 0.0]], mean),
+        ([[-1.0], [1.0]], mean),
+    ],
 )
-def test_the_interval_of_right_and_wrong_stays_between_0_and_1(
-    rewards: list[float], binary: bool, interval: Callable[[list[float]], Estimate]
+def test_interval_of_rewards_is_chosen_by_scores(
+    rewards: list[list[float]], interval: Callable[[list[float]], Estimate]
 ) -> None:
+    """Wilson's where every reward is 1 or 0, whatever the reward's name."""
     lines = [
-        {"id": str(at), "completions": [{"text": "", "reward": reward}]}
-        for at, reward in enumerate(rewards)
+        {"id": str(at), "completions": [{"text": "", "reward": each} for each in row]}
+        for at, row in enumerate(rewards)
     ]
-    summary = of_completions(lines, n=1, pass_score=None, pattern=None, binary=binary)
-    assert summary.estimates["avg@1"] == interval(rewards)
+    n = len(rewards[0])
+    found = of_completions(lines, n=n, pass_score=None, pattern=None).estimates[f"avg@{n}"]
+    assert found == interval([sum(row) / n for row in rewards])
+    if interval is rate:
+        assert 0.0 <= found.low < found.high <= 1.0
 
 
 def test_intervals_of_means_and_ratios() -> None:
