@@ -51,6 +51,7 @@ COMMANDS = {
     ),
     "status": Command("slurmrl.cli.status:status", "Show the state of trials."),
     "plot": Command("slurmrl.cli.plot:plot", "Draw metrics of trials in the terminal."),
+    "samples": Command("slurmrl.cli.samples:samples", "Print completions and their rewards."),
     "compare": Command(
         "slurmrl.cli.compare:compare", "Show where the settings and metrics of two trials differ."
     ),

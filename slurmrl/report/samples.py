@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slurmrl.errors import CorruptFileError
+from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.fsio import atomic, documents, lines
 from slurmrl.fsio.shapes import (
     INTEGER,
@@ -71,6 +72,26 @@ def read_samples(folder: Path, most: int = MOST_ROWS) -> Samples:
         steps=len(training) + len(evaluations),
         shown=steps + evaluated,
     )
+
+
+def of_step(folder: Path, step: int | None, *, evaluation: bool) -> list[Mapping[str, Any]]:
+    """Return the rows of a step, None for the newest one. Raise UsageError with the steps on either
+    side if it has none; EnvironmentFailure."""
+    prefix = "eval-step-" if evaluation else "step-"
+    try:
+        names = [name for name in atomic.list_names(folder) if _FILE.fullmatch(name)]
+    except FileNotFoundError:
+        names = []
+    steps = sorted(int(name[len(prefix) : -6]) for name in names if name.startswith(prefix))
+    kind = "evaluation" if evaluation else "training"
+    if not steps:
+        raise UsageError(f"{folder}: no samples of {kind} yet (logging.samples)")
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        place = bisect(steps, chosen)
+        near = " and ".join(str(one) for one in steps[max(place - 1, 0) : place + 1])
+        raise UsageError(f"step {chosen} has no samples of {kind}; the nearest: {near}")
+    return list(_rows(folder / f"{prefix}{chosen:08d}.jsonl"))
 
 
 def _some(folder: Path, names: list[str], most: int) -> tuple[list[Mapping[str, Any]], int]:

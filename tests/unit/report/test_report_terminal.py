@@ -127,3 +127,60 @@ def test_a_section_that_one_trial_lacks_is_one_line(
         ["evaluation", "absent", "dataset.type: prompt, dataset.path: /held, n: 4"],
         [],
     ]
+
+
+def sample(index: int, reward: float, completion: str, **more: object) -> dict[str, object]:
+    return {"id": "q@0", "index": index, "prompt": "1+1=", "completion": completion, **more} | {
+        "reward": reward
+    }
+
+
+def test_samples_printed_by_prompt_with_rewards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = FakeRun(tmp_path)
+    for step in (2, 5):
+        rows = [
+            sample(0, 1.0, "2", answer="2", rendered="<user>1+1=", parts={"short": 0.5}),
+            sample(1, 0.0, "\x1b[2J" + "\n".join("abcdefghijklmn"), finished=False),
+            sample(0, 0.25, f"other {step}") | {"id": "r@0"},
+        ]
+        text = "".join(json.dumps({"step": step, **row}) + "\n" for row in rows)
+        (run.paths.samples / f"step-{step:08d}.jsonl").write_text(text)
+    words = ["samples", "add/1", "--root", str(tmp_path)]
+    assert main([*words, "-n", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:5] == [
+        "step 5  q@0  answer: 2  mean reward 0.5",
+        "  | <user>1+1=",
+        "  reward 1, short 0.5",
+        "    | 2",
+        "  reward 0, cut off",
+    ]
+    assert lines[-3:] == [
+        "    … 2 more lines; --whole prints them",
+        "",
+        "1 more prompt; -n 2 for all",
+    ]
+    assert all(line.isprintable() for line in lines)
+    assert main([*words, "--step", "2", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["completion"][-7:] for row in rows][-1] == "other 2"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--step", "3"], "step 3 has no samples of training; the nearest: 2 and 5"),
+        (["--step", "9"], "step 9 has no samples of training; the nearest: 5"),
+        (["--evaluation"], "no samples of evaluation yet (logging.samples)"),
+    ],
+)
+def test_samples_of_missing_step_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    run = FakeRun(tmp_path)
+    for step in (2, 5):
+        (run.paths.samples / f"step-{step:08d}.jsonl").write_text("")
+    assert main(["samples", "add/1", "--root", str(tmp_path), *more]) == 2
+    assert message in capsys.readouterr().err
