@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["source", "float32", "bfloat16", "float16"]),
-    help="Type of the weights; source: the type of the model that the role was loaded from. "
-    "Default: checkpoint.export_dtype of the trial, source unless set.",
+    type=click.Choice(["auto", "source", "float32", "bfloat16", "float16"]),
+    help="Type of the weights; source: the type of the model that the role was loaded from; auto: "
+    "source if it keeps the training's update, else float32. "
+    "Default: checkpoint.export_dtype of the trial, auto unless set.",
 )
 @click.option(
     "--form",
@@ -69,5 +70,11 @@ def export(
 
     paths = trials.find(trials.root_folder(root), trial)
     target = out.absolute() if out is not None else None
-    click.echo(str(export_step(paths, role, step, target, dtype, form)))
+    exported = export_step(paths, role, step, target, dtype, form)
+    if exported.warning:
+        click.echo(f"Warning: {exported.warning}", err=True)
+    elif exported.types is not None and exported.types.kept is not None:
+        types = exported.types
+        click.echo(f"{types.kept:.1%} of the update survives in {types.name}", err=True)
+    click.echo(str(exported.folder))
     return 0

@@ -39,7 +39,7 @@ def _check_tracking_uri(uri: str) -> str:
 
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 VariableName = Annotated[Word, AfterValidator(_check_variable)]
-ExportDtype = Literal["source", "float32", "bfloat16", "float16"]
+ExportDtype = Literal["auto", "source", "float32", "bfloat16", "float16"]
 ExportForm = Literal["merged", "adapter"]
 
 
@@ -62,10 +62,11 @@ class Checkpoint(Section):
     checkpoint."""
     export_at_end: bool = True
     """Export the trained actor in Hugging Face format when the run finishes after a step."""
-    export_dtype: ExportDtype = "source"
+    export_dtype: ExportDtype = "auto"
     """Data type of exported weights; `slurmrl export --dtype` overrides it. `source` gives each
     tensor its type in the folder `<role>.path`; for a new model, the `dtype` of its `architecture`,
-    or float32. Checkpoints are always in float32."""
+    or float32. `auto` is `source` if at least 90 % of the training's update survives its rounding,
+    else float32. Checkpoints are always in float32."""
     export_form: ExportForm = "merged"
     """What an actor with `lora` is exported as; `slurmrl export --form` overrides it. `merged` is a
     whole model, which transformers and `trial:` paths load; `adapter` is a folder for PEFT with the

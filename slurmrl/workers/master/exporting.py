@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slurmrl.checkpoint.export import (
     ExportedWeights,
@@ -20,10 +19,9 @@ from slurmrl.checkpoint.export import (
 )
 from slurmrl.checkpoint.manifest import open_verified, read_state, until_certain, verify
 from slurmrl.checkpoint.pinned import VERSION, PinnedOrigin, is_pinned, pin
-from slurmrl.checkpoint.precision import FLOATS, Precision
+from slurmrl.checkpoint.precision import Precision
 from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.checkpoint.stored import Storage
-from slurmrl.checkpoint.tensors import DTYPES
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config, Lora, Model
 from slurmrl.config.schema.frequency import ExportDtype, ExportForm
@@ -41,7 +39,6 @@ from slurmrl.fsio.primitives import is_temporary
 from slurmrl.history.log import History
 from slurmrl.history.state import Commit, fold
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.models.headers import read_headers
 from slurmrl.models.merged import MergedCheckpoint
 from slurmrl.models.peft import write_adapter
 from slurmrl.models.storage import file_form
@@ -56,12 +53,27 @@ from slurmrl.plan.model_files import (
     stop_tokens,
     text_config,
 )
+from slurmrl.workers.master.export_types import ExportTypes, export_types
 from slurmrl.workers.master.progress import STATE
 
 ROLE = "actor"
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")
 LEFT_S = 24 * 3600.0
 """Age at which a temporary directory counts as left over by a killed export."""
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An export that was written."""
+
+    folder: Path
+    types: ExportTypes | None = None
+    """None for adapters, which are no update of other weights."""
+
+    @property
+    def warning(self) -> str | None:
+        return None if self.types is None else self.types.warning
 
 
 @dataclass(frozen=True)
@@ -85,25 +97,27 @@ class Exporter:
         adapter = self.model.lora is not None and self.form == "adapter"
         return self.paths.export(step, self.role, adapter=adapter)
 
-    def write(self, commit: Commit, target: Path) -> Path:
-        """Export a commit; return the directory. Raises DamagedCheckpointError before writing."""
+    def write(self, commit: Commit, target: Path) -> Exported:
+        """Export a commit. Raises DamagedCheckpointError before writing."""
         _sweep(self.paths)
         model, checkpoint = self.model, self.paths.checkpoints / commit.directory
         trained = open_verified(checkpoint, self.role)
         if model.lora is not None and self.form == "adapter":
-            return self._write_adapter(trained, target, model.lora)
+            return Exported(self._write_adapter(trained, target, model.lora))
         weights = self._whole(trained)
         values, generation, storage = self._model_files(checkpoint)
+        types = export_types(model, self.dtype, weights, storage)
         make_private_directory(target.parent)
-        return export(
+        folder = export(
             weights,
             values,
             target,
             generation=generation,
             storage=storage,
-            precision=_precision(model, self.dtype),
+            precision=types.precision,
             tokenizer=self._tokenizer,
         )
+        return Exported(folder, types)
 
     def pin(self, commit: Commit, target: Path) -> Path:
         """Make a model folder with links to the files of a commit; return it. Raises
@@ -165,7 +179,7 @@ class Exporter:
             self.head,
             base=str(self.model.path),
             tokenizer=self._tokenizer,
-            precision=Precision(None if self.dtype == "source" else self.dtype),
+            precision=Precision(None if self.dtype in ("auto", "source") else self.dtype),
         )
 
     @property
@@ -179,8 +193,8 @@ class Exporter:
         return list(committed if committed is not None else stop_tokens(self.config, None))
 
 
-def export_actor(paths: RunPaths, config: Config, commit: Commit) -> Path:
-    """Export a commit to ``export/step-<s>``, loadable by transformers; return that directory.
+def export_actor(paths: RunPaths, config: Config, commit: Commit) -> Exported:
+    """Export a commit to ``export/step-<s>``, loadable by transformers.
 
     Raises DamagedCheckpointError before anything is written.
     """
@@ -197,7 +211,7 @@ def export_step(
     target: Path | None,
     dtype: ExportDtype | None = None,
     form: ExportForm | None = None,
-) -> Path:
+) -> Exported:
     """Export a commit of any trial, running or not; by default the newest, into its own directory.
     If the run deletes the commit meanwhile, another one is chosen.
 
@@ -213,7 +227,7 @@ def export_step(
     if target is not None and target.exists() and not _is_empty_folder(target):
         raise UsageError(f"{target} exists already: choose a new directory")
 
-    def exported(commit: Commit) -> Path:
+    def exported(commit: Commit) -> Exported:
         return exporter.write(commit, target or exporter.folder(commit.step))
 
     return _of_commit(paths, step, exported, how="with --step")
@@ -248,9 +262,9 @@ def pin_to_evaluate(paths: RunPaths, commit: Commit) -> None:
 
 
 def _of_commit(
-    paths: RunPaths, step: int | None, make: Callable[[Commit], Path], *, how: str
-) -> Path:
-    """Make a folder of a commit. If the run deletes the commit meanwhile, another one is chosen.
+    paths: RunPaths, step: int | None, make: Callable[[Commit], Made], *, how: str
+) -> Made:
+    """Make an export or a folder of a commit. If the run deletes the commit meanwhile, another one is chosen.
     ``how`` says how to choose one, for the message about a damaged one."""
     while True:
         commit = _choose(paths, step)
@@ -323,26 +337,6 @@ def _one_or_list(stops: list[int]) -> int | list[int] | None:
     if not stops:
         return None
     return stops[0] if len(stops) == 1 else stops
-
-
-def _precision(model: Model, dtype: ExportDtype) -> Precision:
-    if dtype != "source":
-        return Precision(dtype)
-    values = config_values(model)
-    stated = values.get("dtype") or values.get("torch_dtype")
-    tensors = _source_dtypes(Path(model.path)) if model.path is not None else {}
-    if stated not in FLOATS:
-        common = Counter(tensors.values()).most_common(1)
-        stated = common[0][0] if common else None
-    return Precision(stated, tensors)
-
-
-def _source_dtypes(folder: Path) -> dict[str, str]:
-    """The types of the tensors in a model folder's files; quantised ones are left out."""
-    inputs.check_folder(folder)
-    headers, _ = read_headers(folder)
-    dtypes = {name: DTYPES.get(header.dtype, "") for name, header in headers.items()}
-    return {name: dtype for name, dtype in dtypes.items() if dtype in FLOATS}
 
 
 def _sweep(paths: RunPaths) -> None:

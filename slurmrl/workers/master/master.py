@@ -454,8 +454,12 @@ class Master:
 
     def _export(self, step: int) -> None:
         commit = self.committer.commits[-1]
-        folder = self._retry(
+        exported = self._retry(
             "export the actor", lambda: export_actor(self.paths, self.config, commit)
         )
+        folder, warning = exported.folder, exported.warning
+        kept = None if exported.types is None else exported.types.kept
+        if warning:
+            logger.warning("%s: %s", folder, warning)
         self.writer.append(Kind.EXPORT, {"step": step, "directory": folder.name})
-        self.events.write("export", step=step, directory=str(folder))
+        self.events.write("export", step=step, directory=str(folder), kept=kept, warning=warning)

@@ -65,13 +65,15 @@ class Trial:
         self.paths.plan.write_text(make_plan(settings, scheduler="local").to_json())
         self.writer = begin(History(self.paths.history), {})
 
-    def commit(self, step: int, **state: Any) -> None:
+    def commit(self, step: int, *, value: float | None = None, **state: Any) -> None:
+        """Commit weights of ``value`` (default: the step)."""
+        filled = step if value is None else value
         directory = self.paths.checkpoint(step, 1)
         directory.mkdir()
         tensors = {name: TensorSpec(shape, "float32") for name, shape in SHAPES.items()}
         pieces = tuple(Shard.contiguous(n, Box.whole(t.shape)) for n, t in tensors.items())
         entries = tuple(
-            TensorEntry(name, spec, lambda s=spec: np.full(s.shape, step, dtype="<f4"))
+            TensorEntry(name, spec, lambda s=spec: np.full(s.shape, filled, dtype="<f4"))
             for name, spec in tensors.items()
         )
         layout = Layout.of(tensors, [pieces])
@@ -339,7 +341,7 @@ def test_a_run_exports_once_io_errors_have_passed(
 
     monkeypatch.setattr(SystemCalls, "open", failing)
     commit = fold(History(trial.paths.history).read()).commits[-1]
-    assert export_actor(trial.paths, load_resolved(trial.paths.config), commit).is_dir()
+    assert export_actor(trial.paths, load_resolved(trial.paths.config), commit).folder.is_dir()
 
 
 def test_a_run_exports_a_reward_model_as_one(trial: Trial) -> None:
@@ -349,7 +351,7 @@ def test_a_run_exports_a_reward_model_as_one(trial: Trial) -> None:
     plan["models"]["actor"]["head"] = "value"
     trial.paths.plan.write_text(json.dumps(plan))
     commit = fold(History(trial.paths.history).read()).commits[-1]
-    folder = export_actor(trial.paths, load_resolved(trial.paths.config), commit)
+    folder = export_actor(trial.paths, load_resolved(trial.paths.config), commit).folder
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     assert name.endswith("ForSequenceClassification")
 
@@ -396,6 +398,40 @@ def test_an_export_has_the_types_of_the_model_it_started_from(
     assert settings.run("export") == 0
     out = settings.paths.export(2)
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("trained", "dtype", "exported", "message"),
+    [
+        (4.0, "", "bfloat16", ""),
+        (5.0, "", "bfloat16", "100.0% of the update survives in bfloat16"),
+        (4.003, "", "float32", "exported in float32: only 0.0% of the training's update would"),
+        (4.003, "source", "bfloat16", "only 0.0% of the training's update survives rounding to"),
+        (4.003, "float16", "float16", "100.0% of the update survives in float16"),
+    ],
+)
+def test_export_keeps_the_update_unless_told_otherwise(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    trained: float,
+    dtype: str,
+    exported: str,
+    message: str,
+) -> None:
+    """From 4.0 the next value of bfloat16 is 4.03125, that of float16 is 4.00390625."""
+    source = tmp_path / "source"
+    source.mkdir()
+    config = {**ARCHITECTURE, "torch_dtype": "bfloat16"}
+    (source / "config.json").write_text(json.dumps(config))
+    tensors = {n: torch.full(shape, 4.0, dtype=torch.bfloat16) for n, shape in SHAPES.items()}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    trial = Trial(tmp_path, "actor.architecture=", f"actor.path={source}")
+    trial.commit(4, value=trained)
+    assert trial.run("export", *(["--dtype", dtype] if dtype else [])) == 0
+    said = capsys.readouterr()
+    found = load_file(Path(said.out.strip()) / "model.safetensors")
+    assert {str(value.dtype) for value in found.values()} == {f"torch.{exported}"}
+    assert message in said.err
 
 
 @pytest.mark.parametrize(

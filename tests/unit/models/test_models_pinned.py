@@ -34,7 +34,7 @@ def random(shapes: Any) -> Weights:
 def compare(trial: CommittedTrial, step: int) -> tuple[Path, Path]:
     """Every tensor and some boxes of the export and the pinned checkpoint of a step."""
     pinned = pin_actor(trial.paths, step)
-    exported = export_step(trial.paths, "actor", step, None, dtype="float32")
+    exported = export_step(trial.paths, "actor", step, None, dtype="float32").folder
     assert read_headers(pinned) == read_headers(exported)
     generator = np.random.default_rng(2)
     found = PinnedSource(pinned)

@@ -34,7 +34,7 @@ from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.plan.model_files import config_values, generation_values
 from slurmrl.workers.failure import describe
-from slurmrl.workers.master.exporting import _source_dtypes
+from slurmrl.workers.master.export_types import _source_dtypes
 from slurmrl.workers.worker import serve as serve_module
 from slurmrl.worlds import RankId
 
