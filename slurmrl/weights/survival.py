@@ -17,8 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from slurmrl.checkpoint.precision import BLOCK, narrowed, widened
 from slurmrl.layout.copy import Array
 

@@ -32,7 +32,6 @@ from slurmrl.errors import (
     EnvironmentFailure,
     UsageError,
 )
-from slurmrl.fsio import inputs
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import is_temporary
@@ -264,8 +263,8 @@ def pin_to_evaluate(paths: RunPaths, commit: Commit) -> None:
 def _of_commit(
     paths: RunPaths, step: int | None, make: Callable[[Commit], Made], *, how: str
 ) -> Made:
-    """Make an export or a folder of a commit. If the run deletes the commit meanwhile, another one is chosen.
-    ``how`` says how to choose one, for the message about a damaged one."""
+    """Make an export or a folder of a commit. If the run deletes the commit meanwhile, another one
+    is chosen. ``how`` says how to choose one, for the message about a damaged one."""
     while True:
         commit = _choose(paths, step)
         try:
