@@ -244,7 +244,7 @@ def _algorithm(schema: type[BaseModel], source: Source) -> tuple[Algorithm | Non
 
 def _with_root(config: Config, root: Path | None) -> Config:
     chosen = Path(config.root) if root is None else root
-    return config.model_copy(update={"root": str(chosen.expanduser().absolute())})
+    return config.model_copy(update={"root": str(chosen.absolute())})
 
 
 def with_present_defaults(config: Config, algorithm: Algorithm) -> Config:

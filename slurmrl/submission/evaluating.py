@@ -82,7 +82,7 @@ def find_checkpoint(text: str, root: Path) -> EvaluatedModel:
     """
     if text.startswith(HUB_PREFIX):
         return EvaluatedModel(text, _as_name(text.removeprefix(HUB_PREFIX)))
-    folder = Path(text).expanduser()
+    folder = Path(os.path.expanduser(text))
     if not text.startswith(TRIAL_PREFIX) and (text.startswith(("/", ".", "~")) or folder.is_dir()):
         if not folder.is_dir():
             raise UsageError(f"--checkpoint {text}: no such folder")
