@@ -115,7 +115,8 @@ def _report(
     settings = load()
     if added := kept(settings):
         settings = load(*added)
-    kind = choose(scheduler or settings.config.cluster.scheduler)
+    config = settings.config
+    kind = choose(scheduler or config.cluster.scheduler, asks_slurm=config.asks_slurm)
     hosts = inventory.ask(settings.config) if kind == "slurm" else None
     planned = make_plan(settings, scheduler=kind, hosts=hosts)
     unread_keys = unread(planned.calls, settings.config.dataset.kind)

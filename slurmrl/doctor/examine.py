@@ -56,7 +56,7 @@ def examine(what: Examination, say: Say) -> list[Check]:
         cluster, more = login.site_profile()
         checks += more
     requested = what.scheduler or cluster.scheduler
-    kind = choose(requested)
+    kind = choose(requested, asks_slurm=(config or cluster).asks_slurm)
     hosts = inventory.ask(settings.config) if settings and kind == "slurm" else None
     plan = make_plan(settings, scheduler=kind, hosts=hosts) if settings else None
     checks += _trial(settings, plan, what.check_timeout_s)

@@ -138,7 +138,7 @@ def _checked(
         config = resolver.resolved()
         missing += resolver.problems
         if algorithm is not None:
-            kind = choose(scheduler or config.cluster.scheduler)
+            kind = choose(scheduler or config.cluster.scheduler, asks_slurm=config.asks_slurm)
             config = hardware_defaults.with_precision(config, kind)
             config, more = complete(config, algorithm, source)
             problems += more

@@ -27,11 +27,18 @@ def make(name: str) -> Scheduler:
     return scheduler
 
 
-def choose(name: str) -> str:
-    """Resolve ``auto``: ``slurm`` if sbatch is on PATH and a controller answers, else ``local``."""
+def choose(name: str, *, asks_slurm: bool) -> str:
+    """Resolve ``auto``: ``slurm`` if the configuration asks for it or if sbatch is on PATH and a
+    controller answers, else ``local``.
+
+    A configuration with Slurm's settings must not run on a login node while its controller is
+    down: `Scheduler.check` rejects its submission.
+    """
     if name != AUTO:
         SCHEDULERS.reference(name)
         return name
+    if asks_slurm:
+        return "slurm"
     import shutil  # slow to import, and every command imports this module
 
     if shutil.which("sbatch") is None:

@@ -56,7 +56,13 @@ class SlurmScheduler(Scheduler):
             raise EnvironmentFailure(
                 "sbatch is not on PATH: submit from a login node, or use --scheduler local"
             )
-        self._client.ping()
+        try:
+            self._client.ping()
+        except SchedulerError as error:
+            raise SchedulerError(
+                f"nothing was submitted, because Slurm does not answer: {error}. Try again later, "
+                "or use --scheduler local to run on this machine"
+            ) from error
 
     def scripts(self, request: SubmissionRequest) -> dict[str, str]:
         return {group.name: render.script(request, group, "srun") for group in request.groups}

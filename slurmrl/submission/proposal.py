@@ -218,7 +218,7 @@ def _planned(
     for note in settings.notes:
         logger.warning("%s: %s", settings.source.path, note)
     config = settings.config
-    kind = choose(scheduler or config.cluster.scheduler)
+    kind = choose(scheduler or config.cluster.scheduler, asks_slurm=config.asks_slurm)
     cluster = config.cluster.model_copy(update={"scheduler": kind})
     config = config.model_copy(update={"cluster": cluster})
     settings = dataclasses.replace(settings, config=config)

@@ -194,7 +194,8 @@ class Cluster(Section):
     """The scheduler, the shape of the groups of workers, and their timeouts."""
 
     scheduler: Literal["auto", "local", "slurm"] = "auto"
-    """`auto` selects Slurm if sbatch is on the PATH and responds, otherwise this machine."""
+    """`auto` selects Slurm if `cluster.slurm` has other settings than `links` and `continue`, or if
+    sbatch is on the PATH and responds. Otherwise it selects this machine."""
     hosts: PositiveInt | None = None
     """Maximum number of hosts for the trainers. Default: as many as the layouts need."""
     workers_per_host: PositiveInt | None = None
@@ -238,3 +239,9 @@ class Cluster(Section):
     """Seconds within which all workers of a new incarnation must have started. While a dataset is
     tokenised, they start again with each report of rank 0, every 10 s."""
     slurm: Slurm = Slurm()
+
+    @property
+    def asks_slurm(self) -> bool:
+        """Whether a setting has a meaning only on a cluster. Local chains have links, too."""
+        local = {"links", "continue_"}
+        return self.slurm.model_dump(exclude=local) != Slurm().model_dump(exclude=local)

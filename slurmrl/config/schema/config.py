@@ -163,6 +163,15 @@ class Config(Section):
         }
 
     @property
+    def asks_slurm(self) -> bool:
+        """Whether a setting has a meaning only on a cluster."""
+        tasks = self.evaluation.tasks if self.evaluation is not None else None
+        options = [self.rollout.slurm, *([tasks.slurm] if tasks is not None else [])]
+        return self.cluster.asks_slurm or any(
+            each.model_dump(exclude_none=True) for each in options
+        )
+
+    @property
     def trainers_evaluate(self) -> bool:
         """Whether the trainers evaluate, rather than trials of their own or nobody."""
         return self.evaluation is not None and self.evaluation.tasks is None

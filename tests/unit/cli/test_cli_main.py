@@ -242,6 +242,24 @@ def test_no_sbatch_is_3(
     assert not (tmp_path / "runs").exists()
 
 
+def test_submit_is_3_for_slurm_settings_without_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`auto` must not train on a login node while the controller is down."""
+    config = write_config(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    for name in ("sbatch", "scontrol", "sinfo"):
+        command = tmp_path / name
+        command.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+        command.chmod(0o755)
+    arguments = [str(config), "cluster.gpus_per_worker=0", "--root", str(tmp_path / "runs")]
+    assert main(["submit", *arguments, "cluster.slurm.time=1:00:00", "--no-check"]) == 3
+    told = capsys.readouterr().err
+    assert "Unable to contact slurm controller" in told
+    assert "--scheduler local" in told
+    assert not (tmp_path / "runs").exists()
+
+
 INTERRUPTED_IMPORT = """
 import sys
 class Finder:

@@ -111,19 +111,31 @@ def test_a_job_inherits_settings_of_nccl() -> None:
 
 
 def test_auto_is_local_without_slurm(commands: Path) -> None:
-    assert choose("auto") == "local"
+    assert choose("auto", asks_slurm=False) == "local"
     install(commands, "sbatch", "exit 0")
     install(commands, "scontrol", "exit 1")
-    assert choose("auto") == "local"
+    assert choose("auto", asks_slurm=False) == "local"
     install(commands, "scontrol", "exit 0")
-    assert choose("auto") == "slurm"
+    assert choose("auto", asks_slurm=False) == "slurm"
+
+
+def test_auto_is_slurm_for_slurm_settings_without_controller(commands: Path) -> None:
+    """Neither sbatch nor a controller: `check` rejects the submission."""
+    assert choose("auto", asks_slurm=True) == "slurm"
+    assert choose("local", asks_slurm=True) == "local"
+    install(commands, "sbatch", "exit 0")
+    install(commands, "scontrol", "echo 'Slurmctld(primary) at head is DOWN' >&2; exit 1")
+    assert choose("auto", asks_slurm=True) == "slurm"
+    words = "nothing was submitted.*Slurmctld.primary. at head is DOWN.*--scheduler local"
+    with pytest.raises(SchedulerError, match=words):
+        make("slurm").check()
 
 
 def test_names_of_schedulers(commands: Path) -> None:
-    assert choose("slurm") == "slurm"
+    assert choose("slurm", asks_slurm=False) == "slurm"
     assert isinstance(make("local"), LocalScheduler)
     with pytest.raises(UnknownNameError, match="did you mean 'slurm'"):
-        choose("slrum")
+        choose("slrum", asks_slurm=False)
     with pytest.raises(EnvironmentFailure, match="--scheduler local"):
         make("slurm").check()
 
