@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     "--role",
     default="actor",
     show_default=True,
-    help="The model to export: a role that is trained.",
+    help="The model to export: a role that is trained, or ref with ref.ema.",
 )
 @click.option(
     "--dtype",

@@ -305,9 +305,9 @@ def _choose(paths: RunPaths, step: int | None) -> Commit:
 
 
 def _head(paths: RunPaths, role: str) -> Head:
-    """Return the head of a trained role; checkpoints hold no other roles."""
+    """Return the head of a role that is trained or averaged; checkpoints hold no other roles."""
     models = Plan.read(paths.plan).models
-    trained = sorted(name for name, model in models.items() if model.trained)
+    trained = sorted(name for name, model in models.items() if model.changes)
     if not trained:
         raise UsageError(
             f"{paths.experiment}/{paths.trial} trains no model: there is nothing to export"

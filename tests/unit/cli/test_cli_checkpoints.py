@@ -65,7 +65,9 @@ class Trial:
         self.paths.plan.write_text(make_plan(settings, scheduler="local").to_json())
         self.writer = begin(History(self.paths.history), {})
 
-    def commit(self, step: int, *, value: float | None = None, **state: Any) -> None:
+    def commit(
+        self, step: int, *, value: float | None = None, role: str = "actor", **state: Any
+    ) -> None:
         """Commit weights of ``value`` (default: the step)."""
         filled = step if value is None else value
         directory = self.paths.checkpoint(step, 1)
@@ -77,7 +79,7 @@ class Trial:
             for name, spec in tensors.items()
         )
         layout = Layout.of(tensors, [pieces])
-        saved = RoleSnapshot(ShardHeader("actor", 0, 1, step), entries, layout).write(directory)
+        saved = RoleSnapshot(ShardHeader(role, 0, 1, step), entries, layout).write(directory)
         write_manifest(directory, step=step, files=saved, state={"step": step, **state})
         self.writer.append(Kind.COMMIT, {"step": step, "directory": directory.name})
 
@@ -228,6 +230,22 @@ def test_a_trial_that_trains_nothing_has_nothing_to_export(
     trial = Trial(tmp_path / "evaluate", *evaluate, "total_steps=null")
     assert trial.run("export") == 2
     assert "trains no model: there is nothing to export" in capsys.readouterr().err
+
+
+def test_reference_that_averages_the_actor_is_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints hold it as they hold a trained role; the message names it."""
+    averaged = ("algorithm={name: grpo, batch_size: 4}", "dataset.type=prompt", "ref.ema=0.1")
+    trial = Trial(tmp_path, *averaged, "reward.name=exact_match")
+    trial.commit(2, role="ref")
+    assert trial.run("export", "--role", "ref") == 0
+    folder = Path(capsys.readouterr().out.strip())
+    assert folder == trial.paths.export(2, "ref")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert trial.run("export", "--role", "critic") == 2
+    assert "there are: actor, ref" in capsys.readouterr().err
 
 
 def test_refusals(trial: Trial, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
