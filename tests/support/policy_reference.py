@@ -76,18 +76,22 @@ class Reference:
             yield from (each for each in prompt.completions if each.written)
 
     def estimates(self) -> Estimates:
-        if self.settings.advantage in ("group", "leave_one_out", "batch"):
+        if self.settings.advantage.endswith(("group", "leave_one_out", "batch")):
             return self._of_completions()
         found = Estimates({}, {}, {})
+        batch = [sum(self._token_rewards(each)) for each in self.completions()]
         for prompt in self.prompts:
             base = 0.0 if prompt.greedy is None else self.score(prompt.greedy)
-            for each in (c for c in prompt.completions if c.written):
+            group = [c for c in prompt.completions if c.written]
+            own = [sum(self._token_rewards(each)) for each in group]
+            unit = self._unit(own if self.settings.advantage_std == "group" else batch, about=0.0)
+            for each in group:
                 if self.settings.advantage == "gae":
                     advantages, returns = self._generalized(each)
                     found.old_values[id(each)] = [each.values[t - 1] for t in each.written]
                 else:
                     returns = self._discounted(self._token_rewards(each))
-                    advantages = [value - base for value in returns]
+                    advantages = [(value - base) / unit for value in returns]
                 found.advantages[id(each)], found.returns[id(each)] = advantages, returns
         return found
 
@@ -146,29 +150,38 @@ class Reference:
             own = [totals[id(each)] for each in group]
             for number, each in enumerate(group):
                 others = own[:number] + own[number + 1 :]
+                place = batch.index(own[number])
+                all_others = batch[:place] + batch[place + 1 :]
                 baseline = {
                     "group": fmean(own),
                     "leave_one_out": fmean(others or own),
                     "batch": fmean(batch),
+                    "batch_leave_one_out": fmean(all_others or batch),
                 }[s.advantage]
-                advantage = own[number] - baseline
-                if s.advantage_std != "none":
-                    among = own if s.advantage_std == "group" else batch
-                    unit = deviation(among, unbiased=s.std_unbiased) + s.std_epsilon
-                    advantage = advantage / unit if unit else 0.0
+                unit = self._unit(own if s.advantage_std == "group" else batch)
+                advantage = (own[number] - baseline) / unit if unit else 0.0
                 found.advantages[id(each)] = [advantage] * len(each.written)
                 found.returns[id(each)] = [own[number]] * len(each.written)
         return found
+
+    def _unit(self, returns: Sequence[float], about: float | None = None) -> float:
+        """By what advantages are divided, among these returns."""
+        s = self.settings
+        if s.advantage_std == "none":
+            return 1.0
+        return deviation(returns, unbiased=s.std_unbiased, about=about) + s.std_epsilon
 
 
 def kl_estimate(x: float, estimator: str) -> float:
     return {"k1": x, "k2": x * x / 2.0, "k3": exp(-x) - 1.0 + x}[estimator]
 
 
-def deviation(values: Sequence[float], *, unbiased: bool = False) -> float:
+def deviation(
+    values: Sequence[float], *, unbiased: bool = False, about: float | None = None
+) -> float:
     if not values:
         return 0.0
-    mean = fmean(values)
+    mean = fmean(values) if about is None else about
     degrees = max(len(values) - 1, 1) if unbiased else len(values)
     return sqrt(sum((value - mean) ** 2 for value in values) / degrees)
 
@@ -182,8 +195,15 @@ def whitened(estimates: Estimates) -> dict[int, list[float]]:
 
 
 def corrections(settings: Any, completion: Completion) -> list[float]:
-    """The importance weight of each written token."""
-    logs = [completion.recomputed[t] - completion.behaviour[t] for t in completion.written]
+    """The importance weight of each written token, 0 if it is rejected."""
+    own = [completion.recomputed[t] - completion.behaviour[t] for t in completion.written]
+    accepted = [within(settings, value) for value in compared(settings, own)]
+    return [w * keep for w, keep in zip(importance_weights(settings, own), accepted, strict=True)]
+
+
+def importance_weights(settings: Any, logs: list[float]) -> list[float]:
+    if settings.correction in (None, "none"):
+        return [1.0] * len(logs)
     if settings.correction_level == "sequence":
         logs = [sum(logs)] * len(logs)
     elif settings.correction_level == "geometric":
@@ -195,6 +215,27 @@ def corrections(settings: Any, completion: Completion) -> list[float]:
     if settings.correction == "mask":
         return [weight if low <= weight <= high else 0.0 for weight in weights]
     return weights
+
+
+def compared(settings: Any, logs: list[float]) -> list[float]:
+    """What a rejection compares with its bounds, for each token."""
+    by = settings.reject_by
+    values = {
+        None: logs,
+        "ratio": logs,
+        "k1": [-x for x in logs],
+        "k2": [x * x / 2 for x in logs],
+        "k3": [exp(x) - 1 - x for x in logs],
+    }[by]
+    over = {"mean": fmean, "sum": sum, "max": max}
+    if settings.reject_over != "token":
+        values = [over[settings.reject_over](values)] * len(values)
+    return [exp(value) for value in values] if by == "ratio" else values
+
+
+def within(settings: Any, value: float) -> bool:
+    low, high = settings.reject_lower, settings.reject_upper
+    return (low is None or value >= low) and (high is None or value <= high)
 
 
 def mismatch(training: Sequence[float], generation: Sequence[float]) -> Stats:

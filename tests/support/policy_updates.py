@@ -176,7 +176,7 @@ class ActorStep:
         logps, entropies = self._outputs(completion)
         moved = [logp - old[t] for logp, t in zip(logps, completion.written, strict=True)]
         ratios = self._ratios(moved)
-        factors = corrections(s, completion) if s.corrects else None
+        factors = corrections(s, completion) if s.compares else None
         loss = torch.zeros((), dtype=torch.float64)
         for n, t in enumerate(completion.written):
             advantage = self.advantages[id(completion)][n]

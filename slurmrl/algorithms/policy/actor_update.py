@@ -112,7 +112,7 @@ def _training_sample(
     }
     if settings.penalises_in_loss:
         data[REF_LOGPROBS] = sample.tensor(REF_LOGPROBS)
-    if settings.corrects:
+    if settings.compares:
         behaviour = sample.tensor("logprobs")
         data["corrections"] = correction_weights(old, behaviour, mask, sequences, settings)
     lengths = dict.fromkeys(data, sample.lengths["input_ids"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.policy.baselines import Groups, completion_advantages
+from slurmrl.algorithms.policy.baselines import Groups, completion_advantages, deviations, divided
 from slurmrl.algorithms.policy.moments import SumOverRanks
 from slurmrl.algorithms.policy.objective import kl_estimate
 from slurmrl.algorithms.policy.responses import Responses, find_responses
@@ -61,17 +61,19 @@ def estimate(
     lengths = responses.cu_seqlens.diff()
     scores = shape_scores(sample.tensor("rewards"), finished, lengths, settings, limit)
     penalties = _penalties(sample, responses, settings, context.scalars)
+    answered = responses.answered
+    groups = Groups.of(sample.sequence_counts("input_ids"), scores.device).only(answered)
+    totals = (scores.double() - responses.sums(penalties.double()))[answered]
+    place = torch.searchsorted(answered, responses.sequence)
     if settings.advantage in OF_COMPLETIONS:
-        answered = responses.answered
-        groups = Groups.of(sample.sequence_counts("input_ids"), scores.device).only(answered)
-        totals = (scores.double() - responses.sums(penalties.double()))[answered]
         compared = completion_advantages(totals, groups, settings, all_reduce_sum)
-        place = torch.searchsorted(answered, responses.sequence)
         advantages, returns = (x.to(penalties.dtype)[place] for x in (compared, totals))
     else:
         turns = _turn_rewards(sample, responses, finished, settings)
         rewards = token_rewards(penalties, scores, responses, turns)
         advantages, returns = _of_tokens(sample, responses, rewards, ~finished, settings)
+        if (spread := deviations(totals, groups, settings, all_reduce_sum)) is not None:
+            advantages = divided(advantages, spread[place], settings).to(penalties.dtype)
     if settings.advantage == "greedy":
         advantages = returns - _greedy_scores(sample, settings, limit)[responses.sequence]
     old_values = _values(sample, responses.tokens - 1, returns)

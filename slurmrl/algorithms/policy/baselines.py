@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slurmrl.algorithms.policy.moments import SumOverRanks, moments
 from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.policy.schema.advantages import OF_GROUPS, WITHOUT_OWN
 from slurmrl.ops.upload import upload
 
 
@@ -57,34 +58,48 @@ class Groups:
 def completion_advantages(
     returns: Tensor, groups: Groups, settings: PolicyGradient, all_reduce_sum: SumOverRanks
 ) -> Tensor:
-    """[S] float64, from the returns [S] of completions, less a baseline, divided by a standard
-    deviation; 0 where that is 0 and nothing is added to it.
+    """[S] float64, from the returns [S] of completions, less a baseline, divided by a deviation.
 
     - ``group``: x_i - mean(x_1 … x_n) (Shao et al. 2024, "DeepSeekMath", section 4.1.2);
     - ``leave_one_out``: x_i - mean of the others (Kool et al. 2019, "Buy 4 REINFORCE samples, get a
       baseline for free!"), which is n / (n - 1) times the former;
-    - ``batch``: x_i - mean over all completions of the batch.
+    - ``batch``: x_i - mean over all completions of the batch;
+    - ``batch_leave_one_out``: x_i - mean over the others of the batch.
     """
     wide = returns.double()
-    mean, std = 0.0, 0.0
-    if "batch" in (settings.advantage, settings.advantage_std):
-        mean, std = moments(wide, all_reduce_sum, unbiased=settings.std_unbiased)
-    group_means = groups.means(wide)
-    match settings.advantage:
-        case "group":
-            centred = wide - group_means
-        case "leave_one_out":
-            centred = (wide - group_means) * groups.sizes / (groups.sizes - 1.0).clamp(min=1.0)
-        case _:
-            centred = wide - mean
+    if settings.advantage in OF_GROUPS:
+        sizes = groups.sizes.double()
+        centred = wide - groups.means(wide)
+    else:
+        sizes = all_reduce_sum(wide.new_tensor(float(len(wide))))
+        centred = wide - moments(wide, all_reduce_sum)[0]
+    if settings.advantage in WITHOUT_OWN:
+        centred = centred * sizes / (sizes - 1.0).clamp(min=1.0)
+    return divided(centred, deviations(wide, groups, settings, all_reduce_sum), settings)
+
+
+def deviations(
+    returns: Tensor, groups: Groups, settings: PolicyGradient, all_reduce_sum: SumOverRanks
+) -> Tensor | None:
+    """[S] float64: the standard deviation of the returns [S] by which the setting
+    ``advantage_std`` divides; None if by none. Without a baseline, it is that from 0 (the root of
+    the mean square): returns that are alike would be divided by about 0."""
+    wide, unbiased = returns.double(), settings.std_unbiased
+    about_zero = settings.advantage == "none"
     match settings.advantage_std:
         case "group":
-            squares = groups.sums((wide - group_means).square())
-            degrees = groups.sizes - (1.0 if settings.std_unbiased else 0.0)
-            deviation = (squares / degrees.clamp(min=1.0)).sqrt()
+            centred = wide if about_zero else wide - groups.means(wide)
+            degrees = groups.sizes - (1.0 if unbiased else 0.0)
+            return (groups.sums(centred.square()) / degrees.clamp(min=1.0)).sqrt()
         case "batch":
-            deviation = torch.full_like(centred, std)
-        case _:
-            return centred
-    divisor = deviation + settings.std_epsilon
-    return torch.where(divisor > 0, centred / divisor, 0.0)
+            _, std = moments(wide, all_reduce_sum, unbiased=unbiased, about_zero=about_zero)
+            return torch.full_like(wide, std)
+    return None
+
+
+def divided(advantages: Tensor, deviations: Tensor | None, settings: PolicyGradient) -> Tensor:
+    """The advantages divided by the deviations and ``std_epsilon``; 0 where both are 0."""
+    if deviations is None:
+        return advantages
+    divisor = deviations + settings.std_epsilon
+    return torch.where(divisor > 0, advantages / divisor, 0.0)

@@ -34,21 +34,53 @@ def correction_weights(
     The level says what a weight belongs to: ``token``: each token; ``sequence``: the product over
     the response; ``geometric``: the geometric mean over the response.
     ``truncate`` moves weights beyond the bounds to them (truncated importance sampling, Yao et al.
-    2025), ``mask`` sets them to 0, ``weight`` has no bounds.
+    2025), ``mask`` sets them to 0, ``weight`` has no bounds. Without a correction all weights are
+    1. Those of rejected tokens are 0.
     """
-    log_weights = torch.where(mask, proximal - behaviour, 0.0)
+    log_ratio = torch.where(mask, proximal - behaviour, 0.0)
+    counts = mask
+    if settings.reject_by is not None:
+        counts = mask & accepted(log_ratio, mask, sequences, settings)
+    if not settings.corrects:
+        return counts.to(log_ratio.dtype)
+    log_weights = log_ratio
     if settings.correction_level == "sequence":
-        log_weights = sequences.totals(log_weights)
+        log_weights = sequences.totals(log_ratio)
     elif settings.correction_level == "geometric":
-        log_weights = sequences.means(log_weights, mask)
+        log_weights = sequences.means(log_ratio, mask)
     low, high = (_log(bound) for bound in settings.correction_bounds)
     if settings.correction == "truncate":
         log_weights = log_weights.clamp(low, high)
     weights = log_weights.clamp(max=LARGEST_LOG).exp()
-    counts = mask
     if settings.correction == "mask":
-        counts = mask & (log_weights >= low) & (log_weights <= high)
+        counts = counts & (log_weights >= low) & (log_weights <= high)
     return torch.where(counts, weights, 0.0)
+
+
+def accepted(log_ratio: Tensor, mask: Tensor, sequences: Sequences, settings: Correction) -> Tensor:
+    """[T] bool: the tokens that are within the bounds of rejection, from log r of each token, which
+    is 0 where ``mask`` is False. Of a response all tokens are or none, unless single tokens are
+    compared."""
+    low, high = settings.reject_lower, settings.reject_upper
+    match settings.reject_by:
+        case "ratio":  # its mean and sum are of logarithms
+            values = log_ratio
+            low, high = (None if bound is None else _log(bound) for bound in (low, high))
+        case "k1":
+            values = -log_ratio
+        case "k2":
+            values = 0.5 * log_ratio.square()
+        case _:
+            values = torch.expm1(log_ratio) - log_ratio
+    match settings.reject_over:
+        case "mean":
+            values = sequences.means(values, mask)
+        case "sum":
+            values = sequences.totals(values)
+        case "max":
+            values = sequences.maxima(values, mask)
+    above = -inf if low is None else low
+    return (values >= above) & (values <= (inf if high is None else high))
 
 
 def mismatch_sums(training: Tensor, behaviour: Tensor, mask: Tensor) -> dict[str, Tensor]:

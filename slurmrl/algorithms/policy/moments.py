@@ -16,10 +16,15 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 
 def moments(
-    x: Tensor, all_reduce_sum: SumOverRanks, *, unbiased: bool = False
+    x: Tensor,
+    all_reduce_sum: SumOverRanks,
+    *,
+    unbiased: bool = False,
+    about_zero: bool = False,
 ) -> tuple[float, float]:
     """Mean and standard deviation of x over all ranks, in float64; 0 and 0 if empty. ``unbiased``
-    divides by the number of entries less one.
+    divides by the number of entries less one. ``about_zero``: the deviation from 0, not from the
+    mean.
 
     Of equal entries the mean is that number and the deviation 0, on any layout: the mean of what
     is left of them corrects the first one's rounding.
@@ -30,7 +35,8 @@ def moments(
     count = max(counted, 1.0)
     mean = summed / count
     mean += float(all_reduce_sum((wide - mean).sum().reshape(1))) / count
-    squares = all_reduce_sum((wide - mean).square().sum().reshape(1))
+    centred = wide if about_zero else wide - mean
+    squares = all_reduce_sum(centred.square().sum().reshape(1))
     degrees = max(counted - 1.0, 1.0) if unbiased else count
     return mean, math.sqrt(float(squares) / degrees)
 

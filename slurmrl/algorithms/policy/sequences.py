@@ -43,3 +43,10 @@ class Sequences:
         selects; 0 in a sequence that has none."""
         counts = self.totals(mask.to(x.dtype)).clamp(min=1.0)
         return self.totals(torch.where(mask, x, 0.0)) / counts
+
+    def maxima(self, x: Tensor, mask: Tensor) -> Tensor:
+        """[T]: at each token, the largest of x [T] among the tokens of its sequence that ``mask``
+        selects; -inf in a sequence that has none."""
+        selected = torch.where(mask, x, float("-inf"))
+        found = selected.new_full((self.count,), float("-inf"))
+        return self.spread(found.scatter_reduce(0, self.index, selected, "amax"))

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.advantages import Estimates, estimate
-from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.policy.schema import OF_COMPLETIONS, PolicyGradient
 from slurmrl.algorithms.policy.shaping import overlong_penalty
 from slurmrl.config.schema import Rollout
 from slurmrl.data.sample import SequenceSample
@@ -117,8 +117,13 @@ def of_completions(sample: SequenceSample, settings: PolicyGradient) -> list[flo
     for count in counts:
         group = returns[first : first + count]
         for place, value in enumerate(group):
-            others = group[:place] + group[place + 1 :]
-            baseline = {"group": group, "leave_one_out": others, "batch": returns}
+            own = first + place
+            baseline = {
+                "group": group,
+                "leave_one_out": group[:place] + group[place + 1 :],
+                "batch": returns,
+                "batch_leave_one_out": returns[:own] + returns[own + 1 :],
+            }
             advantage = value - statistics.fmean(baseline[settings.advantage])
             if settings.advantage_std != "none":
                 spread = group if settings.advantage_std == "group" else returns
@@ -148,7 +153,7 @@ def of_tokens(sample: SequenceSample, settings: PolicyGradient) -> list[float]:
 @pytest.mark.parametrize("kl", [{"coef": 0.0}, {"estimator": "k1"}, {"estimator": "k3"}])
 @pytest.mark.parametrize("std", ["none", "group", "batch"])
 @pytest.mark.parametrize("unbiased", [True, False])
-@pytest.mark.parametrize("advantage", ["group", "leave_one_out", "batch"])
+@pytest.mark.parametrize("advantage", OF_COMPLETIONS)
 def test_completions_are_compared_as_the_formulas_say(
     advantage: str, unbiased: bool, std: str, kl: dict[str, Any]
 ) -> None:
@@ -165,7 +170,7 @@ EQUAL = (0.1, 1 / 3, -0.7, 5.0, 1e-3)
 
 
 @pytest.mark.parametrize("std", ["none", "group", "batch"])
-@pytest.mark.parametrize("advantage", ["group", "leave_one_out", "batch"])
+@pytest.mark.parametrize("advantage", OF_COMPLETIONS)
 @pytest.mark.parametrize("epsilon", [0.0, 1e-6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_advantages_are_exactly_zero_in_groups_of_equal_scores(
@@ -178,7 +183,7 @@ def test_advantages_are_exactly_zero_in_groups_of_equal_scores(
     for value in EQUAL:
         sample = rollout([[(2, 3)] * count for count in (3, 5, 7, 6)])
         counts = sample.sequence_counts("rewards")
-        values = [value if advantage == "batch" else value + item for item in range(4)]
+        values = [value if "batch" in advantage else value + item for item in range(4)]
         rewards = [v for v, n in zip(values, counts, strict=True) for _ in range(n)]
         sample.data["rewards"] = torch.tensor(rewards, dtype=dtype)
         for size in (1, 2, 3):
@@ -210,6 +215,31 @@ def test_tokens_have_the_return_from_there_on(
     advantages = estimates(sample, settings).advantages
     wanted = torch.tensor(of_tokens(sample, settings), dtype=torch.float64)
     torch.testing.assert_close(advantages, wanted)
+
+
+@pytest.mark.parametrize("std", ["group", "batch"])
+@pytest.mark.parametrize("unbiased", [True, False])
+@pytest.mark.parametrize("discount", [1.0, 0.9])
+def test_returns_without_baseline_are_divided_by_their_deviation_from_0(
+    std: str, unbiased: bool, discount: float
+) -> None:
+    """The root of the mean square of the completions' whole returns, on any number of ranks."""
+    spread = {"advantage_std": std, "std_unbiased": unbiased, "std_epsilon": 0.01}
+    settings = algorithm(advantage="none", discount=discount, **spread)
+    sample = rollout()
+    penalties = token_penalties(sample, settings)
+    rewards = sample.tensor("rewards").tolist()
+    whole = [reward - sum(row) for reward, row in zip(rewards, penalties, strict=True)]
+    wanted: list[float] = []
+    plain = iter(of_tokens(sample, settings))
+    for number, row in enumerate(penalties):
+        among = whole[number - number % 3 :][:3] if std == "group" else whole
+        mean_square = sum(x * x for x in among) / (len(among) - unbiased)
+        wanted += [next(plain) / (mean_square**0.5 + 0.01) for _ in row]
+    found = estimates(sample, settings).advantages
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
+    parts = advantages_on_ranks(sample, settings, 3)
+    torch.testing.assert_close(torch.cat(parts), found)
 
 
 class Operators(TorchDispatchMode):
@@ -259,7 +289,7 @@ def test_a_group_by_hand() -> None:
         assert advantages(advantage=advantage, advantage_std=std) == pytest.approx(values, rel=1e-5)
 
 
-@pytest.mark.parametrize("advantage", ["group", "leave_one_out", "batch"])
+@pytest.mark.parametrize("advantage", OF_COMPLETIONS)
 @pytest.mark.parametrize("std", ["none", "group", "batch"])
 @pytest.mark.parametrize("reward", [0.1, 1e6])
 def test_equal_rewards_give_no_advantage(advantage: str, std: str, reward: float) -> None:

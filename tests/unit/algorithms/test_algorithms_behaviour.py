@@ -69,6 +69,8 @@ def test_gradient_is_that_of_the_paper_with_stale_completions(name: str, dtype: 
         ("float32", STALE, {}, (False, "none")),
         ("bfloat16", STALE, {"correction": "weight"}, (True, "weight")),
         ("bfloat16", STALE, {"recompute_logprobs": True}, (True, "truncate")),
+        ("float32", {}, {"reject_by": "k3", "reject_upper": 1.0}, (True, "none")),
+        ("bfloat16", STALE, {"reject_by": "k3", "reject_upper": 1.0}, (True, "truncate")),
         ("float32", BFLOAT16_SERVER, {}, (True, "truncate")),
         ("float32", BFLOAT16_SERVER, {"correction": "none"}, (False, "none")),
         ("bfloat16", BFLOAT16_SERVER, {}, (True, "none")),

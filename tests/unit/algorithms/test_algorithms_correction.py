@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -76,6 +77,44 @@ def test_the_bounds_of_each_level_act(level: str) -> None:
     assert len(kinds) == 5
 
 
+@pytest.mark.parametrize("over", ["token", "mean", "sum", "max"])
+@pytest.mark.parametrize("by", ["ratio", "k1", "k2", "k3"])
+@pytest.mark.parametrize("correction", ["none", "truncate"])
+def test_rejected_tokens_have_no_weight(by: str, over: str, correction: str) -> None:
+    """Each by its own value, or all of a response by the mean, sum or largest of its values."""
+    logs = [float(TRAINING[t] - BEHAVIOUR[t]) for t in range(len(MASK))]
+    value: dict[str, Callable[[float], float]] = {
+        "ratio": lambda x: x,
+        "k1": lambda x: -x,
+        "k2": lambda x: x * x / 2,
+        "k3": lambda x: math.exp(x) - 1 - x,
+    }
+    join = {"mean": lambda x: sum(x) / len(x), "sum": sum, "max": max}
+    bounds = {"reject_lower": 0.3, "reject_upper": 1.1}
+    common: dict[str, Any] = {"correction": correction}
+    plain = correction_weights(TRAINING, BEHAVIOUR, MASK, SEQUENCES, Correction(**common))
+    settings = Correction(**common, reject_by=by, reject_over=over, **bounds)
+    found = correction_weights(TRAINING, BEHAVIOUR, MASK, SEQUENCES, settings)
+    kept = 0
+    for t in range(len(MASK)):
+        own = [value[by](logs[u]) for u in COUNTED if SEQUENCE[u] == SEQUENCE[t]]
+        compared = value[by](logs[t]) if over == "token" else join[over](own) if own else 0.0
+        compared = math.exp(compared) if by == "ratio" else compared
+        accepted = t in COUNTED and 0.3 <= compared <= 1.1
+        kept += accepted
+        assert float(found[t]) == (float(plain[t]) if accepted else 0.0)
+    assert kept < len(COUNTED), "some are rejected"
+
+
+@pytest.mark.parametrize("bound", [{"reject_upper": 2.0}, {"reject_lower": 0.5}])
+def test_rejection_with_one_bound_leaves_other_side_open(bound: dict[str, float]) -> None:
+    far = torch.tensor([-200.0] * 5 + [200.0] * 5)
+    settings = Correction(correction="none", reject_by="ratio", **bound)
+    found = correction_weights(far, torch.zeros(10), MASK, SEQUENCES, settings)
+    low, high = (MASK & (far < 0)).sum(), (MASK & (far > 0)).sum()
+    assert int(found.sum()) == int(low if "reject_upper" in bound else high)
+
+
 def test_a_weight_that_would_overflow_stays_finite() -> None:
     far = torch.full((10,), 200.0)
     weights = correction_weights(
@@ -97,6 +136,17 @@ def test_a_weight_that_would_overflow_stays_finite() -> None:
             {"correction": "truncate", "recompute_logprobs": False},
             "correction: truncate is not allowed with recompute_logprobs: false",
         ),
+        (
+            {"reject_by": "k3", "reject_upper": 1.0, "recompute_logprobs": False},
+            "reject_by: k3 is not allowed with recompute_logprobs: false",
+        ),
+        ({"reject_by": "k2"}, "reject_by: k2 is not allowed without a bound"),
+        ({"reject_over": "max"}, "reject_over is not allowed with no reject_by"),
+        (
+            {"reject_by": "k1", "reject_upper": 1.0, "reject_lower": 2.0},
+            "reject_lower 2.0 exceeds reject_upper 1.0",
+        ),
+        ({"reject_by": "ratio", "reject_lower": -1.0}, "use 0 or more"),
     ],
 )
 def test_corrections_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:

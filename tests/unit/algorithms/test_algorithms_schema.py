@@ -132,7 +132,7 @@ def test_a_greedy_baseline_generates_twice() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"advantage": "none", "advantage_std": "group"}, "allowed with advantage: group,"),
+        ({"advantage": "greedy", "advantage_std": "group"}, "allowed with advantage: group,"),
         ({"advantage": "group", "std_epsilon": 0.1}, "with advantage_std: none"),
         ({"advantage": "none", "critic_warmup_steps": 1}, "which does not use it"),
         ({"advantage": "group", "discount": 0.9}, "one return per completion"),

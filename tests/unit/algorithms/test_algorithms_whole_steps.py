@@ -47,7 +47,7 @@ def settings_of(name: str, random: Random) -> PolicyGradient:
             made = PolicyGradient(name=cast(Any, name), batch_size=8, **values)
         except ValidationError:
             continue
-        if (made.advantage, made.advantage_std) != ("batch", "group"):  # divides by almost 0
+        if (made.advantage[:5], made.advantage_std) != ("batch", "group"):  # divides by almost 0
             return made
 
 
@@ -61,7 +61,9 @@ CHOICES: dict[str, Sequence[Any]] = {
     "aggregation": ("tokens", "sequences", "constant"),
     "aggregation_length": (1, 5),
     "entropy_coef": (0.2,),
-    "advantage": ("gae", "group", "leave_one_out", "greedy", "batch", "none"),
+    "advantage": (
+        *("gae", "group", "leave_one_out", "greedy", "batch", "batch_leave_one_out", "none"),
+    ),
     "advantage_std": ("none", "group", "batch"),
     "std_unbiased": (False,),
     "std_epsilon": (0.0, 0.1),
@@ -88,6 +90,10 @@ CHOICES: dict[str, Sequence[Any]] = {
     "correction_level": ("token", "sequence", "geometric"),
     "correction_upper": (1.1,),
     "correction_lower": (0.8,),
+    "reject_by": ("ratio", "k1", "k2", "k3"),
+    "reject_over": ("token", "mean", "sum", "max"),
+    "reject_upper": (0.05, 1.2),
+    "reject_lower": (0.02, 0.8),
     "value_clip": (0.1, None),
     "value_huber_delta": (0.3,),
     "value_norm": ("none", "exponential", "moving"),
@@ -172,7 +178,7 @@ class Case:
 
     @property
     def recomputes(self) -> bool:
-        return bool(self.algorithm.recompute_logprobs) or self.algorithm.corrects
+        return bool(self.algorithm.recompute_logprobs) or self.algorithm.compares
 
     def reference(self) -> Reference:
         return Reference(

@@ -21,7 +21,7 @@ def settled(settings: Correction, config: Config) -> dict[str, Any]:
     stale, unlike = bool(_staleness(config)), bool(unlike_training(config))
     recomputes, correction = settings.recompute_logprobs, settings.correction
     if recomputes is None:
-        if settings.corrects:
+        if settings.compares:
             recomputes = True
         elif stale or (unlike and correction == "none"):
             recomputes = False

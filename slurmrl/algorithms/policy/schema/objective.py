@@ -148,6 +148,20 @@ class Correction(Section):
     correction_lower: NonNegativeFloat = 0.0
     """Smallest weight of `truncate` and `mask`."""
 
+    reject_by: Literal["ratio", "k1", "k2", "k3"] | None = None
+    """Leave tokens out of the actor's loss by how far the policy before the updates is from the one
+    that drew them, with r the recomputed old probability over that of generation. `ratio`: r. `k1`:
+    -log r, `k2`: (log r)^2 / 2, `k3`: r - 1 - log r, estimates of KL(generation, training). Null
+    rejects none."""
+    reject_over: Literal["token", "mean", "sum", "max"] = "token"
+    """What has to be within the bounds: the value of each `token`, which is left out alone; or the
+    `mean`, `sum` or `max` over a response, all of whose tokens are left out. Mean and sum of
+    `ratio` are those of log r."""
+    reject_upper: PositiveFloat | None = None
+    """Largest value that is not rejected; null sets no bound."""
+    reject_lower: float | None = None
+    """Smallest value that is not rejected; null sets no bound."""
+
     @property
     def correction_bounds(self) -> tuple[float, float]:
         """The smallest and the largest weight."""
@@ -158,6 +172,11 @@ class Correction(Section):
     def corrects(self) -> bool:
         """Whether importance weights multiply the losses."""
         return self.correction not in (None, "none")
+
+    @property
+    def compares(self) -> bool:
+        """Whether a token's loss depends on recomputed and on generation's log-probabilities."""
+        return self.corrects or self.reject_by is not None
 
     @model_validator(mode="after")
     def _correction_is_possible(self) -> Correction:
@@ -173,10 +192,30 @@ class Correction(Section):
                 f"correction_lower {self.correction_lower} exceeds correction_upper "
                 f"{self.correction_upper}"
             )
-        if self.corrects and self.recompute_logprobs is False:
+        if self.compares and self.recompute_logprobs is False:
+            chosen = f"correction: {self.correction}"
+            chosen = chosen if self.corrects else f"reject_by: {self.reject_by}"
             raise ValueError(
-                f"correction: {self.correction} is not allowed with recompute_logprobs: false: it "
-                "weighs recomputed log-probabilities against those of generation; remove one"
+                f"{chosen} is not allowed with recompute_logprobs: false: it compares recomputed "
+                "log-probabilities with those of generation; remove one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rejection_has_bounds(self) -> Correction:
+        names = ("reject_over", "reject_upper", "reject_lower")
+        refuse_unused(self, dict.fromkeys(names, self.reject_by is not None), "no reject_by")
+        lower, upper = self.reject_lower, self.reject_upper
+        if self.reject_by is not None and lower is None and upper is None:
+            raise ValueError(
+                f"reject_by: {self.reject_by} is not allowed without a bound; set reject_upper or "
+                "reject_lower"
+            )
+        if lower is not None and upper is not None and lower > upper:
+            raise ValueError(f"reject_lower {lower} exceeds reject_upper {upper}")
+        if self.reject_by == "ratio" and lower is not None and lower < 0:
+            raise ValueError(
+                f"reject_lower {lower} is not allowed with reject_by: ratio; use 0 or more"
             )
         return self
 

@@ -218,7 +218,7 @@ class PolicyGradient(
         self, judged: tuple[str, ...], recorded: tuple[str, ...], *, recomputes: bool
     ) -> Iterator[Call]:
         train = Method.TRAIN_STEP
-        weighed = (*judged, *recorded, *(("logprobs",) if self.corrects else ()))
+        weighed = (*judged, *recorded, *(("logprobs",) if self.compares else ()))
         metrics = (*ACTOR_METRICS, *self.objective_metrics(recomputes=recomputes))
         yield Call("actor_train", "actor", train, ACTOR, weighed, (), metrics)
         if self.uses_critic:
@@ -263,7 +263,7 @@ class PolicyGradient(
             "kl_coef",
             *(KL_METRICS if self.uses_reference else ()),
             *(("kl_loss",) if self.penalises_in_loss else ()),
-            *(corrected if self.corrects else ()),
+            *(corrected if self.compares else ()),
             *(("m2_masked",) if self.m2_threshold is not None else ()),
             *(() if recomputes else MISMATCH_METRICS),
         )
