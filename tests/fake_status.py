@@ -41,6 +41,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "pending": None,
         "checkpoint_failures": None,
         "skipped": None,
+        "unjudged": None,
         "timing": {
             "step_s": 2.0,
             "left_s": 96.0,

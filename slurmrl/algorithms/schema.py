@@ -21,6 +21,7 @@ from slurmrl.graph.call import (
     Summary,
 )
 from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.metrics import UNSCORED
 
 ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"
 REFERENCE = "slurmrl.algorithms.sequences:ReferenceInterface"
@@ -256,5 +257,5 @@ def reward_call(config: Config) -> Call:
         interface=RULE_REWARD,
         inputs=("input_ids", "prompt_mask", "finished", *turns),
         outputs=("rewards",),
-        metrics=("reward", "reward_unjudged"),
+        metrics=("reward", "reward_unjudged", UNSCORED),
     )

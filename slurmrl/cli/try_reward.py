@@ -100,20 +100,26 @@ def _object(tried: Tried) -> dict[str, object]:
     return {**asdict(tried), "mean": _mean(tried)}
 
 
-def _mean(tried: Tried) -> float:
-    return sum(item.score for item in tried.items) / len(tried.items)
+def _mean(tried: Tried) -> float | None:
+    """The mean over the completions that have a score; None if none has."""
+    scores = [item.score for item in tried.items if item.score is not None]
+    return sum(scores) / len(scores) if scores else None
+
+
+def _number(score: float | None, form: str) -> str:
+    return "none" if score is None else format(score, form)
 
 
 def _text(tried: Tried, name: str) -> str:
     rows = [
-        (str(item.line), f"{item.score:g}", _short(item.completion), _short(item.answer))
+        (str(item.line), _number(item.score, "g"), _short(item.completion), _short(item.answer))
         for item in tried.items
     ]
     stats = "".join(f", {key} {value:.4g}" for key, value in tried.stats.items())
     return "\n".join(
         [
             *table([("LINE", "SCORE", "COMPLETION", "ANSWER"), *rows]),
-            f"{name}: mean {_mean(tried):.4g} of {len(rows)} completions{stats}",
+            f"{name}: mean {_number(_mean(tried), '.4g')} of {len(rows)} completions{stats}",
             f"{tried.scored_s:.2f} s to score them, {tried.made_s:.2f} s to import the reward",
         ]
     )

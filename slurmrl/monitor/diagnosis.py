@@ -32,7 +32,7 @@ class StatusFinding(NamedTuple):
 def diagnose(status: Status) -> list[StatusFinding]:
     """Return all findings, the most urgent first; never empty. ``status`` is the documented object
     without ``diagnosis`` and ``findings``."""
-    skipped = list(_skipped(status))
+    skipped = [*_skipped(status), *_unjudged(status)]
     if status["state"] == "COMPLETED":
         return [*skipped, _ended(status)]
     if status["state"] in ("FAILED", "CANCELLED"):
@@ -88,6 +88,18 @@ def _skipped(status: Status) -> Iterator[StatusFinding]:
             "gradients were not finite"
         )
         yield StatusFinding("skipped", text)
+
+
+def _unjudged(status: Status) -> Iterator[StatusFinding]:
+    unjudged = status["unjudged"]
+    if unjudged is not None:
+        steps = unjudged["steps"]
+        last = f"{steps} steps" if steps > 1 else "step"
+        text = (
+            f"the reward could not judge {unjudged['share']:.0%} of the completions of the last "
+            f"{last} (reward_unjudged); the workers' logs say why"
+        )
+        yield StatusFinding("unjudged", text)
 
 
 def _failed_starts(status: Status) -> Iterator[StatusFinding]:

@@ -15,7 +15,7 @@ from typing import Any
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlurmrlError
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.shapes import INTEGER, SECONDS, SIZE, TEXT, Fields, one_of, table
+from slurmrl.fsio.shapes import INTEGER, NUMBER, SECONDS, SIZE, TEXT, Fields, one_of, table
 from slurmrl.history.log import History
 from slurmrl.history.recent import recent
 from slurmrl.monitor import snapshot
@@ -34,6 +34,7 @@ KEPT: Fields = {
     "reason": TEXT,
     "submitted": SECONDS,
     "skipped": table({"steps": INTEGER, "model": TEXT}, ("steps", "model")),
+    "unjudged": table({"steps": INTEGER, "share": NUMBER}, ("steps", "share")),
 }
 """Fields of the status object (see `status`), those that the findings of ended trials need."""
 FIELDS: Fields = {"records": SIZE, "metrics_bytes": SIZE, **KEPT}

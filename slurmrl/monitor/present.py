@@ -16,6 +16,9 @@ from slurmrl.scheduler.base import JobState, TaskState
 
 SKIPPED_STEPS = 3
 """Steps in a row without an update that are reported while a trial runs."""
+UNJUDGED_STEPS = 20
+MOST_UNJUDGED = 0.1
+"""A share of completions that is no accident any more."""
 
 
 def describe(
@@ -35,6 +38,7 @@ def describe(
         "pending": _pending(snapshot, tasks) if state == "PENDING" else None,
         "checkpoint_failures": _failed_commits(snapshot, newest) if newest else None,
         "skipped": _skipped(snapshot),
+        "unjudged": _unjudged(snapshot),
         "timing": _timing(snapshot, state, status["step"]),
     }
 
@@ -135,6 +139,16 @@ def _skipped(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     if not longest or (longest < SKIPPED_STEPS and not ended_so):
         return None
     return {"steps": longest, "model": model}
+
+
+def _unjudged(snapshot: TrialSnapshot) -> dict[str, Any] | None:
+    """Return the share of completions of the newest steps that the reward could not judge, if it is
+    MOST_UNJUDGED or more."""
+    given = [line.get("reward_unjudged") for line in snapshot.lines[-UNJUDGED_STEPS:]]
+    shares = [float(share) for share in given if isinstance(share, int | float)]
+    if not shares or sum(shares) < MOST_UNJUDGED * len(shares):
+        return None
+    return {"steps": len(shares), "share": sum(shares) / len(shares)}
 
 
 def _models(line: Mapping[str, Any]) -> list[str]:

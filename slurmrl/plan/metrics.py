@@ -24,6 +24,8 @@ WAITED_S: Final = "rollout/waited_s"
 """For the groups of a step."""
 JUDGED: Final = "rollout/judged"
 """The share of the completions of a step whose rewards come from tasks."""
+UNSCORED: Final = "reward_unscored"
+"""The share of completions to which the reward gave no score, where it may do so."""
 ROLLOUT_METRICS: Final = (*ROLLOUT_SUMS, STALENESS_MEAN, STALENESS_MAX, WAITED_S, JUDGED)
 """Of trials with rollout tasks."""
 EVALUATION_S: Final = "time/evaluation"

@@ -6,17 +6,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Annotated
+
+from slurmrl.fsio.shapes import NUMBER, FieldType
 
 Stats = Mapping[str, tuple[float, float]]
 """Name of a metric to (sum, count)."""
+SCORE = FieldType("a number or null", lambda value: value is None or NUMBER.accepts(value))
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedCompletions:
     """One entry for each completion. Numbers keep all their bits, also in files."""
 
-    scores: tuple[float, ...] = ()
-    """The weighted sums."""
+    scores: tuple[Annotated[float | None, SCORE], ...] = ()
+    """The weighted sums; None for completions that the reward could not judge."""
     parts: tuple[Mapping[str, float], ...] = ()
     """What each part of the reward gave, before its weight, by the names of the parts that judged
     it; nothing for a reward that is not a sum."""
@@ -27,18 +31,20 @@ class JudgedCompletions:
     another reward."""
 
     def problem(self, count: int) -> str | None:
-        """Why these are not the finite scores of ``count`` completions; None if they are."""
+        """Why these are not the scores of ``count`` completions, all finite; None if they are."""
         if (len(self.scores), len(self.parts)) != (count, count):
             return f"scores {len(self.scores)} completions of {count}"
         given = [score for part in self.parts for score in part.values()]
         counted = [number for pair in self.stats.values() for number in pair]
-        if not all(map(isfinite, (*self.scores, *given, *counted))):
+        scores = [score for score in self.scores if score is not None]
+        if not all(map(isfinite, (*scores, *given, *counted))):
             return "holds a number that is not finite"
         return None
 
     def spread(self, places: Sequence[int], count: int) -> JudgedCompletions:
         """The same of ``count`` completions, of which these are at ``places``. Others score 0."""
-        scores, parts = [0.0] * count, [dict[str, float]() for _ in range(count)]
+        scores: list[float | None] = [0.0] * count
+        parts = [dict[str, float]() for _ in range(count)]
         for place, score, part in zip(places, self.scores, self.parts, strict=True):
             scores[place], parts[place] = score, dict(part)
         return JudgedCompletions(scores=tuple(scores), parts=tuple(parts), stats=self.stats)

@@ -29,7 +29,7 @@ class PooledReward:
     """A user's reward that is called in processes of its own with one completion at a time.
 
     A completion for which it raises, takes too long, returns no score or kills its process gets
-    ``pool.unjudged_score``.
+    ``pool.unjudged_score``, or no score without that.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class PooledReward:
         rows: Sequence[Mapping[str, Any]],
         places: Sequence[str],
         extras: Extras = NO_EXTRAS,
-    ) -> list[float]:
-        """One finite score per completion; see `CheckedReward.score`.
+    ) -> list[float | None]:
+        """One finite score per completion, or None; see `CheckedReward.score`.
 
         :raises RewardError: no completion could be judged.
         """
@@ -124,7 +124,7 @@ class PooledReward:
     def close(self) -> None:
         self._pool.close()
 
-    def _score(self, verdict: Verdict | Unjudged) -> float:
+    def _score(self, verdict: Verdict | Unjudged) -> float | None:
         if isinstance(verdict, Unjudged) or "error" in verdict:
             return self._settings.unjudged_score
         return float(verdict["score"])
@@ -144,22 +144,24 @@ class PooledReward:
         :raises RewardError: there is nothing else.
         """
         failed = [index for index, error in enumerate(errors) if error]
+        given = self._settings.unjudged_score
+        score = "no score" if given is None else f"the score {given:g}"
         for index in failed[:MOST_LOGGED]:
             logger.warning(
-                "reward %s cannot judge %s, completion %s: %s; it scores %g",
+                "reward %s cannot judge %s, completion %s: %s; it gets %s",
                 self.name,
                 places[index],
                 shortened(completions[index]),
                 errors[index],
-                self._settings.unjudged_score,
+                score,
             )
         if len(failed) > MOST_LOGGED:
             logger.warning(
-                "reward %s: %d of %d completions could not be judged and score %g",
+                "reward %s: %d of %d completions could not be judged and get %s",
                 self.name,
                 len(failed),
                 len(errors),
-                self._settings.unjudged_score,
+                score,
             )
         all_failed = len(failed) == len(errors)
         self._failures_in_a_row = self._failures_in_a_row + len(failed) if all_failed else 0

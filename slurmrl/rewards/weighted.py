@@ -36,7 +36,7 @@ class Scorer(Protocol):
         rows: Sequence[Row],
         places: Sequence[str],
         extras: Extras = NO_EXTRAS,
-    ) -> list[float]: ...
+    ) -> Sequence[float | None]: ...
 
     def check_rows(self, rows: Sequence[Row]) -> list[str]: ...
 
@@ -75,8 +75,9 @@ class WeightedReward:
         rows: Sequence[Row],
         places: Sequence[str],
         extras: Extras = NO_EXTRAS,
-    ) -> list[float]:
-        """One finite score per completion; see `CheckedReward.score`.
+    ) -> list[float | None]:
+        """One finite score per completion; see `CheckedReward.score`. None where a part with a
+        weight could not judge the completion.
 
         :raises RewardError: besides, the sum for a completion is too large.
         """
@@ -85,6 +86,7 @@ class WeightedReward:
             if problem := self._judged_by_none(row):
                 raise RewardError(f"{place}: {problem}")
         totals = [0.0] * len(completions)
+        unscored: set[int] = set()
         terms: list[list[str]] = [[] for _ in completions]
         for name, (settings, scorer) in self._parts.items():
             chosen = [index for index, row in enumerate(rows) if applies(settings, row)]
@@ -98,6 +100,9 @@ class WeightedReward:
                 of_completion(extras, chosen),
             )
             for index, score in zip(chosen, scores, strict=True):
+                if score is None:
+                    unscored |= {index} if settings.weight else set()
+                    continue
                 totals[index] += settings.weight * score
                 if name != ALONE:
                     self._scores[index][name] = score
@@ -105,7 +110,7 @@ class WeightedReward:
             self._stats = added([self._stats, scorer.stats()])
         for total, place, summands in zip(totals, places, terms, strict=True):
             check_sum(total, place, " + ".join(summands))
-        return totals
+        return [None if index in unscored else total for index, total in enumerate(totals)]
 
     def check_rows(self, rows: Sequence[Row]) -> list[str]:
         """The reason why each row cannot be judged, "" if it can (see `RewardFunction`)."""

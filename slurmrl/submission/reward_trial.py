@@ -83,7 +83,7 @@ def _try(request: dict[str, Any]) -> dict[str, Any]:
 
 def _score(
     reward: WeightedReward, rows: FoundRows, items: Sequence[Item], extras: dict[str, Any]
-) -> list[float]:
+) -> list[float | None]:
     return reward.score(
         [rows.prompt(item.row) for item in items],
         [item.completion for item in items],

@@ -32,7 +32,8 @@ class Judged:
     id: str
     completion: str
     answer: str
-    score: float
+    score: float | None
+    """None: the reward could not judge it."""
 
 
 @dataclass(frozen=True)

@@ -24,16 +24,22 @@ def of_completions(
     pattern: str | None,
 ) -> Summary:
     """``avg@n`` (the mean reward) and, with a ``pass_score``, ``pass@k`` and ``maj@k``, as means
-    over the prompts."""
+    over the prompts. Completions without a score are not in the mean, and their prompts have no
+    rates."""
     sizes = subset_sizes(n) if pass_score is not None else ()
     scores = []
     for record in records:
         completions = record["completions"]
         rewards = [_number(each["reward"]) for each in completions]
-        correct = [pass_score is not None and reward >= pass_score for reward in rewards]
-        votes = [vote_of(each["text"], pattern) for each in completions]
-        own = {"id": record["id"], "rewards": rewards, f"avg@{n}": sum(rewards) / n}
-        scores.append({**own, **attempt_rates(correct, votes, sizes)})
+        scored = [reward for reward in rewards if not math.isnan(reward)]
+        own = {"id": record["id"], "rewards": rewards}
+        if scored:
+            own[f"avg@{n}"] = sum(scored) / len(scored)
+        if len(scored) == n:
+            correct = [pass_score is not None and reward >= pass_score for reward in rewards]
+            votes = [vote_of(each["text"], pattern) for each in completions]
+            own |= attempt_rates(correct, votes, sizes)
+        scores.append(own)
     rates = attempt_rates([True] * n, [None] * n, sizes)
     return summarize(scores, {f"avg@{n}": Measure.REWARD, **dict.fromkeys(rates, Measure.RATE)})
 
@@ -68,8 +74,8 @@ def of_likelihood(records: Iterable[Record]) -> Summary:
 def summarize(scores: Sequence[Record], measures: Mapping[str, Measure]) -> Summary:
     """The estimates of all items together, by name. A measure whose score no item has is left out.
 
-    Raises UsageError for scores that some items lack (except for means of a part), that are not
-    numbers, or rates that are not between 0 and 1.
+    Raises UsageError for scores that some items lack (except for means of a part, and items with a
+    completion without a score), that are not numbers, or rates that are not between 0 and 1.
     """
     estimates = {
         name: _estimate(scores, name, measure)
@@ -82,9 +88,10 @@ def summarize(scores: Sequence[Record], measures: Mapping[str, Measure]) -> Summ
 def _estimate(scores: Sequence[Record], name: str, measure: Measure) -> Estimate:
     if measure is Measure.PART_MEAN:
         return mean(_column([score for score in scores if name in score], name))
+    scores = [score for score in scores if name in score or None not in _rewards(score)]
     values = _column(scores, measure.score(name))
     if measure is Measure.REWARD:
-        given = {reward for score in scores for reward in score.get("rewards", ())}
+        given = {reward for score in scores for reward in _rewards(score)} - {None}
         measure = Measure.RATE if given <= {0.0, 1.0} else Measure.MEAN
     match measure:
         case Measure.MEAN:
@@ -100,6 +107,12 @@ def _estimate(scores: Sequence[Record], name: str, measure: Measure) -> Estimate
     losses = [-logprob for logprob in values]
     loss = ratio(losses, _column(scores, "tokens"))
     return loss if measure is Measure.LOSS else Estimate(*map(_exp, loss))
+
+
+def _rewards(score: Record) -> list[float | None]:
+    """The rewards of an item's completions; None for those without a score."""
+    rewards = score.get("rewards", ())
+    return [None if reward is None or math.isnan(reward) else reward for reward in rewards]
 
 
 def mean(values: Sequence[float]) -> Estimate:

@@ -19,6 +19,7 @@ from slurmrl.algorithms.policy.advantages import (
 from slurmrl.algorithms.policy.correction import RATIO_MAX, mismatch_metrics, mismatch_sums
 from slurmrl.algorithms.policy.moments import SumOverRanks, moments, whiten
 from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
+from slurmrl.algorithms.policy.scored import only_scored
 from slurmrl.algorithms.policy.updates import MeanStats, global_result
 from slurmrl.algorithms.token_notes import token_notes
 from slurmrl.data.sample import SequenceSample
@@ -40,7 +41,7 @@ class ActorInterface(Interface):
         """Updates on advantages that are normalised over the whole batch."""
         assert engine is not None
         ppo = cast(PolicyGradient, context.settings.algorithm)
-        sample = sample.to(engine.context.device)
+        sample = only_scored(sample).to(engine.context.device)
         estimates = estimate(sample, context, engine.all_reduce_sum)
         mean, std = moments(estimates.advantages, engine.all_reduce_sum)
         stats = {"advantages_mean": mean, "advantages_std": std}

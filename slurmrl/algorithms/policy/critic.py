@@ -18,6 +18,7 @@ from slurmrl.algorithms.policy.advantages import (
 from slurmrl.algorithms.policy.loss import value_loss
 from slurmrl.algorithms.policy.moments import SumOverRanks, moments
 from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.policy.scored import only_scored
 from slurmrl.algorithms.policy.updates import global_result, run_updates
 from slurmrl.algorithms.policy.value_norm import ReturnMoments
 from slurmrl.data.sample import SequenceSample
@@ -48,7 +49,7 @@ class CriticInterface(Interface):
         both are normalised, and the moments include these returns."""
         assert engine is not None
         ppo = cast(PolicyGradient, context.settings.algorithm)
-        sample = sample.to(engine.context.device)
+        sample = only_scored(sample).to(engine.context.device)
         estimates = estimate(sample, context, engine.all_reduce_sum)
         mean, std = moments(estimates.returns, engine.all_reduce_sum)
         _, error = moments(estimates.returns - estimates.old_values, engine.all_reduce_sum)

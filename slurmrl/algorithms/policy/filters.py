@@ -10,6 +10,7 @@ from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.policy.responses import find_responses
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.schema.filters import TRUNCATED, ZERO_VARIANCE, Filters
+from slurmrl.algorithms.policy.scored import only_scored
 from slurmrl.algorithms.policy.shaping import shape_scores
 from slurmrl.data.sample import SequenceSample
 
@@ -23,7 +24,9 @@ class FilterInterface(Interface):
     ) -> CallResult:
         """Drop prompts by the settings of the algorithm. Reports the share of prompts that each
         filter drops; of several reasons for one prompt, the first counts. Failed episodes, in which
-        the policy wrote nothing, are left out of the comparison, as they are from advantages."""
+        the policy wrote nothing, and completions without a score are left out of the comparison, as
+        they are from advantages."""
+        sample = only_scored(sample)
         settings = cast(PolicyGradient, context.settings.algorithm)
         limit = context.settings.config.rollout.most_written
         responses = find_responses(sample.tensor("prompt_mask"), sample.cu_seqlens("prompt_mask"))

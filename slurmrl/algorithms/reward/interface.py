@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from slurmrl.data.meta import one_each
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.graph.call import Record
-from slurmrl.plan.metrics import JUDGED
+from slurmrl.plan.metrics import JUDGED, UNSCORED
 from slurmrl.rewards.judged import JudgedCompletions, added
 from slurmrl.rewards.scores import check_sum
 from slurmrl.rewards.weighted import WeightedReward, make_reward, part_stats
@@ -38,24 +39,29 @@ class RuleRewardInterface(Interface):
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """``rewards`` [S] float32, one for each completion: what the reward function gives its last
-        turn, and what an episode's turns have earned. A failed episode is not judged, nor is what
-        a rollout task has judged. The sample carries the dataset's metadata."""
+        turn, and what an episode's turns have earned; NaN where it could not judge the completion.
+        A failed episode is not judged, nor is what a rollout task has judged. The sample carries
+        the dataset's metadata."""
         groups = [context.stored(name).judged if context.stored else None for name in sample.ids]
         reward = self._prepare(context) if any(group is None for group in groups) else None
         questions = Questions.about(sample, context)
         completions, places = questions.completions, questions.places
         counts = sample.sequence_counts("input_ids")
         judged = _judged(groups, counts, questions, reward)
-        scores: Sequence[float] = judged.scores
+        scores: Sequence[float | None] = judged.scores
         stats = added([judged.stats, part_stats(judged.parts)])
         if TURN_REWARDS in sample.keys:
             scores = _with_turns(scores, earned(sample), places)
-        rewards = torch.tensor(scores, dtype=torch.float32)
-        stats["reward"] = (float(sum(scores)), float(len(scores)))
+        rewards = torch.tensor([nan if one is None else one for one in scores], dtype=torch.float32)
+        scored = [score for score in scores if score is not None]
+        stats["reward"] = (float(sum(scored)), float(len(scored)))
+        config = context.settings.config
+        if len(scored) < len(scores) or (config.reward is not None and config.reward.may_not_score):
+            stats[UNSCORED] = (float(len(scores) - len(scored)), float(len(scores)))
         if context.stored:
             by_tasks = sum(count for count, group in zip(counts, groups, strict=True) if group)
             stats[JUDGED] = (float(by_tasks), float(len(scores)))
-        evaluation = context.settings.config.evaluation if context.evaluation else None
+        evaluation = config.evaluation if context.evaluation else None
         records: dict[str, Record] = {}
         if evaluation is not None:
             records = score_records(sample.ids, counts, scores, completions, evaluation)
@@ -110,38 +116,44 @@ def _judged(
 def score_records(
     names: Sequence[str],
     counts: Sequence[int],
-    scores: Sequence[float],
+    scores: Sequence[float | None],
     completions: Sequence[str],
     evaluation: Evaluation,
 ) -> dict[str, Record]:
     """The lines of an evaluation about its prompts, by id: all rewards, their mean, and the
-    ``evaluation.rates``. ``counts`` are the numbers of completions of each prompt."""
+    ``evaluation.rates``. ``counts`` are the numbers of completions of each prompt. Completions
+    without a score are not in the mean, and their prompts have no rates."""
     sizes, limit, pattern = evaluation.attempts, evaluation.pass_score, evaluation.vote_pattern
     records: dict[str, Record] = {}
     for name, end, count in zip(names, accumulate(counts), counts, strict=True):
         rewards, texts = list(scores[end - count : end]), completions[end - count : end]
-        line: dict[str, Any] = {"rewards": rewards, "reward": sum(rewards) / count}
-        if sizes and limit is not None:
-            correct = [reward >= limit for reward in rewards]
+        scored = [reward for reward in rewards if reward is not None]
+        line: dict[str, Any] = {"rewards": rewards}
+        if scored:
+            line["reward"] = sum(scored) / len(scored)
+        if sizes and limit is not None and len(scored) == count:
+            correct = [reward >= limit for reward in scored]
             line |= attempt_rates(correct, [vote_of(text, pattern) for text in texts], sizes)
         records[name] = line
     return records
 
 
 def _with_turns(
-    scores: Sequence[float], earned: Sequence[float], places: Sequence[str]
-) -> list[float]:
-    """The scores and what the turns have earned besides."""
-    sums = [score + more for score, more in zip(scores, earned, strict=True)]
-    for total, score, more, place in zip(sums, scores, earned, places, strict=True):
-        check_sum(total, place, f"{score:g} + {more:g} (its turns)")
+    scores: Sequence[float | None], earned: Sequence[float], places: Sequence[str]
+) -> list[float | None]:
+    """The scores and what the turns have earned besides; None stays."""
+    sums: list[float | None] = []
+    for score, more, place in zip(scores, earned, places, strict=True):
+        sums.append(None if score is None else score + more)
+        if score is not None:
+            check_sum(score + more, place, f"{score:g} + {more:g} (its turns)")
     return sums
 
 
 def _texts(
     sample: SequenceSample,
     completions: Sequence[str],
-    scores: Sequence[float],
+    scores: Sequence[float | None],
     parts: Sequence[Mapping[str, float]],
     context: CallContext,
 ) -> list[dict[str, Any]]:

@@ -46,9 +46,11 @@ Scalar = StrictBool | StrictInt | StrictFloat | StrictStr
 
 class RewardPool(Section):
     """Processes in which a reward of your own runs, one completion at a time. A completion for
-    which it raises, hangs, dies or returns no finite number scores `unjudged_score`; the log shows
-    the sample and the reason, and the metric `reward_unjudged` is the share of such completions. It
-    is an error if no completion of a call can be judged."""
+    which it raises, hangs, dies or returns no finite number has no score: it is left out of
+    baselines, losses and means, unless `unjudged_score` gives it one. The log shows the sample and
+    the reason, and the metric `reward_unjudged` is the share of such completions. It is an error if
+    no completion of a call can be judged, or if most completions of five steps in a row have no
+    score."""
 
     processes: PositiveInt | None = None
     """Number of processes per rank. Default: the CPU cores of the host per rank, at most 8."""
@@ -58,8 +60,8 @@ class RewardPool(Section):
     """Seconds for all completions of a call, after which the rest counts as not judged."""
     memory_mib: PositiveInt = 4096
     """Private memory of one process, in MiB (`RLIMIT_DATA`)."""
-    unjudged_score: float = 0.0
-    """Score of a completion that was not judged."""
+    unjudged_score: float | None = None
+    """Score of a completion that was not judged; null: none."""
 
 
 class RewardPart(Section):
@@ -141,6 +143,12 @@ class Reward(Section):
     def title(self) -> str:
         """Its name for messages."""
         return self.name or " + ".join(self.parts)
+
+    @property
+    def may_not_score(self) -> bool:
+        """Whether a completion may get no score."""
+        pools = (part.pool for part in self.functions.values() if part.weight)
+        return any(pool is not None and pool.unjudged_score is None for pool in pools)
 
     @property
     def uses_model(self) -> bool:

@@ -478,7 +478,7 @@
     const known = ["step", "id", "index", "prompt", "rendered", "completion", "answer", "reward", "finished", "turns", "parts", "tokens", "left_out", "values", "versions"];
     const more = Object.entries(row).filter(([name, value]) => !known.includes(name) && (typeof value === "number" || typeof value === "string"));
     return el("div", { className: "one", style: { borderTopColor: colour } },
-      el("div", { className: "facts" }, row.reward === undefined ? null : el("span", {}, "reward ", el("b", { textContent: number(row.reward) })),
+      el("div", { className: "facts" }, typeof row.reward !== "number" ? null : el("span", {}, "reward ", el("b", { textContent: number(row.reward) })),
         ...Object.entries(row.parts ?? {}).map(([name, value]) => el("span", { textContent: `${name} ${number(value)}`, title: "a part of the reward, before its weight" })),
         row.finished === false ? el("span", { className: "warn", textContent: "cut off" }) : null,
         ...more.map(([name, value]) => el("span", { textContent: `${name} ${number(value)}` }))), ...said);

@@ -45,6 +45,7 @@ from slurmrl.workers.master.rollout_tasks import RolloutTasks
 from slurmrl.workers.master.scores import EvaluationScores
 from slurmrl.workers.master.steps import StepRunner
 from slurmrl.workers.master.timeline import Timeline
+from slurmrl.workers.master.unscored import UnscoredSteps
 from slurmrl.workers.master.versions import Publication, VersionPublisher
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Exit, Ready
@@ -136,6 +137,7 @@ class Master:
         self.timeline = Timeline(paths.timeline)
         self.results = results
         self.recorder = recorder
+        self.unscored = UnscoredSteps()
         self.fresh = state.last_commit is None
         self.rows_left_out = 0
         """Rows of the training data that are too long."""
@@ -297,6 +299,7 @@ class Master:
         if self.progress.evaluation_due():
             metrics.update(self._evaluate(step))
         self._record({**scalars, **metrics, "time/total": time.monotonic() - began})
+        self.unscored.add(metrics)
         if self.progress.commit_due():
             self._checkpoint(asynchronous=self.config.checkpoint.asynchronous)
 

@@ -263,6 +263,15 @@ def test_updates_that_were_all_skipped_come_before_the_happy_end() -> None:
     )
 
 
+def test_unjudged_completions_come_before_the_happy_end() -> None:
+    found = diagnose(ended("COMPLETED", "total_steps", unjudged={"steps": 9, "share": 0.875}))
+    assert [finding.code for finding in found] == ["unjudged", "finished"]
+    assert found[0].text == (
+        "the reward could not judge 88% of the completions of the last 9 steps (reward_unjudged); "
+        "the workers' logs say why"
+    )
+
+
 def test_an_ended_trial_has_one_finding() -> None:
     found = diagnose(ended("FAILED", "x", checkpoint_failures=FULL, problem="p", timing=SLOW))
     assert [finding.code for finding in found] == ["failed"]

@@ -25,7 +25,15 @@ CONTRACT = (
 ADDED = {
     "doing",
     *("diagnosis", "findings", "phase", "warned", "waiting", "links_left", "link", "pending"),
-    *("checkpoint_failures", "skipped", "timing", "submission", "submitted", "incarnations"),
+    *(
+        "checkpoint_failures",
+        "skipped",
+        "unjudged",
+        "timing",
+        "submission",
+        "submitted",
+        "incarnations",
+    ),
     *("avoided", "failed_starts"),
     *("free_bytes", "results", "rollouts", "report"),
 }
@@ -330,6 +338,24 @@ def test_a_short_trial_that_learned_nothing(run: FakeRun) -> None:
     found = look(run)
     assert found["skipped"] == {"steps": 2, "model": "actor"}
     assert found["diagnosis"].startswith("nothing was learned")
+
+
+@pytest.mark.parametrize(
+    ("shares", "wanted"),
+    [
+        ([0.0] * 10 + [0.5] * 10, {"steps": 20, "share": 0.25}),
+        ([0.0, 0.875], {"steps": 2, "share": 0.4375}),
+        ([0.9] * 10 + [0.0] * 20, None),
+        ([0.05] * 20, None),
+        ([], None),
+    ],
+)
+def test_unjudged_completions_of_newest_steps_reported(
+    run: FakeRun, shares: list[float], wanted: dict[str, float] | None
+) -> None:
+    run.begin()
+    run.metrics(*({"step": n, "reward_unjudged": share} for n, share in enumerate(shares, 1)))
+    assert look(run, task(0, RUNNING))["unjudged"] == wanted
 
 
 def test_steps_that_follow_from_the_dataset_are_those_that_the_master_reports(

@@ -36,7 +36,7 @@ def make() -> Iterator[Make]:
         reward.close()
 
 
-def judge(reward: PooledReward, completions: list[str], **extras: Any) -> list[float]:
+def judge(reward: PooledReward, completions: list[str], **extras: Any) -> list[float | None]:
     places = [f"rows.jsonl:{index} (sample {index}@0)" for index in range(len(completions))]
     rows = [{"answer": "x"}] * len(completions)
     return reward.score(["p"] * len(completions), completions, rows, places, extras)
@@ -71,7 +71,7 @@ def test_a_failure_costs_its_own_completion(
         message = caplog.records[index].getMessage()
         assert f"rows.jsonl:{index + 1} (sample {index + 1}@0)" in message
         assert f"completion '{failure}'" in message
-        assert re.search(f": .*{why}.*; it scores -1$", message)
+        assert re.search(f": .*{why}.*; it gets the score -1$", message)
 
 
 def test_the_log_shows_some_failures_and_counts_all(
@@ -80,12 +80,12 @@ def test_the_log_shows_some_failures_and_counts_all(
     with caplog.at_level(logging.WARNING):
         judge(make(), ["a", *["raise"] * 20])
     assert len(caplog.records) == 6
-    assert "20 of 21 completions could not be judged" in caplog.text
+    assert "20 of 21 completions could not be judged and get no score" in caplog.text
 
 
 def test_a_hang_ends_with_its_time(make: Make) -> None:
     reward = make(timeout_s=1.0)
-    assert judge(reward, ["sleep", "spin", "aaa"]) == [0.0, 0.0, 3.0]
+    assert judge(reward, ["sleep", "spin", "aaa"]) == [None, None, 3.0]
 
 
 def test_standard_streams_are_not_the_protocol(make: Make) -> None:
@@ -101,7 +101,7 @@ def test_a_forked_copy_of_the_reward_answers_nothing(make: Make) -> None:
 def test_processes_left_behind_neither_delay_nor_survive(make: Make, tmp_path: Path) -> None:
     """They hold the judge's pipes open and ignore SIGTERM."""
     reward = make(options={"folder": str(tmp_path)})
-    assert judge(reward, ["fork", "leave"]) == [0.0, 5.0]
+    assert judge(reward, ["fork", "leave"]) == [None, 5.0]
     reward.close()
     pids = [int(pid) for path in tmp_path.glob("*.pids") for pid in path.read_text().split()]
     assert pids
@@ -133,17 +133,17 @@ def test_no_scores_at_all_are_an_error(make: Make) -> None:
 def test_single_failures_are_an_error_once_they_do_not_end(make: Make) -> None:
     """A call of one completion may fail, as in a small batch on many ranks."""
     reward = make()
-    assert judge(reward, ["raise"]) == [0.0]
+    assert judge(reward, ["raise"]) == [None]
     judge(reward, ["a"])
     for _ in range(7):
-        assert judge(reward, ["raise"]) == [0.0]
+        assert judge(reward, ["raise"]) == [None]
     with pytest.raises(RewardError, match="any of 8 completions in a row"):
         judge(reward, ["raise"])
 
 
 def test_a_batch_has_a_time_limit_of_its_own(make: Make) -> None:
     reward = make(batch_timeout_s=1.0)
-    assert judge(reward, ["a", "sleep", "aaa"]) == [1.0, 0.0, 0.0]
+    assert judge(reward, ["a", "sleep", "aaa"]) == [1.0, None, None]
     assert reward.stats()["reward_unjudged"] == (2.0, 3.0)
 
 

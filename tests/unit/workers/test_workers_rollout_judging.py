@@ -246,6 +246,22 @@ def test_what_a_task_cannot_judge_is_left_to_the_trainers(
     assert found[1].judged.stats == {"reward_unjudged": (3.0, 3.0)}
 
 
+def test_completions_without_score_reach_the_trainers_as_nan(rewards: str) -> None:
+    """The means are over those that have a score."""
+    call = call_with({"name": rewards + "by_row", "pool": {"timeout_s": 10}}, cores=3)
+    groups = all_judged(judging(call), [group_of(item) for item in (2, 4)])
+    groups = [SampleGroup.from_bytes(group.to_bytes()) for group in groups]
+    assert [group.judged and group.judged.scores for group in groups] == [(None,) * 3, (1.0,) * 3]
+    result = trained(call, groups)
+    assert result.sample is not None
+    scores = result.sample.tensor("rewards")
+    assert scores.isnan().tolist() == [True] * 3 + [False] * 3
+    assert scores[3:].tolist() == [1.0] * 3
+    assert result.stats["reward"] == (3.0, 3.0)
+    assert result.stats["reward_unscored"] == (3.0, 6.0)
+    assert [row["reward"] for row in result.texts] == [None] * 3 + [1.0] * 3
+
+
 def test_a_reward_that_needs_the_trainers_is_left_to_them(
     rewards: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,100 @@
+"""Completions to which the reward gave no score (NaN): as if they had not been made."""
+
+from __future__ import annotations
+
+from math import nan
+
+import pytest
+import torch
+
+from slurmrl.algorithms.offline.estimates import of_completions, summarize
+from slurmrl.algorithms.policy.advantages import trained_completions
+from slurmrl.algorithms.policy.responses import find_responses
+from slurmrl.algorithms.policy.scored import only_scored
+from slurmrl.algorithms.reward.interface import score_records
+from slurmrl.config.schema import Dataset, Evaluation
+from slurmrl.data.sample import SequenceSample
+from slurmrl.graph.call import Measure
+from tests.unit.algorithms.test_algorithms_baselines import algorithm, estimates, rollout
+from tests.unit.algorithms.test_algorithms_filters import filtered
+
+WITH = [[(2, 3), (2, 1), (2, 5)], [(1, 8), (1, 2)]]
+WITHOUT = [[(2, 3), (2, 5)], [(1, 8)]]
+
+
+def sample_of(shapes: list[list[tuple[int, int]]], rewards: list[float]) -> SequenceSample:
+    sample = rollout(shapes)
+    sample.data["rewards"] = torch.tensor(rewards, dtype=torch.float64)
+    sample.data["finished"] = torch.ones(len(rewards), dtype=torch.bool)
+    sample.data["greedy_rewards"] = torch.tensor([0.25, 0.5], dtype=torch.float64)
+    return sample
+
+
+@pytest.mark.parametrize("std", ["none", "group", "batch"])
+@pytest.mark.parametrize("advantage", ["group", "leave_one_out", "batch"])
+def test_advantages_are_those_without_unscored_completions(advantage: str, std: str) -> None:
+    settings = algorithm(name="grpo", advantage=advantage, advantage_std=std, kl={"coef": 0.0})
+    left = only_scored(sample_of(WITH, [1.0, nan, 0.25, 2.0, nan]))
+    found, wanted = (
+        estimates(each, settings) for each in (left, sample_of(WITHOUT, [1.0, 0.25, 2.0]))
+    )
+    assert found.advantages.tolist() == pytest.approx(wanted.advantages.tolist())
+    assert found.returns.tolist() == pytest.approx(wanted.returns.tolist())
+
+
+def test_unscored_completions_are_in_no_loss() -> None:
+    """Nor are those of a prompt whose greedy completion has no score. Others stay as they are."""
+    sample = sample_of(WITH, [1.0, nan, 0.25, 2.0, 1.0])
+    sample.data["greedy_rewards"] = torch.tensor([0.5, nan], dtype=torch.float64)
+    left = only_scored(sample)
+    responses = find_responses(left.tensor("prompt_mask"), left.cu_seqlens("prompt_mask"))
+    assert responses.cu_seqlens.diff().tolist() == [3, 0, 5, 0, 0]
+    assert trained_completions(left, algorithm()).all()
+    assert torch.isfinite(estimates(left, algorithm(advantage="greedy")).advantages).all()
+    assert (
+        only_scored(sample_of(WITH, [1.0] * 5))
+        .tensor("prompt_mask")
+        .equal(sample.tensor("prompt_mask"))
+    )
+
+
+def test_filters_leave_out_unscored_completions() -> None:
+    """A prompt whose scores are equal apart from them says nothing."""
+    rewards = [1.0, nan, 1.0, 0.0, nan, 1.0, 0.0, nan, nan]
+    counts = [3, 3, 3]
+    sample = SequenceSample(
+        ("a", "b", "c"),
+        {
+            "prompt_mask": [[2] * count for count in counts],
+            **{key: [[1] * count for count in counts] for key in ("rewards", "finished")},
+        },
+        data={
+            "prompt_mask": torch.tensor([True, False] * 9),
+            "rewards": torch.tensor(rewards),
+            "finished": torch.ones(9, dtype=torch.bool),
+        },
+    )
+    assert filtered(sample, zero_variance="drop").dropped == {
+        "a": "zero_variance",
+        "c": "zero_variance",
+    }
+
+
+def test_evaluations_are_means_over_scored_completions() -> None:
+    """A prompt with an unscored completion has no pass@k; one without a score is in no mean."""
+    evaluation = Evaluation(dataset=Dataset(type="prompt_answer", path="x"), n=2, pass_score=1.0)
+    scores = [1.0, 0.0, None, 1.0, None, None]
+    records = score_records("abc", [2, 2, 2], scores, ["x"] * 6, evaluation)
+    assert [record.get("reward") for record in records.values()] == [0.5, 1.0, None]
+    lines = [{"id": name, **record} for name, record in records.items()]
+    measures = {"reward": Measure.REWARD, "pass@1": Measure.RATE}
+    found = summarize(lines, measures).estimates
+    assert {name: estimate.value for name, estimate in found.items()} == {
+        "reward": 0.75,
+        "pass@1": 0.5,
+    }
+    completions = [{"text": "x", "reward": score} for score in scores]
+    recorded = [{"id": n, "completions": completions[2 * n : 2 * n + 2]} for n in range(3)]
+    summary = of_completions(recorded, n=2, pass_score=1.0, pattern=None)
+    assert summary.estimates["avg@2"].value == 0.75
+    assert summary.estimates["pass@1"].value == 0.5
