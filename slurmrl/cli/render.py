@@ -144,8 +144,10 @@ def one(status: Status, width: int | None = None) -> str:
     if shown := metrics(status["metrics"]):
         lines += hanging("  ", shown, width)
     lines += table([(f"  {name}", text) for name, text in _facts(status)])
-    lives = status["state"] in LIVES or not status["incarnations"]
-    for rows in (_tasks(status) if lives else [], _rollout_tasks(status), _story(status)):
+    tasks = (task for group in status["groups"] for task in group["tasks"])
+    lives = any(task["state"] in LIVES for task in tasks)
+    shows_tasks = lives or status["state"] in LIVES or not status["incarnations"]
+    for rows in (_tasks(status) if shows_tasks else [], _rollout_tasks(status), _story(status)):
         if rows[1:]:
             lines += ["", *table(rows, width)]
     if status["traceback"]:

@@ -24,6 +24,10 @@ SHORT_LIMITS = 2
 """Jobs in a row that reach their time limit without a commit, for a finding."""
 
 
+ACTIVE = ("RUNNING", "PENDING")
+"""States of jobs that Slurm has not ended."""
+
+
 class StatusFinding(NamedTuple):
     code: str
     text: str
@@ -139,10 +143,22 @@ def _interrupted(status: Status) -> StatusFinding:
     again = f"to continue: slurmrl resume {status['trial']}"
     if status["submission"] is None:
         return StatusFinding("not_submitted", "was never submitted: submit its configuration again")
+    if left := ", ".join(_jobs_left(status)):
+        again += f", which replaces jobs that are left: {left}"
     if not status["incarnations"]:
         return StatusFinding("interrupted", f"no links left and no incarnation ever began; {again}")
     last = status["incarnations"][-1]["how"]
     return StatusFinding("interrupted", f"no links left (the last one: {last}); {again}")
+
+
+def _jobs_left(status: Status) -> Iterator[str]:
+    """Yield ``rollout 42 (3 RUNNING, 21 PENDING)`` for each group of tasks that still has jobs."""
+    for group in (group for group in status["groups"] if group["name"] != TRAINERS):
+        states = [task["state"] for task in group["tasks"]]
+        counts = [f"{states.count(state)} {state}" for state in ACTIVE if state in states]
+        jobs = {t["job_id"].partition("_")[0] for t in group["tasks"] if t["state"] in ACTIVE}
+        if counts:
+            yield f"{group['name']} {', '.join(sorted(jobs))} ({', '.join(counts)})"
 
 
 def _pending(status: Status) -> StatusFinding:

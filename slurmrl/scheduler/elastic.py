@@ -21,6 +21,7 @@ from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.extend import Extender
 from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.worlds import TRAINERS
 
 HELD: Final = "JobHeldUser"
 """Slurm's reason why an element does not start that its user holds."""
@@ -102,6 +103,15 @@ class ElasticGroup:
             )
             extender.extend(everybody, known=jobs[self._group], by=self._by, count=change.submit)
         return change
+
+    def leave_alone(self) -> None:
+        """Let no queued task start without trainers: hold the tasks while a job of the trainers
+        waits or runs, else cancel them. Raises SchedulerError."""
+        everybody = self._scheduler.query(self._scheduler.recover(self._run, self._number))
+        if any(task.group == TRAINERS and task.state.active for task in everybody):
+            self.keep(0)
+        elif queued := exclusion.queued(everybody, self._group):
+            self._client.cancel(queued)
 
     def _change(self, elements: str, change: Change) -> None:
         """Apply a change to the queued elements of an array (``41_[2-7]``); some may have started

@@ -18,7 +18,7 @@ from slurmrl.scheduler import make
 from slurmrl.scheduler.base import JobIds, Scheduler, TaskState
 
 LEAVE_TIMEOUT_S = 60.0
-"""Seconds that the jobs of an ended trial may take to end after they were cancelled."""
+"""Seconds that jobs without trainers may take to end after they were cancelled."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def newest_jobs(paths: RunPaths) -> Jobs | None:
 
 
 def clear_away(jobs: Jobs, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Cancel the remaining jobs of an ended trial, and wait until they are gone.
+    """Cancel the remaining jobs of a trial without trainers, and wait until they are gone.
 
     Raises WaitTimeoutError with the jobs that remain.
     """
@@ -57,7 +57,7 @@ def clear_away(jobs: Jobs, sleep: Callable[[float], None] = time.sleep) -> None:
         if time.monotonic() > deadline:
             names = ", ".join(f"{task.job_id} ({task.raw})" for task in left)
             raise WaitTimeoutError(
-                f"waited {LEAVE_TIMEOUT_S:.0f} s for jobs of the ended trial: {names}"
+                f"waited {LEAVE_TIMEOUT_S:.0f} s for jobs left from before: {names}"
             )
         sleep(0.1)
         left = jobs.active()

@@ -41,6 +41,7 @@ from slurmrl.submission.prepare import (
 )
 from slurmrl.submission.proposal import Proposal, free_name, run_paths
 from slurmrl.workers.poll_intervals import PollIntervals
+from slurmrl.worlds import TRAINERS
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Outlook:
     complete: bool
     """It finished, and would finish again at once."""
     left: Jobs | None
-    """Jobs of the ended trial that are still in the queue."""
+    """Jobs of the trial that are still in the queue, although nothing trains. They are replaced."""
     notes: tuple[str, ...] = ()
     """Changes from before, and their consequences."""
 
@@ -226,13 +227,15 @@ def _check_code(proposal: Proposal) -> None:
 
 
 def _jobs_left(proposal: Proposal, state: TrialState) -> Jobs | None:
-    """Return the remaining jobs of an ended trial. Raises UsageError for a live one."""
+    """Return the remaining jobs of a trial that has ended or whose trainers have no job left.
+    Raises UsageError for a live one."""
     jobs = newest_jobs(proposal.paths)
     active = jobs.active() if jobs else []
-    if active and state.end is None:
+    trainers = [task for task in active if task.group == TRAINERS]
+    if trainers and state.end is None:
         name = proposal.trial
         raise UsageError(
-            f"{name} is live (job {active[0].job_id}, {active[0].state}): see slurmrl status "
+            f"{name} is live (job {trainers[0].job_id}, {trainers[0].state}): see slurmrl status "
             f"{name}, end it with slurmrl cancel {name}, or start another trial with --new"
         )
     return jobs if active else None

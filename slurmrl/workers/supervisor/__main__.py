@@ -200,14 +200,14 @@ def run_link(link: Link, rounds: Rounds) -> int:
 
 
 def run_task(link: Link, rounds: Rounds) -> int:
-    """Run a task of an elastic group. If the trainers are gone, none of those that are queued
-    starts until they are back."""
+    """Run a task of an elastic group. If the trainers are gone, no queued task starts until they
+    are back; without a job of theirs none ever starts."""
     code = rounds.run()
     try:
         if orphaned.holds(link.run, link.group):
             client = SlurmClient(TIMEOUT_S)
             group = ElasticGroup(link.run, link.submission, link.group, client, by=link.element)
-            group.keep(0)
+            group.leave_alone()
     except SlurmrlError as error:
         logger.info("the queued tasks are not held: %s", error)
     return code

@@ -194,6 +194,27 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "no links left (the last one: preempted (SIGTERM), handed over at step 12); to "
         "continue: slurmrl resume add/1",
     ),
+    "interrupted, rollout tasks are left": (
+        status(
+            state="INTERRUPTED",
+            incarnations=[ENDED],
+            groups=[
+                {"name": "trainer", "tasks": [{"job_id": "41_1", "state": "CANCELLED"}]},
+                {
+                    "name": "rollout",
+                    "tasks": [
+                        {"job_id": "42_0", "state": "RUNNING"},
+                        {"job_id": "42_1", "state": "PENDING"},
+                        {"job_id": "42_2", "state": "PENDING"},
+                    ],
+                },
+            ],
+        ),
+        "interrupted",
+        "no links left (the last one: preempted (SIGTERM), handed over at step 12); to "
+        "continue: slurmrl resume add/1, which replaces jobs that are left: rollout 42 (1 RUNNING, "
+        "2 PENDING)",
+    ),
     "never began": (
         status(state="INTERRUPTED", incarnations=[]),
         "interrupted",

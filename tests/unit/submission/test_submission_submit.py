@@ -188,6 +188,35 @@ def test_jobs_that_do_not_go_are_named(
     assert len(scheduler.requests) == 1
 
 
+def test_resume_replaces_rollout_tasks_without_trainers(
+    again: Submit, scheduler: FakeScheduler
+) -> None:
+    """Neither a running task nor a held one makes a trial live."""
+    paths = again().paths
+    train(paths, 3)
+    scheduler.jobs[paths.run, 1] = {"trainer": ("41",), "rollout": ("42",)}
+    scheduler.tasks = [
+        task(0, JobState.CANCELLED),
+        task(0, JobState.RUNNING, job="42"),
+        task(1, JobState.PENDING, job="42", reason="JobHeldUser"),
+    ]
+    submitted = again()
+    assert scheduler.done == ["cancel"]
+    assert (submitted.resumed_step, len(scheduler.requests)) == (3, 2)
+
+
+@pytest.mark.parametrize("state", [JobState.PENDING, JobState.RUNNING])
+def test_trial_stays_live_with_a_job_of_trainers_and_of_tasks(
+    again: Submit, scheduler: FakeScheduler, state: JobState
+) -> None:
+    paths = again().paths
+    scheduler.jobs[paths.run, 1] = {"rollout": ("42",), "trainer": ("41",)}
+    scheduler.tasks = [task(1, state), task(0, JobState.RUNNING, job="42")]
+    with pytest.raises(UsageError, match=r"add/1 is live \(job 41_1"):
+        again()
+    assert scheduler.done == []
+
+
 def test_another_configuration_is_refused_with_the_differences(
     again: Submit, scheduler: FakeScheduler
 ) -> None:
