@@ -219,15 +219,17 @@ def sync_directory(directory: Path, *, calls: SystemCalls = REAL) -> None:
             raise explain(error, "sync", directory) from error
 
 
-def make_private_directory(path: Path, *, calls: SystemCalls = REAL) -> None:
-    """Create a directory and its missing parents with mode 0700, whatever the umask.
+def make_private_directory(path: Path, *, parents: bool = True, calls: SystemCalls = REAL) -> None:
+    """Create a directory and its missing ``parents`` with mode 0700, whatever the umask.
 
     New directories are on disk when this returns; existing ones are left as they are.
     Raises EnvironmentFailure.
     """
     try:
         _make_one(path, calls)
-    except FileNotFoundError:
+    except FileNotFoundError as missing:
+        if not parents:
+            raise explain(missing, "make directory", path) from missing
         make_private_directory(path.parent, calls=calls)
         try:
             _make_one(path, calls)

@@ -138,8 +138,15 @@ class SampleWriter:
                 self._calls.fsync(descriptor)
         except OSError as error:
             discard(path, self._calls)  # gives the space back on a full disk
+            if isinstance(error, FileNotFoundError):
+                self._make_folder_again()
             raise explain(error, "write", path) from error
         atomic.sync_directory(self._folder, calls=self._calls)
+
+    def _make_folder_again(self) -> None:
+        """Make the folder for the next try: a user or a purge of empty folders has removed it. If
+        its parent is gone too, the attempt is lost, and the task ends by itself."""
+        atomic.make_private_directory(self._folder, parents=False, calls=self._calls)
 
 
 def read_group(folder: Path, stored: StoredGroup, *, calls: SystemCalls = REAL) -> SampleGroup:

@@ -21,7 +21,6 @@ from slurmrl.backoff import READ_S, Backoff, retry
 from slurmrl.config.schema import Config
 from slurmrl.errors import CheckpointError, EnvironmentFailure
 from slurmrl.fsio import objects
-from slurmrl.fsio.atomic import replace
 from slurmrl.graph.call import Method
 from slurmrl.history.record import Kind
 from slurmrl.history.state import TrialState
@@ -333,8 +332,7 @@ class Master:
         if rows:
             lines = step_metrics.sample_lines(step, rows)
             path = self.paths.samples / f"{name}.jsonl"
-            write = partial(replace, path, lines, durable=False)
-            self._retry("write samples", write)
+            self._retry("write samples", partial(step_metrics.write_samples, path, lines))
 
     def _retry(self, what: str, action: Callable[[], T]) -> T:
         """Retry while the directory does not accept it: the disk may be full of a failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -230,6 +231,29 @@ def test_a_full_disk_leaves_no_file_and_the_groups_are_written_again(tmp_path: P
     assert list(tmp_path.iterdir()) == []
     [stored] = writer.write([small_group(1)])
     assert read_group(tmp_path, stored).item == 1
+
+
+def test_removed_sample_folder_made_again_by_its_writer(tmp_path: Path) -> None:
+    """A user's `rm -rf`, or a purge of empty folders, during a run."""
+    folder = tmp_path / "attempt" / "samples"
+    writer = SampleWriter(folder)
+    for item in range(2):
+        shutil.rmtree(folder)
+        with pytest.raises(EnvironmentFailure, match="No such file"):
+            writer.write([small_group(item)])
+        [stored] = writer.write([small_group(item)])
+        assert read_group(folder, stored).item == item
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_removed_attempt_not_made_again_by_its_writer(tmp_path: Path) -> None:
+    """The master has lost it; the agent ends such a task."""
+    folder = tmp_path / "attempt" / "samples"
+    writer = SampleWriter(folder)
+    shutil.rmtree(folder.parent)
+    with pytest.raises(EnvironmentFailure, match="No such file"):
+        writer.write([small_group(1)])
+    assert not folder.parent.exists()
 
 
 def calls_until(folder: Path, name: str) -> int:
