@@ -66,18 +66,22 @@ def samples(
 
 def _lines(group: list[Row], most: int | None) -> Iterator[str]:
     first = group[0]
-    rewards = [row["reward"] for row in group if "reward" in row]
+    rewards = [reward for row in group if (reward := row.get("reward")) is not None]
     facts = [f"step {first['step']}", str(first.get("id", ""))]
     facts += [f"answer: {plain(str(first['answer']))}"] if first.get("answer") is not None else []
     facts += [f"mean reward {number(sum(rewards) / len(rewards))}"] if len(rewards) > 1 else []
     yield "  ".join(fact for fact in facts if fact)
     yield from _text(first.get("rendered", first["prompt"]), most)
     for row in group:
-        said = [f"reward {number(row['reward'])}"] if "reward" in row else []
+        said = [f"reward {_score(row['reward'])}"] if "reward" in row else []
         said += [f"{plain(name)} {number(value)}" for name, value in row.get("parts", {}).items()]
         said += ["cut off"] if row.get("finished") is False else []
         yield f"  {', '.join(said) or 'completion'}"
         yield from _text(row["completion"], most, "    ")
+
+
+def _score(reward: float | None) -> str:
+    return "none" if reward is None else number(reward)
 
 
 def _text(text: str, most: int | None, indent: str = "  ") -> Iterable[str]:
