@@ -26,6 +26,7 @@ from slurmrl.plan.metrics import UNSCORED
 ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"
 REFERENCE = "slurmrl.algorithms.sequences:ReferenceInterface"
 MODEL_SCORES = "slurmrl.algorithms.reward_model.scores:ScoresInterface"
+PAIR_SCORES = "slurmrl.algorithms.reward_model.scores:PairScoresInterface"
 RULE_REWARD = "slurmrl.algorithms.reward.interface:RuleRewardInterface"
 TURN_REWARDS = "turn_rewards"
 """Key of what each turn of an episode has earned: at its last token, 0 elsewhere."""
@@ -239,7 +240,7 @@ def reward_calls(config: Config) -> tuple[Call, ...]:
         role=REWARD_MODEL,
         method=Method.INFERENCE,
         interface=MODEL_SCORES,
-        inputs=("input_ids",),
+        inputs=("input_ids", "prompt_mask"),
         outputs=("model_scores",),
         metrics=("model_score",),
     )

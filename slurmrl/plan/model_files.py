@@ -13,6 +13,11 @@ from slurmrl.fsio import inputs
 CONFIG: Final = "config.json"
 GENERATION_CONFIG: Final = "generation_config.json"
 EOS: Final = "eos_token_id"
+SCORE_AT: Final = "slurmrl_score_at"
+"""Key of a reward model's config.json: the token at which it was trained to be read."""
+TURN_END: Final = "turn_end"
+"""The end of the answer's turn. Without the key: the end of the whole rendered conversation, which
+some chat templates put a newline after."""
 
 
 def config_values(model: Model) -> dict[str, Any]:
@@ -60,6 +65,11 @@ def stop_tokens(config: Config, tokenizer_eos: int | None) -> tuple[int, ...]:
     size = vocabulary(values)
     valid = (token for token in found if token >= 0 and (not size or token < size))
     return tuple(dict.fromkeys(valid))
+
+
+def scored_at_turn_end(model: Model) -> bool:
+    """Whether a reward model is read at the end of the answer's turn. Raises UsageError."""
+    return config_values(model).get(SCORE_AT) == TURN_END
 
 
 def vocabulary(values: Mapping[str, Any]) -> int | None:

@@ -11,7 +11,7 @@ from slurmrl.rewards.scores import as_number, shown
 
 
 class ModelReward:
-    """``(score - bias) * scale`` of the role ``reward_model`` at the last token of each completion.
+    """``(score - bias) * scale`` with the scores of the role ``reward_model``.
 
     :param scale: factor of each score.
     :param bias: subtracted from each score before scaling.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import ClassVar, Final, Literal, Self
 
 from slurmrl.algorithms.schema import (
-    MODEL_SCORES,
+    PAIR_SCORES,
     TURN_REWARDS,
     AlgorithmSchema,
     generate_call,
@@ -179,8 +179,8 @@ def scores_call() -> Call:
         name="actor_scores",
         role="actor",
         method=Method.INFERENCE,
-        interface=MODEL_SCORES,
-        inputs=("input_ids",),
+        interface=PAIR_SCORES,
+        inputs=("input_ids", "prompt_mask"),
         outputs=("model_scores",),
         metrics=("model_score",),
     )

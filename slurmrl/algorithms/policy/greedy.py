@@ -52,7 +52,8 @@ class GreedyScoresInterface(ScoresInterface):
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """``greedy_model_scores``, one for each prompt."""
-        plain = _renamed(sample, {"greedy_input_ids": "input_ids"})
+        names = {GREEDY + key: key for key in ("input_ids", "prompt_mask")}
+        plain = _renamed(sample, {old: new for old, new in names.items() if old in sample.keys})
         result = super().inference(engine, plain, context)
         assert result.sample is not None
         return CallResult(_renamed(result.sample, {"model_scores": "greedy_model_scores"}))

@@ -10,12 +10,13 @@ from slurmrl.config.schema import Config, NonNegativeFloat
 from slurmrl.graph.call import Call, Measure, RoleUse
 
 INTERFACE = "slurmrl.algorithms.reward_model.interface:RewardModelInterface"
+INPUTS = ("input_ids", "prompt_mask")
 SCORE_METRICS = ("accuracy", "margin", "score_chosen", "score_rejected")
 
 
 class RewardModel(AlgorithmSchema):
     """Training of a reward model on pairs of answers: the actor gets a scalar head, whose value at
-    the last token of prompt and answer is the answer's score.
+    the token that ends the answer's turn is the answer's score.
 
     Evaluation on held-out pairs computes loss, accuracy and margin.
     """
@@ -35,10 +36,10 @@ class RewardModel(AlgorithmSchema):
         return (RoleUse("actor", trained=True, head="value"),)
 
     def calls(self, config: Config) -> tuple[Call, ...]:
-        return (train_call(INTERFACE, ("input_ids",), SCORE_METRICS),)
+        return (train_call(INTERFACE, INPUTS, SCORE_METRICS),)
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
-        return (compare_call(INTERFACE, ("input_ids",), SCORE_METRICS),)
+        return (compare_call(INTERFACE, INPUTS, SCORE_METRICS),)
 
     def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
         return {"accuracy": Measure.RATE, "margin": Measure.MEAN}

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slurmrl.algorithms.reward_model.schema import INPUTS as REWARD_MODEL_INPUTS
+from slurmrl.algorithms.reward_model.schema import INTERFACE as REWARD_MODEL
 from slurmrl.checkpoint.export import (
     ExportedWeights,
     copy_tokenizer,
@@ -47,6 +49,8 @@ from slurmrl.plan.model_files import (
     CONFIG,
     EOS,
     GENERATION_CONFIG,
+    SCORE_AT,
+    TURN_END,
     config_values,
     generation_values,
     stop_tokens,
@@ -154,6 +158,8 @@ class Exporter:
             # The family's default need not be a token of this tokenizer.
             stated = {**stated, EOS: _one_or_list(stops)}
         values, storage = file_form(stated, model.implementation, self.head)
+        if _scores_turn_ends(self.paths, self.role):
+            values[SCORE_AT] = TURN_END
         return values, _generation(generation_values(model), values, stops), storage
 
     def _whole(self, trained: RoleCheckpoint) -> ExportedWeights:
@@ -316,6 +322,15 @@ def _head(paths: RunPaths, role: str) -> Head:
         raise UsageError(f"'{role}' is not in the checkpoints; there are: {', '.join(trained)}")
     head: Head = models[role].head
     return head
+
+
+def _scores_turn_ends(paths: RunPaths, role: str) -> bool:
+    """Whether the role is a reward model that was trained at the ends of turns. A trial that an
+    older slurmrl has planned trains at the ends of whole conversations."""
+    return role == ROLE and any(
+        call.interface == REWARD_MODEL and set(call.inputs) == set(REWARD_MODEL_INPUTS)
+        for call in Plan.read(paths.plan).calls
+    )
 
 
 def _generation(

@@ -290,7 +290,8 @@ def engine(head: Any = "lm", *, most_tokens: int = 1000, seed: int = 1) -> FSDPE
 
 
 def context(algorithm: Any) -> CallContext:
-    settings = Settings(cast(Any, None), algorithm, cast(Any, None))
+    config = Config.model_construct(total_steps=1)
+    settings = Settings(config, algorithm, cast(Any, None))
     return CallContext(1, 1, {}, cast(Any, None), settings, (), ())
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slurmrl.algorithms.reward_model.schema import INTERFACE
 from slurmrl.checkpoint import manifest as manifest_module
 from slurmrl.checkpoint.manifest import write_manifest
 from slurmrl.checkpoint.rank_files import ShardHeader
@@ -35,7 +36,7 @@ from slurmrl.layout.shard import Shard
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import load_settings
-from slurmrl.workers.master.exporting import export_actor
+from slurmrl.workers.master.exporting import export_actor, pin_actor
 from tests.fake_runs import FakeRun, write_config
 
 SHAPES = {"model.norm.weight": (4,), "lm_head.weight": (3, 4)}
@@ -365,13 +366,35 @@ def test_a_run_exports_once_io_errors_have_passed(
 def test_a_run_exports_a_reward_model_as_one(trial: Trial) -> None:
     """The actor of `reward_model` has a value head, which the plan says."""
     trial.commit(4)
-    plan = json.loads(trial.paths.plan.read_text())
-    plan["models"]["actor"]["head"] = "value"
-    trial.paths.plan.write_text(json.dumps(plan))
+    as_reward_model(trial, "input_ids", "prompt_mask")
     commit = fold(History(trial.paths.history).read()).commits[-1]
     folder = export_actor(trial.paths, load_resolved(trial.paths.config), commit).folder
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     assert name.endswith("ForSequenceClassification")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "rule"),
+    [(("input_ids", "prompt_mask"), "turn_end"), (("input_ids",), None)],
+)
+def test_export_states_where_its_scores_are_read(
+    trial: Trial, inputs: tuple[str, ...], rule: str | None
+) -> None:
+    """Trials that slurmrl 1 has planned train at the end of the conversation."""
+    trial.commit(4)
+    as_reward_model(trial, *inputs)
+    commit = fold(History(trial.paths.history).read()).commits[-1]
+    exported = export_actor(trial.paths, load_resolved(trial.paths.config), commit).folder
+    for folder in (exported, pin_actor(trial.paths, 4)):
+        assert json.loads((folder / "config.json").read_text()).get("slurmrl_score_at") == rule
+
+
+def as_reward_model(trial: Trial, *inputs: str) -> None:
+    """Make the plan that of a reward model whose training gets ``inputs``."""
+    plan = json.loads(trial.paths.plan.read_text())
+    plan["models"]["actor"]["head"] = "value"
+    plan["calls"][0] |= {"interface": INTERFACE, "inputs": inputs}
+    trial.paths.plan.write_text(json.dumps(plan))
 
 
 def test_the_files_of_other_roles_do_not_matter(trial: Trial) -> None:

@@ -319,7 +319,7 @@ def greedy_reward_calls(config: Config) -> tuple[Call, ...]:
         role=REWARD_MODEL,
         method=Method.INFERENCE,
         interface="slurmrl.algorithms.policy.greedy:GreedyScoresInterface",
-        inputs=("greedy_input_ids",),
+        inputs=("greedy_input_ids", "greedy_prompt_mask"),
         outputs=("greedy_model_scores",),
     )
     return (scores, replace(judge, inputs=(*judge.inputs, "greedy_model_scores")))
