@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from math import inf
-from pathlib import Path
 from typing import Any, ClassVar
 
 from slurmrl import log
@@ -14,12 +13,17 @@ from slurmrl.errors import UnusableRowError, UsageError
 from slurmrl.rewards.base import RewardFunction
 from slurmrl.rewards.judge import JudgeProgram, Verdict
 from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
+from slurmrl.rewards.math_answer import marked_answer
 
 logger = log.get(__name__)
 
+SPACES = re.compile(r"[^\S\n]+|(?<=\n)\s+(?=\n)")
+"""White space that means no more than one space."""
+
 PROGRAM = JudgeProgram(
-    "math_judge.py",
-    [sys.executable, "-P", str(Path(__file__).with_name("math_judge.py"))],
+    "math-verify",
+    [sys.executable, "-P", "-m", "slurmrl.rewards.math_judge"],
+    modules=[path for path in sys.path if path],
     hint=": is math-verify installed?",
 )
 PLAIN_NUMBER = re.compile(r"-?\$?\d+(,\d{3})*(\.\d+)?%?")
@@ -37,6 +41,8 @@ class MathReward(RewardFunction):
     :param marker: the final answer is the rest of the line after its last occurrence (GSM8K's
         ``#### 72``); a text without it is searched as a whole.
     :param tail_characters: length of the end of a longer text that is searched.
+    :param literal: whether a reference that is a plain number must be stated as a number in a box
+        or after the marker too: there ``21 + 33`` is no answer for 54 then.
     """
 
     needs_answers: ClassVar[bool] = True
@@ -49,6 +55,7 @@ class MathReward(RewardFunction):
         processes: int | None = None,
         marker: str = "####",
         tail_characters: int = 2000,
+        literal: bool = False,
     ) -> None:
         if tail_characters < 1:
             raise UsageError(f"tail_characters {tail_characters} must be positive")
@@ -56,6 +63,7 @@ class MathReward(RewardFunction):
             raise UsageError("marker must not be empty")
         self._marker = marker
         self._tail = tail_characters
+        self._literal = literal
         if not batch_timeout_s > 0:
             raise UsageError(f"batch_timeout_s {batch_timeout_s} must be positive")
         self._batch_timeout_s = batch_timeout_s
@@ -63,22 +71,21 @@ class MathReward(RewardFunction):
         self._unjudged = 0
         self._judged = 0
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self,
         prompts: Sequence[str],
         completions: Sequence[str],
         rows: Sequence[Mapping[str, Any]],
+        *,
+        finished: Sequence[bool],
     ) -> list[float]:
         """
+        :param finished: whether each completion ended by itself. One that did not has an answer
+            only in a box or after the marker.
         :raises UnusableRowError: a reference has nothing to compare with.
         """
-        verdicts = self._judge(
-            [
-                {"reference": self._final(row["answer"]), "completion": self._final(completion)}
-                for completion, row in zip(completions, rows, strict=True)
-            ],
-            self._batch_timeout_s,
-        )
+        asked = zip(completions, rows, finished, strict=True)
+        verdicts = self._judge([self._request(*each) for each in asked], self._batch_timeout_s)
         for index, verdict in enumerate(verdicts):
             if not isinstance(verdict, Unjudged) and verdict["refused"]:
                 raise UnusableRowError(_refused(rows[index], verdict["refused"]), index)
@@ -97,7 +104,7 @@ class MathReward(RewardFunction):
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """References that have nothing to compare with, or that take too long to read."""
-        references = [self._final(row["answer"]) for row in rows]
+        references = [self._answer(row["answer"])[0] for row in rows]
         unclear = [i for i, text in enumerate(references) if not PLAIN_NUMBER.fullmatch(text)]
         verdicts = self._judge([{"reference": references[index]} for index in unclear], inf)
         problems = [""] * len(rows)
@@ -114,17 +121,26 @@ class MathReward(RewardFunction):
     def close(self) -> None:
         self._pool.close()
 
-    def _judge(self, requests: list[dict[str, str]], within_s: float) -> list[Verdict | Unjudged]:
+    def _judge(self, requests: list[dict[str, Any]], within_s: float) -> list[Verdict | Unjudged]:
         return self._pool.judge(requests, most=min(self.cores, MOST_JUDGES), within_s=within_s)
 
-    def _final(self, text: Any) -> str:
-        return tail(final_answer(str(text), self._marker), self._tail)
+    def _request(
+        self, completion: str, row: Mapping[str, Any], finished: bool
+    ) -> dict[str, str | bool]:
+        answer, marked = self._answer(completion)
+        return {
+            "reference": self._answer(row["answer"])[0],
+            "completion": answer,
+            "marked": marked,
+            "finished": finished,
+            "literal": self._literal,
+        }
 
-
-def final_answer(text: str, marker: str) -> str:
-    """The rest of the line after the last marker; the whole text if there is none."""
-    _, separator, rest = text.rpartition(marker)
-    return rest.split("\n", 1)[0].strip() if separator else text
+    def _answer(self, text: Any) -> tuple[str, bool]:
+        """The text to judge, and whether it is an answer behind the marker."""
+        text = SPACES.sub(" ", str(text)).strip()
+        answer = marked_answer(text, self._marker)
+        return tail(text if answer is None else answer, self._tail), answer is not None
 
 
 def tail(text: str, characters: int) -> str:

@@ -36,6 +36,8 @@ class Item:
 
     row: DataRow
     completion: str
+    finished: bool = True
+    """Whether it ended by itself."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def _of_file(rows: FoundRows, path: Path, count: int | None) -> list[Item]:
             message = f"{rows.config.path} has no row {which}"
             problems.append(Problem(where, "id", message))
         else:
-            items.append(Item(row, text))
+            items.append(Item(row, text, values.get("finished") is not False))
     if problems:
         raise ConfigError(tuple(problems[:MOST_PROBLEMS]))
     return items

@@ -103,7 +103,7 @@ def _extras(items: Sequence[Item]) -> dict[str, Any]:
         indices.append(len(group))
         group.append(item.completion)
     return {
-        "finished": [True] * len(items),
+        "finished": [item.finished for item in items],
         "sample_ids": [f"{item.row.id}@0" for item in items],
         "indices": indices,
         "siblings": [groups[item.row.number] for item in items],

@@ -149,6 +149,16 @@ def test_math_is_tried_like_any_other(config: Path, capfd: pytest.CaptureFixture
     assert found["stats"] == {"reward_unjudged": 0.0}
 
 
+def test_completion_of_file_has_no_answer_if_truncated(
+    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    samples = tmp_path / "samples.jsonl"
+    lines = [{"completion": "It is 0.", "finished": finished} for finished in (True, False)]
+    samples.write_text("".join(json.dumps({"id": "1", **line}) + "\n" for line in lines))
+    arguments = (str(config), "reward={name: math}", "--completions", str(samples))
+    assert [item["score"] for item in tried(capfd, *arguments)["items"]] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("name", "code", "message"),
     [

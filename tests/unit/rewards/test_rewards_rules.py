@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -14,12 +16,13 @@ from slurmrl.rewards import make
 from slurmrl.rewards.exact_match import ExactMatch
 from slurmrl.rewards.judge import JudgeProgram
 from slurmrl.rewards.judges import Unjudged
-from slurmrl.rewards.math import MathReward, final_answer, tail
+from slurmrl.rewards.math import MathReward, tail
+from slurmrl.rewards.math_answer import marked_answer
 
 
 @pytest.fixture(scope="module")
 def judged() -> Iterator[MathReward]:
-    reward = MathReward(timeout_s=60.0)
+    reward = MathReward(timeout_s=60.0, processes=2)
     yield reward
     reward.close()
 
@@ -47,46 +50,66 @@ def test_names_and_options_are_checked() -> None:
     [
         ("48/2 = 24\n#### 72", "72"),
         ("#### 1\nno, #### 2\nbye", "2"),
-        ("72", "72"),
+        ("72", None),
         ("####", ""),
+        ("#### 1\n\\boxed{2}", None),
+        ("\\boxed{2}\n#### Why is it 3?", None),
+        ("\\boxed{2}\n#### 3", "3"),
+        ("#### 2\n#### Explanation", "2"),
     ],
 )
-def test_the_final_answer_follows_the_last_marker(text: str, answer: str) -> None:
-    assert final_answer(text, "####") == answer
+def test_answer_follows_last_marker_or_is_boxed(text: str, answer: str | None) -> None:
+    assert marked_answer(text, "####") == answer
 
 
-CASES = [
-    ("so 48+24\n#### 72", "She has 3.\n#### 72", 1.0),
-    ("#### 1,000", "#### $1000", 1.0),
-    ("#### 72", "#### 27", 0.0),
-    ("#### 72", "I do not know", 0.0),
-    ("#### 72", "", 0.0),
-    ("#### 72", "72 apples, or 71\n####", 0.0),
-    ("0.5", r"\boxed{\frac{1}{2}}", 1.0),
-    ("#### 18", "#### 18.00", 1.0),
-    ("#### -3", "#### 3", 0.0),
-    ("3 pi", r"\boxed{3\pi}", 1.0),
-    ("2√13", r"\boxed{2\sqrt{13}}", 1.0),
-    ("90°", "90", 1.0),
-    ("2½", "2.5", 1.0),
-    ("[0,∞)", r"\boxed{[0,\infty)}", 1.0),
-    (r"0.\overline{3}", r"\boxed{\frac13}", 1.0),
-    (r"-\frac76", r"\boxed{-1.1\bar6}", 1.0),
-    (r"33.\overline{3}\%", r"\boxed{\frac{100}{3}\%}", 1.0),
-    ("2", r"since $x \equiv 17 \pmod 5$, \boxed{2 \pmod 5}", 1.0),
-    (r"x \equiv 2 \pmod{5}", r"$17 \equiv 2 \pmod 5$, so \boxed{2}", 1.0),
-    ("7 (mod 5)", r"\boxed{x ≡ 2 \pmod{5}}", 1.0),
-    ("2", r"\boxed{x\equiv2\pmod5}", 1.0),
-    (r"(2,\infty)", r"\boxed{x>2}", 1.0),
-    ("x < 2", r"\boxed{(-\infty,2)}", 1.0),
-    ("[2,5)", r"\boxed{2 \le x < 5}", 1.0),
-    ("2516_8", r"\boxed{2516_{8}}", 1.0),
-    (r"2516_{\text{eight}}", "#### (2516)_8", 1.0),
-    ("The answer is 2516_8.", "The answer is $2516_8$.", 1.0),
-    ("1A3_{16}", r"\boxed{1a3_{16}}", 1.0),
-    ("15", r"\boxed{15_{10}}", 1.0),
-    ("3a_{16}", r"\boxed{3 a_{16}}", 1.0),
-]
+class Pair(NamedTuple):
+    """A line of ``math_pairs.txt`` with a verdict by hand."""
+
+    kind: str
+    score: float
+    reference: str
+    completion: str
+
+
+def read_pairs() -> list[Pair]:
+    """Read ``SCORE | REFERENCE | COMPLETION`` lines below ``# KIND``; ⏎ is the end of a line."""
+    pairs, kind = [], ""
+    for line in Path(__file__).with_name("math_pairs.txt").read_text().splitlines():
+        if line.startswith("# "):
+            kind = line[2:]
+        elif line:
+            score, reference, completion = line.split(" | ", 2)
+            pairs.append(Pair(kind, float(score), reference, completion.replace("⏎", "\n")))
+    return pairs
+
+
+def wrong_verdicts(reward: MathReward, pairs: Sequence[Pair], *, finished: bool) -> list[Pair]:
+    """Return the pairs whose score is not the verdict by hand."""
+    rows = [{"answer": pair.reference} for pair in pairs]
+    completions = [pair.completion for pair in pairs]
+    scores = reward(["p"] * len(pairs), completions, rows, finished=[finished] * len(pairs))
+    return [pair for pair, score in zip(pairs, scores, strict=True) if score != pair.score]
+
+
+def test_math_agrees_with_verdicts_by_hand(judged: MathReward) -> None:
+    pairs = read_pairs()
+    truncated = [pair for pair in pairs if pair.kind.startswith("truncated:")]
+    literal = [pair for pair in pairs if pair.kind.startswith("literal:")]
+    others = [pair for pair in pairs if pair not in (*truncated, *literal)]
+    assert len(pairs) > 600
+    wrong = wrong_verdicts(judged, truncated, finished=False)
+    wrong += wrong_verdicts(judged, others, finished=True)
+    with closing(MathReward(timeout_s=60.0, literal=True)) as strict:
+        wrong += wrong_verdicts(strict, literal, finished=True)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", " \n"])
+def test_answer_found_in_flood_of_white_space(judged: MathReward, blank: str) -> None:
+    flood = blank * 3000
+    forms = ["42%s", "#### 42%s", r"\boxed{42}%s", r"\boxed{%s42}", "%s42", "The answer is%s42."]
+    pairs = [Pair("", 1.0, "42", form % flood) for form in forms]
+    assert wrong_verdicts(judged, pairs, finished=True) == []
 
 
 REFERENCES = [
@@ -143,47 +166,8 @@ def test_each_reference_agrees_with_its_own_box(judged: MathReward) -> None:
     assert judged.check_rows(rows) == [""] * len(rows)
     for form in (r"So it is \boxed{%s}.", r"Thus $\boxed{%s}$", "\\[ \\boxed{%s} \\]"):
         completions = [form % reference for reference in REFERENCES]
-        scores = judged(["p"] * len(rows), completions, rows)
+        scores = judged(["p"] * len(rows), completions, rows, finished=[True] * len(rows))
         assert [r for r, score in zip(REFERENCES, scores, strict=True) if score != 1.0] == []
-
-
-WRONG = [
-    (r"2\sqrt{3}", r"\boxed{2}"),
-    ("2", r"#### 2\sqrt{3}"),
-    ("2", r"The answer is 2\sqrt{3}."),
-    (r"3\pi", "3"),
-    ("[-2,7]", "7"),
-    ("[-2,7]", r"\boxed{(-2,7)}"),
-    ("1{,}000", r"\boxed{1}"),
-    ("0", r"\boxed{1\,000}"),
-    ("10!", "10"),
-    ("no", r"\boxed{on}"),
-    ("1,2,3", r"\boxed{1.2}"),
-    ("2 1/2", r"\boxed{1}"),
-    (r"0.\overline{3}", r"\boxed{0}"),
-    (r"0.\overline{3}", r"\boxed{0.3}"),
-    ("2516_8", r"\boxed{2516}"),
-    ("2516", "#### 2516_8"),
-    ("2516_8", "The answer is 2516."),
-    ("2516_8", r"\boxed{2516_7}"),
-    ("2516_8", r"\boxed{-2516_8}"),
-    ("1A3_{16}", r"\boxed{1A3}"),
-    ("FF_{16}", r"\boxed{FF}"),
-    (r"$4.5_6$", r"\boxed{4.5}"),
-    (r"2 \pmod 5", r"\boxed{2 \pmod 7}"),
-    (r"2 \pmod 5", r"\boxed{7}"),
-    ("5", r"\boxed{2 \pmod 5}"),
-    (r"(2,\infty)", r"\boxed{x \ge 2}"),
-    ("5", r"2 + 3 = 5, so \boxed{\frac{}}"),
-    ("3", r"\boxed{2} or \boxed{3}"),
-]
-
-
-def test_a_part_of_an_answer_is_not_the_answer(judged: MathReward) -> None:
-    references, completions = zip(*WRONG, strict=True)
-    rows = [{"answer": reference} for reference in references]
-    scores = judged(["p"] * len(WRONG), completions, rows)
-    assert [pair for pair, score in zip(WRONG, scores, strict=True) if score] == []
 
 
 @pytest.mark.parametrize(
@@ -206,7 +190,7 @@ def test_references_without_an_answer_are_refused(
     assert problems[0] == ""
     assert why in problems[1]
     with pytest.raises(UnusableRowError, match=why) as refused:
-        judged(["p"] * 2, ["7", "7"], rows)
+        judged(["p"] * 2, ["7", "7"], rows, finished=[True] * 2)
     assert refused.value.index == 1
 
 
@@ -215,7 +199,8 @@ def test_long_completions_are_judged_by_their_end(
 ) -> None:
     completions = ["12 " * 10_000, "1+" * 4_000, "12 " * 10_000 + "\nso it is \\boxed{7}."]
     rows = [{"answer": "7"}] * 3
-    assert judged(["p"] * 3, completions, rows) == [0.0, 0.0, 1.0]
+    finished = [True] * 3
+    assert judged(["p"] * 3, completions, rows, finished=finished) == [0.0, 0.0, 1.0]
     asked: list[dict[str, str]] = []
 
     def judge(requests: list[dict[str, str]], **limits: float) -> list[Unjudged]:
@@ -223,7 +208,7 @@ def test_long_completions_are_judged_by_their_end(
         return [Unjudged("it took too long")] * len(requests)
 
     monkeypatch.setattr(judged._pool, "judge", judge)
-    assert judged(["p"] * 3, completions, rows) == [0.0] * 3
+    assert judged(["p"] * 3, completions, rows, finished=finished) == [0.0] * 3
     assert judged.stats()["reward_unjudged"] == (3.0, 3.0)
     assert max(len(request["completion"]) for request in asked) == 2000
 
@@ -232,13 +217,6 @@ def test_a_tail_begins_with_a_line_where_that_costs_little() -> None:
     assert tail("short", 10) == "short"
     assert tail("x" * 50 + "\n" + "y" * 8, 10) == "y" * 8
     assert tail("x" * 50 + "\ny", 10) == "x" * 8 + "\ny"
-
-
-def test_answers_are_compared_as_numbers(judged: MathReward) -> None:
-    references, completions, wanted = zip(*CASES, strict=True)
-    rows = [{"answer": reference} for reference in references]
-    assert judged(["p"] * len(CASES), completions, rows) == list(wanted)
-    assert judged.stats() == {"reward_unjudged": (0.0, float(len(CASES)))}
 
 
 @pytest.mark.parametrize(
@@ -269,10 +247,11 @@ def test_cores_decide_how_many_judges_there_are(
     monkeypatch.setattr(judges_module, "Judge", Judge)
     reward = make("math", options, cores=cores)
     rows = [{"answer": "1"}] * 20
-    assert reward.score(["p"] * 20, ["1"] * 20, rows, ["1"] * 20) == [1.0] * 20
+    extras = {"finished": [True] * 20}
+    assert reward.score(["p"] * 20, ["1"] * 20, rows, ["1"] * 20, extras) == [1.0] * 20
     reward.close()
     assert len(started) == judges
 
 
 def test_no_completions_are_judged_at_once(judged: MathReward) -> None:
-    assert judged([], [], []) == []
+    assert judged([], [], [], finished=[]) == []

@@ -1,0 +1,187 @@
+"""The part of a text that is its answer, as a formula that math-verify reads."""
+
+from __future__ import annotations
+
+import re
+import string
+
+from slurmrl.rewards.math_notation import EUROPEAN, number, without_units
+
+FORMULA = re.compile(
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\A\$([^$\n]+)\$\Z"
+    # A dollar before a digit may be money. As in Pandoc, mathematics has no spaces just inside its
+    # dollars and no digit after the last one.
+    r"|(?<![\\\d$])\$(?=\S)([^$\n]*?)(?<=[^\s\\])\$(?!\d)",
+    re.DOTALL,
+)
+LONGEST_FORMULA = 300
+"""Longest text without an environment that is read as one formula: math-verify's parser needs very
+long to reject longer text."""
+BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|((?:[^\s{}$\\]|\\[A-Za-z]+|\{[^{}]*\})+))")
+SAME_ANSWER = re.compile(
+    r"(?:(?!.*\b(?:not|wrong|incorrect|mistaken?)\b)[^.!?,;:\n]{0,60}\band\b)?"
+    r"(?:(?!\s*\n\s*\n)[\s$,;+}\\]|\\[\])(\[,;:! ]|\\q?quad|\b(?:and|or)\b"
+    r"|\\(?:text|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}|[A-Za-z](?:_\{?\w+\}?)?\s*=)*"
+)
+"""Text between two boxes of one answer: separators, names as in ``x_2 =``, words and "and"."""
+FINAL = re.compile(r"final answer\b[^\n]{0,100}?\bis\b", re.IGNORECASE)
+"""math-verify prefers the answer after this to a box."""
+HEADING = re.compile(r"[\s*_#]*(?:\d+(?:\.\d+)*[.):]\s+)?[*_]*[A-Za-z]{3,}|\s*\Z")
+QUOTED = r"\\(?:text\w*|mbox|math(?:rm|bf|it|sf)|operatorname|begin|end)\s*\{[^{}]*\}"
+COMMAND = re.compile(r"\\[A-Za-z]+")
+PROSE = re.compile(
+    r"(?<!\S)[(\"'*]*((?=[A-Za-z]*[a-z])(?=[A-Za-z]*[aeiouyAEIOUY])(?!(?:a?(?:sin|cos|tan)h?"
+    r"|arc(?:sin|cos|tan)|cot|sec|csc|log|exp|sqrt|and|mod|gcd|lcm|det|min|max|lim|inf|infty"
+    r"|infinity|percent|percentage|pct|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi"
+    r")(?![A-Za-z]))[A-Za-z]{3,}|is|of|so|we|to|it|be|an|as|if|at|by)(?![^\s.,;:!?)\"'*-])"
+)
+"""A word between spaces. It has a small letter and a vowel, and it is no mathematical name."""
+ARTICLE = re.compile(r"a|A|I")
+ONE_WORD = re.compile(r"[A-Za-z]{3,}|no|No|NO")
+TOKEN = re.compile(rf"(?:{QUOTED}|\S)+")
+MIXED = re.compile(r"(?<![\w./^{}])(\d+)\s+(\d+)/(\d+)(?![\w/^.])")
+NUMBER = re.compile(r"(?<![\w.])-?(?:\\?\$ ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?(?: ?\\?%)?")
+NO_PROSE = re.compile(r"[+*/^_\\{}<>|]")
+"""With one of these characters, a text with words and a number is a formula."""
+CURRENCIES = re.compile("[€£¥₹]")
+NAMED = re.compile(
+    r"(?<![A-Za-z\\])(pi|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi)(?![A-Za-z])"
+)
+APPROXIMATELY = re.compile(r"\\approx(?:eq)?(?![A-Za-z])|\\simeq(?![A-Za-z])|≈|≃")
+OPERAND = r"[-(\[]*\\?\$?\d[\d,.]*%?[)\]]*"
+CALCULATION = re.compile(
+    rf"(?<![\w.]){OPERAND}(?:\s*(?:[-+*/^×÷·⋅–]|\\times|\\cdot|\\div|x(?=[\s\d]))\s*{OPERAND})+"
+    r"|(?<![\w.])\(?\d[\d,.]*\)?\([-\d][^()]*\)"
+)
+"""Numbers with operators between them."""
+WRITTEN = re.compile(rf"(?<![\w.,])(?:{EUROPEAN})(?![.,]?\d)")
+OPENING = re.compile(r"(?<!\w)[\[(\"'`*“_>~]+(?=[-$\d.])|(?<!\d):(?=[-$\d.])|\b(?:US|HK|A|C)(?=\$)")
+"""Characters before a number where math-verify expects a space."""
+
+
+def marked_answer(text: str, marker: str) -> str | None:
+    """The rest of the line after the last marker. None if there is no marker, or if the answer is
+    in a box: in one after the marker, or in any one if the line is a Markdown heading."""
+    before, separator, rest = text.rpartition(marker)
+    if not separator:
+        return None
+    line, _, after = rest.partition("\n")
+    if BOX.search(after):
+        return None
+    if marker.strip("#") == "" and HEADING.match(line):
+        if BOX.search(before):
+            return None
+        earlier = marked_answer(before, marker)
+        if earlier and not HEADING.match(earlier):
+            return earlier
+    return line.strip()
+
+
+def boxed(text: str) -> str:
+    """The content of the last box, with the boxes that belong to the same answer: ``1, 2`` for
+    ``\\boxed{1} and \\boxed{2}``. "" if there is no box."""
+    contents: list[str] = []
+    at = 0
+    while (box := BOX.search(text, at)) is not None:
+        content, end = (box[2].rstrip(".,;:"), box.end()) if box[2] else _braced(text, box.end())
+        if end < 0:  # no closing brace
+            at = box.end()
+            continue
+        if not SAME_ANSWER.fullmatch(text, at, box.start()):
+            contents = []
+        if content.strip() not in contents:
+            contents.append(content.strip())
+        at = end
+    return "" if FINAL.search(text, at) else ", ".join(contents)
+
+
+def _braced(text: str, begin: int) -> tuple[str, int]:
+    """The text until the brace that closes the group, and the index after it; -1 if none does."""
+    depth = 1
+    for brace in re.finditer(r"(?<!\\)[{}]", text[begin:]):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[begin : begin + brace.start()], begin + brace.end()
+    return "", -1
+
+
+def stated(text: str) -> str:
+    """A text with its calculations removed: of a formula only the number after the last ``=`` is
+    left, and numbers with operators between them are dropped."""
+    text = FORMULA.sub(lambda match: _last_number("".join(filter(None, match.groups()))), text)
+    text = FORMULA.sub(lambda match: _last_number(match[0].strip("$")), mark_formulas(text))
+    text = APPROXIMATELY.sub(" = ", text.replace(r"\$", "$"))
+    text = MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", text)
+    text = CALCULATION.sub(lambda match: f" {number(match[0].strip('()[]'), plain=True)} ", text)
+    text = WRITTEN.sub(lambda match: number(match[0], plain=True), text)
+    return OPENING.sub(" ", text)
+
+
+def _last_number(formula: str) -> str:
+    """The number after the last ``=``, before ``\\approx`` if there is one."""
+    for part in APPROXIMATELY.split(formula):
+        if value := number(re.split(r"(?<![<>!\\])=", part)[-1], plain=True):
+            return f" {value} "
+    return " "
+
+
+def only_formula(text: str, *, plain: bool = False) -> str | None:
+    """The only formula, number or word of an answer, perhaps with prose around it; "" for nothing,
+    None if there are several. ``plain``: it is compared with a plain number."""
+    text = text.strip().removeprefix("=")
+    if FORMULA.search(text):
+        return the_only(["".join(groups) for groups in FORMULA.findall(text)])
+    if value := number(text, plain=plain):
+        return value.replace("%", r"\%")
+    text = CURRENCIES.sub("", text).strip().strip("*").rstrip(".,;:").strip()
+    if ONE_WORD.fullmatch(text) and (is_prose(text) or len(text) == 2):
+        return rf"\text{{{text}}}"
+    text = without_units(MIXED.sub(r"\1\\frac{\2}{\3}", text), plain=plain)
+    several_lines = "\n" in text and r"\begin" not in text
+    if not several_lines and not is_prose(bare(text)):
+        return NAMED.sub(r"\\\1", text) if len(text) <= LONGEST_FORMULA else None
+    formulas = ["".join(groups) for groups in FORMULA.findall(mark_formulas(text))]
+    if formulas or NO_PROSE.search(NUMBER.sub("", text)):
+        return the_only(formulas)
+    return the_only([match.group() for match in NUMBER.finditer(text)])
+
+
+def too_long(text: str) -> bool:
+    """Whether an answer on one line is longer than a formula without an environment may be."""
+    return len(text) > LONGEST_FORMULA and "\n" not in text and not is_prose(bare(text))
+
+
+def the_only(formulas: list[str]) -> str | None:
+    return formulas[0].strip() if len(formulas) == 1 else None
+
+
+def is_prose(text: str) -> bool:
+    """Whether a text has a word that is no product of neighbors in the alphabet: ``abc``."""
+    words = ("".join(sorted(word.lower())) for word in PROSE.findall(text))
+    return any(word not in string.ascii_lowercase or len(word) < 3 for word in words)
+
+
+def bare(text: str) -> str:
+    """A text without LaTeX's quoted words and commands."""
+    return COMMAND.sub(" ", re.sub(QUOTED, " ", text))
+
+
+def mark_formulas(text: str) -> str:
+    """Prose with dollars around each run of tokens that has a LaTeX command. Runs that are too long
+    are left out."""
+    result: list[str] = []
+    run: list[re.Match[str]] = []
+    end = 0
+    for match in [*TOKEN.finditer(text), None]:
+        if match and not is_prose(bare(match[0])) and not ARTICLE.fullmatch(match[0]):
+            run.append(match)
+            continue
+        if run:
+            begin = run[0].start()
+            formula = text[begin : run[-1].end()].rstrip(".,;:?")
+            if COMMAND.search(formula):
+                short = len(formula) <= LONGEST_FORMULA
+                result += [text[end:begin], f"${formula}$" if short else ""]
+                end = begin + len(formula)
+            run = []
+    return "".join([*result, text[end:]])
