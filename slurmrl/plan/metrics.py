@@ -28,6 +28,8 @@ UNSCORED: Final = "reward_unscored"
 """The share of completions to which the reward gave no score, where it may do so."""
 ROLLOUT_METRICS: Final = (*ROLLOUT_SUMS, STALENESS_MEAN, STALENESS_MAX, WAITED_S, JUDGED)
 """Of trials with rollout tasks."""
+UPDATE_KEPT: Final = "update_kept"
+"""The share of the actor's update that the weights in the type of generation have."""
 EVALUATION_S: Final = "time/evaluation"
 """Of a whole evaluation; with ``/<suite>`` of one of its suites."""
 

@@ -14,6 +14,7 @@ from slurmrl.plan.server_arguments import last_value
 DTYPE: Final = ("--dtype",)
 NAMES: Final = {"float": "float32", "half": "float16"}
 """Other names of types in arguments of servers."""
+NARROW: Final = ("bfloat16", "float16")
 NARROWED: Final = {"sglang": "float16", "vllm": "bfloat16"}
 """What ``--dtype auto`` makes of float32 weights."""
 ROUNDING: Final = (
@@ -82,3 +83,11 @@ def unlike_training(config: Config) -> str:
     if found.rounding:
         parts.append(f"with {', '.join(found.rounding)} ({SERVER_ARGS})")
     return f"completions are generated {' and '.join(parts)}" if parts else ""
+
+
+def rounds_to(config: Config) -> str | None:
+    """Return the narrower type to which generation rounds the actor's float32 weights; None if it
+    rounds none, if only the server knows, and for adapters, which it merges with rounded
+    weights."""
+    dtype = generating(config).dtype
+    return dtype if dtype in NARROW and config.actor.lora is None else None

@@ -27,10 +27,12 @@ from slurmrl.plan.metrics import (
     EVALUATION_S,
     ROLLOUT_METRICS,
     STEP_METRICS,
+    UPDATE_KEPT,
     evaluation_metric,
 )
 from slurmrl.plan.model_files import config_values
 from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.plan.precision import rounds_to
 from slurmrl.registry import near, resolve
 
 SAVED_DATA: Final = ("dataset_dict.json", "state.json")
@@ -396,6 +398,7 @@ def known_metrics(config: Config, algorithm: Algorithm) -> list[str]:
     names |= {name for call in calls for name in call.metrics}
     names |= parts if _makes_rewards(calls) else set()
     names |= set(ROLLOUT_METRICS) if config.rollout.tasks is not None else set()
+    names |= {UPDATE_KEPT} if rounds_to(config) and _generates(calls) else set()
     for suite, own in config.evaluations.items():
         evaluation_calls = algorithm.evaluation_calls(own)
         judged = {name for call in evaluation_calls for name in call.metrics}

@@ -46,6 +46,7 @@ from slurmrl.workers.worker.results import checked
 from slurmrl.workers.worker.saver import Saver
 from slurmrl.workers.worker.shares import Shares
 from slurmrl.workers.worker.sharing import Mail
+from slurmrl.workers.worker.update_kept import UpdateKept
 from slurmrl.workers.worker.version_writing import ACTOR, VersionWriting
 
 T = TypeVar("T")
@@ -71,6 +72,7 @@ class Executor:
         activity: Activity,
         versions: VersionWriting | None = None,
         submission: int = 0,
+        kept: UpdateKept | None = None,
     ) -> None:
         self.paths = paths
         self.settings = settings
@@ -100,6 +102,7 @@ class Executor:
         self._saver = Saver(rank)
         self._versions = versions
         self._submission = submission
+        self._kept = kept or UpdateKept()
 
     def ready(self) -> Ready:
         """Return what the master needs to know about data and tokens."""
@@ -293,9 +296,14 @@ class Executor:
         interface = self._interfaces[suite, call.interface]
         engine = self.engines[self._layout(call)] if call.role is not None else None
         method = getattr(interface, call.method.value)
+        before = self._kept.before(call, engine)
         with engine.base() if call.base and isinstance(engine, TrainEngine) else nullcontext():
             result = method(engine, sample, context)
-        return checked(result, call, leads=self._place(call).is_leader)
+        result = checked(result, call, leads=self._place(call).is_leader)
+        if before is not None:
+            more = self._kept.stats(before, engine)
+            result = replace(result, stats={**result.stats, **more})
+        return result
 
     def close(self) -> None:
         self._saver.wait()

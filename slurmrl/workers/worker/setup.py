@@ -60,6 +60,7 @@ from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.reallocation import Reallocations
 from slurmrl.workers.worker.residence import Residence
 from slurmrl.workers.worker.sharing import Mail
+from slurmrl.workers.worker.update_kept import UpdateKept
 from slurmrl.worlds import TRAINERS, RankId, group_of
 
 T = TypeVar("T")
@@ -195,7 +196,7 @@ def build_trainer(
         mail,
         reallocations,
         residence,
-        *(activity, versions, start.submission),
+        *(activity, versions, start.submission, UpdateKept.of(settings, plan)),
     )
 
 

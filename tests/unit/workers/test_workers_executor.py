@@ -39,6 +39,7 @@ from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.reallocation import Reallocations
 from slurmrl.workers.worker.residence import Residence
 from slurmrl.workers.worker.sharing import Mail
+from slurmrl.workers.worker.update_kept import UpdateKept
 from tests.support.sample_groups import small_group
 
 
@@ -321,6 +322,28 @@ def test_batch_over_the_end_of_an_epoch(make_ranks: Callable[..., Ranks]) -> Non
     ranks = make_ranks(2)
     ranks.load([[0, 7], [0, 3], [1, 3], [1, 9]])
     assert sorted(itertools.chain(*ranks.parts())) == ["3@0", "3@1", "7@0", "9@1"]
+
+
+def test_training_reports_share_of_update_in_type_of_generation(
+    make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the actor's training alone, beside the call's own metrics."""
+    ranks = make_ranks(1, first="generate", reads=("input_ids",))
+    (executor,) = ranks.executors
+    executor._kept = UpdateKept("bfloat16")
+    weights = torch.ones(6)
+    monkeypatch.setattr(FakeEngine, "storages", lambda _: {"w": weights}, raising=False)
+
+    def train(self: FakeInterface, *_: Any) -> CallResult:
+        weights.add_(torch.tensor([1e-4, 1e-4, 1e-4, 1e-4, 1e-4, 0.25]))
+        return CallResult(None, {"loss": (0.1, 1.0)})
+
+    monkeypatch.setattr(FakeInterface, "train_step", train)
+    ranks.load([[0, 1], [0, 2]])
+    assert "update_kept" not in ranks.call("judge")[0].stats
+    stats = ranks.call("train")[0].stats
+    assert stats["loss"] == (0.1, 1.0)
+    assert stats["update_kept"] == (pytest.approx(0.0625 / (0.0625 + 5e-8), abs=1e-7), 1.0)
 
 
 def test_a_rank_reads_only_the_items_of_its_parts(make_ranks: Callable[..., Ranks]) -> None:

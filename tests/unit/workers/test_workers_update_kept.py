@@ -1,0 +1,121 @@
+"""The share of an update that the weights in the type of generation have."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slurmrl.config.schema import Config
+from slurmrl.graph.call import Method
+from slurmrl.plan.precision import rounds_to
+from slurmrl.weights.survival import survival
+from slurmrl.workers.worker.update_kept import MOST, UpdateKept
+from tests.unit.algorithms.test_algorithms_behaviour import (
+    BFLOAT16_SERVER,
+    OTHERS,
+    SERVER,
+    configured,
+)
+
+TRAIN: Any = SimpleNamespace(method=Method.TRAIN_STEP, role="actor")
+
+
+class Held:
+    """An engine's weights, as a rank holds them."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def storages(self) -> dict[str, Tensor]:
+        return self.tensors
+
+
+def kept(engine: Any, update: Tensor, dtype: str = "bfloat16") -> float | None:
+    """The share that is reported for this update of ``w``."""
+    measure = UpdateKept(dtype)
+    before = measure.before(TRAIN, engine)
+    assert before is not None
+    engine.tensors["w"].add_(update)
+    found = measure.stats(before, engine)
+    return found["update_kept"][0] if found else None
+
+
+def weights(size: int = 4096) -> Tensor:
+    """As a checkpoint in bfloat16 has them."""
+    noise = torch.randn(size, generator=torch.Generator().manual_seed(1)) * 0.05
+    return noise.bfloat16().float()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_share_is_small_for_small_updates_and_grows_as_they_add_up(dtype: str) -> None:
+    """Those of Adam at a learning rate of 1e-6 are below the distance of values."""
+    signs = torch.sign(torch.randn(4096, generator=torch.Generator().manual_seed(2)))
+    first = kept(Held(w=weights()), 1e-7 * signs, dtype)
+    large = kept(Held(w=weights()), 1e-2 * signs, dtype)
+    assert first is not None
+    assert large is not None
+    assert first < 0.2 < 0.95 < large
+
+
+def test_share_is_that_of_all_weights_where_they_are_few() -> None:
+    start, update = weights(), 1e-4 * torch.randn(4096, generator=torch.Generator().manual_seed(3))
+    share = survival(start.numpy(), (start + update).numpy(), "bfloat16").share
+    assert kept(Held(w=start.clone()), update) == pytest.approx(share)
+
+
+def test_large_models_are_sampled_evenly() -> None:
+    """In a matrix whose columns differ, no column is left out."""
+    rows = 8 * MOST // 512
+    engine: Any = Held(
+        w=weights(512).repeat(rows), table=torch.arange(4), half=torch.ones(9).half()
+    )
+    before = UpdateKept("bfloat16").before(TRAIN, engine)
+    assert before is not None
+    assert MOST / 2 < before.size <= MOST + 1
+    assert set(before.tolist()) == set(weights(512).tolist())
+
+
+def test_call_without_update_reports_no_share() -> None:
+    assert kept(Held(w=weights()), torch.zeros(4096)) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [
+        (TRAIN, None),
+        (SimpleNamespace(method=Method.TRAIN_STEP, role="critic"), "bfloat16"),
+        (SimpleNamespace(method=Method.INFERENCE, role="actor"), "bfloat16"),
+    ],
+)
+def test_other_calls_are_not_measured(call: Any, dtype: str | None) -> None:
+    engine: Any = Held(w=weights())
+    assert UpdateKept(dtype).before(call, engine) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rollout", "expected"),
+    [
+        ("float32", {}, None),
+        ("bfloat16", {}, "bfloat16"),
+        ("float32", SERVER, None),
+        ("float32", BFLOAT16_SERVER, "bfloat16"),
+        ("float32", {**SERVER, "server_args": ["--dtype=half"]}, "float16"),
+        ("bfloat16", {**SERVER, "server_args": ["--dtype", "float"]}, None),
+        ("bfloat16", OTHERS, None),
+    ],
+)
+def test_type_is_that_of_the_engine_that_generates(
+    dtype: str, rollout: dict[str, Any], expected: str | None
+) -> None:
+    config: Config = configured(dtype, rollout)
+    assert rounds_to(config) == expected
+    for method, wanted in ((Method.GENERATE, expected), (Method.INFERENCE, None)):
+        plan: Any = SimpleNamespace(calls=[SimpleNamespace(method=method)])
+        settings: Any = SimpleNamespace(config=config)
+        engine: Any = Held(w=weights())
+        measured = UpdateKept.of(settings, plan).before(TRAIN, engine)
+        assert (measured is not None) == bool(wanted)
