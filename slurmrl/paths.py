@@ -302,6 +302,10 @@ class RunPaths:
         """Job ids by group."""
         return self.submission(number) / "jobs.json"
 
+    def submission_stop(self, number: int) -> Path:
+        """The request that the submission stops."""
+        return self.submission(number) / "stop"
+
     def submission_environment(self, number: int) -> Path:
         """Environment variables that the jobs inherit from the submitting shell."""
         return self.submission(number) / "environment.json"

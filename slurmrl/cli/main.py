@@ -73,7 +73,8 @@ COMMANDS = {
     "names": Command(
         "slurmrl.cli.names:names", "Show the name store of a trial: keys, values, owners."
     ),
-    "cancel": Command("slurmrl.cli.submit:cancel", "Cancel a trial and its jobs."),
+    "stop": Command("slurmrl.cli.stop:stop", "Stop a trial at the next step, with a commit."),
+    "cancel": Command("slurmrl.cli.submit:cancel", "Cancel a trial and its jobs at once."),
     "rm": Command("slurmrl.cli.rm:rm", "Remove trials with all their files."),
     "resume": Command("slurmrl.cli.resume:resume", "Continue a trial from its last commit."),
     "scale": Command("slurmrl.cli.scale:scale", "Change how many rollout tasks of a trial run."),

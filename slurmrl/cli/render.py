@@ -305,7 +305,7 @@ def conclusion(status: Status, again: str) -> str:
         lines += [f"  {name:<14}  {path}" for name, path in _results(status)]
     elif state in LIVES:
         lines.append(f"  the run continues; to see how: slurmrl status {trial}{again}")
-        lines.append(f"  to end it: slurmrl cancel {trial}{again}")
+        lines.append(f"  to end it with a commit: slurmrl stop {trial}{again}")
     else:
         if state == "FAILED":
             lines.append(f"  {first_line(status['reason'])}")

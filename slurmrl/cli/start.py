@@ -151,5 +151,5 @@ def _lines(submitted: Submitted) -> list[str]:
         f"  run directory  {submitted.paths.run}",
         f"  watch          slurmrl status {trial} --watch{where}",
         f"  output         slurmrl logs {trial} -f{where}",
-        f"  end            slurmrl cancel {trial}{where}",
+        f"  end            slurmrl stop {trial}{where}",
     ]

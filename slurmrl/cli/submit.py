@@ -61,17 +61,22 @@ def submit(
 )
 @common
 def cancel(names: tuple[str, ...], root: str | None) -> int:
-    """Cancel trials and their jobs. Their checkpoints stay."""
+    """End trials and their jobs at once. Their checkpoints stay, steps after the last one are lost.
+    `slurmrl stop` commits them first."""
     from slurmrl.history.record import Kind
     from slurmrl.submission import trials
     from slurmrl.submission.live import cancel as cancel_trial
+    from slurmrl.submission.live import uncommitted
 
     folder = trials.root_folder(root)
     chosen = {name: trials.find(folder, name) for name in names}  # all before the first is ended
     for name, paths in chosen.items():
+        steps = uncommitted(paths)
         kind = cancel_trial(paths)
+        lost = f"; not committed and lost: {steps} (slurmrl stop commits first)" if steps else ""
         if kind is Kind.CANCELLED:
-            click.echo(f"{name} is cancelled; to continue it: slurmrl resume {name}{again(folder)}")
+            go_on = f"to continue it: slurmrl resume {name}{again(folder)}"
+            click.echo(f"{name} is cancelled{lost}; {go_on}")
         else:
             click.echo(f"{name} has already ended: {kind}")
     return 0

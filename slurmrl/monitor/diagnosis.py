@@ -145,10 +145,12 @@ def _interrupted(status: Status) -> StatusFinding:
         return StatusFinding("not_submitted", "was never submitted: submit its configuration again")
     if left := ", ".join(_jobs_left(status)):
         again += f", which replaces jobs that are left: {left}"
+    by = status.get("stopped_by")
+    why = f"stopped by {plain(by)}" if by else "no links left"
     if not status["incarnations"]:
-        return StatusFinding("interrupted", f"no links left and no incarnation ever began; {again}")
+        return StatusFinding("interrupted", f"{why} and no incarnation ever began; {again}")
     last = status["incarnations"][-1]["how"]
-    return StatusFinding("interrupted", f"no links left (the last one: {last}); {again}")
+    return StatusFinding("interrupted", f"{why} (the last one: {last}); {again}")
 
 
 def _jobs_left(status: Status) -> Iterator[str]:
@@ -272,8 +274,10 @@ def _last_link(status: Status) -> Iterator[StatusFinding]:
 
 
 def _warned(status: Status) -> Iterator[StatusFinding]:
-    if status["warned"] is not None:
-        text = f"{status['warned']}: stops at the next step and commits"
+    by = status.get("stopped_by")
+    why = f"stopped by {plain(by)}" if by else status["warned"]
+    if why is not None:
+        text = f"{why}: stops at the next step and commits"
         yield StatusFinding("stopping", text)
 
 

@@ -29,7 +29,7 @@ from slurmrl.monitor.reports import Failure, Hang, Identity, Warned
 from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
-from slurmrl.scheduler import hosts
+from slurmrl.scheduler import hosts, stopping
 from slurmrl.scheduler.hosts import BadHost
 from slurmrl.worlds import TRAINERS
 
@@ -80,6 +80,8 @@ class Submission:
     """When it was requested, by the clock of the submitting host."""
     signal_lead_s: float | None = None
     """Seconds before the time limit at which Slurm warns; None: unknown, or no Slurm."""
+    stopped_by: str = ""
+    """The user who has stopped it with ``slurmrl stop``; empty if nobody has."""
 
 
 @dataclass(frozen=True)
@@ -297,6 +299,7 @@ def newest_submission(paths: RunPaths) -> Submission | None:
             request["heartbeat_s"],
             request.get("time"),
             request.get("signal_lead_s"),
+            stopping.requested_by(paths, number),
         )
     return None
 

@@ -15,7 +15,7 @@ from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import fold
 from slurmrl.paths import RunPaths
-from slurmrl.scheduler import extensions
+from slurmrl.scheduler import extensions, stopping
 from slurmrl.scheduler.base import Continue, JobState, Scheduler, TaskState
 
 FEW = 2
@@ -38,6 +38,7 @@ class TopUp(Enum):
 
     NO_CHAIN = "this trial has no chain of links"
     ENDED = "the trial has ended"
+    STOPPED = "a user has stopped the trial"
     NOT_LIVE = "no link waits or runs"
     ENDING = "this job is being ended by Slurm or its user"
     ENOUGH = "enough links are queued"
@@ -70,6 +71,8 @@ def why_not(
     records = History(chain.run.history).read()
     if fold(records).end is not None:
         return TopUp.ENDED
+    if stopping.requested_by(chain.run, chain.submission):
+        return TopUp.STOPPED
     tasks = scheduler.query(scheduler.recover(chain.run, chain.submission))
     if requested and not any(t.group == chain.group and t.state.active for t in tasks):
         return TopUp.NOT_LIVE

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlurmrlError, UsageError
-from slurmrl.scheduler import orphaned, scale, succession
+from slurmrl.scheduler import orphaned, scale, stopping, succession
 from slurmrl.scheduler.chain import TopUp, committed, top_up
 from slurmrl.scheduler.elastic import Change, ElasticGroup
 from slurmrl.scheduler.succession import TIMEOUT_S, Link, keep_off
@@ -105,6 +105,8 @@ class Upkeep:
         pause_s = 0.0
         while not self._stop.wait(pause_s):
             try:
+                if stopping.requested_by(link.run, link.submission):
+                    return
                 orphaned.remove(link.run, name)  # the trainers are here
                 change = group.keep(scale.wanted(link.run, name, planned))
             except SlurmrlError as error:

@@ -12,7 +12,7 @@ from slurmrl.monitor import evaluated
 from slurmrl.monitor.collect import collect
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import make
-from slurmrl.submission import live, snapshot, trials
+from slurmrl.submission import live, snapshot, stopping, trials
 from slurmrl.submission.bundle.unpack import is_bundle, unpack
 from slurmrl.submission.checks.run import refuse
 from slurmrl.submission.proposal import Proposal, propose, propose_resume
@@ -71,8 +71,15 @@ class Trial:
             sleep(poll_s)
         return status
 
+    def stop(self, *, wait: bool = False) -> None:
+        """Stop the trial at the next step, with a commit; `resume` continues it. ``wait`` until its
+        jobs have ended. Raises UsageError for a trial that has ended or has no job."""
+        jobs = stopping.stop(self._paths)
+        if wait:
+            stopping.wait(self._paths, jobs)
+
     def cancel(self) -> None:
-        """Cancel the trial and its jobs. Its checkpoints stay."""
+        """End the trial and its jobs at once. Steps after its last checkpoint are lost."""
         live.cancel(self._paths)
 
     def resume(self, *overrides: str, check: bool = True) -> None:

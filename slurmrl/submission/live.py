@@ -12,6 +12,7 @@ from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
 from slurmrl.history.writer import end
 from slurmrl.monitor import overview
+from slurmrl.monitor.metrics import read_latest
 from slurmrl.monitor.snapshot import newest_submission
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.scheduler import make
@@ -61,6 +62,19 @@ def clear_away(jobs: Jobs, sleep: Callable[[float], None] = time.sleep) -> None:
             )
         sleep(0.1)
         left = jobs.active()
+
+
+def uncommitted(paths: RunPaths) -> str:
+    """Return ``steps 11 to 14``, which are after the last commit of a trial that has not ended;
+    empty without such steps. Raises CorruptFileError, EnvironmentFailure."""
+    state, lines = fold(History(paths.history).read()), read_latest(paths.metrics, 1)
+    if state.end is not None or not lines:
+        return ""
+    first = (state.last_commit.step if state.last_commit else 0) + 1
+    last = lines[-1]["step"]
+    if last <= first:
+        return f"step {last}" if last == first else ""
+    return f"steps {first} to {last}"
 
 
 def cancel(paths: RunPaths) -> Kind:

@@ -236,7 +236,7 @@ def _jobs_left(proposal: Proposal, state: TrialState) -> Jobs | None:
         name = proposal.trial
         raise UsageError(
             f"{name} is live (job {trainers[0].job_id}, {trainers[0].state}): see slurmrl status "
-            f"{name}, end it with slurmrl cancel {name}, or start another trial with --new"
+            f"{name}, end it with slurmrl stop {name}, or start another trial with --new"
         )
     return jobs if active else None
 

@@ -11,12 +11,13 @@ from slurmrl.history.state import fold
 from slurmrl.history.writer import end
 from slurmrl.monitor.snapshot import newest_submission
 from slurmrl.paths import RunPaths
+from slurmrl.scheduler import stopping
 
 logger = log.get(__name__)
 
 
 def reason_to_leave(paths: RunPaths, submission: int) -> str | None:
-    """Return why this job has nothing to do (an ended trial, a newer submission), or None.
+    """Return why this job has nothing to do (an ended trial, a newer submission, a stop), or None.
 
     Waits while the directory does not answer: if links failed instead, the whole chain would be
     used up.
@@ -48,4 +49,6 @@ def _reason(paths: RunPaths, submission: int) -> str | None:
     newest = newest_submission(paths)
     if newest is not None and newest.number > submission:
         return f"submission {submission} was superseded by a newer one"
+    if by := stopping.requested_by(paths, submission):
+        return f"submission {submission} was stopped by {by}"
     return None

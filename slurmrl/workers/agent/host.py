@@ -32,6 +32,7 @@ from slurmrl.parallel import driver, gpu
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import slurm_of
+from slurmrl.scheduler import stopping
 from slurmrl.workers.agent import environment
 from slurmrl.workers.agent.children import Children
 from slurmrl.workers.agent.identity import claim
@@ -90,11 +91,21 @@ class Host:
         defaults = environment.defaults(self.plan, capability)
         self.children = Children(paths, self.group, self.identity, self.cluster, defaults)
         self.local = _is_local(paths, submission)
-        self.warnings = Warnings(local=self.local, lead_s=self.slurm.signal_lead_s)
+        self.warnings = Warnings(
+            local=self.local, lead_s=self.slurm.signal_lead_s, stopped=self._is_stopped
+        )
         self.oom = OomKills()
         self.outputs = self._outputs(config.logging.output_mib << 20)
         writer = f"agent.{group}.{self.identity.task}.{self.identity.attempt}"
         self.events = EventWriter(paths, writer)
+
+    def _is_stopped(self) -> bool:
+        """Return whether a user has asked this submission to stop, as far as it can be read."""
+        try:
+            return bool(stopping.requested_by(self.paths, self.submission))
+        except EnvironmentFailure as error:
+            logger.warning("cannot tell whether a user has stopped the trial: %s", error)
+            return False
 
     def _beat(self) -> None:
         """Renew the lease. It carries what the ranks are doing, for the status (`monitor.hang`)."""

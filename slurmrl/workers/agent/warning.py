@@ -21,14 +21,21 @@ LATE_S = 90.0
 class Warnings:
     """Handles the signals, from `listen` on.
 
-    ``lead_s`` is how long before the time limit the scheduler was requested to warn.
+    ``lead_s`` is how long before the time limit the scheduler was requested to warn, ``stopped``
+    whether a user has asked the trial to stop.
     """
 
     def __init__(
-        self, *, local: bool, lead_s: float, clock: Callable[[], float] = time.time
+        self,
+        *,
+        local: bool,
+        lead_s: float,
+        stopped: Callable[[], bool],
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._local = local
         self._lead_s = lead_s
+        self._stopped = stopped
         self._clock = clock
         self._first: int | None = None
         self._told = False
@@ -56,7 +63,7 @@ class Warnings:
             self._first = number
 
     def _judge(self, name: str) -> Warned:
-        if self._local:
+        if self._local or self._stopped():
             return Warned(signal=name, cause="interrupt")
         end = env.JOB_END.get()
         if end is None:

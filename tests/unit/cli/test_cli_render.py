@@ -165,7 +165,7 @@ def test_doubts_are_said() -> None:
         ),
         ({"state": "INTERRUPTED"}, ["slurmrl resume add/1 --root /r", "last commit step 10"]),
         ({"state": "CANCELLED"}, ["slurmrl resume add/1"]),
-        ({"state": "RUNNING"}, ["the run continues", "slurmrl cancel add/1 --root /r"]),
+        ({"state": "RUNNING"}, ["the run continues", "slurmrl stop add/1 --root /r"]),
     ],
 )
 def test_what_is_said_at_the_end(changes: dict[str, Any], words: list[str]) -> None:

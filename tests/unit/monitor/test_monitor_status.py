@@ -23,6 +23,7 @@ CONTRACT = (
 )
 """The fields of the first version, in full."""
 ADDED = {
+    "stopped_by",
     "doing",
     *("diagnosis", "findings", "phase", "warned", "waiting", "links_left", "link", "pending"),
     *(

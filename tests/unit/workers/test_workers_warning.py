@@ -35,9 +35,10 @@ def warned(
     local: bool = False,
     lead_s: float = 120.0,
     number: int = signal.SIGUSR2,
+    stopped: bool = False,
 ) -> Warned | None:
     monkeypatch.setenv(env.JOB_END.name, end)
-    warnings = Warnings(local=local, lead_s=lead_s, clock=lambda: NOW)
+    warnings = Warnings(local=local, lead_s=lead_s, stopped=lambda: stopped, clock=lambda: NOW)
     warnings.listen()
     assert not warnings.received
     send(number)
@@ -75,7 +76,7 @@ def test_a_local_run_is_interrupted_by_its_user(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_first_signal_is_reported_once() -> None:
-    warnings = Warnings(local=True, lead_s=120.0)
+    warnings = Warnings(local=True, lead_s=120.0, stopped=lambda: False)
     warnings.listen()
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         send(number)
@@ -89,7 +90,16 @@ def test_the_first_signal_is_reported_once() -> None:
 def test_signals_that_were_held_back_are_heard() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     send(signal.SIGTERM)
-    warnings = Warnings(local=True, lead_s=120.0)
+    warnings = Warnings(local=True, lead_s=120.0, stopped=lambda: False)
     assert not warnings.received
     warnings.listen()
     assert warnings.received
+
+
+@pytest.mark.parametrize(("stopped", "cause"), [(True, "interrupt"), (False, "preemption")])
+def test_stop_by_user_is_no_preemption(
+    monkeypatch: pytest.MonkeyPatch, stopped: bool, cause: str
+) -> None:
+    found = warned(monkeypatch, str(NOW + 9999), stopped=stopped)
+    assert found is not None
+    assert found.cause == cause
