@@ -10,7 +10,8 @@ from slurmrl import log
 from slurmrl.data.fields import ABSENT, value_at
 from slurmrl.errors import UnusableRowError, UsageError
 from slurmrl.rewards.base import RewardFunction
-from slurmrl.rewards.code_cases import KEYS, Case, cases_of, program_of
+from slurmrl.rewards.code_blocks import program_of
+from slurmrl.rewards.code_cases import KEYS, Case, cases_of
 from slurmrl.rewards.judge import Verdict
 from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
 from slurmrl.rewards.sandbox import (
@@ -110,7 +111,7 @@ class CodeReward(RewardFunction):
             if id(row) not in usable:
                 usable[id(row)] = self._usable(row, index)
         programs = [
-            self._prefix(row, index) + program_of(completions[index])
+            self._prefix(row, index) + program_of(completions[index], usable[id(row)])
             for index, row in enumerate(rows)
         ]
         runs = [_Run(program, usable[id(row)]) for program, row in zip(programs, rows, strict=True)]

@@ -19,14 +19,6 @@ MOST_EXPECTED: Final = 1 << 20
 SPARE_BYTES: Final = 4096
 TOLERANCE: Final = 1e-6
 """Relative and absolute, between numbers of which one has a fraction or an exponent."""
-FENCE: Final = re.compile(
-    r"(?:^(?P<indent>[ \t]+))?```(?:[ \t]*(?P<alone>\w*)[ \t]*|\{?\.?(?P<word>\w[\w.+#-]*)[^\n`]*)"
-    r"\r?\n(?P<body>.*?)(?:\n?[ \t]*```|\Z)",
-    re.DOTALL | re.MULTILINE,
-)
-"""A block of Markdown. Behind its language there may be more: ```` ```python title="a.py" ````."""
-PYTHON: Final = re.compile(r"(py3?|python(3(\.\d+)*)?)?", re.IGNORECASE)
-"""The languages of blocks that hold Python; none is Python too."""
 NUMBER: Final = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -70,19 +62,6 @@ class Case:
         if self.kind == "call":
             return same_value(result["value"], self.expected)
         return True
-
-
-def program_of(completion: str) -> str:
-    """The last fenced block of Python; the whole text if there is none."""
-    blocks = [
-        block
-        for block in FENCE.finditer(completion)
-        if PYTHON.fullmatch(block["alone"] or block["word"] or "")
-    ]
-    if not blocks:
-        return completion
-    indent = len(blocks[-1]["indent"] or "")
-    return re.sub(rf"^[ \t]{{0,{indent}}}", "", blocks[-1]["body"], flags=re.MULTILINE)
 
 
 def cases_of(row: Mapping[str, Any], value: Any) -> list[Case]:

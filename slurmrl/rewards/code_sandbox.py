@@ -10,9 +10,12 @@ resource limits and without capabilities, and never sees the results that are ex
 from __future__ import annotations
 
 import atexit
+import builtins
 import ctypes
+import io
 import json
 import os
+import re
 import resource
 import select
 import shutil
@@ -25,6 +28,8 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module
 from typing import Any, NoReturn
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -36,16 +41,18 @@ MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 CAPABILITY_VERSION = 0x20080522
 PRIVATE_FOLDERS = ("/tmp", "/var/tmp", "/mnt", "/media", "/srv")
 """Mount points for the private folder; the first that can be one is taken."""
-SHARED_MEMORY = "/dev/shm"
-"""Mount point for the semaphores of ``multiprocessing``."""
+SHARED_MEMORY = "/dev/shm"  # where the semaphores of multiprocessing lie
 VARIABLES = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
-RESULT_FD = 3
-MOST_OPEN_FILES = 256
-WATCH_S = 0.02
+RESULT_FD, MOST_OPEN_FILES, WATCH_S = 3, 256, 0.02
+MOST_CPUS = 4  # that a program is told of, lest its pools have more processes than it may have
+NAMED = ("typing", "collections", "heapq", "bisect", "itertools", "functools", "math")
+MODULES = {*NAMED, "copy", "datetime", "io", "json", "operator", "os", "random", "re", "string"}
+MODULES |= {"statistics", "sys", "time"}
+"""What programs have without importing it; of the `NAMED`, also what ``import *`` takes."""
 LAST_BYTES = 2000
 """Bytes at the end of standard error from which the reason of a failure is taken."""
 
@@ -100,10 +107,8 @@ class Sandbox:
         if not self.process_table or LIBC.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) != 0:
             return []
         attributes = (ctypes.c_uint64 * 4)(READ_ONLY, 0, 0, 0)
-        size = ctypes.sizeof(attributes)
-        self.files = (
-            LIBC.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, size) == 0
-        )
+        call = (MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
+        self.files = LIBC.syscall(*call) == 0
         private = next((place for place in PRIVATE_FOLDERS if self._can_be_memory(place)), "")
         shared = [SHARED_MEMORY] if private and self._can_be_memory(SHARED_MEMORY) else []
         return [private, *shared] if private else []
@@ -183,8 +188,7 @@ class Sandbox:
                 if not self._mount_memory(place):
                     raise OSError(ctypes.get_errno(), f"no file system in memory at {place}")
                 mounted.append(place)
-            parent = mounted[0] if mounted else None
-            folder = tempfile.mkdtemp(prefix="slurmrl-code-", dir=parent)
+            folder = tempfile.mkdtemp(prefix="slurmrl-code-", dir=next(iter(mounted), None))
             try:
                 yield folder
             finally:
@@ -254,6 +258,8 @@ class Sandbox:
             os.chdir(place)
             os.environ.clear()
             os.environ.update({**VARIABLES, "HOME": place, "TMPDIR": place})
+            cpus = min(os.cpu_count() or 1, MOST_CPUS)
+            vars(os).update(dict.fromkeys(("cpu_count", "process_cpu_count"), lambda: cpus))
             tempfile.tempdir = None
             self._limit(timeout_s)
             code = _execute(request["program"], case, place, nonce)
@@ -291,28 +297,42 @@ class Sandbox:
         die_with_parent()
 
 
+@cache
+def preamble() -> dict[str, Any]:
+    """The names that programs have without importing them, as in public harnesses."""
+    modules = {name: import_module(name) for name in MODULES}
+    names: dict[str, Any] = {}
+    for module in (modules[name] for name in NAMED):
+        public = getattr(module, "__all__", [name for name in dir(module) if name[0] != "_"])
+        names.update({name: getattr(module, name) for name in public})
+    return {name: value for name, value in names.items() if not hasattr(builtins, name)} | modules
+
+
 def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> int:
     """Run the program in this process; return its exit code."""
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
+    vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     sys.argv = ["main.py"]
     sys.path.insert(0, place)
-    kind = case["kind"]
+    kind, given = case["kind"], preamble().items()
     module = types.ModuleType("__main__" if kind == "script" else "program")
     sys.modules[module.__name__] = module
     space = module.__dict__
+    tested = re.findall(r"\w+", case["function"] + " " + case["check"]) if kind != "script" else ()
+    space.update({name: x for name, x in given if name in MODULES or name not in tested})
     if kind == "script":
         try:
             _execute_text(program, "main.py", space)
         finally:  # as the interpreter does at its end, after sys.exit() too
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
-            sys.stdout.flush()
+            _flush(space)
         return 0
     _execute_text(program, "main.py", space)
     if kind == "check":
-        _execute_text(case["check"], "tests.py", space)
+        _run_tests(case["check"], module)
         answer = None
     else:
         function = space.get(case["function"])
@@ -321,6 +341,42 @@ def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> in
         answer = function(*case["arguments"])
     os.write(RESULT_FD, nonce + json.dumps(answer).encode())
     return 0
+
+
+def _flush(space: dict[str, Any]) -> None:
+    """Write what the program's files hold back, as the interpreter does at its end."""
+    files = [value for value in space.values() if isinstance(value, io.IOBase)]
+    for file in (sys.stdout, sys.__stdout__, *files):
+        if file is not None and not getattr(file, "closed", False):
+            file.flush()
+
+
+def _run_tests(code: str, module: types.ModuleType) -> None:
+    """Run code after the program, as the main module. Where it runs tests of ``unittest``, they
+    must pass, and there must be some."""
+    module.__name__ = "__main__"
+    sys.modules["__main__"] = module
+    if "unittest" in code:
+        _check_unittest()
+    _execute_text(code, "tests.py", module.__dict__)
+
+
+def _check_unittest() -> None:
+    import unittest
+
+    run, main = unittest.TextTestRunner.run, unittest.TestProgram.runTests
+
+    def checked(runner: Any, tests: Any) -> Any:
+        if (result := run(runner, tests)).wasSuccessful() and result.testsRun:
+            return result
+        raise AssertionError(f"tests failed: {result}")
+
+    def returning(program: Any) -> None:
+        program.exit = False  # nothing would be left to report the result
+        main(program)
+
+    unittest.TextTestRunner.run = checked  # type: ignore
+    unittest.TestProgram.runTests = returning  # type: ignore
 
 
 def _execute_text(text: str, name: str, space: dict[str, Any]) -> None:
@@ -426,6 +482,7 @@ def main(settings: dict[str, Any]) -> None:
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    preamble()  # once for all programs
     sandbox = Sandbox(settings)
     _send(replies, {"ready": True, "protections": sandbox.protections()})
     unread = b""

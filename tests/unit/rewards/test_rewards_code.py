@@ -16,7 +16,7 @@ import pytest
 
 from slurmrl.errors import UnusableRowError, UsageError
 from slurmrl.rewards.code import CodeReward
-from slurmrl.rewards.code_cases import program_of, same_output, same_value
+from slurmrl.rewards.code_cases import same_output, same_value
 from slurmrl.rollouts.tools.python import PythonTool
 from tests.support import apptainer
 
@@ -231,6 +231,89 @@ def test_temporary_files_are_private_wherever_python_lies(make: Make, folder: Pa
     assert scores == [1.0, 1.0, hidden, 0.0]
 
 
+PERMUTES = "def f(s): return [''.join(p) for p in itertools.permutations(s)]"
+LEETCODE = """\
+from __future__ import annotations
+
+class Solution:
+    def top(self, nums: List[int], k: Optional[int] = 1) -> List[int]:
+        heap = [(-n, x) for x, n in Counter(nums).items()]
+        heapify(heap)
+        return [heappop(heap)[1] for _ in range(min(k, floor(pi)))]
+"""
+
+
+@pytest.mark.parametrize(
+    ("row", "program", "score"),
+    [
+        (
+            {"tests": {"fn_name": "top", "inputs": [[[3, 3, 1], 2]], "outputs": [[3, 1]]}},
+            LEETCODE,
+            1,
+        ),
+        (
+            {"tests": [{"input": "3 4", "output": "5.0"}]},
+            "a, b = map(int, sys.stdin.read().split())\nprint(math.sqrt(a * a + b * b))",
+            1,
+        ),
+        ({"tests": ["assert f('ab') == ['ab', 'ba']"]}, PERMUTES, 1),
+        ({"tests": ["assert f(2, 3, 5) == 3"]}, "f = lambda a, b, c: pow(a, b, c)", 1),
+        ({"tests": ["assert f() == 1"]}, "def f(): return unknown", 0),
+        ({"tests": ["assert gcd(4, 6) == 2"]}, "", 0),
+        ({"tests": {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}}, "", 0),
+        ({"tests": ["assert gcd(4, 6) == 2"]}, "def gcd(a, b): return math.gcd(a, b)", 1),
+    ],
+)
+def test_program_has_the_usual_modules_without_importing_them(
+    make: Make, row: dict[str, Any], program: str, score: float
+) -> None:
+    """Names of Python itself stay what they are, and what is tested must be the program's."""
+    assert judge(make(), row, [program]) == [score]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys; sys.__stdout__.write('1')",
+        "import sys; print(1); sys.stdout = None",
+        "import io, sys; print(1); sys.stdout = io.StringIO(); print(2)",
+        "out = open(1, 'w', closefd=False); out.write('1')",
+        "import sys; print(1); sys.stdout.close()",
+    ],
+)
+def test_what_a_program_has_written_is_its_output(make: Make, program: str) -> None:
+    assert judge(make(), {"tests": [{"input": "", "output": "1"}]}, [program]) == [1.0]
+
+
+UNITTEST = """\
+import unittest
+class Tests(unittest.TestCase):
+    def test_add(self): self.assertEqual(add(1, 2), 3)
+    def test_more(self): self.assertEqual(add(2, 2), 4)
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "unittest.main()",
+        "unittest.main(exit=False)",
+        "if __name__ == '__main__':\n    unittest.main(argv=['x'], verbosity=2)",
+        "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Tests))",
+    ],
+)
+def test_unittest_decides_however_it_is_run(make: Make, end: str) -> None:
+    """Its tests must all pass. A program that ends before them, or within them, has failed."""
+    row = {"tests": UNITTEST + end}
+    programs = [
+        "def add(a, b): return a + b",
+        "def add(a, b): return 3",
+        "import sys\ndef add(a, b): sys.exit(0)",
+        "import unittest\nunittest.main()",
+    ]
+    assert judge(make(), row, programs) == [1.0, 0.0, 0.0, 0.0]
+
+
 def test_a_pool_of_processes_works_in_a_program(make: Make) -> None:
     """Its semaphores are files in /dev/shm."""
     program = (
@@ -340,30 +423,6 @@ def test_options_are_checked() -> None:
     for user in (CodeReward, PythonTool):
         with pytest.raises(UsageError, match="namespaces 'on' is not allowed; allowed: auto, "):
             user(namespaces="on")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("completion", "program"),
-    [
-        ("x = 1", "x = 1"),
-        ("First ```python\na\n``` then\n```py\nb\n```\nDone.", "b"),
-        ("```\na\n```", "a"),
-        ("```python\na", "a"),
-        ("```python\na\n```\n```json\n{}\n```", "a"),
-        ("```Python\na\n```", "a"),
-        ("```PYTHON3.11\na\n```\n```JSON\n{}\n```", "a"),
-        ("``` py3 \r\na\r\n```\r\n", "a\r"),
-        ('```python title="a.py"\na\n```', "a"),
-        ("```{.python .numbered}\na\n```", "a"),
-        ("```python\na\n```\n```c++\nb\n```\n```python-repl\n>>> c\n```", "a"),
-        ("1. So:\n   ```python\n   if a:\n     b\n   ```", "if a:\n  b"),
-        ("```python\n    return b\n```", "    return b"),
-        ("```python\na\n``` And so on\n```python\nb\n```", "b"),
-        ("One ``` so to say\n```python\na\n```", "a"),
-    ],
-)
-def test_the_last_block_is_the_program(completion: str, program: str) -> None:
-    assert program_of(completion) == program
 
 
 @pytest.mark.parametrize(
