@@ -26,6 +26,8 @@ def show(
 ) -> int:
     """Print what would be submitted, and the batch scripts. ``outlook``: where the trial is, if it
     exists."""
+    from slurmrl.scheduler.leave import shortened
+
     complete = outlook is not None and outlook.complete
     scripts = {} if complete else proposal.scripts()
     if as_json:
@@ -42,7 +44,7 @@ def show(
     click.echo(f"{proposal.trial} would be submitted to {proposal.kind}:")
     click.echo("\n".join(table([(f"  {name}", text) for name, text in _facts(proposal, outlook)])))
     for group, text in scripts.items():
-        click.echo(f"\n# {proposal.paths.submission_script(1, group).name}\n{text}")
+        click.echo(f"\n# {proposal.paths.submission_script(1, group).name}\n{shortened(text)}")
     return 0
 
 

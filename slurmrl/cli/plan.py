@@ -52,7 +52,11 @@ def plan(
 
     For a configuration: hosts, GPUs, ranks of each model, memory and FLOPs. For an allocation such
     as megatron:d2p2t4: its parallel dimensions and ranks.
+
+    The exit code is 2 if something must be fixed before the configuration can be submitted.
     """
+    from slurmrl.plan.resolve.hub_references import LATER
+
     if as_json and as_table:
         raise click.UsageError("--json and --table exclude each other")
     if _is_allocation(target):
@@ -80,7 +84,7 @@ def plan(
         from slurmrl.display import text
 
         click.echo(text.render(shown))
-    return 0
+    return 2 if any(not line.endswith(LATER) for line in made.get("missing", ())) else 0
 
 
 def _is_allocation(target: str) -> bool:
@@ -100,10 +104,11 @@ def _report(
 ) -> dict[str, Any]:
     from slurmrl.graph.graph import unread
     from slurmrl.plan.build import make_plan
-    from slurmrl.plan.checks import inventory
+    from slurmrl.plan.checks import devices, inventory
     from slurmrl.plan.report.values import report
     from slurmrl.plan.settings import Settings, load_settings
     from slurmrl.scheduler import choose
+    from slurmrl.submission import own_code
     from slurmrl.submission.proposal import kept
     from slurmrl.submission.submit import refusal
     from slurmrl.submission.trials import chosen_root
@@ -123,6 +128,10 @@ def _report(
     warnings = [f"key {line}" for line in unread_keys]
     warnings += inventory.lacking(planned, settings.config, hosts)
     made = report(settings, planned, [*warnings, *inventory.scarce(planned, settings, hosts)])
+    made["missing"] += map(str, devices.lacking_gpus(settings, planned))
+    code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
+    slurm = settings.config.cluster.slurm
+    made["warnings" if slurm.container or slurm.setup else "missing"] += code.notes
     if reason := refusal(settings):
         made["missing"].append(reason)
     if settings.profile is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,9 @@ def look_over(proposal: Proposal, timeout_s: float | None, compared: set[str]) -
     if timeout_s is None:
         click.echo("not checked: data, weights, tokenizer, reward, disk (--no-check)", err=True)
         return ()
+    if sys.stderr.isatty():
+        what = "data, weights, tokenizer, reward, disk"
+        click.echo(f"checking {what} of {proposal.trial} (--no-check skips this) …", err=True)
     checked = proposal.check(timeout_s, compared)
     refuse(checked)
     for one in checked:

@@ -59,7 +59,7 @@ def examine(what: Examination, say: Say) -> list[Check]:
     kind = choose(requested, asks_slurm=(config or cluster).asks_slurm)
     hosts = inventory.ask(settings.config) if settings and kind == "slurm" else None
     plan = make_plan(settings, scheduler=kind, hosts=hosts) if settings else None
-    checks += _trial(settings, plan, what.check_timeout_s)
+    checks += _trial(settings, plan, kind, what.check_timeout_s)
     checks += servers.check(config, sleeps=_servers_sleep(plan)) if config else []
     running_servers = running.settings_of(config) if config else None
     if running_servers is not None and not what.job:
@@ -87,10 +87,12 @@ def _servers_sleep(plan: Plan | None) -> bool:
     return plan is not None and plan.trainers.gpus_per_worker > 0 and ROLLOUTS in plan.offloaded
 
 
-def _trial(settings: Settings | None, plan: Plan | None, timeout_s: float | None) -> list[Check]:
+def _trial(
+    settings: Settings | None, plan: Plan | None, kind: str, timeout_s: float | None
+) -> list[Check]:
     if settings is None or plan is None or settings.missing or timeout_s is None:
         return []
-    return guarded("trial", "", lambda: login.trial(settings, plan, timeout_s))
+    return guarded("trial", "", lambda: login.trial(settings, plan, kind, timeout_s))
 
 
 def _here(checks: list[Check]) -> list[Check]:

@@ -49,6 +49,11 @@ class EngineRules:
     """Whether some layers of a model with experts may be dense."""
     experts_of_whole_sequences: bool = True
     """Whether it trains experts on several tensor ranks without sequence parallelism."""
+    module: str = ""
+    """Module that it needs beside slurmrl's own dependencies; of servers, in their own Python."""
+    install: str = ""
+    """Command that installs the module."""
+    needs_gpu: bool = False
 
     def records_experts_of(self, kind: object) -> bool:
         """Whether generation can report the experts of models with this ``model_type``."""
@@ -93,6 +98,9 @@ ENGINES: Final = {
         transformer_engine=True,
         context_heads=True,
         experts_of_whole_sequences=False,
+        module="megatron.core",
+        install="pip install megatron-core==0.16.1",
+        needs_gpu=True,
     ),
     "sglang": replace(
         SERVERS,
@@ -100,8 +108,14 @@ ENGINES: Final = {
         records_no_experts_of=("mixtral",),
         dense_layers=False,
         server_updates=get_args(ServerUpdates),
+        module="sglang",
     ),
-    "vllm": replace(SERVERS, records_support=False, server_updates=("files", "broadcast")),
+    "vllm": replace(
+        SERVERS,
+        records_support=False,
+        server_updates=("files", "broadcast"),
+        module="vllm",
+    ),
     "native": EngineRules(
         "dt",
         "slurmrl.models.config:ModelConfig",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,9 +29,15 @@ NO_WORDS = "no message"
 NO_ACCOUNTING = ("accounting storage is disabled", "is not on PATH")
 """Messages of sacct, or of its absence, where there is no accounting."""
 
+NO_TEST = "--test-only"
+"""In the message of an sbatch without that option."""
+_WORDS = re.compile(r" failed \(-?\d+\): (.*)", re.DOTALL)
 
 DEAD_STATES = ("down", "fail", "unknown", "powered_down", "powering_down")
 """Prefixes of sinfo states of hosts on which nothing can be started."""
+
+OUT_OF_SERVICE = (*DEAD_STATES, "drain", "maint", "reserved", "reboot", "boot", "power", "inval")
+"""The same of hosts on which nothing new starts now."""
 
 
 def may_have_worked(error: SchedulerError) -> bool:
@@ -62,6 +69,18 @@ class SlurmClient:
         command = ("sbatch", "--test-only", *options, str(script))
         self._run(*command, environ=environment.of_job(os.environ))
 
+    def refusal(self, script: Path) -> str | None:
+        """Return Slurm's words if sbatch would refuse a script; None if it would accept it, or
+        cannot say. Submit nothing. Raises SchedulerError if Slurm does not answer."""
+        try:
+            self.try_out(script)
+        except SchedulerError as error:
+            words = _WORDS.search(str(error))
+            if words is None or may_have_worked(error):
+                raise
+            return None if NO_TEST in words[1] else " ".join(words[1].split())
+        return None
+
     def hosts(self, partition: str | None, names: Sequence[str] = ()) -> list[parse.HostRow]:
         """Return the hosts of the partitions (None: all), in whatever state, or those of these
         names."""
@@ -80,6 +99,12 @@ class SlurmClient:
         form = f"format={cluster.ACCOUNTS_FORMAT}"
         command = ("sacctmgr", "--noheader", "--parsable2", "show", "user", user, "withassoc", form)
         return cluster.accounts(self._run(*command))
+
+    def qos_limits(self) -> dict[str, str]:
+        """Return the time limit of each QOS; empty for none."""
+        command = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall")
+        rows = (line.partition("|") for line in self._run(*command).splitlines())
+        return {name: limit for name, _, limit in rows if name}
 
     def partition_names(self) -> list[str]:
         """Return the names of all partitions, also of those that are hidden from this user."""
@@ -228,3 +253,8 @@ def usable_hosts(hosts: Iterable[str], lost: Iterable[str]) -> tuple[str, ...]:
 def is_dead(state: str) -> bool:
     """Return whether a host in this state is unusable; a trailing star: it does not respond."""
     return state.endswith("*") or state.startswith(DEAD_STATES)
+
+
+def is_out_of_service(state: str) -> bool:
+    """Return whether nothing new starts on a host in this state now."""
+    return is_dead(state) or state.startswith(OUT_OF_SERVICE)

@@ -59,8 +59,23 @@ def functions(
     }
     lines = [f"slurmrl_{name}={shlex.quote(value)}" for name, value in values.items()]
     lines.append(f'slurmrl_fail() {{ {fail} "$1"; }}')
-    text = resources.files(__package__).joinpath("leave.sh").read_text()
-    return "\n".join([*lines, text.rstrip()])
+    return "\n".join([*lines, _text()])
+
+
+def _text() -> str:
+    return resources.files(__package__).joinpath("leave.sh").read_text().rstrip()
+
+
+def shortened(script: str) -> str:
+    """Return a batch script for people, with one line in place of the functions."""
+    text = _text()
+    before, found, after = script.partition(text)
+    begin = before.find("\nslurmrl_run=")
+    if not found or begin < 0:
+        return script
+    count = before[begin:].count("\n") + text.count("\n")
+    note = f"# … {count} lines: how the job leaves if nothing can start in it (--json shows them)"
+    return f"{before[: begin + 1]}{note}{after}"
 
 
 def guarded(run: Path, python: str, module: str) -> list[str]:

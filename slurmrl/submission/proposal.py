@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from slurmrl import log
 from slurmrl.config.load import Derive, load_resolved
@@ -20,7 +21,7 @@ from slurmrl.history.state import fold
 from slurmrl.monitor.snapshot import submission_numbers
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.checks import inventory
+from slurmrl.plan.checks import devices, inventory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.placement import slurm_of
@@ -32,12 +33,17 @@ from slurmrl.recover import (
 from slurmrl.scheduler import choose, make, scale
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 from slurmrl.submission import own_code, snapshot, trials
+from slurmrl.submission.checks import slurm
 from slurmrl.submission.checks.finding import Finding
 from slurmrl.submission.checks.run import Code, check
 from slurmrl.submission.prepare import is_prepared, trial_uuid
 from slurmrl.submission.record import ProvenanceWriter, recorded_folders
 
 logger = log.get(__name__)
+
+SLURM: Final = "slurm"
+UNNAMED: Final = "check"
+"""In place of a trial's id, in jobs that are not submitted."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,8 @@ class Proposal:
         return make(self.kind).scripts(self.request(number, known, code(self.paths)))
 
     def check(self, timeout_s: float, compared: set[str] | None = None) -> list[Finding]:
-        """Check everything that the run will read (see `checks.run`, also for ``compared``);
+        """Check everything that the run will read (see `checks.run`, also for ``compared``), and
+        whether Slurm accepts its jobs;
         nothing for a trial with another slurmrl, which may not know all settings of this one:
         `submit` refuses it, unless it is complete."""
         code = Code(paths=self.recorder.code.paths)
@@ -103,7 +110,10 @@ class Proposal:
             if not snapshot.is_this_code(kept):
                 return []
             code = Code(kept)
-        return check(self.settings, self.plan, code, timeout_s=timeout_s, compared=compared)
+        said = slurm.check(self.settings, self.request(1, UNNAMED, 1)) if self.kind == SLURM else []
+        return check(
+            self.settings, self.plan, code, timeout_s=timeout_s, compared=compared, more=said
+        )
 
 
 def propose(
@@ -227,6 +237,8 @@ def _planned(
     if lacking := inventory.lacking(plan, config, hosts):
         where = str(settings.source.path)
         raise ConfigError(tuple(Problem(where, "cluster", text) for text in lacking))
+    if without_gpus := devices.lacking_gpus(settings, plan):
+        raise ConfigError(tuple(without_gpus))
     _check_number(plan, config, run_paths(settings))
     recorder = ProvenanceWriter(config, settings.source.path, code, kind, settings.profile)
     return Proposal(settings, plan, run_paths(settings), kind, recorder, update_code)

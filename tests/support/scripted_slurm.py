@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from slurmrl.errors import SchedulerError
 from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.cluster import Accounts, HostKind, Partition
+from slurmrl.scheduler.parse import HostRow
 from slurmrl.scheduler.rows import QueueRow
 
 
@@ -76,3 +78,33 @@ class Slurm(SlurmClient):
             for e in elements
             if (job, e) >= self.running  # earlier jobs have been forgotten
         ]
+
+
+class PickySlurm(SlurmClient):
+    """Refuses scripts that contain certain words, and has two partitions and accounting."""
+
+    def __init__(self, refused: Mapping[str, str]) -> None:
+        super().__init__()
+        self.refused = refused
+        """Slurm's message for each word, in the order in which Slurm looks at them."""
+        self.states = ["idle", "idle"]
+
+    def refusal(self, script: Path) -> str | None:
+        text = script.read_text()
+        return next((words for part, words in self.refused.items() if part in text), None)
+
+    def partitions(self) -> list[Partition]:
+        kinds = (HostKind(2, 8, 16000, 6, ("a100", "1g.5gb")),)
+        return [
+            Partition("main", True, True, "infinite", kinds),
+            Partition("short", False, True, "1:00:00", kinds),
+        ]
+
+    def hosts(self, partition: str | None, names: Sequence[str] = ()) -> list[HostRow]:
+        return [HostRow(f"n{number}", state, 6) for number, state in enumerate(self.states)]
+
+    def accounts(self, user: str) -> Accounts:
+        return Accounts(("lab", "poor"), "lab")
+
+    def qos_limits(self) -> dict[str, str]:
+        return {"normal": "", "quick": "00:30:00"}

@@ -73,7 +73,7 @@ Text = Annotated[str, BeforeValidator(_whole_number_as_text)]
 Line = Annotated[Text, AfterValidator(_check_line)]
 Word = Annotated[Line, AfterValidator(_check_not_empty)]
 Name = Annotated[Text, AfterValidator(_check_name)]
-FolderText = Annotated[Word, HasVariables()]
+PlainPathText = Annotated[Word, HasVariables()]
 PathText = Annotated[Word, IsPath()]
 HubPathText = Annotated[Word, IsHubPath()]
 

@@ -62,9 +62,9 @@ def _check_env(variables: dict[str, str]) -> dict[str, str]:
     return variables
 
 
-def _time_s(text: str) -> float:
-    """Seconds of a time limit in one of Slurm's forms."""
-    if not text[0].isdigit():
+def time_limit_s(text: str) -> float:
+    """Seconds of a time limit in one of Slurm's forms; infinite for a word such as UNLIMITED."""
+    if not text[:1].isdigit():
         return inf
     days, _, clock = text.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
@@ -136,7 +136,7 @@ class Slurm(Section):
 
     @model_validator(mode="after")
     def _warned_in_time(self) -> Slurm:
-        if self.time is not None and self.signal_lead_s >= _time_s(self.time):
+        if self.time is not None and self.signal_lead_s >= time_limit_s(self.time):
             raise ValueError(
                 f"signal_lead_s {self.signal_lead_s} (seconds) must be shorter than time "
                 f"{self.time}: the run would be signalled to stop as soon as it starts"

@@ -11,11 +11,11 @@ from pydantic import AfterValidator, Field, field_validator
 
 from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema.base import (
-    FolderText,
     Line,
     Name,
     NonNegativeInt,
     PathText,
+    PlainPathText,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -71,7 +71,7 @@ class Config(Section):
     """Name of this trial."""
     seed: Seed = 1
     """Seed of all random numbers."""
-    root: FolderText = "./runs"
+    root: PlainPathText = "./runs"
     """Folder of all runs, in a directory that all hosts share. A relative path starts at the
     current directory. The path has no colon. `--root` and SLURMRL_ROOT take precedence."""
     total_steps: NonNegativeInt | None = None

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from slurmrl.config.profiles import ROOT_RULE, is_root
-from slurmrl.config.schema.base import FolderText, Section
+from slurmrl.config.schema.base import PlainPathText, Section
 from slurmrl.config.schema.cluster import Cluster
 
 
@@ -21,7 +21,7 @@ class Profile(Section):
     """Settings of a cluster that configurations need not repeat. They are merged under a
     configuration, key by key: what that sets itself, null included, takes precedence."""
 
-    root: Annotated[FolderText, AfterValidator(_check_root)] | None = None
+    root: Annotated[PlainPathText, AfterValidator(_check_root)] | None = None
     """Folder of all runs: an absolute path, or one that begins with `~` or a variable
     (`$SCRATCH/runs`)."""
     cluster: Cluster = Cluster()

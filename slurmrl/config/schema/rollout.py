@@ -10,6 +10,7 @@ from slurmrl.config.schema.base import (
     Line,
     NonNegativeInt,
     PathText,
+    PlainPathText,
     PositiveFloat,
     PositiveFraction,
     PositiveInt,
@@ -120,7 +121,7 @@ class Rollout(Section):
     `sglang` and `vllm`, unless `servers` or `tasks` are given. Default: from GPU 0 of the
     trainers. With `tasks`: the GPUs behind those of the trainers' models. Then tasks run inside
     the trainers' job, equally many on each host; by default they have jobs of their own."""
-    python: Word | None = None
+    python: PlainPathText | None = None
     """Python of the environment in which `sglang` or `vllm` is installed, which need not be the
     one of slurmrl: `/shared/sglang/bin/python`. It must have the same path on all hosts."""
     servers: Sequence[ServerAddress] = ()

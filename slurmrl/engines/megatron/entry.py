@@ -8,8 +8,8 @@ import importlib.util
 from typing import Any
 
 from slurmrl.engines.base import TrainEngine
-from slurmrl.engines.megatron.schema import INSTALL_HINT
 from slurmrl.errors import UsageError
+from slurmrl.plan.engines import ENGINES
 
 
 def make(*args: Any, **kwargs: Any) -> TrainEngine:
@@ -24,7 +24,8 @@ def require() -> None:
     """Prepare megatron-core. Raises UsageError if it is missing, with the command that installs it,
     or if there is no GPU."""
     if _missing("megatron.core"):
-        raise UsageError(f"the megatron engine needs megatron-core: {INSTALL_HINT}")
+        install = ENGINES["megatron"].install
+        raise UsageError(f"the megatron engine needs megatron-core: {install}")
     # TransformerEngine's matrix product for routers. 0.16.1 reads this name even without
     # TransformerEngine, and would use it, in TF32, even for float32 models.
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")

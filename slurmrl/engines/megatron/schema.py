@@ -8,8 +8,6 @@ from typing import Any
 from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
 
-INSTALL_HINT = "pip install megatron-core==0.16.1"
-
 
 class MegatronModel:
     """The reader of architectures for the plan."""

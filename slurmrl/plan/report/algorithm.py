@@ -13,6 +13,8 @@ from slurmrl.plan.settings import Settings
 
 FILE, PRESET, DEFAULT = "configuration", "preset", "default"
 WIDTH: Final = 100
+MOST_DEFAULTS: Final = 6
+"""Defaults that are listed; of more, only their number is shown."""
 
 
 def in_force(settings: Settings) -> dict[str, Any]:
@@ -38,7 +40,10 @@ def lines(settings: Mapping[str, Any]) -> Iterator[str]:
     """One wrapped paragraph for each source."""
     titles = {FILE: "set", PRESET: f"preset {settings['name']}", DEFAULT: "default"}
     for source, title in titles.items():
-        if settings[source]:
+        count = len(settings[source])
+        if source == DEFAULT and count > MOST_DEFAULTS:
+            yield f"default: {count} other settings (--json shows them)"
+        elif count:
             shown = (f"{key} {json.dumps(value)}" for key, value in settings[source].items())
             yield from textwrap.wrap(
                 f"{title}: {', '.join(shown)}",

@@ -24,7 +24,7 @@ from slurmrl.monitor import sinks
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.scheduler.environment import of_local_job
-from slurmrl.submission.checks import room
+from slurmrl.submission.checks import engines, room
 from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
 from slurmrl.submission.versions import torch_build
 
@@ -52,14 +52,17 @@ def check(
     *,
     timeout_s: float = TIMEOUT_S,
     compared: set[str] | None = None,
+    more: Sequence[Finding] = (),
 ) -> list[Finding]:
-    """Check everything that needs no GPU; return the findings, worst first. Change nothing.
+    """Check everything that needs no GPU; return the findings, and ``more``, worst first. Change
+    nothing.
 
     ``compared``: folders of models whose adapters were compared with their base before. That reads
     all of the base, so they are left out; those that are compared now are added.
     Raises EnvironmentFailure, OSError where nothing can be checked.
     """
-    findings = [*_places(settings), *_torch(settings, plan), *room.check(settings)]
+    findings = [*more, *_places(settings), *_torch(settings, plan), *engines.check(settings, plan)]
+    findings += room.check(settings)
     findings += _in_child(settings, code, timeout_s, set() if compared is None else compared)
     order = list(Weight)
     placed = [_placed(finding, settings) for finding in findings]

@@ -181,7 +181,7 @@ def test_moves_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     hosts = ("cluster.workers_per_host=2", "transfer.staging_mib=1")
     code, out, _ = moved(capsys, tmp_path, *layouts, *hosts, "--json")
     [move] = json.loads(out)["moves"]
-    assert (code, move["source"], move["target"]) == (0, "actor", "rollout")
+    assert (code, move["source"], move["target"]) == (2, "actor", "rollout")  # no tokenizer
     assert move["calls"] == ["actor_gen"]
     weights = 2 * (2 * 128 * 64 + 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64)  # bfloat16
     assert move["bytes"]["same_rank"] + move["received_bytes"] == 4 * weights
@@ -203,7 +203,7 @@ def test_a_move_after_a_call_is_shown_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = moved(capsys, tmp_path, "ref.ema=0.1", "ref.backend=fsdp:d2")
-    assert code == 0
+    assert code == 2  # no tokenizer
     assert "move actor -> ref, after actor_train:" in out
 
 
@@ -212,13 +212,13 @@ def test_only_the_busiest_of_many_ranks_are_shown(
 ) -> None:
     layouts = ("actor.backend=fsdp:d32", "rollout.backend=native:d32", "rollout.gpus=0-31")
     code, out, _ = moved(capsys, tmp_path, *layouts, "algorithm.batch_size=128")
-    assert code == 0
+    assert code == 2  # no tokenizer
     assert "16 less busy ranks are left out; --json lists them" in out
 
 
 def test_a_plan_without_moves_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = moved(capsys, tmp_path)
-    assert code == 0
+    assert code == 2  # no tokenizer
     assert "moves: none, because every call runs on the layout of its model" in out
 
 
@@ -316,3 +316,51 @@ def test_what_the_cluster_cannot_give_is_refused_before_it_is_submitted(
     code, out, _ = run(capsys, "plan", *arguments[1:2], "actor.backend=fsdp:d2", *arguments[3:])
     assert code == 0
     assert "needs 1 hosts with 2 GPUs" in out
+
+
+def test_plan_is_2_if_something_must_be_fixed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_config(tmp_path))
+    code, out, _ = run(capsys, "plan", config, "--scheduler", "local")
+    assert (code, "to fix before submission" in out) == (0, False)
+    code, out, _ = run(capsys, "plan", config, "actor.tokenizer=none", "--scheduler", "local")
+    assert (code, "to fix before submission" in out) == (2, True)
+
+
+def test_plan_reports_a_module_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "proj"
+    folder.mkdir()
+    evaluation = "{dataset: {type: prompt, path: data.jsonl}}"
+    more = (f"evaluation={evaluation}", "reward.name=no_such_judge:score", "--scheduler", "local")
+    code, out, _ = run(capsys, "plan", str(write_config(folder)), *more, "--json")
+    assert code == 2
+    assert any(
+        "module 'no_such_judge' was not found" in line for line in json.loads(out)["missing"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "overrides", "cause"),
+    [
+        ("slurm", ("cluster.gpus_per_worker=0",), "cluster.gpus_per_worker is 0"),
+        ("local", ("cluster.gpus_per_worker=0",), "cluster.gpus_per_worker is 0"),
+    ],
+)
+def test_plan_refuses_megatron_on_cpus(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    scheduler: str,
+    overrides: tuple[str, ...],
+    cause: str,
+) -> None:
+    config = str(write_config(tmp_path))
+    more = ("actor.backend=megatron:d1", *overrides, "--scheduler", scheduler)
+    code, out, _ = run(capsys, "plan", config, *more)
+    assert code == 2
+    assert f"the megatron engine needs a GPU for each worker, and {cause}" in out
+    code, _, err = run(capsys, "submit", config, *more, "--dry-run", "--no-check")
+    assert code == 2
+    assert "needs a GPU for each worker" in err

@@ -1,0 +1,93 @@
+"""What sbatch would refuse, and which directive causes it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from slurmrl.errors import SchedulerError
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.try_out import Refusal, refusals
+from tests.support.scripted_slurm import PickySlurm
+
+
+def request(**slurm: object) -> SubmissionRequest:
+    return SubmissionRequest(
+        number=1,
+        uuid="0123456789abcdef",
+        trial="experiment/trial",
+        run=RunPaths(Path("/shared/run")),
+        python="/usr/bin/python3",
+        groups=(GroupRequest(name="trainer", hosts=1, workers_per_host=1, links=8),),
+        options={"slurm": slurm},
+    )
+
+
+def test_job_is_accepted_without_refusals() -> None:
+    assert list(refusals(PickySlurm({}), request(account="lab"))) == []
+
+
+def test_refusal_names_the_directive_and_quotes_slurm() -> None:
+    client = PickySlurm({"--account=nobody": "allocation failure: Invalid account"})
+    found = list(refusals(client, request(account="nobody", qos="normal", time="30")))
+    assert found == [Refusal("trainer", "allocation failure: Invalid account", "account")]
+
+
+def test_each_refused_directive_is_named() -> None:
+    client = PickySlurm(
+        {"--frob": "unrecognized option", "--qos": "qos", "--constraint": "feature"}
+    )
+    slurm = {"qos": "x", "constraint": "fast", "extra_lines": ["--exclusive", "--frob"]}
+    found = list(refusals(client, request(**slurm)))
+    assert [(one.words, one.directive) for one in found] == [
+        ("unrecognized option", "#SBATCH --frob"),
+        ("qos", "qos"),
+        ("feature", "constraint"),
+    ]
+
+
+def test_refusal_names_no_directive_if_no_single_one_causes_it() -> None:
+    found = list(
+        refusals(PickySlurm({"": "Requested node configuration is not available"}), request())
+    )
+    assert [(one.directive, one.unclear, one.waits) for one in found] == [("", True, False)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "allocation failure: Requested nodes are busy",
+        "Required node not available (down, drained or reserved)",
+        "allocation failure: Required partition not available (inactive or drain)",
+    ],
+)
+def test_job_waits_for_hosts_that_are_taken(words: str) -> None:
+    assert Refusal("trainer", words).waits
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("exit 0", None),
+        ("echo 'allocation failure: Invalid qos' >&2; exit 1", "allocation failure: Invalid qos"),
+        ("echo \"sbatch: unrecognized option '--test-only'\" >&2; exit 1", None),
+    ],
+)
+def test_client_returns_the_words_of_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, expected: str | None
+) -> None:
+    program = tmp_path / "sbatch"
+    program.write_text(f"#!/bin/sh\n{output}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert SlurmClient().refusal(tmp_path / "job.sh") == expected
+
+
+def test_client_raises_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SchedulerError, match=re.escape("sbatch is not on PATH")):
+        SlurmClient().refusal(tmp_path / "job.sh")
