@@ -92,7 +92,7 @@ def _trial(
 ) -> list[Check]:
     if settings is None or plan is None or settings.missing or timeout_s is None:
         return []
-    return guarded("trial", "", lambda: login.trial(settings, plan, kind, timeout_s))
+    return guarded("trial", "", lambda: login.trial(settings, plan, timeout_s, kind))
 
 
 def _here(checks: list[Check]) -> list[Check]:

@@ -18,6 +18,7 @@ from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.scheduler import AUTO
 from slurmrl.submission import own_code
 from slurmrl.submission.checks.finding import Finding, Weight
+from slurmrl.submission.checks.run import Code, check
 from slurmrl.submission.proposal import Proposal, run_paths
 from slurmrl.submission.record import ProvenanceWriter
 
@@ -54,13 +55,15 @@ def site_profile() -> tuple[Cluster, list[Check]]:
     return cluster, [ok("site profile", f"{path} can be used")]
 
 
-def trial(settings: Settings, plan: Plan, kind: str, timeout_s: float) -> list[Check]:
+def trial(
+    settings: Settings, plan: Plan, timeout_s: float, scheduler: str = "local"
+) -> list[Check]:
     """What ``submit`` looks at before it queues the trial of a configuration."""
     code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
-    file, used = settings.source.path, settings.profile
-    recorder = ProvenanceWriter(settings.config, file, code, kind, used)
-    proposal = Proposal(settings, plan, run_paths(settings), kind, recorder, update_code=True)
-    checks = [_check_of(finding) for finding in proposal.check(timeout_s)]
+    recorder = ProvenanceWriter(settings.config, settings.source.path, code, scheduler)
+    said = Proposal(settings, plan, run_paths(settings), scheduler, recorder).ask_slurm()
+    findings = check(settings, plan, Code(paths=code.paths), timeout_s=timeout_s, more=said)
+    checks = [_check_of(finding) for finding in findings]
     fine = ok("trial", "data, weights, tokenizer, reward and disk space are ready for the run")
     return checks if any(one.state != State.OK for one in checks) else [*checks, fine]
 

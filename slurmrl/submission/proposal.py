@@ -101,19 +101,28 @@ class Proposal:
 
     def check(self, timeout_s: float, compared: set[str] | None = None) -> list[Finding]:
         """Check everything that the run will read (see `checks.run`, also for ``compared``), and
-        whether Slurm accepts its jobs;
-        nothing for a trial with another slurmrl, which may not know all settings of this one:
-        `submit` refuses it, unless it is complete."""
+        whether Slurm accepts its jobs. Check nothing for a trial with another slurmrl, which may
+        not know all settings of this one: `submit` refuses it, unless it is complete."""
         code = Code(paths=self.recorder.code.paths)
         if is_prepared(self.paths) and not self.update_code:
             kept = self.paths.snapshot(snapshot.current(self.paths))
             if not snapshot.is_this_code(kept):
                 return []
             code = Code(kept)
-        said = slurm.check(self.settings, self.request(1, UNNAMED, 1)) if self.kind == SLURM else []
         return check(
-            self.settings, self.plan, code, timeout_s=timeout_s, compared=compared, more=said
+            self.settings,
+            self.plan,
+            code,
+            timeout_s=timeout_s,
+            compared=compared,
+            more=self.ask_slurm(),
         )
+
+    def ask_slurm(self) -> list[Finding]:
+        """Ask whether Slurm would accept the jobs; nothing under another scheduler."""
+        if self.kind != SLURM:
+            return []
+        return slurm.check(self.settings, self.request(1, UNNAMED, 1))
 
 
 def propose(
