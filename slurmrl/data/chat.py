@@ -3,20 +3,28 @@ Torch-free, except for what transformers imports."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from slurmrl.config.schema import Config
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.messages import ASSISTANT, Message, is_target, text_of, with_system
+from slurmrl.data.tokenizer import end_id
+from slurmrl.data.turn_end import EndOfTurn
 from slurmrl.errors import ChatTemplateError, ConfigError, Problem
 from slurmrl.fsio import inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MARKED_BLOCKS: Final = ("{% generation %}", "{%- generation %}", "{% generation -%}")
+MARKED_BLOCK: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+"""The beginning of a block that marks the assistant's text, as Jinja and transformers read it."""
+ASKED: Final[Message] = {"role": "user", "content": "Hello."}
 OTHER_TEXT: Final = "Something else."
 TURN_TEXT: Final = "The turn before."
 
@@ -52,15 +60,36 @@ class ChatTemplate:
         """The text of a whole conversation. A turn begins after the generation prompt, and ends
         with what the template puts after it, except white space after a special token."""
         messages = self._whole(messages)
-        if any(block in self._template(tools) for block in MARKED_BLOCKS):
+        if MARKED_BLOCK.search(self._template(tools)):
             return self._marked_by_template(messages, tools)
-        text = self._render(messages, tools)
+        text = whole = self._render(messages, tools)
         targets = []
         for place, message in enumerate(messages):
             if is_target(message):
                 first, last = self._turn(text, messages, place, tools)
-                targets.append((first, self._trimmed(text, first, last)))
-        return MarkedText(text, targets)
+                if self.turn_end.by_next:
+                    calls = bool(message.get("tool_calls"))
+                    last, added = self.turn_end.in_text(text, last, calls=calls)
+                    whole, last = whole + added, last + len(added)
+                targets.append((first, last))
+        return MarkedText(whole, targets)
+
+    @cached_property
+    def turn_end(self) -> EndOfTurn:
+        """How the template ends a turn whose content is a text."""
+        with suppress(ChatTemplateError):
+            said = {"role": ASSISTANT, "content": TURN_TEXT}
+            alone = self._render(with_system([ASKED, said], self._system), None)
+            following = [self.around_messages(["user"])[0]]
+            with suppress(ChatTemplateError):  # a template without tools
+                following.append(self.around_messages(["tool"])[0])
+            return EndOfTurn.of(alone.rpartition(TURN_TEXT)[2], following, self._known)
+        return EndOfTurn()
+
+    @cached_property
+    def _known(self) -> set[str]:
+        """The texts of the tokenizer's special and added tokens."""
+        return {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
 
     def around_messages(self, roles: Sequence[str]) -> list[str]:
         """What the template puts between the text of the assistant's turn and that of a message
@@ -68,7 +97,7 @@ class ChatTemplate:
         one and the next turn of the assistant."""
         texts = [f"{OTHER_TEXT} {number}." for number in range(len(roles))]
         messages: list[Message] = [
-            {"role": "user", "content": "Hello."},
+            ASKED,
             {"role": ASSISTANT, "content": TURN_TEXT},
             *({"role": role, "content": text} for role, text in zip(roles, texts, strict=True)),
         ]
@@ -127,13 +156,33 @@ class ChatTemplate:
         self, text: str, messages: Sequence[Message], place: int, tools: Any
     ) -> tuple[int, int]:
         """The range of the assistant's turn at a place in the text of all messages."""
-        before = self._render(messages[:place], tools, generate=True) if place else ""
+        if place:
+            before = self._render(messages[:place], tools, generate=True)
+        else:
+            before = text[: self._opening(text, tools)]
         alone = self._render(messages[: place + 1], tools)
         if not (text.startswith(before) and alone.startswith(before)):
             raise self._not_incremental(place, "the text before it changes when it is there")
-        if text.startswith(alone):
-            return len(before), len(alone)
-        return len(before), self._end_in_history(text, messages, place, tools, len(before), alone)
+        last = self._trimmed(alone, len(before), len(alone))
+        if not text.startswith(alone[:last]):
+            last = self._end_in_history(text, messages, place, tools, len(before), alone)
+            last = self._trimmed(text, len(before), last)
+        return len(before), last
+
+    def _opening(self, text: str, tools: Any) -> int:
+        """The beginning of the assistant's turn in the text of a conversation that begins with it:
+        after the generation prompt, which an empty conversation need not have."""
+        said = {"role": ASSISTANT, "content": TURN_TEXT}
+        asked = self._render([ASKED], tools, generate=True)
+        answered = self._render([ASKED, said], tools).partition(TURN_TEXT)[0]
+        begun, found, _ = self._render([said], tools).partition(TURN_TEXT)
+        if not found or not answered.startswith(asked):
+            raise self._not_incremental(0, "it begins otherwise than the generation prompt")
+        begun = _common(begun, text)
+        header = next(asked[at:] for at in range(len(asked) + 1) if asked[at:] in begun)
+        if header:
+            return begun.rfind(header) + len(header)
+        return len(begun.removesuffix(answered[len(asked) :]))
 
     def _end_in_history(
         self,
@@ -166,12 +215,15 @@ class ChatTemplate:
         return first + kept
 
     def _trimmed(self, text: str, first: int, last: int) -> int:
-        """The end of a turn without the white space after a special token that ends it: the model
-        stops at that token."""
+        """The end of a turn without the text after its last token: the model stops there."""
         turn = text[first:last]
+        if not self.turn_end.by_next and self.turn_end.tokens:
+            (token,) = self.turn_end.tokens
+            place = turn.rfind(token)
+            if place >= 0:
+                return first + place + len(token)
         bare = turn.rstrip()
-        special = {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
-        ends = any(bare.endswith(token) for token in special if token)
+        ends = any(bare.endswith(token) for token in self._known if token)
         return first + len(bare) if ends else last
 
     def _not_incremental(self, place: int, why: str) -> ChatTemplateError:
@@ -224,6 +276,16 @@ class ChatTemplate:
         return text, [(first, last) for first, last in blocks[0]] if marked else []
 
 
+def stop_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end what the actor writes: the end-of-text token, and those that end a turn
+    in the chat templates of the datasets. Raises ConfigError, UnreadableInputError."""
+    parts = [part for each in config.datasets().values() for part in each.parts.values()]
+    templates = [ChatTemplate(part, tokenizer) for part in parts if part.is_chat]
+    tokens = [token for template in templates for token in template.turn_end.tokens]
+    known = tokenizer.get_vocab()
+    return list(dict.fromkeys([end_id(tokenizer), *(known[token] for token in tokens)]))
+
+
 def _file_of(config: DatasetConfig) -> str | None:
     """The template in a file that the configuration names."""
     if isinstance(config.chat_template, bool):
@@ -233,6 +295,12 @@ def _file_of(config: DatasetConfig) -> str | None:
     except UnicodeDecodeError as error:
         message = f"{config.chat_template} is not UTF-8 text: {error.reason}"
         raise ConfigError((Problem("", "chat_template", message),)) from error
+
+
+def _common(one: str, other: str) -> str:
+    """The text with which both begin."""
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(character for character, _ in alike)
 
 
 def _overlap(end: str, start: str) -> int:

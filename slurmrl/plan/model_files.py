@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,10 +46,11 @@ def generation_values(model: Model) -> dict[str, Any]:
     return inputs.read_json(folder / GENERATION_CONFIG) if GENERATION_CONFIG in names else {}
 
 
-def stop_tokens(config: Config, tokenizer_eos: int | None) -> tuple[int, ...]:
+def stop_tokens(config: Config, ends: Iterable[int] = ()) -> tuple[int, ...]:
     """The tokens that end a completion of the actor: each ``eos_token_id`` of its
-    ``generation_config.json`` and ``config.json``, the tokenizer's, and
-    ``rollout.stop_token_ids``. Ids beyond the vocabulary, which some files have, are left out.
+    ``generation_config.json`` and ``config.json``, the ``ends`` of the tokenizer and the chat
+    templates (`data.chat.stop_ids`), and ``rollout.stop_token_ids``. Ids beyond the vocabulary,
+    which some files have, are left out.
 
     Raises UsageError for an ``eos_token_id`` that is neither a number nor a list of numbers.
     """
@@ -59,7 +60,7 @@ def stop_tokens(config: Config, tokenizer_eos: int | None) -> tuple[int, ...]:
         *_eos(generation_values(config.actor), GENERATION_CONFIG),
         *_eos(values, CONFIG),
         *_eos(text, CONFIG),
-        *([] if tokenizer_eos is None else [tokenizer_eos]),
+        *ends,
         *config.rollout.stop_token_ids,
     ]
     size = vocabulary(values)

@@ -143,7 +143,7 @@ def stop_tokens(draft: Draft) -> Iterator[Problem]:
     except UsageError:
         return  # reported by the check of weights
     try:
-        model_files.stop_tokens(draft.config, None)
+        model_files.stop_tokens(draft.config)
     except UsageError as error:
         where = "path" if actor.architecture is None else "architecture"
         yield draft.problem(("actor", where), str(error))

@@ -195,7 +195,7 @@ class Exporter:
     def _stop_tokens(self, checkpoint: Path) -> list[int]:
         """Return the stop tokens of the run; those of the model files if none were committed."""
         committed = read_state(checkpoint, STATE).get("stop_token_ids")
-        return list(committed if committed is not None else stop_tokens(self.config, None))
+        return list(committed if committed is not None else stop_tokens(self.config))
 
 
 def export_actor(paths: RunPaths, config: Config, commit: Commit) -> Exported:

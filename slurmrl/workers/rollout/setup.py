@@ -18,7 +18,8 @@ from slurmrl.backoff import READ_S, retry
 from slurmrl.channel.bell import Bell
 from slurmrl.channel.pipe import Connection
 from slurmrl.config.schema.model import Model
-from slurmrl.data.tokenizer import decoding, end_id, load_tokenizer
+from slurmrl.data.chat import stop_ids
+from slurmrl.data.tokenizer import decoding, load_tokenizer
 from slurmrl.engines.initial_weights import model_config
 from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.native.peers import Peers
@@ -162,9 +163,8 @@ class TaskWorker:
         self._make_engine, self._config, self._options = make_engine, config, options
         self._device = device
         self._tokenizer = tokenizer
-        self._stops = _read(
-            "the stop tokens", lambda: stop_tokens(settings.config, end_id(self._tokenizer))
-        )
+        ends = partial(stop_ids, settings.config, tokenizer)
+        self._stops = _read("the stop tokens", lambda: stop_tokens(settings.config, ends()))
 
     def ready(self) -> Ready:
         return Ready(rank=0, size=0, fingerprint="")

@@ -18,7 +18,8 @@ from slurmrl.channel.pipe import Connection
 from slurmrl.checkpoint.manifest import until_certain, verify_share
 from slurmrl.checkpoint.pinned import is_pinned
 from slurmrl.config.schema import Optimizer
-from slurmrl.data.tokenizer import end_id, load_tokenizer
+from slurmrl.data.chat import stop_ids
+from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, TrainEngine
 from slurmrl.engines.rollout.server import Running, Serving
@@ -183,6 +184,7 @@ def build_trainer(
     reallocations = Reallocations(moves, transfer.verify, activity)
     versions = version_writing.prepare(settings, plan, engines, paths, rank, accelerator, timeout)
     mail = Mail(host_group(accelerator, timeout), accelerator.device)
+    ends = partial(stop_ids, settings.config, tokenizer)
     return Executor(
         paths,
         settings,
@@ -191,7 +193,7 @@ def build_trainer(
         engines,
         opened,
         tokenizer,
-        _read("the stop tokens", lambda: stop_tokens(settings.config, end_id(tokenizer))),
+        _read("the stop tokens", lambda: stop_tokens(settings.config, ends())),
         cores,
         mail,
         reallocations,

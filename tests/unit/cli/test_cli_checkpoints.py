@@ -501,7 +501,7 @@ def test_an_export_states_the_stop_tokens_of_the_run(
     config = load_resolved(trial.paths.config)
     actor = config.actor.model_copy(update={"path": str(folder)})
     follower = config.model_copy(update={"actor": actor})
-    assert set(stop_tokens(follower, None)) == {*stops, 2}
+    assert set(stop_tokens(follower)) == {*stops, 2}
 
 
 def test_a_new_model_has_no_stop_token_but_the_tokenizers(trial: Trial) -> None:

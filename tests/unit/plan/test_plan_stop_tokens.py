@@ -88,10 +88,10 @@ def test_stop_tokens_are_those_of_all_files(
     write(folder / "model", tokens, eos, config, generation)
     tokenizer = load_tokenizer(folder / "model")
     settings = load_ppo()
-    found = stop_tokens(settings.config, end_id(tokenizer))
+    found = stop_tokens(settings.config, [end_id(tokenizer)])
     assert tokenizer.convert_ids_to_tokens(list(found)) == ends
     more = load_ppo("rollout.stop_token_ids=[3]")
-    assert stop_tokens(more.config, end_id(tokenizer)) == tuple(dict.fromkeys((*found, 3)))
+    assert stop_tokens(more.config, [end_id(tokenizer)]) == tuple(dict.fromkeys((*found, 3)))
 
 
 @pytest.mark.parametrize(
