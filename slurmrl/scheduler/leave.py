@@ -36,8 +36,10 @@ trap 'slurmrl_code=$?
 slurmrl_setup=yes"""
 """From here on a bash script that ends early does not use up its link; without execfail, a failing
 exec would skip the trap. The set-up lines follow."""
-LATE = "slurmrl_setup="
-"""The set-up lines have run."""
+LATE = """\
+slurmrl_setup=
+command -v srun >/dev/null || export PATH=$PATH:$slurmrl_own_path"""
+"""The set-up lines have run. ``module purge`` may have taken Slurm's commands from PATH."""
 
 
 def functions(

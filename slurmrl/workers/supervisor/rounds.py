@@ -92,6 +92,8 @@ class Rounds:
         """Whether an incarnation began in this job."""
         self.lost_host = False
         """Whether the job ends because too few of its hosts are left."""
+        self._no_agents = ""
+        """Why the command that starts the agents cannot run on this host; empty if it can."""
 
     def run(self) -> int:
         """Return the exit code of the last round (128 plus the number of a signal); 0 if nothing is
@@ -133,6 +135,8 @@ class Rounds:
     def failed_start(self) -> tuple[str, str]:
         """Return why nothing began in this job and the host to blame, which is empty if it is
         unknown or already recorded."""
+        if self._no_agents:
+            return self._no_agents, env.NODE_NAME.get()
         starts = self.allocation.failed_starts()
         if starts:
             return f"on {starts[-1].host}: {starts[-1].why}", ""
@@ -144,6 +148,8 @@ class Rounds:
             return "the agents have ended normally"
         if self.warned:
             return "this job is to end"
+        if self._no_agents:
+            return self._no_agents
         if self.tasks.spent:
             return "its rollout tasks have failed too often"
         if fruitless >= FRUITLESS_ROUNDS:
@@ -188,7 +194,7 @@ class Rounds:
 
     def _start(self, number: int, hosts: Sequence[str]) -> subprocess.Popen[bytes] | None:
         """Start the agents' process with signals blocked, until it can receive them. Returns None
-        if a signal came already."""
+        if a signal came already, or if the process cannot start."""
         direct = self.options.launcher == "direct"
         end = self.allocation.end
         environ = {env.ROUND.name: str(number), env.JOB_END.name: "" if end is None else str(end)}
@@ -196,11 +202,20 @@ class Rounds:
         with signals_held_back():
             if self.warned or set(signal.sigpending()) & set(SIGNALS):
                 return None
-            self.child = subprocess.Popen(
-                agent_command(self.options, hosts, overlap=number > 0),
-                env={**os.environ, **environ},
-                preexec_fn=(lambda: die_with(parent)) if direct else unblock,
-            )
+            command = agent_command(self.options, hosts, overlap=number > 0)
+            try:
+                self.child = subprocess.Popen(
+                    command,
+                    env={**os.environ, **environ},
+                    preexec_fn=(lambda: die_with(parent)) if direct else unblock,
+                )
+            except OSError as error:
+                self._no_agents = (
+                    f"{command[0]} cannot start ({os.strerror(error.errno or 0)}): look at "
+                    "cluster.slurm.setup, which may change PATH"
+                )
+                logger.error("%s", self._no_agents)
+                return None
             return self.child
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int | None:

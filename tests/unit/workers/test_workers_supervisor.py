@@ -448,6 +448,25 @@ def test_what_a_link_does_around_its_rounds(
     assert (event["kind"], event["job"]) == ("topped_up", "42")
 
 
+@pytest.mark.parametrize("mode", [None, 0o600])
+def test_link_given_back_with_reason_when_srun_cannot_start(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int | None
+) -> None:
+    """The set-up lines may have taken it from PATH. The reason names it and its setting."""
+    if mode is not None:
+        (tmp_path / "srun").touch(mode)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    its = Rounds(options(paths, "srun"), paths, JobHosts(paths, 1))
+    assert its.run() == 1
+    assert not its.began
+    why, host = its.failed_start()
+    assert why.startswith("srun cannot start (")
+    assert "cluster.slurm.setup" in why
+    assert host == "n7"
+    assert [event["why"] for event in read_all(paths) if event["kind"] == "end"] == [why]
+
+
 @pytest.mark.parametrize("kind", [UsageError, EnvironmentFailure])
 def test_a_link_that_cannot_begin_says_why(
     paths: RunPaths,

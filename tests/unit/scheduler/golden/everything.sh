@@ -48,6 +48,7 @@ command -v module >/dev/null || [ ! -r /etc/profile ] || {
 module load cuda
 export GREETING="Grüße, $USER"
 slurmrl_setup=
+command -v srun >/dev/null || export PATH=$PATH:$slurmrl_own_path
 export PYTHONPATH='/shared/it'"'"'s 100% mine/code'"${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONDONTWRITEBYTECODE=${PYTHONDONTWRITEBYTECODE-1}
 slurmrl_said=$(timeout 300 '/opt/my python' -P -c 'import slurmrl.workers.supervisor.__main__' 2>&1) || slurmrl_leave "$slurmrl_said"
