@@ -30,15 +30,16 @@ def moments(
     is left of them corrects the first one's rounding.
     """
     wide = x.double()
-    total = all_reduce_sum(torch.stack([wide.sum(), wide.new_tensor(float(len(x)))]))
-    summed, counted = total.tolist()
-    count = max(counted, 1.0)
-    mean = summed / count
-    mean += float(all_reduce_sum((wide - mean).sum().reshape(1))) / count
+    total, counted = all_reduce_sum(torch.stack([wide.sum(), wide.new_tensor(float(len(x)))]))
+    count = counted.clamp(min=1.0)
+    mean = total / count
+    mean = mean + all_reduce_sum((wide - mean).sum()) / count
     centred = wide if about_zero else wide - mean
-    squares = all_reduce_sum(centred.square().sum().reshape(1))
-    degrees = max(counted - 1.0, 1.0) if unbiased else count
-    return mean, math.sqrt(float(squares) / degrees)
+    squares = all_reduce_sum(centred.square().sum())
+    degrees = (count - 1.0).clamp(min=1.0) if unbiased else count
+    found = torch.stack([mean, (squares / degrees).sqrt()])
+    mean_of_all, deviation = found.tolist()  # the host waits for a GPU only here
+    return mean_of_all, deviation
 
 
 def whiten(x: Tensor, mean: float, std: float) -> Tensor:
