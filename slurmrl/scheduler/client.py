@@ -112,7 +112,8 @@ class SlurmClient:
 
     def time_left_s(self, job: str) -> float | None:
         """Seconds until a running job reaches its time limit; None without one."""
-        return parse.duration_s(self._run("squeue", "--noheader", "--format=%L", f"--jobs={job}"))
+        text = self._run("squeue", "--noheader", "--format=%L", f"--jobs={job}")
+        return parse.duration_s((text.split() or [""])[-1])  # a wrapper may print a banner before
 
     def submit(
         self, script: Path, *options: str, inherited: Mapping[str, str] | None = None

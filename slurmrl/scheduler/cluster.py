@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from slurmrl.errors import SchedulerError
-from slurmrl.scheduler.parse import gpu_count, gpus, said, whole
+from slurmrl.scheduler.parse import gpu_count, gpus, rows, said, whole
 
 PARTITIONS_FORMAT = "%P|%a|%l|%D|%c|%m|%G"
 """sinfo's fields, one line for each partition and kind of host: partition (a star marks the
@@ -62,10 +61,9 @@ class Accounts:
 def partitions(text: str) -> list[Partition]:
     """Return the partitions in sinfo's output, the default one first."""
     found: dict[str, Partition] = {}
-    for line in text.splitlines():
-        parts = line.strip().split("|")
-        if len(parts) != PARTITIONS_FORMAT.count("|") + 1:
-            raise SchedulerError(f"unexpected line from sinfo: {line!r}")
+    bars = PARTITIONS_FORMAT.count("|")
+    for line in rows(text, "sinfo", lambda line: line.count("|") == bars):
+        parts = line.split("|")
         label, state, limit, hosts, cpus, memory, resources = parts
         name = label.removesuffix("*")
         kind = HostKind(
@@ -83,10 +81,8 @@ def partitions(text: str) -> list[Partition]:
 def accounts(text: str) -> Accounts:
     """Return the accounts in sacctmgr's output; associations with partitions repeat them."""
     names, default = [], ""
-    for line in text.splitlines():
-        parts = line.strip().split("|")
-        if len(parts) < 3:
-            raise SchedulerError(f"unexpected line from sacctmgr: {line!r}")
+    for line in rows(text, "sacctmgr", lambda line: line.count("|") >= 2):
+        parts = line.split("|")
         default = said(parts[1]) or default
         names.append(said(parts[2]))
     return Accounts(tuple(_once(name for name in [default, *names] if name)), default)

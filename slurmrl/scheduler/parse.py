@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from slurmrl.errors import SchedulerError
@@ -34,10 +34,8 @@ class HostRow:
 def cluster_hosts(text: str) -> list[HostRow]:
     """Return the hosts in sinfo's output, each once. GPUs of several types are added up."""
     found = {}
-    for line in text.splitlines():
-        parts = line.strip().split("|")
-        if len(parts) < 3:
-            raise SchedulerError(f"unexpected line from sinfo: {line!r}")
+    for line in rows(text, "sinfo", lambda line: re.match(r"[^|\s]+\|[^|\s]+\|", line)):
+        parts = line.split("|")
         gpus = gpu_count(parts[2])
         cpus, memory_mib = (whole(text) for text in [*parts[3:5], "", ""][:2])
         known_mib = memory_mib if memory_mib > 1 else 0
@@ -75,12 +73,26 @@ def whole(text: str) -> int:
 
 
 def job_id(text: str) -> str:
-    """Return the job id in the output of ``sbatch --parsable``: ``41`` or ``41;cluster``."""
-    last = text.strip().splitlines()[-1:] or [""]
-    found = re.fullmatch(r"(\d+)(;.*)?", last[0].strip())
-    if not found:
+    """Return the job id in the output of ``sbatch --parsable``: ``41`` or ``41;cluster``. It is the
+    last such line, because a wrapper may print others before and after it."""
+    found = [re.fullmatch(r"(\d+)(;\S*)?", line.strip()) for line in text.splitlines()]
+    ids = [each[1] for each in found if each]
+    if not ids:
         raise SchedulerError(f"sbatch did not answer with a job id but with {text.strip()!r}")
-    return found[1]
+    return ids[-1]
+
+
+def rows(text: str, command: str, is_row: Callable[[str], object]) -> list[str]:
+    """Return the lines of a command's output that are rows. Lines that a wrapper prints around them
+    are left out.
+
+    Raises SchedulerError if there are only such lines: the command may have failed.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    found = [line for line in lines if is_row(line)]
+    if lines and not found:
+        raise SchedulerError(f"unexpected line from {command}: {lines[0]!r}")
+    return found
 
 
 def _ranges(text: str) -> Iterable[str]:

@@ -42,13 +42,15 @@ class QueueRow:
     restarts: int = 0
 
 
+_QUEUED = re.compile(r"\d+\|")
+"""The begin of a row. A job's row that has other fields than were requested is an error."""
+
+
 def queue(text: str) -> list[QueueRow]:
     """The rows of ``squeue --noheader --Format=QUEUE_FORMAT``."""
     rows = []
-    for line in text.splitlines():
-        if not line.strip():
-            continue
-        fields = line.strip().removesuffix("|").split("|", len(QUEUE_FIELDS) - 1)
+    for line in parse.rows(text, "squeue", _QUEUED.match):
+        fields = line.removesuffix("|").split("|", len(QUEUE_FIELDS) - 1)
         if len(fields) != len(QUEUE_FIELDS):
             raise SchedulerError(f"unexpected line from squeue: {line!r}")
         job, index, raw, host_list, name, code, left, start, restarts, reason = fields
@@ -85,7 +87,7 @@ _CONTROL = re.compile(
 def control(text: str) -> list[QueueRow]:
     """The rows of ``scontrol show job --oneliner JOBID``."""
     result = []
-    for line in text.splitlines():
+    for line in parse.rows(text, "scontrol", re.compile("JobId=").match):
         found = _CONTROL.match(line)
         if not found:
             raise SchedulerError(f"unexpected line from scontrol: {line!r}")
@@ -117,8 +119,8 @@ ACCOUNTING_FORMAT = ",".join(ACCOUNTING_FIELDS)
 def accounting(text: str) -> list[QueueRow]:
     """The rows of ``sacct --noheader --parsable2 --allocations --format=ACCOUNTING_FORMAT``."""
     result = []
-    for line in text.splitlines():
-        fields = line.strip().split("|", len(ACCOUNTING_FIELDS) - 1)
+    for line in parse.rows(text, "sacct", re.compile(r"\d+[_+|]").match):
+        fields = line.split("|", len(ACCOUNTING_FIELDS) - 1)
         found = re.fullmatch(r"(\d+)(?:_(\d+|\[.*\]))?(?:\+\d+)?", fields[0])
         if len(fields) != len(ACCOUNTING_FIELDS) or not found:
             raise SchedulerError(f"unexpected line from sacct: {line!r}")

@@ -76,12 +76,22 @@ def test_hosts(text: str, expected: tuple[str, ...]) -> None:
     assert parse.hosts(text) == expected
 
 
-@pytest.mark.parametrize("text", ["41\n", "41;cluster\n", "a message of the site\n41\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "41\n",
+        "41;cluster\n",
+        "a message of the site\n41\n",
+        "41\n*** 3 jobs of yours are queued ***\n",
+        "Welcome to cluster 7\n\n41;cluster\n\nquota: 12 of 100 GB\n",
+        "2026\n41\nbye\n",
+    ],
+)
 def test_job_id(text: str) -> None:
     assert parse.job_id(text) == "41"
 
 
-@pytest.mark.parametrize("text", ["", "Submitted batch job 41", "x41"])
+@pytest.mark.parametrize("text", ["", "Submitted batch job 41", "x41", "41;a b"])
 def test_what_is_no_job_id(text: str) -> None:
     with pytest.raises(SchedulerError, match="job id"):
         parse.job_id(text)

@@ -228,3 +228,36 @@ def test_a_line_that_is_none_is_refused(text: str) -> None:
         rows.accounting(text)
     with pytest.raises(SchedulerError, match="slurm_load_jobs"):
         rows.control(text)
+
+
+BANNERS = (
+    "| Welcome to the cluster |\n+---+\n{}",
+    "{}\nNote: maintenance | on Monday | 8 to 12\n",
+    "\n7 jobs of yours are queued\n{}\nQuota: 12|100\n",
+)
+"""What wrappers of sites print around Slurm's output."""
+ROW = "41|0|RUNNING|n0|a|0:0|1:00|N/A|0|None|"
+CONTROLLED = recorded("scontrol-22.05.txt")
+ACCOUNTED = "41_0|COMPLETED|0:0|n0|a|2026-01-01T00:00:00|None"
+
+
+@pytest.mark.parametrize("banner", BANNERS)
+def test_rows_found_among_lines_of_a_wrapper(banner: str) -> None:
+    assert rows.queue(banner.format(ROW)) == rows.queue(ROW)
+    assert rows.control(banner.format(CONTROLLED)) == rows.control(CONTROLLED)
+    assert rows.accounting(banner.format(ACCOUNTED)) == rows.accounting(ACCOUNTED)
+
+
+@pytest.mark.parametrize("text", ["the controller is away", BANNERS[0].format("")])
+def test_rows_refused_where_only_others_print(text: str) -> None:
+    """An answer without rows would mean that all jobs are gone."""
+    for read in (rows.queue, rows.control, rows.accounting):
+        with pytest.raises(SchedulerError, match="unexpected line from"):
+            read(text)
+        assert read("") == []
+
+
+@pytest.mark.parametrize("text", ["41|0|RUNNING", f"{ROW}\n41|1|PENDING|"])
+def test_row_with_other_fields_refused(text: str) -> None:
+    with pytest.raises(SchedulerError, match="unexpected line from squeue"):
+        rows.queue(text)
