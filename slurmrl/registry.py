@@ -44,11 +44,12 @@ def import_own(what: str, reference: str) -> Any:
     return getattr(module, name)
 
 
-def near(name: str, known: list[str]) -> str:
-    """Return a hint for a misspelt name: the closest match, if any, and the whole list."""
+def near(name: str, known: list[str], likeness: float = 0.6) -> str:
+    """Return a hint for a misspelt name: the closest match of at least this ``likeness`` (0 to 1),
+    if any, and the whole list."""
     import difflib  # only for errors: it takes a while
 
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=likeness)
     hint = f"did you mean '{close[0]}'? " if close else ""
     return f"{hint}allowed: {', '.join(known)}"
 

@@ -51,16 +51,16 @@ class HostShape:
     gpus_per_host: int
 
 
-def parse_legacy(text: str, shape: HostShape) -> dict[str, Placed]:
-    """The roles in a legacy string. The actor is always among them; critic and reference are left
-    out if they have the actor's layout.
+def parse_legacy(text: str, shape: HostShape, *, trains: bool = True) -> dict[str, Placed]:
+    """The roles in a legacy string. The actor is always among them if the trial ``trains``; critic
+    and reference are left out if they have the actor's layout.
 
     Raises AllocationError that points at the character.
     """
     word = text.strip()
     if word in WORDS:
         return _word(word, text, shape)
-    reader = _Reader(text, shape)
+    reader = _Reader(text, shape, trains)
     reader.read()
     return reader.placed()
 
@@ -90,8 +90,9 @@ class _Part:
 
 
 class _Reader:
-    def __init__(self, text: str, shape: HostShape) -> None:
+    def __init__(self, text: str, shape: HostShape, trains: bool) -> None:
         self._scanner = Scanner(text)
+        self._trains = trains
         self._shape = shape
         self._parts: dict[str, _Part] = {}
         self._generates_on_actor = False
@@ -117,7 +118,7 @@ class _Reader:
         if others is not None:
             named = ("critic", "ref") if "actor" in roles else ("actor",)
             roles = {**dict.fromkeys(named, others), **roles}
-        if "rollout" in roles and _same_layout(roles["rollout"], roles["actor"]):
+        if {"rollout", "actor"} <= roles.keys() and _same_layout(roles["rollout"], roles["actor"]):
             del roles["rollout"]
         return roles
 
@@ -129,7 +130,7 @@ class _Reader:
 
     def _check(self) -> None:
         scanner, parts = self._scanner, self._parts
-        if "actor" not in parts and OTHERS not in parts:
+        if self._trains and "actor" not in parts and OTHERS not in parts:
             scanner.fail("nothing in it trains the actor: add dimensions such as +d2t2")
         if self._generates_on_actor:
             first, second = (parts[role].allocation.world_size for role in ("rollout", "actor"))

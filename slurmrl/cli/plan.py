@@ -126,8 +126,8 @@ def _report(
     planned = make_plan(settings, scheduler=kind, hosts=hosts)
     unread_keys = unread(planned.calls, settings.config.dataset.kind)
     warnings = [f"key {line}" for line in unread_keys]
-    warnings += inventory.lacking(planned, settings.config, hosts)
     made = report(settings, planned, [*warnings, *inventory.scarce(planned, settings, hosts)])
+    made["missing"] += inventory.lacking(planned, settings.config, hosts)
     made["missing"] += map(str, devices.lacking_gpus(settings, planned))
     code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
     slurm = settings.config.cluster.slurm

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, get_args, get_origin
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -42,7 +42,36 @@ OTHER_NAMES = {
     "train_batch_size": "batch_size",
     "model_path": "path",
 }
-"""What other systems call a setting, and its name here."""
+"""What other systems call a setting of the same section, and its name here."""
+PLACES: Mapping[str, str] = {
+    **dict.fromkeys(("lr", "learning_rate"), "actor.optimizer.lr"),
+    **dict.fromkeys(
+        ("batch_size", "train_batch_size", "per_device_train_batch_size", "rollout_batch_size"),
+        "algorithm.batch_size",
+    ),
+    **dict.fromkeys(
+        ("num_generations", "n_samples_per_prompt", "group_size", "n_samples"), "rollout.n"
+    ),
+    **dict.fromkeys(
+        ("max_completion_length", "max_response_length", "max_tokens"), "rollout.max_new_tokens"
+    ),
+    **dict.fromkeys(("max_prompt_length", "max_prompt_len"), "dataset.max_prompt_tokens"),
+    **dict.fromkeys(("max_steps", "num_train_steps", "total_training_steps"), "total_steps"),
+    **dict.fromkeys(("save_steps", "save_freq", "save_interval"), "checkpoint.every_steps"),
+    **dict.fromkeys(("eval_steps", "test_freq", "eval_interval"), "evaluation.every_steps"),
+    **dict.fromkeys(("model", "model_path", "model_name_or_path"), "actor.path"),
+    **dict.fromkeys(("output_dir", "default_local_dir", "fileroot"), "root"),
+    **dict.fromkeys(("train_files", "dataset_name", "dataset_path"), "dataset.path"),
+    **dict.fromkeys(("reward_funcs", "reward_fn", "reward_function"), "reward.name"),
+    **dict.fromkeys(("kl_coef", "kl_ctl", "beta"), "algorithm.kl.coef"),
+    **dict.fromkeys(("stop", "stop_words", "stop_sequences"), "rollout.stop_strings"),
+    "clip_ratio": "algorithm.clip_ratio",
+    "n_minibatches": "algorithm.n_minibatches",
+}
+"""Settings of other sections that people look for, and names of other systems, with their place."""
+MOST_PLACES: Final = 3
+SURE: Final = 0.8
+"""Likeness of two names from which one is a misspelling of the other."""
 
 
 def problems_from(
@@ -112,11 +141,30 @@ def _unknown(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str
         return "unknown key; write dtype: bfloat16 (fp16 is not supported) or float32"
     if (ours := OTHER_NAMES.get(name)) in known:
         return f"unknown key; write {ours}"
-    if not difflib.get_close_matches(name, known, n=1):
-        elsewhere = [dotted((*prefix, *path)) for path in paths(schema) if path[-1] == name]
-        if elsewhere:
-            return f"unknown key; did you mean {' or '.join(elsewhere[:3])}?"
+    if difflib.get_close_matches(name, known, n=1, cutoff=SURE):
+        return f"unknown key; {near(name, known)}"
+    if elsewhere := _elsewhere(schema, location, prefix):
+        return f"unknown key; did you mean {_either(elsewhere)}?"
+    if words := [key for key in known if name in key.split("_")]:
+        return f"unknown key; did you mean {_either(words)}?"
     return f"unknown key; {near(name, known)}"
+
+
+def _elsewhere(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> list[str]:
+    """The places where a key of this name is known. A section below the present one comes first."""
+    name, section = str(location[-1]), location[:-1]
+    found = [path for path in paths(schema) if path[-1] == name]
+    below = [dotted((*prefix, *path)) for path in found if path[: len(section)] == section]
+    if section and below:
+        return below[:MOST_PLACES]
+    places = [PLACES[name]] if name in PLACES else []
+    return list(dict.fromkeys([*places, *(dotted((*prefix, *path)) for path in found)]))[
+        :MOST_PLACES
+    ]
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join(names)
 
 
 def section_at(schema: type[BaseModel], location: KeyPath) -> type[BaseModel] | None:

@@ -282,7 +282,8 @@ def family_of(model_type: object) -> Family:
     """The entry of a ``model_type``. Raises UnknownNameError with the reason or the known ones."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
-    hint = REFUSED.get(str(model_type)) or near(str(model_type), sorted(FAMILIES))
+    # A similar name is mostly another architecture (qwen3_5_text and qwen3_moe), not a misspelling.
+    hint = REFUSED.get(str(model_type)) or near(str(model_type), sorted(FAMILIES), likeness=0.8)
     raise UnknownNameError(
         f"model_type {model_type!r} is not supported by the built-in decoder: {hint}; "
         "'implementation: hf' runs any family of transformers"

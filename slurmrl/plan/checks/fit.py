@@ -110,12 +110,23 @@ def _vocabulary(fit: Fit) -> Found:
     padded, tp = padded_vocabulary(fit), fit.allocation.sizes["tp"]
     if padded is None or fit.shape is None or tp == 1:
         return
-    if padded // tp * (tp - 1) >= fit.shape.vocabulary:
-        yield Misfit(
-            "make_vocab_size_divisible_by" if padded // tp > 1 else "tp",
-            f"vocab_size {fit.shape.vocabulary}, padded to {padded}, leaves at least one of t{tp} "
-            "ranks without a token",
-        )
+    if padded // tp * (tp - 1) < fit.shape.vocabulary:
+        return
+    size, multiple = fit.shape.vocabulary, fit.sizes.make_vocab_size_divisible_by
+    reason = (
+        f"vocab_size {size}, padded to {padded}, leaves at least one of t{tp} ranks without a token"
+    )
+    most = next((each for each in (64, 32, 16, 8, 4, 2, 1) if _is_spread(size, tp, each)), None)
+    if padded // tp == 1 or most is None or most >= multiple:
+        yield Misfit("tp", reason)
+        return
+    yield Misfit("make_vocab_size_divisible_by", f"{reason}; set it to {most}, it is {multiple}")
+
+
+def _is_spread(vocabulary: int, tp: int, multiple: int) -> bool:
+    """Return whether each rank holds a token if the rows are padded to a multiple."""
+    rows = -(-vocabulary // (tp * multiple)) * multiple
+    return rows * (tp - 1) < vocabulary
 
 
 def _layers(fit: Fit) -> Found:

@@ -68,12 +68,15 @@ def _lacking(group: GroupPlan, slurm: Slurm, hosts: Sequence[HostRow]) -> Iterat
     gpus = group.gpus_per_worker * workers if slurm.gpu_directive != "none" else 0
     fit = [host for host in hosts if host.gpus >= gpus]
     if len(fit) < needed:
-        kind = f"hosts with {gpus} GPUs" if gpus else "hosts"
+        kind = "host" if needed == 1 else "hosts"
+        kind += f" with {gpus} GPU{'s' if gpus > 1 else ''}" if gpus else ""
         most = max((host.gpus for host in hosts), default=0)
+        remedy = "change the layout or cluster.workers_per_host"
+        if gpus and not most:
+            remedy = "choose a partition with GPUs, or compute on CPUs: cluster.gpus_per_worker=0"
         yield (
             f"the {group.name} group needs {needed} {kind}, {where} has {len(fit)} (of "
-            f"{len(hosts)} hosts, with up to {most} GPUs): change the layout or "
-            "cluster.workers_per_host"
+            f"{len(hosts)} hosts, with up to {most} GPUs): {remedy}"
         )
         return
     cpus, mib = group.cpus_per_worker * workers, (group.memory_bytes or 0) * workers >> 20

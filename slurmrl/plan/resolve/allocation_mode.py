@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from slurmrl.allocation import Components, parse_components
+from slurmrl.allocation import Components, parse, parse_components
 from slurmrl.allocation.allocation import BACKENDS
-from slurmrl.allocation.gpus import format_gpus
+from slurmrl.allocation.gpus import format_gpus, parse_gpus
 from slurmrl.allocation.legacy_spellings import ROLES, HostShape, Placed, parse_legacy, spelled
 from slurmrl.config.schema import Config, Model
 from slurmrl.config.source import Source
 from slurmrl.errors import AllocationError, Problem
 
 FIELD: Final = "allocation_mode"
+ROLLOUT: Final = "rollout"
+UNTRAINED: Final = ("evaluate", "generate")
+"""Algorithms whose strings may have servers alone."""
 USUAL_GPUS_PER_HOST: Final = 8
 
 
@@ -30,10 +33,16 @@ def apply(config: Config, source: Source) -> tuple[Config, list[Problem], list[s
         message = f"'{text}' is not allowed beside {', '.join(twice)}: leave out {FIELD}"
         return without, [source.problem((FIELD,), message)], []
     try:
-        placed = read(text, shape_of(config))
+        trains = config.algorithm.get("name") not in UNTRAINED
+        placed = read(text, shape_of(config), trains=trains)
     except AllocationError as error:
         return without, [source.problem((FIELD,), str(error))], []
-    note = f"{FIELD} is deprecated; write instead: {', '.join(spelled(placed))}"
+    if config.rollout.tasks is None and not config.rollout.servers:
+        placed = in_one_job(placed)
+    lines = [*spelled(placed)]
+    if _serves(placed) and config.rollout.python is None and not config.rollout.servers:
+        lines.append(f"rollout.python: a Python with {placed[ROLLOUT].allocation.backend}")
+    note = f"{FIELD} is deprecated; write instead: {', '.join(lines)}"
     return _placed(without, placed), [], [note]
 
 
@@ -43,17 +52,42 @@ def shape_of(config: Config) -> HostShape:
     )
 
 
-def read(text: str, shape: HostShape) -> dict[str, Placed]:
-    """The roles in a string of either grammar. Raises the AllocationError of the grammar that read
-    further."""
+def read(text: str, shape: HostShape, *, trains: bool = True) -> dict[str, Placed]:
+    """The roles in a string of either grammar. Without training, the actor of servers alone has
+    their GPUs. Raises the AllocationError of the grammar that read further."""
     try:
         components = parse_components(text)
     except AllocationError as current:
         try:
-            return parse_legacy(text, shape)
+            placed = parse_legacy(text, shape, trains=trains)
         except AllocationError as legacy:
             raise max(legacy, current, key=_position) from None
-    return of_components(components)
+    else:
+        placed = of_components(components, trains=trains)
+    if "actor" in placed or not _serves(placed):
+        return placed
+    size = placed[ROLLOUT].allocation.world_size
+    actor = Placed(parse(f"fsdp:d{size}"))
+    return {"actor": actor, ROLLOUT: replace(placed[ROLLOUT], gpus=format_gpus(range(size)))}
+
+
+def in_one_job(placed: Mapping[str, Placed]) -> dict[str, Placed]:
+    """Give servers that the trainers' job starts the GPUs behind the trainers'."""
+    if not _serves(placed) or placed[ROLLOUT].gpus:
+        return dict(placed)
+    trainers = [place for role, place in placed.items() if role != ROLLOUT]
+    first = max(max(_gpus_of(place), default=-1) for place in trainers) + 1
+    size = placed[ROLLOUT].allocation.world_size
+    beside = replace(placed[ROLLOUT], gpus=format_gpus(range(first, first + size)))
+    return {**placed, ROLLOUT: beside}
+
+
+def _gpus_of(place: Placed) -> Sequence[int]:
+    return parse_gpus(place.gpus) if place.gpus else range(place.allocation.world_size)
+
+
+def _serves(placed: Mapping[str, Placed]) -> bool:
+    return ROLLOUT in placed and BACKENDS[placed[ROLLOUT].allocation.backend].serves
 
 
 def explain(text: str) -> dict[str, Any]:
@@ -63,14 +97,15 @@ def explain(text: str) -> dict[str, Any]:
     try:
         return parse_components(text).explain()
     except AllocationError:
-        placed = read(text, HostShape(1, USUAL_GPUS_PER_HOST))
+        placed = in_one_job(read(text, HostShape(1, USUAL_GPUS_PER_HOST), trains=False))
     parts = [replace(place.allocation, name=role).explain() for role, place in placed.items()]
     return {"string": text, "write_instead": list(spelled(placed)), "components": parts}
 
 
-def of_components(components: Components) -> dict[str, Placed]:
+def of_components(components: Components, *, trains: bool = True) -> dict[str, Placed]:
     """Components are named after roles; an unnamed one is the rollout if it cannot train, else the
-    actor. Raises AllocationError for two components of one role, and if there is no actor."""
+    actor. Raises AllocationError for two components of one role, and if a trial that ``trains`` has
+    no actor."""
     roles: dict[str, Placed] = {}
     start = 0
     for place in components.places:
@@ -87,7 +122,7 @@ def of_components(components: Components) -> dict[str, Placed]:
             gpus = format_gpus(range(start, start + allocation.world_size)) if pinned else ""
             roles[role] = Placed(allocation, gpus)
         start += 0 if apart else place[0].world_size
-    if "actor" not in roles:
+    if "actor" not in roles and (trains or not _serves(roles)):
         raise AllocationError(f"'{components}': no component trains the actor")
     return roles
 

@@ -312,10 +312,10 @@ def test_what_the_cluster_cannot_give_is_refused_before_it_is_submitted(
     assert run(capsys, *arguments)[0] == 0
     code, _, err = run(capsys, *arguments, "actor.backend=fsdp:d2")
     assert code == 2
-    assert "the trainer group needs 1 hosts with 2 GPUs, the cluster has 0" in err
+    assert "the trainer group needs 1 host with 2 GPUs, the cluster has 0" in err
     code, out, _ = run(capsys, "plan", *arguments[1:2], "actor.backend=fsdp:d2", *arguments[3:])
-    assert code == 0
-    assert "needs 1 hosts with 2 GPUs" in out
+    assert code == 2
+    assert "needs 1 host with 2 GPUs" in out
 
 
 def test_plan_is_2_if_something_must_be_fixed(

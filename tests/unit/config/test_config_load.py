@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slurmrl.config import problems as config_problems
 from slurmrl.config.load import dump, load, load_resolved, parse
 from slurmrl.config.schema import Config
 from slurmrl.errors import ConfigError, Problem
 
+ALGORITHM_KEYS = ("batch_size", "n_minibatches", "clip_ratio")
 VALUES: dict[str, Any] = {
     "experiment": "addition",
     "total_steps": 3,
@@ -202,6 +205,34 @@ def test_one_wrong_value_gives_one_message_with_value_rule_and_choices(
     [problem] = problems(tmp_path, override)
     assert problem.where == "command line"
     assert rule in problem.message
+
+
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [
+        ("rollout.stop", "rollout.stop_strings"),
+        ("actor.lr", "actor.optimizer.lr"),
+        ("critic.lr", "critic.optimizer.lr"),
+        ("batch_size", "algorithm.batch_size"),
+        ("actor.batch_size", "algorithm.batch_size"),
+        ("num_generations", "rollout.n"),
+        ("rollout.num_generations", "rollout.n"),
+        ("max_prompt_length", "dataset.max_prompt_tokens"),
+        ("temperature", "rollout.temperature"),
+    ],
+)
+def test_unknown_key_is_answered_with_its_place(tmp_path: Path, key: str, place: str) -> None:
+    found = [one for one in problems(tmp_path, f"{key}=3") if one.key == key]
+    assert len(found) == 1
+    assert found[0].message.startswith("unknown key; did you mean ")
+    assert place in re.split(r"[ ?]", found[0].message)[5]
+
+
+def test_places_of_keys_are_settings() -> None:
+    known = {".".join(map(str, path)) for path in config_problems.paths(Config)}
+    for place in config_problems.PLACES.values():
+        section, _, name = place.partition(".")
+        assert place in known or (section == "algorithm" and name in {"kl.coef", *ALGORITHM_KEYS})
 
 
 def test_an_invalid_template_is_reported_with_its_place(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from slurmrl.errors import UnknownNameError, UsageError
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import Decoder, build
-from slurmrl.models.families import COMMON_DEFAULTS, FAMILIES, Family
+from slurmrl.models.families import COMMON_DEFAULTS, FAMILIES, Family, family_of
 from slurmrl.models.hf import to_hf
 
 PAGE = Path(__file__).parents[3] / "docs/models.md"
@@ -237,3 +237,10 @@ def test_the_entry_of_the_documentation_is_a_new_family(
     model.save_pretrained(tmp_path / "theirs")
     files = [folder / "model.safetensors" for folder in (tmp_path, tmp_path / "theirs")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_unknown_model_type_is_not_mistaken_for_another_architecture() -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        family_of("qwen3_5_text")
+    assert "did you mean" not in str(caught.value)
+    assert "allowed: gemma, gpt2" in str(caught.value)

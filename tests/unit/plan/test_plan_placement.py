@@ -269,6 +269,14 @@ def test_layouts_in_the_words_of_megatron(plan_ppo: Load) -> None:
     )
 
 
+def test_cluster_without_gpus_is_answered_with_a_way_to_compute_on_cpus(plan_ppo: Load) -> None:
+    settings = plan_ppo("actor.backend=fsdp:d1")
+    hosts = {"trainer": [HostRow("n1", "idle", 0)]}
+    [line] = inventory.lacking(make_plan(settings, scheduler="slurm"), settings.config, hosts)
+    assert line.startswith("the trainer group needs 1 host with 1 GPU, the cluster has 0")
+    assert line.endswith("compute on CPUs: cluster.gpus_per_worker=0")
+
+
 def test_an_older_mode_is_put_into_the_roles_fields(plan_ppo: Load) -> None:
     settings = plan_ppo('actor.backend=""', "allocation_mode=sglang.d2t2p1+d1t4p1")
     config = settings.config
@@ -276,7 +284,7 @@ def test_an_older_mode_is_put_into_the_roles_fields(plan_ppo: Load) -> None:
     assert config.allocation_mode == ""
     assert settings.notes == (
         "allocation_mode is deprecated; write instead: rollout.backend: sglang:d2t2, "
-        "actor.backend: fsdp:t4",
+        "rollout.gpus: 4-7, actor.backend: fsdp:t4, rollout.python: a Python with sglang",
     )
 
 
@@ -286,7 +294,43 @@ def test_components_lie_one_after_the_other(plan_ppo: Load) -> None:
     assert config.critic is not None
     assert config.ref is not None
     assert (config.actor.gpus, config.ref.gpus, config.critic.gpus) == ("", "", "4-5")
+    assert config.rollout.gpus == "6-7"
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "actor"),
+    [
+        ("sglang.d2t2p1+d1t4p1", "4-7", "fsdp:t4"),
+        ("d4+vllm.d2", "4-5", "fsdp:d4"),
+        ("sglang.d4|d2t2", "0-3", "fsdp:d2t2"),
+    ],
+)
+def test_settings_written_instead_of_an_older_mode_are_accepted(
+    plan_ppo: Load, mode: str, gpus: str, actor: str
+) -> None:
+    python = "rollout.python=/bin/sh"
+    settings = plan_ppo('actor.backend=""', f"allocation_mode={mode}", python)
+    assert (settings.config.rollout.gpus, settings.config.actor.backend) == (gpus, actor)
+    spelled = settings.notes[0].partition("write instead: ")[2].replace(": ", "=").split(", ")
+    again = plan_ppo(*spelled, python)
+    assert again.config.model_dump() == settings.config.model_dump()
+    keys = {one.key for one in again.missing}
+    assert not any(key.startswith(("rollout", "allocation", "actor.backend")) for key in keys)
+
+
+def test_servers_of_an_older_mode_get_jobs_of_their_own_with_tasks(plan_ppo: Load) -> None:
+    mode = "allocation_mode=sglang.d2+d2"
+    config = plan_ppo('actor.backend=""', mode, "rollout.tasks={}", "rollout.python=/bin/sh").config
     assert config.rollout.gpus == ""
+
+
+@pytest.mark.parametrize("mode", ["sglang.d4+eval", "sglang:d4", "sglang.d4"])
+def test_servers_alone_are_a_layout_of_an_evaluation(plan_ppo: Load, mode: str) -> None:
+    evaluation = ("algorithm={name: evaluate, batch_size: 16}", "critic=", "ref=", "evaluation=")
+    more = ('actor.backend=""', f"allocation_mode={mode}", "rollout.python=/bin/sh")
+    config = plan_ppo(*evaluation, *more).config
+    assert (config.actor.backend, config.rollout.backend) == ("fsdp:d4", "sglang:d4")
+    assert config.rollout.gpus == "0-3"
 
 
 def test_a_rollout_in_the_words_of_rlinf(plan_ppo: Load) -> None:

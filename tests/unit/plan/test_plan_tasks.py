@@ -128,7 +128,7 @@ def test_the_array_has_options_of_its_own(plan_ppo: Load) -> None:
     assert (rollout.links, rollout.cpus_per_worker) == (10, 4)
     assert inventory.lacking(plan, settings.config, rows) == []
     (line,) = inventory.lacking(plan, settings.config, {**rows, "rollout": []})
-    assert "the rollout group needs 1 hosts with 1 GPUs, partition preemptible has 0" in line
+    assert "the rollout group needs 1 host with 1 GPU, partition preemptible has 0" in line
 
 
 def test_a_task_of_servers_has_one_worker_with_all_its_gpus(plan_ppo: Load) -> None:

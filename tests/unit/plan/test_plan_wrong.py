@@ -308,7 +308,7 @@ KINDS = {
     ),
     "vocabulary": wrong(
         "actor.model.make_vocab_size_divisible_by",
-        "vocab_size 100, padded to 256, leaves at least one of t2 ranks without",
+        "leaves at least one of t2 ranks without a token; set it to 64, it is 128",
         f"{MEGATRON}t2",
         architecture={**LARGE, "vocab_size": 100},
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -180,3 +181,12 @@ def test_usage_counts_a_child_while_it_runs_and_once_it_has_ended() -> None:
     assert min(alive.cpu_s, ended.cpu_s) - before.cpu_s >= 0.25
     assert alive.peak_kib - before.peak_kib >= 64 << 10
     assert ended.resident_kib - before.resident_kib < 64 << 10
+
+
+def test_help_of_the_tests_is_printed_without_a_setup(tmp_path: Path) -> None:
+    folder = tmp_path / "clone" / "scripts"
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "test", folder)
+    done = subprocess.run([folder / "test", "--help"], capture_output=True, text=True, check=True)
+    assert "scripts/test --all" in done.stdout
+    assert [path.name for path in folder.parent.iterdir()] == ["scripts"]
