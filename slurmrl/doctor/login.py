@@ -106,6 +106,7 @@ def machine() -> list[Check]:
         software.python(),
         *software.packages(gpus=False),
         software.optional_packages(),
+        software.operators(),
     ]
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 
 from slurmrl.doctor.check import Check, failed, ok, warning
+from slurmrl.errors import OwnershipError
+from slurmrl.ops.native import build
+from slurmrl.ops.native.recipe import Half
 from slurmrl.parallel.driver import LEAST_DRIVER, driver_version, newest_cuda
 from slurmrl.submission.versions import interpreter, torch_build, version_of
 
@@ -65,6 +68,19 @@ def optional_packages() -> Check:
         for name, use in OPTIONAL.items()
     ]
     return ok("optional packages", ", ".join(shown))
+
+
+def operators() -> Check:
+    """Whether the compiled operators for CPUs are in the cache, so that no job compiles them."""
+    folder = build.cache_folder()
+    try:
+        built = build.ready_made(Half.CPU, folder)
+    except OwnershipError as error:
+        return failed("compiled operators", str(error), "set SLURMRL_OPS_CACHE to your own folder")
+    if built:
+        return ok("compiled operators", f"in {folder}")
+    measured = f"none in {folder}: the first job compiles them, which takes 20 to 90 s"
+    return ok("compiled operators", f"{measured}; to do so before: {build.COMMAND}")
 
 
 def driver(gpus: bool) -> Check:

@@ -21,11 +21,15 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from slurmrl import env
+from slurmrl import env, log
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic, ownership
 from slurmrl.ops.native.recipe import Half, Recipe, stem
 
+logger = log.get(__name__)
+
+COMMAND = "python -m slurmrl.ops.native"
+"""Compiles the operators ahead of time."""
 BUILD_TIMEOUT_S = 3600.0
 """Compiling takes a minute and a half on an idle machine, and many times that on a busy one."""
 LOCK_TIMEOUT_S = 2 * BUILD_TIMEOUT_S
@@ -123,8 +127,16 @@ def _build(recipe: Recipe, path: Path, host: Path, run: Compile) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     atomic.sweep_temporaries(path.parent)
     folder = Path(tempfile.mkdtemp(prefix=f"{recipe.key}.build.", dir=host))
+    logger.info(
+        "compiling the operators of slurmrl into %s: 20 to 90 s, once for this cache; to compile "
+        "them before a job: %s",
+        path,
+        COMMAND,
+    )
+    began = time.monotonic()
     try:
         built = run(recipe, folder).read_bytes()
+        logger.info("compiled the operators in %.0f s", time.monotonic() - began)
         # If another host was faster, its library of the same recipe stays.
         atomic.exclusive_create(path, built)
     except EnvironmentFailure as error:

@@ -15,6 +15,7 @@ from slurmrl.doctor.check import Check, State, failed, guarded, ok
 from slurmrl.errors import EnvironmentFailure, SchedulerError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
+from slurmrl.ops.native.recipe import Half, stem
 from slurmrl.parallel import driver
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.submission.versions import TorchBuild
@@ -262,3 +263,14 @@ def test_commands_that_do_not_work_in_jobs_are_no_failure(
     found = slurm.in_jobs(tmp_path / "script.sh")
     assert states(found) == {"scontrol in jobs": State.OK, "sbatch in jobs": State.WARNING}
     assert "slurmrl resume" in found[1].advice
+
+
+def test_compiled_operators_are_announced_before_a_job_compiles_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "ops"
+    atomic.make_private_directory(folder)
+    monkeypatch.setenv("SLURMRL_OPS_CACHE", str(folder))
+    assert "python -m slurmrl.ops.native" in software.operators().measured
+    (folder / f"{stem(Half.CPU)}-0123456789abcdef.so").touch()
+    assert software.operators().measured == f"in {folder}"

@@ -444,3 +444,20 @@ def test_the_operators_build_from_the_wheel(tmp_path: Path) -> None:
     found = toolchain.find()
     wanted = [f"{half}: {CACHE / recipe.make(half, found).key}.so" for half in Half]
     assert done.stdout.splitlines() == wanted, done.stderr
+
+
+def test_build_is_announced_in_the_log_with_the_command_that_does_it_before(
+    made: Recipe, cache: Path, host: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile_at_once(_: Recipe, folder: Path) -> Path:
+        library = folder / "built.so"
+        library.write_bytes(b"x")
+        return library
+
+    with caplog.at_level(logging.INFO, logger="slurmrl"):
+        build.library(made, cache, host, run=compile_at_once)
+        build.library(made, cache, host, run=compile_at_once)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith("compiling the operators of slurmrl into")
+    assert "python -m slurmrl.ops.native" in first
+    assert second.startswith("compiled the operators in")
