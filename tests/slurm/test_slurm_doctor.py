@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.try_out import refusals
 from tests.support.trials import Site, sft_config
 
 
@@ -88,3 +92,25 @@ def test_a_job_that_stays_pending(site: Site) -> None:
     assert "after 3 s; it was cancelled" in job["measured"]
     assert queue() == ""
     assert not site.root.exists()
+
+
+def test_sbatch_names_each_directive_that_it_refuses(tmp_path: Path) -> None:
+    slurm = {
+        "constraint": "fast",
+        "reservation": "none",
+        "time": "30",
+        "extra_lines": ["--exclusive", "--frobnicate"],
+    }
+    request = SubmissionRequest(
+        number=1,
+        uuid="0123456789abcdef",
+        trial="experiment/trial",
+        run=RunPaths(tmp_path),
+        python="/usr/bin/python3",
+        groups=(GroupRequest(name="trainer", hosts=1, workers_per_host=1, links=8),),
+        options={"slurm": slurm},
+    )
+    found = {one.directive: one.words for one in refusals(SlurmClient(), request)}
+    assert found.keys() == {"#SBATCH --frobnicate", "constraint", "reservation"}
+    assert "unrecognized option" in found["#SBATCH --frobnicate"]
+    assert "feature" in found["constraint"]
