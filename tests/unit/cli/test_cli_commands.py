@@ -647,7 +647,7 @@ def test_a_plan_says_that_the_trial_exists_with_another_configuration(
     run.commit(4)
     assert main([*arguments, "total_steps=9"]) == 0
     assert printed(capsys)["missing"] == []
-    assert main([*arguments, "seed=9"]) == 0
+    assert main([*arguments, "seed=9"]) == 2
     [problem] = printed(capsys)["missing"]
     assert problem.startswith("add/1 exists with another configuration; use --new, or undo:")
     assert "seed: 1 in the trial, 9 now" in problem
