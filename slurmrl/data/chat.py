@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from slurmrl.config.schema import Config
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.messages import ASSISTANT, Message, is_target, text_of, with_system
-from slurmrl.data.tokenizer import end_id
+from slurmrl.data.left_out import left_out
+from slurmrl.data.messages import (
+    ASSISTANT,
+    Message,
+    as_context,
+    is_target,
+    text_of,
+    with_system,
+)
+from slurmrl.data.tokenizer import end_id, without_ends
 from slurmrl.data.turn_end import EndOfTurn
 from slurmrl.errors import ChatTemplateError, ConfigError, Problem
 from slurmrl.fsio import inputs
@@ -54,15 +62,19 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message], tools: Any) -> str:
         """The text of a prompt, with the beginning of the assistant's turn."""
-        return self._render(self._whole(messages), tools, generate=True)
+        messages = self._whole(messages)
+        text = self._render(messages, tools, generate=True)
+        self._require_all(as_context(messages), tools)
+        return text
 
     def conversation(self, messages: Sequence[Message], tools: Any) -> MarkedText:
         """The text of a whole conversation. A turn begins after the generation prompt, and ends
         with what the template puts after it, except white space after a special token."""
         messages = self._whole(messages)
+        text = whole = self._render(messages, tools)
+        self._require_all(messages, tools)
         if MARKED_BLOCK.search(self._template(tools)):
             return self._marked_by_template(messages, tools)
-        text = whole = self._render(messages, tools)
         targets = []
         for place, message in enumerate(messages):
             if is_target(message):
@@ -114,12 +126,35 @@ class ChatTemplate:
             pieces.append(piece)
         return [*pieces[1:], rest]
 
+    def _require_all(self, messages: Sequence[Message], tools: Any) -> None:
+        """Raise ChatTemplateError if the model would not see a part of the conversation."""
+        if missing := left_out(messages, tools, self._try):
+            raise ChatTemplateError(
+                f"the chat template leaves out {missing}: use a template that writes it "
+                "(dataset.chat_template: FILE), or remove it from the row"
+            )
+
+    def _try(self, messages: Sequence[Message], tools: Any) -> str:
+        """The text of messages; "" if the template refuses them."""
+        with suppress(ChatTemplateError):
+            return self._render(messages, tools)
+        return ""
+
     def _whole(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with the system prompt, and with contents that the template can read."""
-        whole = with_system(messages, self._system)
+        whole = [self._open(each) for each in with_system(messages, self._system)]
         if any(isinstance(each.get("content"), list) for each in whole) and self._joins_parts:
             return [{**each, "content": text_of(each)} for each in whole]
         return whole
+
+    def _open(self, message: Message) -> Message:
+        """A message of the assistant without the token that ends a turn, which the template adds,
+        at its end."""
+        content = message.get("content")
+        if message["role"] != ASSISTANT or not isinstance(content, str):
+            return message
+        own = () if self.turn_end.by_next else self.turn_end.tokens
+        return {**message, "content": without_ends(content, [str(self._tokenizer.eos_token), *own])}
 
     @cached_property
     def _joins_parts(self) -> bool:
@@ -131,10 +166,7 @@ class ChatTemplate:
 
     def _shown(self, content: Any) -> str:
         """A message of the user with this content; "" if the template refuses it."""
-        try:
-            return self._render([{"role": "user", "content": content}], None)
-        except ChatTemplateError:
-            return ""
+        return self._try([{"role": "user", "content": content}], None)
 
     # -- turns -------------------------------------------------------------------------------
 

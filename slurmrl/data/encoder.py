@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.chat import ChatTemplate, MarkedText
 from slurmrl.data.messages import Message
-from slurmrl.data.tokenizer import end_id, text_ids
+from slurmrl.data.tokenizer import end_id, text_ids, without_ends
 from slurmrl.data.types.base import RowTokens, TokenSequence
 from slurmrl.errors import ChatTemplateError
 
@@ -34,6 +34,10 @@ class Encoder:
     def end(self) -> int:
         """The end-of-text token."""
         return end_id(self._tokenizer)
+
+    def without_end(self, text: str) -> str:
+        """A text without the end-of-text token at its end, which an answer gets in any case."""
+        return without_ends(text, [str(self._tokenizer.eos_token)])
 
     def no_token(self, what: str) -> str:
         return f"the tokenizer {self._tokenizer.name_or_path} makes no token of this {what}"

@@ -39,6 +39,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise UsageError(f"no tokenizer in {folder}: no vocabulary file (tokenizer.json, …)")
     end_id(tokenizer)
+    tokenizer.clean_up_tokenization_spaces = False  # rewards judge the text as it was written
     return tokenizer
 
 
@@ -62,6 +63,13 @@ def end_id(tokenizer: PreTrainedTokenizerBase) -> int:
     if tokenizer.eos_token_id is None:
         raise UsageError(f"tokenizer {tokenizer.name_or_path} has no end-of-text token (eos_token)")
     return int(tokenizer.eos_token_id)
+
+
+def without_ends(text: str, ends: Sequence[str]) -> str:
+    """A text without any of the tokens ``ends`` at its end, nor white space behind them."""
+    while end := next((end for end in ends if text.rstrip().endswith(end)), ""):
+        text = text.rstrip().removesuffix(end)
+    return text
 
 
 def decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:

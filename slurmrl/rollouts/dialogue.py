@@ -34,7 +34,9 @@ class Dialogue:
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        text: str = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text
 
     def messages(self, said: Sequence[tuple[str, str]], behind: int | None) -> tuple[int, ...]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 BATCH_ROWS = 256
+SCHEMA_KEYS = ("parameters", "input_schema", "arguments")
+"""Keys that tools and tool calls have beside their names."""
 
 
 class ArrowFiles(RowSource):
@@ -99,9 +101,40 @@ def _batches(path: Path) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
 
 def _converted(number: int, row: dict[str, Any]) -> SourceRow:
     try:
-        return parsed(number, json.dumps(row, default=_plain, ensure_ascii=False).encode())
+        plain = json.dumps(_with_own_keys(row), default=_plain, ensure_ascii=False)
+        return parsed(number, plain.encode())
     except _NoJsonError as error:
         return SourceRow(number, b"", None, str(error))
+
+
+def _with_own_keys(value: Any) -> Any:
+    """A value whose tools and tool calls have no null under a key: Arrow gives all objects of a
+    column the same keys, and a null where a row had none."""
+    if isinstance(value, list):
+        return [_without_nulls(each) if _is_tool(each) else _with_own_keys(each) for each in value]
+    if isinstance(value, dict):
+        return {
+            key: _without_nulls(each) if key == "tool_calls" else _with_own_keys(each)
+            for key, each in value.items()
+        }
+    return value
+
+
+def _is_tool(value: Any) -> bool:
+    """Whether a value has the form of a tool's JSON schema."""
+    if not isinstance(value, dict):
+        return False
+    function = value.get("function")
+    named = function if isinstance(function, dict) else value
+    return isinstance(named.get("name"), str) and not named.keys().isdisjoint(SCHEMA_KEYS)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return value
 
 
 class _NoJsonError(TypeError):

@@ -32,7 +32,7 @@ class PromptAnswers(RowType):
             return encoder.conversations(
                 [(self._conversation(row), prompt.tools(self, row)) for row in rows]
             )
-        texts = [self.filled("answer_template", row) for row in rows]
+        texts = [encoder.without_end(self.filled("answer_template", row)) for row in rows]
         answers = encoder.texts(texts, begin=False)
         return [
             ids if isinstance(ids, str) else [TokenSequence.of(ids, [*answer, encoder.end])]

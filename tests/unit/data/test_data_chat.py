@@ -48,10 +48,11 @@ JOINED = (
 )
 TURNS = [
     {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello\n", "reasoning": "easy"},
+    {"role": "assistant", "content": "Hello\n"},
     {"role": "user", "content": "Bye"},
-    {"role": "assistant", "content": "See you", "reasoning": "sad"},
+    {"role": "assistant", "content": "See you"},
 ]
+THOUGHT = [TURNS[0], {**TURNS[1], "reasoning": "easy"}, TURNS[2], {**TURNS[3], "reasoning": "sad"}]
 
 
 class Site:
@@ -155,7 +156,7 @@ def test_a_row_s_own_system_message_and_tools_and_weights_count(site: Site) -> N
 
 def test_reasoning_that_the_template_drops_from_earlier_turns_has_a_right_mask(site: Site) -> None:
     site.template(REASONING)
-    text = site.marked(site.sample({"messages": TURNS}))
+    text = site.marked(site.sample({"messages": THOUGHT}))
     assert text.count("[Hello\n<|im_end|>]\n<|im_start|>user") == 1
     assert text.endswith("[<think>sad</think>See you<|im_end|>]\n")
 

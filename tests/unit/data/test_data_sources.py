@@ -164,6 +164,30 @@ def test_columns_become_json(tmp_path: Path) -> None:
         read_records(path, "id")
 
 
+def test_tools_and_calls_have_no_other_row_s_keys_from_arrow(tmp_path: Path) -> None:
+    """A null that means something stays: everywhere else, and in lists."""
+
+    def row(name: str, own: str) -> dict[str, Any]:
+        function = {"name": name, "parameters": {"properties": {own: {"enum": ["x", None]}}}}
+        call = {"id": None, "function": {"name": name, "arguments": {own: "1"}}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        tool = {"type": "function", "function": function}
+        return {"messages": [said], "deep": {"tools": [tool]}, "meta": {"a": None, own: "1"}}
+
+    rows = [row("add", "a"), row("find", "b")]
+    path = write(tmp_path, "parquet", rows)
+    (first, second) = read_records(path, "id").rows
+    for found, expected in ((first, rows[0]), (second, rows[1])):
+        assert found["deep"] == expected["deep"]
+        (call,) = found["messages"][0]["tool_calls"]
+        assert call["function"] == expected["messages"][0]["tool_calls"][0]["function"]
+        assert found["messages"][0]["content"] is None
+        assert found["meta"].keys() == {"a", "b"}
+    plain = [{"name": "f", "input_schema": {own: "x"}} for own in ("a", "b")]
+    path = write(tmp_path, "parquet", [{"tools": [tool]} for tool in plain])
+    assert [found["tools"] for found in read_records(path, "id").rows] == [[tool] for tool in plain]
+
+
 def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, "parquet", ROWS)
     path.write_bytes(path.read_bytes()[:-9])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from slurmrl.data.tokenizer import END, decoding, load_tokenizer, train_bpe
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from slurmrl.config.schema import Dataset
+from slurmrl.data.tokenizer import END, PAD, decoding, load_tokenizer, save_tokenizer, train_bpe
 from slurmrl.engines.rollout.native.stops import ends_with_stop
+from slurmrl.rollouts.dialogue import Dialogue
 
 
 def test_stop_strings_are_found_as_the_last_part_of_a_character_comes(tmp_path: Path) -> None:
@@ -27,3 +32,19 @@ def test_stop_strings_are_found_as_the_last_part_of_a_character_comes(tmp_path: 
         ]
         behind = tokenizer(text.partition(stop)[2], add_special_tokens=False).input_ids
         assert found == [len(ids) - len(behind) - 1]
+
+
+def test_decoded_text_keeps_its_spaces_if_the_tokenizer_would_correct_them(tmp_path: Path) -> None:
+    """Rewards and episodes judge what was written: ``x != y`` is not ``x!= y``."""
+    words = {word: number for number, word in enumerate(["x", "!=", "y", "!", ".", END, PAD])}
+    core = Tokenizer(models.WordLevel(words, unk_token=PAD))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    save_tokenizer(core, tmp_path, end=END, pad=PAD)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"clean_up_tokenization_spaces": True}
+    path.write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = [words[word] for word in ["x", "!=", "y", "!", "."]]
+    assert tokenizer.decode(ids) == "x != y ! ."
+    dialogue = Dialogue(Dataset(type="prompt", path="x"), tokenizer)
+    assert dialogue.decode(ids) == "x != y ! ."

@@ -13,6 +13,7 @@ from slurmrl.config.schema import Config, Dataset, Evaluation
 from slurmrl.data.chat import ChatTemplate, stop_ids
 from slurmrl.data.encoder import Encoder
 from slurmrl.data.tokenizer import load_tokenizer, train_bpe
+from slurmrl.data.types import row_type
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|end|>"]
 HEADER = "{% for m in messages %}"
@@ -166,3 +167,20 @@ def test_generation_block_is_found_in_every_spelling(
     template = CHATML.replace("{{ m.content }}<|im_end|>", said)
     text = marked(tokenizer, template, {**SAID, "thought": "Hm"})
     assert text.rstrip() == "<|im_start|>assistant\nHm[Hello<|im_end|>]"
+
+
+@pytest.mark.parametrize("answer", ["Hello", "Hello<|endoftext|>", "Hello<|endoftext|>\n"])
+def test_answer_ends_once_if_its_text_has_the_end_already(tokenizer: Any, answer: str) -> None:
+    config = Dataset(type="prompt_answer", path="rows.jsonl")
+    row = {"prompt": "Hi", "answer": answer}
+    (found,) = row_type(config).tokens([row], Encoder(config, tokenizer))
+    assert not isinstance(found, str)
+    assert tokenizer.decode(found[0].tokens) == "HiHello<|endoftext|>"
+    assert found[0].runs[1] == len(tokenizer("Hello").input_ids) + 1
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|im_end|>\n", "<|endoftext|>", "<|im_end|>" * 2])
+def test_turn_ends_once_if_its_content_has_the_end_already(tokenizer: Any, end: str) -> None:
+    said = {"role": "assistant", "content": f"Hello{end}"}
+    text = marked(tokenizer, CHATML, USER, said, USER)
+    assert text == marked(tokenizer, CHATML, USER, SAID, USER)

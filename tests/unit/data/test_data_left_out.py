@@ -1,0 +1,95 @@
+"""What a chat template leaves out is a problem of the row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import pytest
+
+from slurmrl.data.left_out import left_out
+from slurmrl.data.messages import Message
+
+CONTENT = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
+WHOLE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<{{ m.role }} {{ m.name }}> {{ m.reasoning_content }}"
+    "{{ m.content | trim }}{% for c in m.tool_calls %}{{ (c.function or c) | tojson }}{% endfor %}"
+    "\n{% endfor %}"
+)
+FIRST_SYSTEM = (
+    "{{ messages[0].content }}{% for m in messages %}{% if m.role != 'system' %}"
+    "{{ m.content }}{% endif %}{% endfor %}"
+)
+CALL_ONLY = (
+    "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls | tojson }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+LAST_THOUGHT = (
+    "{% for m in messages %}{% if loop.last %}{{ m.reasoning_content }}{% endif %}{{ m.content }}"
+    "{% endfor %}"
+)
+USER = {"role": "user", "content": "add 1 and 2\n"}
+SAID = {"role": "assistant", "content": "3"}
+THOUGHT = {**SAID, "reasoning_content": "easy"}
+CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+CALLS = {"role": "assistant", "tool_calls": [CALL]}
+AS_TEXT = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": '{"a": "1 and 2"}'}]}
+TOOL = {"type": "function", "function": {"name": "add"}}
+NAMED = {**USER, "name": "add"}
+SYSTEM = {"role": "system", "content": "add"}
+
+
+def missing(template: str, messages: Sequence[Message], tools: Any = None) -> str:
+    compiled = jinja2.Environment().from_string(template)
+
+    def rendered(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+        return compiled.render(messages=messages, tools=tools)
+
+    return left_out(messages, tools, rendered)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "name"),
+    [
+        (CONTENT, [USER, CALLS], None, "the tool call 'add' of message 2"),
+        (CONTENT, [USER, AS_TEXT], None, "the tool call 'add' of message 2"),
+        (CONTENT, [USER, SAID], [TOOL], "the tool 'add'"),
+        (CONTENT, [USER, SAID], [{"name": "add"}], "the tool 'add'"),
+        (CONTENT, [NAMED, SAID], None, "the name of message 1"),
+        (CONTENT, [USER, THOUGHT], None, "the reasoning_content of message 2"),
+        (CONTENT, [USER, THOUGHT, USER], None, "the reasoning_content of message 2"),
+        (FIRST_SYSTEM, [SYSTEM, SYSTEM, USER, SAID], None, "the content of message 2"),
+        (CALL_ONLY, [USER, {**CALLS, "content": "add"}], None, "the content of message 2"),
+        (
+            WHOLE.replace("(c.function or c)", "(c.function or c).name"),
+            [USER, CALLS],
+            None,
+            "the arguments of the tool call 'add' of message 2",
+        ),
+        ("{{ messages[-1].content }}", [SAID, USER], None, "the content of message 1"),
+    ],
+)
+def test_dropped_value_is_named_though_its_words_are_in_the_text(
+    template: str, messages: Sequence[Message], tools: Any, name: str
+) -> None:
+    assert missing(template, messages, tools) == name
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools"),
+    [
+        (WHOLE, [SYSTEM, NAMED, CALLS, {"role": "tool", "content": "3"}, THOUGHT], [TOOL]),
+        (WHOLE, [USER, AS_TEXT], [{"name": "add"}]),
+        (WHOLE, [{"role": "user", "content": '"quoted"\n\ttext '}], None),
+        (CONTENT, [USER, {"role": "tool", "name": "add", "content": "3"}, SAID], None),
+        (LAST_THOUGHT, [USER, THOUGHT, USER, SAID], None),
+        (CONTENT, [USER, {**THOUGHT, "weight": 0}, USER], None),
+        (CONTENT, [USER, {"role": "assistant", "content": ""}], []),
+    ],
+)
+def test_nothing_is_named_if_the_template_writes_it_in_any_form(
+    template: str, messages: Sequence[Message], tools: Any
+) -> None:
+    assert missing(template, messages, tools) == ""
