@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 
-from slurmrl.rewards.math_notation import EUROPEAN, number, without_units
+from slurmrl.rewards.math_notation import ALL_TEXT, EUROPEAN, number, without_units
 
 FORMULA = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\A\$([^$\n]+)\$\Z"
@@ -24,9 +24,14 @@ SAME_ANSWER = re.compile(
     r"|\\(?:text|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}|[A-Za-z](?:_\{?\w+\}?)?\s*=)*"
 )
 """Text between two boxes of one answer: separators, names as in ``x_2 =``, words and "and"."""
-FINAL = re.compile(r"final answer\b[^\n]{0,100}?\bis\b", re.IGNORECASE)
+FINAL = re.compile(r"final answer\b[^\n]{0,100}?\bis:?\s*\**[$\\\d-]", re.IGNORECASE)
 """math-verify prefers the answer after this to a box."""
-HEADING = re.compile(r"[\s*_#]*(?:\d+(?:\.\d+)*[.):]\s+)?[*_]*[A-Za-z]{3,}|\s*\Z")
+NUMBERED = re.compile(r"[\s*_]*\d+(?:\.\d+)*[.):]\s")
+"""The begin of a numbered heading."""
+VALUE = re.compile(r"[\s*_$=-]*(?:\\|[€£¥₹]|US\$)?\.?(?:\d|(?<=\\))")
+"""The begin of a number or a formula."""
+TITLE = re.compile(r"\b(?:answer|solution|result|conclusion)\W*\Z", re.IGNORECASE)
+"""The end of a heading above the answer."""
 QUOTED = r"\\(?:text\w*|mbox|math(?:rm|bf|it|sf)|operatorname|begin|end)\s*\{[^{}]*\}"
 COMMAND = re.compile(r"\\[A-Za-z]+")
 PROSE = re.compile(
@@ -41,40 +46,47 @@ ONE_WORD = re.compile(r"[A-Za-z]{3,}|no|No|NO")
 TOKEN = re.compile(rf"(?:{QUOTED}|\S)+")
 MIXED = re.compile(r"(?<![\w./^{}])(\d+)\s+(\d+)/(\d+)(?![\w/^.])")
 NUMBER = re.compile(r"(?<![\w.])-?(?:\\?\$ ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?(?: ?\\?%)?")
-NO_PROSE = re.compile(r"[+*/^_\\{}<>|]")
+NO_PROSE = re.compile(r"[+*/^_\\{}<>|]|(?<=\s)-\s")
 """With one of these characters, a text with words and a number is a formula."""
 CURRENCIES = re.compile("[€£¥₹]")
 NAMED = re.compile(
     r"(?<![A-Za-z\\])(pi|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi)(?![A-Za-z])"
 )
-APPROXIMATELY = re.compile(r"\\approx(?:eq)?(?![A-Za-z])|\\simeq(?![A-Za-z])|≈|≃")
+ALIGNMENT = re.compile(r"\\(?:begin|end)\s*\{\w+\*?\}|&|\\\\\s*\Z")
+APPROXIMATELY = re.compile(
+    r"\\(?:(?:thick)?approx(?:eq)?|simeq|doteq)(?![A-Za-z])|≈|≃|\A\s*(?:~|\\sim(?![A-Za-z]))"
+)
 OPERAND = r"[-(\[]*\\?\$?\d[\d,.]*%?[)\]]*"
 CALCULATION = re.compile(
     rf"(?<![\w.]){OPERAND}(?:\s*(?:[-+*/^×÷·⋅–]|\\times|\\cdot|\\div|x(?=[\s\d]))\s*{OPERAND})+"
     r"|(?<![\w.])\(?\d[\d,.]*\)?\([-\d][^()]*\)"
+    rf"|{OPERAND}\s*[+^×÷·]\s*[A-Za-z{{]|[A-Za-z)}}]\s*[+^×÷·]\s*{OPERAND}"
 )
-"""Numbers with operators between them."""
+"""Numbers with operators between them, or between them and letters."""
 WRITTEN = re.compile(rf"(?<![\w.,])(?:{EUROPEAN})(?![.,]?\d)")
-OPENING = re.compile(r"(?<!\w)[\[(\"'`*“_>~]+(?=[-$\d.])|(?<!\d):(?=[-$\d.])|\b(?:US|HK|A|C)(?=\$)")
+OPENING = re.compile(r"(?:(?<!\w)[\[(\"'`*“_>~+]+|(?<!\d):)(?=[-$\d.])|\b(?:US|HK|A|C)(?=\$)")
 """Characters before a number where math-verify expects a space."""
 
 
 def marked_answer(text: str, marker: str) -> str | None:
-    """The rest of the line after the last marker. None if there is no marker, or if the answer is
-    in a box: in one after the marker, or in any one if the line is a Markdown heading."""
-    before, separator, rest = text.rpartition(marker)
-    if not separator:
+    """The rest of the line after the last marker that is no Markdown heading. None if there is no
+    marker, or if the answer is in a box: after the marker, or before a heading."""
+    before, separator, after = text.rpartition(marker)
+    if not separator or BOX.search(after.partition("\n")[2]):
         return None
-    line, _, after = rest.partition("\n")
-    if BOX.search(after):
+    lines = [each.partition("\n")[0].strip() for each in text.split(marker)[1:]]
+    if marker.strip("#") or not is_heading(lines[-1]):
+        return lines[-1]
+    if BOX.search(before) or TITLE.search(lines[-1]):
         return None
-    if marker.strip("#") == "" and HEADING.match(line):
-        if BOX.search(before):
-            return None
-        earlier = marked_answer(before, marker)
-        if earlier and not HEADING.match(earlier):
-            return earlier
-    return line.strip()
+    return next((line for line in reversed(lines) if not is_heading(line)), lines[-1])
+
+
+def is_heading(line: str) -> bool:
+    """Whether a line behind the marker is empty or a title, as Markdown writes it."""
+    if not line.strip() or NUMBERED.match(line):
+        return True
+    return is_prose(line) and not VALUE.match(line)
 
 
 def boxed(text: str) -> str:
@@ -89,8 +101,9 @@ def boxed(text: str) -> str:
             continue
         if not SAME_ANSWER.fullmatch(text, at, box.start()):
             contents = []
-        if content.strip() not in contents:
-            contents.append(content.strip())
+        content = ALL_TEXT.sub(r"\1", content.strip())
+        if content not in contents:
+            contents.append(content)
         at = end
     return "" if FINAL.search(text, at) else ", ".join(contents)
 
@@ -110,7 +123,7 @@ def stated(text: str) -> str:
     left, and numbers with operators between them are dropped."""
     text = FORMULA.sub(lambda match: _last_number("".join(filter(None, match.groups()))), text)
     text = FORMULA.sub(lambda match: _last_number(match[0].strip("$")), mark_formulas(text))
-    text = APPROXIMATELY.sub(" = ", text.replace(r"\$", "$"))
+    text = APPROXIMATELY.sub(" = ", text.replace(r"\$", "$").replace("-$", "$-"))
     text = MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", text)
     text = CALCULATION.sub(lambda match: f" {number(match[0].strip('()[]'), plain=True)} ", text)
     text = WRITTEN.sub(lambda match: number(match[0], plain=True), text)
@@ -119,7 +132,7 @@ def stated(text: str) -> str:
 
 def _last_number(formula: str) -> str:
     """The number after the last ``=``, before ``\\approx`` if there is one."""
-    for part in APPROXIMATELY.split(formula):
+    for part in APPROXIMATELY.split(ALIGNMENT.sub("", formula)):
         if value := number(re.split(r"(?<![<>!\\])=", part)[-1], plain=True):
             return f" {value} "
     return " "

@@ -73,7 +73,7 @@ def leading_zeros(*numbers: Any) -> int:
     if not all(getattr(each, "is_number", False) for each in numbers):
         return 0
     try:
-        sizes = [Decimal(str(abs(each).evalf(5))) for each in numbers]
+        sizes = [Decimal(str(abs(each.doit()).evalf(5))) for each in numbers]
     except (ArithmeticError, TypeError, ValueError):
         return 0
     return max([0, *(-1 - size.adjusted() for size in sizes if size)])

@@ -53,12 +53,20 @@ RESIDUE = re.compile(
 
 CURRENCY = r"(?:\\?\$|[€£¥₹¢₽₩]|\b(?:USD|EUR|GBP|INR|JPY|CNY|RMB|CAD|AUD|CHF|Rs\.?)(?![A-Za-z]))"
 LEADING_CURRENCY = re.compile(rf"\A([-+]?)\s*(?:US|HK|A|C)?{CURRENCY}\s*(?=[-\d.])")
-WRAPPED = r"\\(?:text\w*|math(?:rm|bf|it|sf)|mbox|operatorname|unit)\s*\{(?:[^{}]|\{[^{}]*\})*\}"
-DEGREES = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*(?:[CFK]|\\(?:text\w*|mathrm)\s*\{\s*[CFK]\s*\})"
+WRAPPED = (
+    r"(?:\\(?:text\w*|math(?:rm|bf|it|sf)|mbox|operatorname|unit|si)\s*\{(?:[^{}]|\{[^{}]*\})*\}"
+    r"|\{\s*\\rm[^{}]*\})"
+)
+LEADING_TEXT = re.compile(rf"\A\\(?:text|mbox)\s*\{{[^{{}}\d]*\}}{SPACE}*(?=[-\d.])")
+ALL_TEXT = re.compile(r"\A\\(?:text\w*|math(?:rm|bf)|mbox)\s*\{([^{}]*\d[^{}]*)\}\Z")
+DEGREES = (
+    r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)"
+    r"(?:\s*(?:[CFK]|\\(?:text\w*|mathrm)\s*\{\s*[CFK]\s*\}))?"
+)
 UNIT = (
-    r"(?:[kcdmunpMGTµμ]?(?:m|g|s|l|L|N|J|W|V|A|F|H|K|T|Hz|Pa|eV|Wh|mol|cal|bar|rad|Ω)|[KMGT]?B"
+    r"(?:[kcdmunpMGTµμ]?(?:m|g|s|l|L|N|J|W|V|A|F|H|K|T|Hz|Pa|eV|Wh|mol|cal|bar|rad|bps|Ω)|[KMGT]?B"
     r"|in|ft|yd|mi|oz|lbs?|pt|qt|gal|min|hrs?|h|d|yrs?|wks?|mph|kmp?h|kph|rpm|bpm|fps|psi|atm|dB"
-    rf"|ppm|ha|AU|Nm|deg|C|sq|cu|cc|\\(?:ohm|Omega|celsius)|{DEGREES}|{CURRENCY})(?![A-Za-z])"
+    rf"|ppm|ha|AU|Nm|deg|C|sq|cu|cc|units?|[kM]?\\(?:ohm|Omega|celsius)|\\mu{SPACE}*(?:[mgslL]|{WRAPPED})|{DEGREES}|{CURRENCY})(?![A-Za-z])"
 )
 EXPONENT = r"(?:\s*(?:\^|\*\*)\s*(?:\{\s*-?\d+\s*\}|-?\d+)|[²³]|(?<=[a-z])[23](?!\d))?"
 TERM = (
@@ -66,7 +74,8 @@ TERM = (
     rf"|(?:{WRAPPED}|{UNIT}){EXPONENT})"
 )
 BETWEEN = rf"{SPACE}*(?:/|\\cdot|[·⋅*]|\\times|per(?![A-Za-z])|{SPACE}|(?=\\)){SPACE}*"
-UNITS = re.compile(rf"(?<=[\d}})%.])({SPACE}*){TERM}(?:{BETWEEN}{TERM})*{SPACE}*\Z")
+AFTER = rf"(?:(?<=[\d}})%.])|(?<=\\pi)(?={SPACE}+[a-z]{{2}}))"
+UNITS = re.compile(rf"{AFTER}({SPACE}*){TERM}(?:{BETWEEN}{TERM})*{SPACE}*\Z")
 """Units at the end of an answer."""
 VARIABLE = re.compile(r"[A-Z]")
 """A unit that may be a variable if no space separates it from its number: ``5N``."""
@@ -103,7 +112,8 @@ def number(text: str, *, plain: bool) -> str:
     may also separate decimals."""
     text = text.replace("{,}", ",")
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])|(?<!\*)\*\*(?!\*)", "", text).strip()
-    text = LEADING_CURRENCY.sub(r"\1", text.rstrip(".,;:").strip())
+    text = LEADING_TEXT.sub("", text.rstrip(".,;:"))
+    text = LEADING_CURRENCY.sub(r"\1", text.strip())
     text = PARENTHESES.sub(r"\1", without_units(text, plain=plain)).strip()
     match = LITERAL.fullmatch(text)
     if match is None or (match["comma"] and not plain):

@@ -56,6 +56,8 @@ def test_names_and_options_are_checked() -> None:
         ("\\boxed{2}\n#### Why is it 3?", None),
         ("\\boxed{2}\n#### 3", "3"),
         ("#### 2\n#### Explanation", "2"),
+        ("#### 2\n" + "#### Explanation\n" * 5000, "2"),
+        ("#### Final answer\n2", None),
     ],
 )
 def test_answer_follows_last_marker_or_is_boxed(text: str, answer: str | None) -> None:
