@@ -164,6 +164,8 @@ def _jobs_left(status: Status) -> Iterator[str]:
 
 
 def _pending(status: Status) -> StatusFinding:
+    if submitting := status.get("submitting"):
+        return StatusFinding("submitting", f"being submitted {plain(submitting)}")
     pending = status["pending"] or {}
     since_s, reason, words = (pending.get(key) for key in ("since_s", "reason", "words"))
     since = f" for {age(since_s)}" if since_s is not None else ""

@@ -96,8 +96,10 @@ def _age_s(start: str, now: float) -> float | None:
         return None
 
 
-def _pending(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> dict[str, Any]:
+def _pending(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> dict[str, Any] | None:
     waiting = [task for task in tasks if task.state is JobState.PENDING]
+    if not waiting:  # it is being submitted
+        return None
     task = min(waiting, key=lambda one: one.element)
     submission = snapshot.submission
     since = [submission.time] if submission is not None and submission.time is not None else []

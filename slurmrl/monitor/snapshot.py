@@ -29,7 +29,7 @@ from slurmrl.monitor.reports import Failure, Hang, Identity, Warned
 from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
-from slurmrl.scheduler import hosts, stopping
+from slurmrl.scheduler import hosts, stopping, submitter
 from slurmrl.scheduler.hosts import BadHost
 from slurmrl.worlds import TRAINERS
 
@@ -143,6 +143,8 @@ class TrialSnapshot:
     """Total time of the steps that count; None if not requested, or too many to sum up."""
     first_step_at: float | None = None
     """When the ranks were ready for the first step, by the master's clock."""
+    submitting: str = ""
+    """The process that submits the trial now, as ``on login1, process 123``; empty if none does."""
     free_bytes: int | None = None
     """Free space on the file system of the run directory, as seen from this host."""
 
@@ -185,6 +187,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
     """Read a run directory and the traces of its newest incarnations. The number of files read does
     not depend on the age of the trial. Raises CorruptFileError for damaged files,
     EnvironmentFailure."""
+    submission = newest_submission(paths)
     state = recent(paths.history, incarnations=incarnations, exports=_exported(paths))
     groups = read_groups(paths)
     with make("file", directory=paths.names) as names:
@@ -199,7 +202,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
         paths,
         time.time(),
         state,
-        newest_submission(paths),
+        submission,
         groups,
         said,
         attempts,
@@ -210,6 +213,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
         hosts.avoided(paths),
         hosts.newest_failed_starts(paths),
         *(_times(paths, state.incarnation) if incarnations > GLANCE else (None, None)),
+        _submitting(paths, submission),
         space.free_bytes(paths.run),
     )
 
@@ -302,6 +306,20 @@ def newest_submission(paths: RunPaths) -> Submission | None:
             stopping.requested_by(paths, number),
         )
     return None
+
+
+def _submitting(paths: RunPaths, submission: Submission | None) -> str:
+    """Return the process that submits the trial now; empty if none does."""
+    made = paths.identity
+    if submission is not None:
+        made = paths.submission_request(submission.number)
+        if paths.submission_jobs(submission.number).exists():
+            return ""
+    try:
+        entries = documents.read(made)
+    except FileNotFoundError:
+        return ""
+    return submitter.words(entries) if submitter.in_progress(entries) else ""
 
 
 def submission_numbers(paths: RunPaths) -> list[int]:

@@ -77,6 +77,7 @@ This object is a contract: fields may be added, none is ever changed or removed.
         "effective_ratio": 0.93               time of the steps that count / time since the first;
       },                                      null in overviews. Each can be null: unknown
       "submission": 1,                        the newest; null for a trial that never was submitted
+      "submitting": "on login1, process 123" | null,   who submits it now
       "stopped_by": "alice" | null,           who has stopped it with ``slurmrl stop``
       "submitted": 1767225600.0 | null,       when it was requested, by that host's clock
       "incarnations": [{                      the newest ones, oldest first: 20 of one trial, 3 in
@@ -150,6 +151,7 @@ def assemble(
         "results": _results(snapshot.paths),
         "report": str(snapshot.paths.report) if snapshot.paths.report.is_file() else None,
         "submission": snapshot.submission.number if snapshot.submission else None,
+        "submitting": snapshot.submitting or None,
         "stopped_by": snapshot.submission.stopped_by or None if snapshot.submission else None,
         "submitted": snapshot.submission.time if snapshot.submission else None,
         "incarnations": told,
@@ -188,7 +190,8 @@ def trial_state(snapshot: TrialSnapshot, tasks: Sequence[TaskState], *, alive: b
     states = {task.state for task in tasks}
     if alive or JobState.RUNNING in states:
         return "RUNNING"
-    return "PENDING" if JobState.PENDING in states else "INTERRUPTED"
+    waits = JobState.PENDING in states or bool(snapshot.submitting)
+    return "PENDING" if waits else "INTERRUPTED"
 
 
 def _has_agent(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> bool:

@@ -7,7 +7,6 @@ a trial without it (the previous submitter was killed) repeats the same steps.
 from __future__ import annotations
 
 import json
-import time
 import uuid
 
 import slurmrl
@@ -19,6 +18,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.report.values import figures
 from slurmrl.plan.settings import Settings
+from slurmrl.scheduler import submitter
 from slurmrl.submission import snapshot
 from slurmrl.submission.record import ProvenanceWriter
 
@@ -40,7 +40,8 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
     for directory in paths.directories():
         atomic.make_private_directory(directory)
     atomic.probe_link(paths.run)
-    claim = {"uuid": uuid.uuid4().hex, "time": time.time(), "version": slurmrl.__version__}
+    who = submitter.myself()
+    claim = {"uuid": uuid.uuid4().hex, "version": slurmrl.__version__, **who}
     atomic.exclusive_create(paths.identity, json.dumps(claim).encode())
     snapshot.take(paths, recorder.code, recorder)
     write_plan(paths, settings, plan)

@@ -14,7 +14,7 @@ from typing import Any
 from slurmrl.algorithms.offline.schema import Evaluate
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config
-from slurmrl.errors import UsageError
+from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.fsio import space, variables
 from slurmrl.history.log import History
 from slurmrl.history.record import END_OF_DATASET, Kind, Record
@@ -30,6 +30,8 @@ from slurmrl.recover import (
     moved_schedules,
 )
 from slurmrl.scheduler import make
+from slurmrl.scheduler.base import JobIds, Scheduler
+from slurmrl.scheduler.client import may_have_worked
 from slurmrl.submission import claims, snapshot
 from slurmrl.submission.live import Jobs, clear_away, newest_jobs
 from slurmrl.submission.prepare import (
@@ -40,6 +42,7 @@ from slurmrl.submission.prepare import (
     trial_uuid,
 )
 from slurmrl.submission.proposal import Proposal, free_name, run_paths
+from slurmrl.submission.undo import Before, undo
 from slurmrl.workers.poll_intervals import PollIntervals
 from slurmrl.worlds import TRAINERS
 
@@ -123,14 +126,29 @@ def submit(proposal: Proposal) -> Submitted:
     number = claims.claim(proposal.paths, before, _request(proposal, code))
     if proposal.update_code:
         notes += (f"runs the current code: {proposal.paths.snapshot(code)}",)
-    if not fresh:
-        rewrite(proposal.paths, proposal.settings, proposal.plan)
-    if state.end is not None:
-        resume(History(proposal.paths.history), {"submission": number})
-    ids = scheduler.submit(proposal.request(number, trial_uuid(proposal.paths), code))
+    ids = _hand_over(proposal, scheduler, number, code, None if fresh else state)
     jobs = Jobs(number, scheduler, ids)
     claims.confirm(proposal.paths, jobs)
     return Submitted(proposal.paths, proposal.kind, jobs, state.incarnation, outlook.step, notes)
+
+
+def _hand_over(
+    proposal: Proposal, scheduler: Scheduler, number: int, code: int, state: TrialState | None
+) -> JobIds:
+    """Write the configuration into an existing trial (``state``; None: a new one), and submit its
+    jobs. If the scheduler rejects them, nothing stays behind. Raises SchedulerError."""
+    paths = proposal.paths
+    before = None if state is None else Before.of(paths, state.end)
+    if before is not None:
+        rewrite(paths, proposal.settings, proposal.plan)
+    if before is not None and before.end is not None:
+        resume(History(paths.history), {"submission": number})
+    try:
+        return scheduler.submit(proposal.request(number, trial_uuid(paths), code))
+    except SchedulerError as error:
+        if not may_have_worked(error):
+            undo(paths, number, before)
+        raise
 
 
 def rehearse(proposal: Proposal) -> Outlook | None:

@@ -24,6 +24,7 @@ CONTRACT = (
 """The fields of the first version, in full."""
 ADDED = {
     "stopped_by",
+    "submitting",
     "doing",
     *("diagnosis", "findings", "phase", "warned", "waiting", "links_left", "link", "pending"),
     *(

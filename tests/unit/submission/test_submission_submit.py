@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from slurmrl.errors import (
     ConfigError,
     EnvironmentFailure,
     MissingDependencyError,
+    SchedulerError,
     UsageError,
     WaitTimeoutError,
 )
@@ -21,6 +23,7 @@ from slurmrl.history.record import Kind
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import begin, end
 from slurmrl.monitor import overview
+from slurmrl.monitor.collect import collect
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.model import Plan
 from slurmrl.scheduler.base import JobState
@@ -215,6 +218,78 @@ def test_trial_stays_live_with_a_job_of_trainers_and_of_tasks(
     with pytest.raises(UsageError, match=r"add/1 is live \(job 41_1"):
         again()
     assert scheduler.done == []
+
+
+def rejects(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    def submit(self: FakeScheduler, request: object) -> None:
+        raise SchedulerError(f"sbatch failed (1): {words}")
+
+    monkeypatch.setattr(FakeScheduler, "submit", submit)
+
+
+REJECTED = "sbatch: error: Batch job submission failed: Invalid account"
+
+
+def test_rejected_submission_leaves_nothing_behind(
+    again: Submit, config: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rejects(scheduler, monkeypatch, REJECTED)
+    with pytest.raises(SchedulerError, match="Invalid account"):
+        again()
+    assert not list((config.parent / "runs").rglob("*.json"))
+
+
+@pytest.mark.parametrize("kind", [Kind.FAILED, Kind.CANCELLED, None])
+def test_rejected_resume_leaves_trial_as_it_was(
+    again: Submit,
+    scheduler: FakeScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Kind | None,
+) -> None:
+    paths = again().paths
+    if kind is not None:
+        end(History(paths.history), kind, {"reason": "x"})
+    before = paths.config.read_bytes(), paths.plan.read_bytes()
+    rejects(scheduler, monkeypatch, REJECTED)
+    with pytest.raises(SchedulerError, match="Invalid account"):
+        again("seed=2")
+    assert (paths.config.read_bytes(), paths.plan.read_bytes()) == before
+    ended = history(paths).end
+    assert (ended.kind if ended else None) is kind
+    assert not paths.submission(2).exists()
+
+
+@pytest.mark.parametrize("words", ["Socket timed out on send/recv operation"])
+def test_submission_kept_when_jobs_may_be_queued(
+    again: Submit,
+    config: Path,
+    scheduler: FakeScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+) -> None:
+    rejects(scheduler, monkeypatch, words)
+    with pytest.raises(SchedulerError, match=words):
+        again()
+    assert list((config.parent / "runs").rglob("request.json"))
+
+
+def test_status_says_being_submitted_while_submit_runs(
+    again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whom: a trial that is being submitted must not look interrupted."""
+    paths = again().paths
+    request = {**json.loads(paths.submission_request(1).read_text()), "pid": os.getppid()}
+    parent = ProcessId.of(os.getppid())
+    assert parent is not None
+    request["start_ticks"] = parent.start_ticks
+    paths.submission_request(1).write_text(json.dumps(request))
+    scheduler.jobs.clear()
+    [status] = collect([paths], lambda kind: scheduler)
+    assert status["state"] == "PENDING"
+    assert status["diagnosis"].startswith("being submitted on ")
+    paths.submission_jobs(1).write_text("{}")
+    [status] = collect([paths], lambda kind: scheduler)
+    assert status["state"] == "INTERRUPTED"
 
 
 def test_another_configuration_is_refused_with_the_differences(
