@@ -36,10 +36,17 @@ def submit(
 
     Raises ConfigError with every problem, UsageError for a trial that lives, EnvironmentFailure.
     """
+    from os import PathLike
     from pathlib import Path
 
+    from slurmrl.errors import UsageError
     from slurmrl.submission import handle
 
+    if not isinstance(config, str | PathLike):
+        raise UsageError(
+            f"config: {type(config).__name__} is not allowed: expected the path of a YAML file. "
+            "Settings that differ from it are overrides: submit('my.yaml', 'seed=2')"
+        )
     return handle.submit(
         Path(config), overrides, root=root, scheduler=scheduler, new=new, check=check
     )

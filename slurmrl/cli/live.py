@@ -146,9 +146,18 @@ class PlainView(View):
     def update(self, status: render.Status) -> None:
         if status["incarnation"] != self._incarnation:
             self._begin(status)
+        lives = status["state"] in render.LIVES
+        if lives:
+            self._print_state(status)
+        if status["incarnation"] > self._earlier:
+            self._print_progress(status)
+        if not lives:  # after the last steps
+            self._print_state(status)
+
+    def _print_state(self, status: render.Status) -> None:
         self._print_once("state", f"{status['state']} {render.note(status)}".strip())
-        if status["incarnation"] <= self._earlier:
-            return
+
+    def _print_progress(self, status: render.Status) -> None:
         for line in read_latest(RunPaths(Path(status["run"])).metrics, MOST_LINES):
             if line["step"] > self._step:
                 self._step = line["step"]

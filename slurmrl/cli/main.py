@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from slurmrl import __version__, env
-from slurmrl.errors import ConfigError, SlurmrlError
+from slurmrl.errors import ConfigError, EnvironmentFailure, SlurmrlError
 from slurmrl.fsio.umask import make_private
 from slurmrl.registry import near, resolve
 
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SlurmrlError as error:
         return _report(error, error.exit_code, invocation)
     except OSError as error:
-        return _report(error, ENVIRONMENT, invocation)
+        return _report(_of_directory() or error, ENVIRONMENT, invocation)
 
 
 def _invoke(invocation: Invocation) -> int:
@@ -216,6 +216,15 @@ def _complete(asked: str) -> int:
     from click.shell_completion import shell_complete
 
     return shell_complete(cli, {"obj": Invocation()}, "slurmrl", env.COMPLETE.name, asked)
+
+
+def _of_directory() -> Exception | None:
+    """Return the error of a shell whose directory somebody has removed."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return EnvironmentFailure("the current directory was removed: change to another one (cd)")
+    return None
 
 
 def _report(error: Exception, code: int, invocation: Invocation) -> int:

@@ -16,6 +16,23 @@ if TYPE_CHECKING:
     from slurmrl.paths import RunPaths
 
 
+OTHER = """\
+import runpy, sys, traceback
+sys.argv[0] = "slurmrl"
+try:
+    runpy.run_module("slurmrl", run_name="__main__")
+except (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError) as error:
+    if "--debug" in sys.argv:
+        raise
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    file = getattr(error, "filename", None) or f"{where.filename}, line {where.lineno}"
+    print(f"Error: the trial's copy of slurmrl is damaged: {type(error).__name__}: {error} "
+          f"({file}). --update-code takes the present one", file=sys.stderr)
+    sys.exit(3)
+"""
+"""Runs the slurmrl of a trial. Its files may be damaged, and no code of theirs can say so."""
+
+
 @click.command(
     epilog=examples(
         "slurmrl resume grpo/1",
@@ -97,7 +114,7 @@ def _exec_own_slurmrl(paths: RunPaths) -> None:
         return
     click.echo(f"using the slurmrl of the trial, {code}; --update-code uses this one", err=True)
     sys.stdout.flush()
-    arguments = [sys.executable, "-P", "-m", "slurmrl", *click.get_current_context().obj.arguments]
+    arguments = [sys.executable, "-P", "-c", OTHER, *click.get_current_context().obj.arguments]
     given = of_snapshot(code)
     path = os.pathsep.join([given["PYTHONPATH"], *filter(None, [os.environ.get("PYTHONPATH")])])
     os.execve(sys.executable, arguments, {**os.environ, **given, "PYTHONPATH": path})

@@ -13,7 +13,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -60,8 +60,12 @@ def render(reports: Sequence[TrialReport], *, now: float) -> str:
 
 
 def embedded(value: Any) -> str:
-    """Return JSON that can stand in a script element, whatever texts it has."""
-    text = json.dumps(value, default=vars, allow_nan=False, separators=(",", ":"))
+    """Return JSON that can stand in a script element, whatever texts and numbers it has."""
+    encode = partial(json.dumps, default=vars, separators=(",", ":"))
+    try:
+        text = encode(value, allow_nan=False)
+    except ValueError:  # a file has 1e400 or NaN, which JSON lacks: as texts they are readable
+        text = encode(json.loads(encode(value), parse_constant=str), allow_nan=False)
     return text.translate(HARMLESS)
 
 

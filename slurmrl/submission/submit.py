@@ -209,7 +209,7 @@ def _other_configuration(before: Config, settings: Settings, changed: Sequence[s
             f"To evaluate this one too, add to the command: {chosen}trial={name}"
         )
     return (
-        f"{trial} exists with another configuration; use --new, or undo:{lines}\n"
+        f"{trial} exists with another configuration: submit it with --new, or undo:{lines}\n"
         f"Settings that a trial may change: {may_change()}"
     )
 
@@ -254,7 +254,7 @@ def _jobs_left(proposal: Proposal, state: TrialState) -> Jobs | None:
         name = proposal.trial
         raise UsageError(
             f"{name} is live (job {trainers[0].job_id}, {trainers[0].state}): see slurmrl status "
-            f"{name}, end it with slurmrl stop {name}, or start another trial with --new"
+            f"{name}, end it with slurmrl stop {name}, or submit another trial with --new"
         )
     return jobs if active else None
 

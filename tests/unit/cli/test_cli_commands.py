@@ -620,7 +620,7 @@ def test_a_dry_run_refuses_the_trials_that_submit_refuses(
     before = contents(root)
     assert submit_it(tmp_path, "--dry-run", "actor.optimizer.lr=1") == 2
     shown = capsys.readouterr()
-    assert "add/1 exists with another configuration; use --new, or undo:" in shown.err
+    assert "add/1 exists with another configuration: submit it with --new, or undo:" in shown.err
     assert shown.out == ""
     assert submit_it(tmp_path, "--dry-run", "cluster.slurm.links=3") == 0
     output = capsys.readouterr().out
@@ -649,7 +649,9 @@ def test_a_plan_says_that_the_trial_exists_with_another_configuration(
     assert printed(capsys)["missing"] == []
     assert main([*arguments, "seed=9"]) == 2
     [problem] = printed(capsys)["missing"]
-    assert problem.startswith("add/1 exists with another configuration; use --new, or undo:")
+    assert problem.startswith(
+        "add/1 exists with another configuration: submit it with --new, or undo:"
+    )
     assert "seed: 1 in the trial, 9 now" in problem
 
 

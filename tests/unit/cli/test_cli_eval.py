@@ -111,4 +111,7 @@ def test_another_model_with_the_name_of_one_that_was_evaluated_is_told_the_name_
     assert of(models[1], *added) == 0
     capsys.readouterr()
     assert of(models[0], "rollout.n=3", "--suite", "two") == 2
-    assert "exists with another configuration; use --new, or undo:" in capsys.readouterr().err
+    assert (
+        "exists with another configuration: submit it with --new, or undo:"
+        in capsys.readouterr().err
+    )

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurmrl.cli import render
 from slurmrl.cli.live import PlainView, curve, picture, remaining
+from tests.fake_runs import FakeRun
 from tests.fake_status import incarnation, pending, rollouts, status, timing
 
 
@@ -222,6 +224,18 @@ def test_plain_lines(tmp_path: Any) -> None:
     assert look(incarnation=1, checkpoint={"step": 1, "age_s": 0}) == ["step 2/60  reward 0.5"]
     again = look(incarnation=2, checkpoint={"step": 1, "age_s": 0})
     assert again == ["incarnation 2 continues from step 1", "step 2/60  reward 0.5"]
+
+
+def test_plain_view_prints_end_after_last_steps(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+    run.metrics({"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0})
+    lines: list[str] = []
+    ended = status(state="COMPLETED", run=str(run.paths.run), incarnation=1, checkpoint=None)
+    PlainView(write=lines.append).update(ended)
+    state = lines.index("COMPLETED")
+    steps = [line for line in lines if line.startswith("step")]
+    assert len(steps) == 2
+    assert all(lines.index(line) < state for line in steps)
 
 
 @pytest.mark.parametrize("checkpoint", [None, {"step": 2, "age_s": 0}])

@@ -154,6 +154,14 @@ def test_no_text_of_a_trial_becomes_part_of_the_page(tmp_path: Path) -> None:
     assert allowed == [base64.b64encode(digest).decode() for digest in digests]
 
 
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan"), 1e400])
+def test_embedded_number_that_json_lacks_is_text(number: float) -> None:
+    """A file of the trial may hold 1e400."""
+    found = json.loads(embedded({"settings": {"lr": [number], "seed": 1}}))
+    assert found["settings"]["seed"] == 1
+    assert found["settings"]["lr"][0] in ("Infinity", "-Infinity", "NaN")
+
+
 def test_embedded_data_has_no_character_that_ends_it() -> None:
     text = embedded({"text": HOSTILE, "key</script>": [HOSTILE]})
     assert not set("<>&\u2028\u2029") & set(text)
