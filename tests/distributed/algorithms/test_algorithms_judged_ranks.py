@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import pytest
@@ -77,7 +78,8 @@ def train(size: int, name: str, engine: str) -> tuple[dict[str, float], dict[str
         head=head,
     )
     rank = dist.get_rank()
-    settings = Settings(cast(Any, None), algorithm, cast(Any, None))
+    config: Any = SimpleNamespace(total_steps=1)
+    settings = Settings(config, algorithm, cast(Any, None))
     context = CallContext(1, 1, {}, cast(Any, None), settings, (), ())
     model = ENGINES.load(engine)(
         "actor",
