@@ -27,7 +27,10 @@ def wrong_prompt(value: Any) -> str:
     if reason := wrong_messages(value):
         return reason
     if value[-1]["role"] == ASSISTANT:
-        return "ends with a message of the assistant: a prompt ends before the assistant's turn"
+        return (
+            "ends with a message of the assistant: a prompt ends before the assistant's turn; "
+            "remove that message from the rows (docs/data.md, a type of your own)"
+        )
     return ""
 
 

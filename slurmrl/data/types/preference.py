@@ -14,6 +14,7 @@ from slurmrl.data.messages import (
     begins_with_prompt,
     common_prompt,
     is_messages,
+    text_of,
     wrong_answer,
 )
 from slurmrl.data.row_fields import Requirement, RowField, wrong_full_text
@@ -126,6 +127,11 @@ class Preferences(PromptAnswers):
             return keys[0], f"{where}, which is not the assistant's in both"
         if isinstance(prompt, list) and prompt != common[: len(prompt)]:
             return keys[0], f"and '{keys[1]}' do not begin with the messages of the prompt"
+        if isinstance(prompt, str) and not any(
+            prompt.strip() in text_of(message) for message in common
+        ):
+            where = f"the messages with which '{keys[0]}' and '{keys[1]}' begin"
+            return self.config.prompt_key, f"is in none of {where}; remove one of the two"
         return None
 
     def _wrong_answers(self, value: Any) -> str:

@@ -239,7 +239,7 @@ def test_prompts_get_the_template_with_generation_prompt_and_one_begin_token(sit
 
 def test_a_prompt_that_ends_with_the_assistant_or_is_inserted_is_refused(site: Site) -> None:
     settings: dict[str, Any] = {"type": "prompt", "chat_template": True}
-    with pytest.raises(ConfigError, match=r"rows.jsonl:1: prompt: ends with a message of the"):
+    with pytest.raises(ConfigError, match=r"prompt: ends with a message of the.*; remove"):
         site.sample({"prompt": TURNS}, **settings)
     with pytest.raises(ConfigError, match="prompt: must be a string: messages are not inserted"):
         site.sample({"prompt": TURNS[:1]}, prompt_template="Q: {prompt}", **settings)
@@ -268,7 +268,7 @@ GIVEN = [f"{ASKED}[{text}<|im_end|>]\n" for text in ("Yes", "No")]
         {"prompt": [USER], "chosen": [[GOOD]], "rejected": [[BAD]]},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        {"prompt": "the prompt once more", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": "Hi ", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
     ],
 )
 def test_answers_of_a_pair_may_be_messages(site: Site, row: dict[str, Any]) -> None:
@@ -312,6 +312,10 @@ def test_earlier_turns_of_the_assistant_are_context_and_later_ones_targets(site:
         (
             {"prompt": [THEN], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
             "chosen: and 'rejected' do not begin with the messages of the prompt",
+        ),
+        (
+            {"prompt": "Bye", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "prompt: is in none of the messages with which 'chosen' and 'rejected' begin",
         ),
         ({"prompt": "Hi", "chosen": [USER], "rejected": [USER]}, "must end with a message of the"),
         (
