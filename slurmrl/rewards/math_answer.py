@@ -44,7 +44,7 @@ PROSE = re.compile(
 ARTICLE = re.compile(r"a|A|I")
 ONE_WORD = re.compile(r"[A-Za-z]{3,}|no|No|NO")
 TOKEN = re.compile(rf"(?:{QUOTED}|\S)+")
-MIXED = re.compile(r"(?<![\w./^{}])(\d+)\s+(\d+)/(\d+)(?![\w/^.])")
+MIXED = re.compile(r"(?<![\w./^{}])(\d+)\s+(\d+)/(\d+)(?![\w/^]|\.\d)")
 NUMBER = re.compile(r"(?<![\w.])-?(?:\\?\$ ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?(?: ?\\?%)?")
 NO_PROSE = re.compile(r"[+*/^_\\{}<>|]|(?<=\s)-\s")
 """With one of these characters, a text with words and a number is a formula."""
@@ -127,7 +127,7 @@ def stated(text: str) -> str:
     text = MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", text)
     text = CALCULATION.sub(lambda match: f" {number(match[0].strip('()[]'), plain=True)} ", text)
     text = WRITTEN.sub(lambda match: number(match[0], plain=True), text)
-    return OPENING.sub(" ", text)
+    return re.sub(r"\s+(?=[.,;:!?](?:\s|\Z))", "", OPENING.sub(" ", text))
 
 
 def _last_number(formula: str) -> str:
