@@ -16,6 +16,7 @@ from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath, Source, dotted
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.paths import RunPaths
+from slurmrl.plan import own_files
 from slurmrl.plan.algorithms import ALGORITHMS, Algorithm, uses_of
 from slurmrl.plan.checks import check, check_submission, correctness
 from slurmrl.plan.checks.contract import violations, wrong_class
@@ -96,6 +97,10 @@ def load_settings(
     """
     source = load(path, overrides, derive, None if resumed else profiles.in_force())
     searched = [path.parent.absolute(), Path.cwd()] if folders is None else list(folders)
+    own, problems = own_files.resolve(source)
+    if problems:
+        raise ConfigError(tuple(problems))
+    searched = list(dict.fromkeys([*own, *searched]))
     with importable(searched):
         return _checked(
             source, searched, root, scheduler, planning=planning, resumed=resumed, data=data

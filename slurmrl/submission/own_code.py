@@ -52,6 +52,7 @@ def find(
     own = {Path(path).stem: Path(path) for path in config.code}
     notes, modules = [], list(own)
     importlib.invalidate_caches()
+    _check_names(config, source)
     for key, module in [*_references(config), *_of_algorithm(config, algorithm)]:
         top = module.partition(".")[0]
         if top == "slurmrl":
@@ -89,6 +90,23 @@ def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:
         copying.check_size(path)
     except UsageError as error:
         yield str(error)
+
+
+def _check_names(config: Config, source: Source) -> None:
+    """Raise ConfigError for own modules with a name of the standard library, which has loaded its
+    own long before."""
+    problems = [
+        Problem(
+            str(source.path),
+            key,
+            f"'{module}' is not allowed: Python's standard library has a module of that name; "
+            "rename the file",
+        )
+        for key, module in _references(config)
+        if module.partition(".")[0] in sys.stdlib_module_names
+    ]
+    if problems:
+        raise ConfigError(tuple(problems))
 
 
 def _references(config: Config) -> Iterator[tuple[str, str]]:

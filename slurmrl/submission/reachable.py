@@ -9,6 +9,7 @@ import ast
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 SKIPPED = frozenset({"slurmrl"}) | sys.stdlib_module_names
@@ -81,6 +82,12 @@ def _imported(file: Path, package: list[str]) -> Iterator[str]:
 
 
 def _beside(folder: Path, name: str) -> Path | None:
+    """Return the module of that name in a folder, in the order in which Python looks: a folder
+    without ``__init__.py`` comes after modules that are installed."""
     if (folder / name / "__init__.py").is_file():
         return folder / name
-    return folder / f"{name}.py" if (folder / f"{name}.py").is_file() else None
+    if (folder / f"{name}.py").is_file():
+        return folder / f"{name}.py"
+    spec = PathFinder.find_spec(name)
+    installed = spec is not None and spec.origin is not None
+    return folder / name if not installed and any((folder / name).rglob("*.py")) else None

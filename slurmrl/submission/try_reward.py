@@ -19,7 +19,7 @@ from slurmrl.errors import ConfigError, Problem, RunFailedError, UsageError, Wai
 from slurmrl.fsio import variables
 from slurmrl.plan.settings import Settings
 from slurmrl.submission import own_code, reward_trial
-from slurmrl.submission.checks.run import Code, environment
+from slurmrl.submission.checks.run import Code, empty, environment
 from slurmrl.submission.found_rows import Selection
 
 
@@ -91,7 +91,7 @@ def try_reward(
     }
     with tempfile.TemporaryDirectory(prefix="slurmrl-reward-") as folder:
         environ = environment(Path(folder), Code(paths=code.paths), data.variables)
-        reply = _ask(data.reward.title, request, environ, timeout_s)
+        reply = _ask(data.reward.title, request, environ, empty(Path(folder)), timeout_s)
     return Tried(
         tuple(Judged(**item) for item in reply["items"]),
         {name: total / count for name, (total, count) in reply["stats"].items() if count},
@@ -101,13 +101,14 @@ def try_reward(
 
 
 def _ask(
-    name: str, request: dict[str, Any], environ: dict[str, str], timeout_s: float
+    name: str, request: dict[str, Any], environ: dict[str, str], place: Path, timeout_s: float
 ) -> dict[str, Any]:
-    """``name`` is the reward's, for messages."""
+    """``name`` is the reward's, for messages; ``place``: the current directory of the child."""
     with (
         subprocess.Popen(
             [sys.executable, "-P", "-m", reward_trial.__name__],
             env=environ,
+            cwd=place,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

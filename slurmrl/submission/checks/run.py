@@ -24,6 +24,7 @@ from slurmrl.monitor import sinks
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.scheduler.environment import of_local_job
+from slurmrl.submission import copying
 from slurmrl.submission.checks import engines, room
 from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
 from slurmrl.submission.versions import torch_build
@@ -130,9 +131,11 @@ def _in_child(
         folder = Path(name)
         (folder / CONFIG).write_text(dump(settings.config), encoding="utf-8")
         with (folder / "output").open("wb") as output:
+            environ = environment(folder, code, _variables(settings))
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", CHILD, *map(str, (folder, os.getpid())), *compared],
-                env=environment(folder, code, _variables(settings)),
+                env=environ,
+                cwd=empty(folder),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -157,13 +160,15 @@ def _models(config: Config) -> set[str]:
 
 def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a job, so that imports fail here as they would there. ``folder``
-    receives links to the code; ``variables`` are those of the configuration."""
+    receives a copy of the user's code, without what lies beside it; ``variables`` are those of the
+    configuration."""
     place = code.snapshot
     if place is None:
         place = folder / "code"
         place.mkdir()
-        for path in (Path(slurmrl.__file__).parent, *code.paths):
-            (place / path.name).symlink_to(path.absolute())
+        (place / "slurmrl").symlink_to(Path(slurmrl.__file__).parent)
+        for path in code.paths:
+            copying.copy(path, place / path.name)
     return {
         **of_local_job(os.environ),
         **variables,
@@ -172,6 +177,13 @@ def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def empty(folder: Path) -> Path:
+    """Make the current directory of a check: jobs have another one than the command, too."""
+    place = folder / "empty"
+    place.mkdir()
+    return place
 
 
 def _variables(settings: Settings) -> dict[str, str]:

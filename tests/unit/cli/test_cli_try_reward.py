@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from slurmrl.cli.main import main
+from slurmrl.errors import ConfigError
+from slurmrl.plan.settings import load_settings
+from slurmrl.submission import own_code
 from tests.support.trials import ppo_config
 
 REWARD = """
@@ -242,3 +245,75 @@ def test_a_reward_that_needs_a_model_says_what_to_try_instead(
         2,
         True,
     )
+
+
+OF_FOLDER = """
+from pathlib import Path
+
+{imports}
+
+def judge(prompts, completions, rows):
+    words = {words}
+    return [float(completion in words) for completion in completions]
+"""
+BESIDE = "Path(__file__).{}parent.joinpath('words.txt').read_text().split()"
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "why"),
+    [
+        ("own.py", {"words": BESIDE.format("resolve().")}, "No such file or directory"),
+        (
+            "own/score.py",
+            {"words": BESIDE.format(""), "imports": "from helpers.words import WORDS"},
+            None,
+        ),
+        ("queue.py", {"words": "['0']"}, "'queue' is not allowed: Python's standard library has"),
+        ("json/own.py", {"words": "['0']"}, "'json.own' is not allowed: Python's standard library"),
+    ],
+)
+def test_reward_sees_what_the_job_will_see(
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    module: str,
+    code: dict[str, str],
+    why: str | None,
+) -> None:
+    """A copy of the code, in an empty folder: the files of folders that it imports, no others."""
+    monkeypatch.chdir(config.parent)
+    path = config.parent / module
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(OF_FOLDER.format(**{"imports": "", **code}))
+    path.with_name("words.txt").write_text("0 1")
+    (config.parent / "helpers").mkdir()
+    (config.parent / "helpers" / "words.py").write_text("WORDS = ['0', '1']")
+    name = module.removesuffix(".py").replace("/", ".")
+    done = main(["try-reward", str(config), "--completion", "1", f"reward.name={name}:judge"])
+    out, err = capfd.readouterr()
+    assert (done != 0, why is not None and why in err) == (why is not None,) * 2, out + err
+    assert why is not None or "mean 1 of 1" in out
+
+
+@pytest.mark.parametrize("name", ["own.py:judge", "./own.py:judge", "judges/own.py:judge"])
+def test_reward_is_named_by_its_file(config: Path, name: str) -> None:
+    path = config.parent / name.partition(":")[0]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(OF_FOLDER.format(imports="", words="['1']"))
+    values = json.loads(config.read_text())
+    values["reward"] = {"parts": {"one": {"name": name, "options": {"name": "x.py:y"}}}}
+    config.write_text(json.dumps(values))
+    settings = load_settings(config, planning=True)
+    reward = settings.config.reward
+    assert reward is not None
+    assert reward.parts["one"].name == "own:judge"
+    assert reward.parts["one"].options == {"name": "x.py:y"}
+    code = own_code.find(settings.config, settings.source, settings.folders)
+    assert [found.resolve() for found in code.paths] == [path.resolve()]
+    values["reward"]["parts"]["other"] = {"name": "elsewhere/own.py:judge"}
+    config.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="there is no file"):
+        load_settings(config, planning=True)
+    (config.parent / "elsewhere" / "own.py").write_text("")
+    with pytest.raises(ConfigError, match="another setting names a file of that name in another"):
+        load_settings(config, planning=True)
