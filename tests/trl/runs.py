@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.config.schema import Config, Dataset, Model, Optimizer, Rollout
+from slurmrl.config.schema import Config, Dataset, Logging, Model, Optimizer, Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.graph.call import Method, RoleUse
@@ -92,6 +92,7 @@ def settings_of(case: Case, batch_size: int) -> Settings:
         actor=Model(path="unused", optimizer=optimizer, max_tokens_per_microbatch=MICROBATCH),
         rollout=Rollout(n=GROUP, max_new_tokens=LONGEST, **case.rollout),
         dataset=Dataset(type="prompt", path="unused"),
+        logging=Logging(samples=0),  # there is no tokenizer to show any with
     )
     schema = ALGORITHMS.load(case.ours["name"])
     return Settings(config, schema(batch_size=batch_size, **case.ours), cast(Any, None))
