@@ -9,7 +9,7 @@ from typing import Any, Literal
 from slurmrl.errors import UsageError
 from slurmrl.models.families import Family, family_of
 from slurmrl.models.refusals import bad_sizes, malformed, unknown_fields, unsupported
-from slurmrl.models.rope import PARTIAL, Rope
+from slurmrl.models.rope import ORIGINAL_LENGTH, PARTIAL, Rope
 
 Head = Literal["lm", "value"]
 
@@ -20,7 +20,7 @@ REQUIRED = (
     "num_hidden_layers",
     "num_attention_heads",
 )
-ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
+ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", ORIGINAL_LENGTH)
 STRUCTURAL = (
     *REQUIRED,
     *ROPE_FIELDS,

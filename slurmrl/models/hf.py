@@ -37,6 +37,7 @@ from slurmrl.models.headers import (
 from slurmrl.models.pinned import PinnedTensors
 from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
 from slurmrl.models.storage import storage_of
+from slurmrl.models.tied import other_projection
 
 CONFIG_FILE = "config.json"
 
@@ -192,6 +193,8 @@ class Weights:
         headers = {name: files.header(name) for name in files.names()}
         if problems := mismatches(headers, config, head):
             raise UsageError(f"{files.folder}: {'; '.join(problems)}")
+        if problem := other_projection(files.folder, config, head):
+            raise UsageError(f"{files.folder}: {problem}")
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a parameter, in the files' dtype. A missing value head is zero, so that a new

@@ -88,8 +88,8 @@ def _tables(values: Mapping[str, Any]) -> list[LengthLimit]:
 
 def _ropes(values: Mapping[str, Any]) -> list[LengthLimit]:
     """Limits of the rotations: one for all layers, or one for each layer type."""
-    stated = [values.get("rope_parameters"), values.get("rope_scaling")]
-    common = [rope for rope in stated if isinstance(rope, Mapping)]
+    stated = values.get("rope_scaling") or values.get("rope_parameters")
+    common = [stated] if isinstance(stated, Mapping) else []
     by_layer = [rope for ropes in common for rope in ropes.values() if isinstance(rope, Mapping)]
     return [
         LengthLimit(tokens, kind)

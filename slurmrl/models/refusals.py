@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from slurmrl.fsio.shapes import shown
 from slurmrl.models.families import Family
 from slurmrl.models.rope import PARTIAL, WHOLE_HEADS
 from slurmrl.registry import near
@@ -26,7 +27,17 @@ SIZES = (
     "sliding_window",
     "decoder_sparse_step",
 )
-NUMBERS = ("rms_norm_eps", "initializer_range", "rope_theta", "router_aux_loss_coef")
+NUMBERS = (
+    "rms_norm_eps",
+    "initializer_range",
+    "rope_theta",
+    "original_max_position_embeddings",
+    "router_aux_loss_coef",
+)
+LARGEST = {"num_hidden_layers": 10**5}
+"""Sizes that take memory and time when only a configuration is read."""
+LARGEST_SIZE = 10**9
+LARGEST_NUMBER = 1e30
 MUST_BE_OFF = ("add_cross_attention", "use_bidirectional_attention", "quantization_config")
 """Fields that request a computation that the decoder does not support."""
 
@@ -46,6 +57,10 @@ def malformed(family: Family, values: Mapping[str, Any]) -> list[str]:
         if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
             rule = "a whole number" if name in counts else "a number"
             problems.append(f"{name} is {value!r}, must be {rule}")
+        elif value is not None:
+            most = LARGEST.get(name, LARGEST_SIZE) if name in counts else LARGEST_NUMBER
+            if not abs(value) <= most:
+                problems.append(f"{name} is {shown(value)}, must be at most {most:g}")
     return problems
 
 

@@ -21,6 +21,7 @@ KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 PARTIAL = "partial_rotary_factor"
 WHOLE_HEADS = (None, 1)
 """Values of that field with which all dims of a head are rotated."""
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 WITH_ORIGINAL_LENGTH = ("llama3", "yarn")
 REFUSED: Mapping[str, str] = {
     "longrope": "its angles depend on the length of a sequence, so cached keys would have to be "
@@ -46,8 +47,10 @@ class Rope:
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], max_positions: int) -> tuple[Rope, list[str]]:
-        """Read the rotary fields of a ``config.json``; the list has the problems."""
-        stated = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+        """Read the rotary fields of a ``config.json`` like transformers; the list has the problems.
+        The older ``rope_scaling`` precedes ``rope_parameters``, and an original length beside them
+        precedes one inside."""
+        stated = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
         kind = stated.pop("rope_type", None) or stated.pop("type", None) or "default"
         stated.pop("type", None)
         partial = stated.pop(PARTIAL, None)
@@ -62,7 +65,8 @@ class Rope:
             return Rope(options={}), problems
         original = 0
         if kind in WITH_ORIGINAL_LENGTH:
-            original = stated.pop("original_max_position_embeddings", None) or max_positions
+            inside = stated.pop(ORIGINAL_LENGTH, None)
+            original = values.get(ORIGINAL_LENGTH) or inside or max_positions
         factor = stated.pop("factor", None) or 1.0
         rope = Rope(
             kind=kind,
@@ -79,14 +83,14 @@ class Rope:
         if "factor" in KINDS[self.kind][0]:
             values["factor"] = self.factor
         if self.original_length:
-            values["original_max_position_embeddings"] = self.original_length
+            values[ORIGINAL_LENGTH] = self.original_length
         return {**values, **self.options}
 
 
 def _field_problems(kind: str, stated: Mapping[str, Any]) -> list[str]:
     required, optional = KINDS[kind]
     missing = [name for name in required if stated.get(name) is None]
-    allowed = {*required, *optional, "rope_theta", "original_max_position_embeddings"}
+    allowed = {*required, *optional, "rope_theta", ORIGINAL_LENGTH}
     unknown = sorted(set(stated) - allowed)
     known = ", ".join(sorted(allowed))
     return [

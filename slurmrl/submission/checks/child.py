@@ -28,6 +28,7 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.headers import mismatches, read_headers, unused
 from slurmrl.models.pinned import PinnedTensors
 from slurmrl.models.shapes import VALUE_HEAD
+from slurmrl.models.tied import other_projection
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.estimates.lengths import longest
 from slurmrl.plan.estimates.shape import shape_of
@@ -134,6 +135,8 @@ class CheckProcess:
                 values = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
                 config = ModelConfig.from_hf(values)
                 misfits = mismatches(headers, config, use.head)
+                if not misfits and (tied := other_projection(Path(model.path), config, use.head)):
+                    misfits = [tied]
                 wrong = [f"{model.path}: {misfit}" for misfit in misfits]
                 if extra := unused(headers, config, use.head):
                     message = f"{model.path}: {len(extra)} tensors are not used, such as {extra[0]}"

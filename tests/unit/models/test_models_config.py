@@ -1,17 +1,25 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slurmrl.errors import UnknownNameError, UsageError
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.families import COMMON_DEFAULTS, FAMILIES, Family, family_of
 from slurmrl.models.hf import to_hf
+from slurmrl.models.rotary import frequencies
 
 PAGE = Path(__file__).parents[3] / "docs/models.md"
 LLAMA = {
@@ -244,3 +252,52 @@ def test_unknown_model_type_is_not_mistaken_for_another_architecture() -> None:
         family_of("qwen3_5_text")
     assert "did you mean" not in str(caught.value)
     assert "allowed: gemma, gpt2" in str(caught.value)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 2.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+THETA = {"rope_type": "default", "rope_theta": 5e5}
+ORIGINAL = "original_max_position_embeddings"
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"rope_scaling": LINEAR, "rope_parameters": THETA},
+        {"rope_scaling": LINEAR, "rope_parameters": THETA, "rope_theta": 7e5},
+        {"rope_scaling": {}, "rope_parameters": THETA, "rope_theta": 7e5},
+        {"rope_scaling": {"type": "default"}, "rope_parameters": LINEAR},
+        {"rope_scaling": YARN, ORIGINAL: 16},
+        {"rope_scaling": {**YARN, ORIGINAL: 32}, ORIGINAL: 16},
+        {"rope_parameters": {**YARN, ORIGINAL: 32}},
+        {"rope_parameters": {**LLAMA3, ORIGINAL: 32}, ORIGINAL: 16},
+        {"rope_parameters": LINEAR, ORIGINAL: 16},
+    ],
+)
+def test_rotation_equals_that_of_transformers(stated: dict[str, Any]) -> None:
+    """Both forms of the rotary fields in one file, and lengths beside them; an export, too."""
+    values = {**LLAMA, "max_position_embeddings": 64, **stated}
+    ours = ModelConfig.from_hf(values)
+    assert ours.rope is not None
+    found, scale = frequencies(ours.rope, ours.head_dim)
+    for each in (values, ours.to_hf()):
+        theirs = LlamaRotaryEmbedding(LlamaConfig.from_dict(copy.deepcopy(each)))
+        torch.testing.assert_close(found, theirs.inv_freq)
+        assert scale == pytest.approx(theirs.attention_scaling)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_hidden_layers", 10**400),
+        ("hidden_size", 10**12),
+        ("rms_norm_eps", 10**400),
+        ("rope_theta", float("inf")),
+    ],
+)
+def test_config_refuses_huge_numbers(name: str, value: Any) -> None:
+    message = refusal(**{name: value})
+    assert f"{name} is" in message
+    assert "must be at most" in message
+    assert len(message) < 300

@@ -18,6 +18,7 @@ from slurmrl.models.headers import (
     read_headers,
     unused,
 )
+from slurmrl.models.tied import other_projection
 
 VALUES = {
     "model_type": "llama",
@@ -94,3 +95,24 @@ def test_files_that_are_missing_cut_off_or_hold_less_are_named(tmp_path: Path) -
     (tmp_path / INDEX_FILE).unlink()
     (tmp_path / SINGLE_FILE).unlink()
     assert "has neither" in read_headers(tmp_path)[1][0]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_own_projection_of_tied_model_is_refused(tmp_path: Path, dtype: type) -> None:
+    """transformers uses it; a copy of the embedding, in whatever type, changes nothing."""
+    tied = config(tie_word_embeddings=True)
+    rows = np.arange(32 * 8, dtype=np.float32).reshape(32, 8)
+    embedding = {"model.embed_tokens.weight": rows}
+    save(tmp_path, tied, **embedding)
+    assert other_projection(tmp_path, tied, "lm") is None
+    save(tmp_path, tied, **embedding, **{"lm_head.weight": rows.astype(dtype)})
+    assert other_projection(tmp_path, tied, "lm") is None
+    changed = rows.astype(dtype)
+    changed[-1, -1] += 1
+    for other in (changed, changed[:-1]):
+        save(tmp_path, tied, **embedding, **{"lm_head.weight": other})
+        problem = other_projection(tmp_path, tied, "lm")
+        assert problem is not None
+        assert "set tie_word_embeddings to false" in problem
+        assert other_projection(tmp_path, tied, "value") is None
+        assert other_projection(tmp_path, config(), "lm") is None
