@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
@@ -241,6 +242,12 @@ def _located(text: str, source: Source, key: KeyPath, *, may_be_hub: bool) -> st
     path."""
     if not text or (may_be_hub and text.startswith(hub.PREFIX)):
         return text
+    if scheme := re.match(r"([a-z][a-z0-9+.-]*)://", text, re.IGNORECASE):
+        remedy = "write the path alone" if scheme[1].lower() == "file" else "copy it here first"
+        message = f"'{text}' is a URL, but files and folders are read by their paths: {remedy}"
+        if may_be_hub:
+            message += f"; {hub.PREFIX}org/name is a repository of the Hugging Face hub"
+        raise ConfigError((source.problem(key, message),))
     path = _absolute(text, source, key)
     return f"{hub.PREFIX}{text}" if may_be_hub and hub.is_plain(text, Path(path)) else path
 

@@ -49,7 +49,8 @@ def vocabulary(folder: Path) -> dict[str, int] | None:
     from tokenizers import Tokenizer
 
     try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings = inputs.read_json(folder / "tokenizer_config.json")
+        inputs.check_file(folder / "tokenizer.json")
         end = settings.get("eos_token")
         known = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
     except Exception:  # noqa: BLE001 - tokenizers raises bare exceptions

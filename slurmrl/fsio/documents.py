@@ -39,7 +39,7 @@ def parse(
         raise corrupt(where, f"is not JSON: {error}", remedy) from error
     if not isinstance(values, dict):
         raise corrupt(where, "does not hold a JSON object", remedy)
-    if _too_deep(values):
+    if too_deep(values):
         raise corrupt(where, f"is nested more than {MOST_DEPTH} levels deep", remedy)
     check(values, fields or {}, where, required, remedy=remedy)
     return values
@@ -87,7 +87,7 @@ _DECODER = json.JSONDecoder(
 """NaN and Infinity, which are not JSON but which Python writes, count as null."""
 
 
-def _too_deep(value: Any) -> bool:
+def too_deep(value: Any) -> bool:
     below = [value]
     for _ in range(MOST_DEPTH):
         inner = (one.values() if isinstance(one, dict) else one for one in below)

@@ -6,17 +6,21 @@ error or fall back to a default. These functions tell the two apart.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from slurmrl.errors import UnreadableInputError, UsageError
+from slurmrl.fsio import documents
 from slurmrl.fsio.atomic import is_absent
 
+MOST_JSON_BYTES = 64 * 2**20
 READ_BY_LIBRARIES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".safetensors")
 
 
@@ -47,15 +51,37 @@ def list_names(folder: Path) -> set[str]:
 
 
 def read(path: Path) -> bytes:
-    """Return a file's content. Raises UnreadableInputError."""
+    """Return a file's content. Raises UsageError for what is not a regular file,
+    UnreadableInputError."""
     try:
-        return path.read_bytes()
+        with opened(path) as file:
+            return file.read()
     except OSError as error:
         raise unreadable(error, path) from error
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file. Anything else is refused at once: a pipe without a writer would block,
+    and a device has no end. Raises UsageError, OSError."""
+    with open(path, "rb", buffering=0, opener=_without_waiting) as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise UsageError(f"{path} is not a regular file")
+        yield file
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises UsageError."""
+    size = path.stat().st_size if path.is_file() else 0
+    if size > MOST_JSON_BYTES:
+        raise UsageError(f"{path} has {size} bytes; at most {MOST_JSON_BYTES} are allowed")
     try:
         values = json.loads(read(path))
     except UsageError:
@@ -64,13 +90,15 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise UsageError(f"{path} does not hold a JSON object")
+    if documents.too_deep(values):
+        raise UsageError(f"{path} is nested more than {documents.MOST_DEPTH} levels deep")
     return values
 
 
 def check_file(path: Path) -> None:
     """Raise UnreadableInputError unless the file can be opened and its first byte read."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with opened(path) as file:
             file.read(1)
     except IsADirectoryError:
         return

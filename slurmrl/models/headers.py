@@ -26,6 +26,7 @@ FLOATS: Final = ("F64", "F32", "BF16", "F16")
 HARMLESS: Final = (LM_HEAD, VALUE_HEAD, "rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
 """Name suffixes of tensors that may be ignored: heads that the role does not use, and constants
 that the families compute themselves."""
+LFS_POINTER: Final = b"version https://git-lfs"
 SHOWN: Final = 5
 
 
@@ -74,6 +75,9 @@ def read_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
             held = _held(folder / file)
         except FileNotFoundError:
             problems.append(f"{folder / file} is missing, but {INDEX_FILE} names it")
+            continue
+        except UsageError as error:
+            problems.append(str(error))
             continue
         except (OSError, SafetensorError) as error:
             problems.append(f"{folder / file} is damaged or truncated: {error}")
@@ -141,8 +145,14 @@ def implied_shapes(config: ModelConfig, head: Head) -> dict[str, tuple[int, ...]
 
 
 def _held(path: Path) -> dict[str, Header]:
-    """Raises FileNotFoundError, OSError, SafetensorError (also for a truncated file)."""
+    """Raises FileNotFoundError, OSError, SafetensorError (also for a truncated file), UsageError
+    for what is no file of weights."""
     headers = {}
+    with inputs.opened(path) as opened:
+        if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UsageError(
+                f"{path} is a pointer of Git LFS, not the file: run git lfs pull in its folder"
+            )
     with safe_open(path, framework="np") as file:
         for name in file.keys():  # noqa: SIM118 - not a mapping
             view = file.get_slice(name)

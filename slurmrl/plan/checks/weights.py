@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from slurmrl.allocation import Allocation
 from slurmrl.allocation.allocation import AXIS_OF
 from slurmrl.config.schema import Model
 from slurmrl.errors import Problem, UsageError
+from slurmrl.fsio import inputs
 from slurmrl.plan import model_files
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engines import ENGINES
@@ -19,6 +19,7 @@ from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
 from slurmrl.registry import resolve
 
+ADAPTER = "adapter_config.json"
 LENGTH_LIMIT = "slurmrl.models.length_limit:length_limit"
 """Its layer is above the plan's, so it is resolved by name, as schemas are."""
 
@@ -50,12 +51,16 @@ def _folder(draft: Draft, role: str, model: Model, folder: Path) -> str | None:
     """The problem with a folder in Hugging Face form; None if there is none."""
     if not folder.is_dir():
         return "there is no such folder"
+    config = folder / model_files.CONFIG
+    if not config.exists() and (folder / ADAPTER).exists():
+        return (
+            f"it holds adapters of PEFT ({ADAPTER}) and no model: merge them with their base model "
+            "(merge_and_unload and save_pretrained of PEFT) and name the result"
+        )
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        return f"its config.json cannot be read: {error.strerror}"
-    except ValueError as error:
-        return f"its config.json is not JSON: {error}"
+        values = inputs.read_json(config)
+    except UsageError as error:
+        return f"its {model_files.CONFIG} cannot be used: {error}"
     return _refusal(draft, role, model, values, strict=False)
 
 

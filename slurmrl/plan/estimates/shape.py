@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from slurmrl.config.schema import Model
+from slurmrl.errors import UsageError
+from slurmrl.plan.model_files import config_values
 from slurmrl.registry import resolve
 
 FAMILIES: Final = "slurmrl.models.families:FAMILIES"
 """The built-in decoder's table of families, for the defaults of absent fields."""
+MOST_LAYERS: Final = 10**5
+LARGEST: Final = 10**9
+"""Larger sizes are errors, which the check of the weights reports."""
 PLAIN_MLP: Final = frozenset({"gpt2", "gpt_neox", "opt", "phi"})
 """Families whose feed-forward block has two matrices; the others also have a gate."""
 
@@ -60,15 +63,11 @@ class ModelShape:
 
 def shape_of(model: Model) -> ModelShape | None:
     """The shape of a role's architecture; None if it is unknown or incomplete."""
-    if model.architecture is not None:
-        return read(model.architecture)
-    if model.path is None:
-        return None
     try:
-        values = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        values = config_values(model)
+    except UsageError:
         return None
-    return read(values) if isinstance(values, dict) else None
+    return read(values) if values else None
 
 
 def read(values: Mapping[str, Any]) -> ModelShape | None:
@@ -80,7 +79,7 @@ def read(values: Mapping[str, Any]) -> ModelShape | None:
     layers = _number(full, "num_hidden_layers", "n_layer")
     heads = _number(full, "num_attention_heads", "n_head")
     vocabulary = _number(full, "vocab_size")
-    if not (hidden and layers and heads and vocabulary):
+    if not (hidden and layers and heads and vocabulary) or layers > MOST_LAYERS:
         return None
     inner = _number(full, "intermediate_size", "n_inner") or 4 * hidden
     experts = _number(full, "num_experts", "num_local_experts", "n_routed_experts") or 0
@@ -106,7 +105,7 @@ def read(values: Mapping[str, Any]) -> ModelShape | None:
 def _number(values: Mapping[str, Any], *names: str) -> int | None:
     for name in names:
         value = values.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
             return value
     return None
 

@@ -32,6 +32,7 @@ from slurmrl.models.tied import other_projection
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.estimates.lengths import longest
 from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.model_files import config_values
 from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
 from slurmrl.plan.settings import load_resolved_settings
@@ -132,8 +133,7 @@ class CheckProcess:
             key = dotted((*role_key(use.role), "path"))
             headers, wrong = read_headers(Path(model.path))
             if model.implementation == "builtin" and not wrong:
-                values = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
-                config = ModelConfig.from_hf(values)
+                config = ModelConfig.from_hf(config_values(model))
                 misfits = mismatches(headers, config, use.head)
                 if not misfits and (tied := other_projection(Path(model.path), config, use.head)):
                     misfits = [tied]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,9 +118,9 @@ def test_stop_tokens_are_checked_at_submission(
 def test_a_file_that_does_not_answer_is_no_mistake_of_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*arguments: object, **options: object) -> bytes:
+    def fail(*arguments: object, **options: object) -> int:
         raise OSError(errno.EIO, "no answer")
 
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(os, "open", fail)
     with pytest.raises(UnreadableInputError, match=r"config\.json cannot be read: no answer"):
         config_values(Model(path=str(tmp_path)))
