@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from slurmrl.monitor import events
+from tests.support.held_examples import NO_LIMIT, Hold
 from tests.support.nodes import wait_for_empty_queue
 from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
 
@@ -112,8 +113,10 @@ def test_ppo_example_on_two_nodes_with_status_and_logs(site: Site) -> None:
     submit_example(site, "sft", "total_steps=2", "evaluation.samples=16")
     assert site.wait_for_end("addition-sft/1")["state"] == "COMPLETED"
     few = ("algorithm.batch_size=64", "evaluation.samples=16", "evaluation.every_steps=4")
-    submit_example(site, "ppo", "total_steps=8", *few)
-    trial = "addition-ppo/1"
+    trial, hold = "addition-ppo/1", Hold(site)
+    hold.allow(1)  # else it may end before this test looks
+    held = [f"{key}={value}" for key, value in hold.settings(trial).items()]
+    submit_example(site, "ppo", "total_steps=8", *few, *held)
     site.wait_for_step(trial, 1)
     running = site.status(trial)
     assert running["state"] == "RUNNING"
@@ -126,6 +129,7 @@ def test_ppo_example_on_two_nodes_with_status_and_logs(site: Site) -> None:
     assert len(given) == 2
     used = sorted(gpu for own in given.values() for gpu in own)
     assert visible_devices(site.paths(trial).run) == used
+    hold.allow(NO_LIMIT)
     ended = site.wait_for_end(trial)
     assert (ended["state"], ended["step"]) == ("COMPLETED", 8)
     wait_until("the chain to be gone from the queue", lambda: not squeue("-t", "PD,R"))

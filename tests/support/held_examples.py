@@ -19,6 +19,7 @@ from tests.distributed.test_examples import (
     references,
     settings_of,
 )
+from tests.support.trials import Site
 
 REWARD = """
 import time
@@ -63,18 +64,39 @@ def engine_of(config: str) -> str:
 
 
 @dataclass(frozen=True)
-class HeldForms(ShortForms):
-    """Short forms that are held."""
+class Hold:
+    """A reward that keeps a trial from training beyond the allowed step."""
+
+    site: Site
 
     @property
-    def allowed(self) -> Path:
-        """This file says up to which step."""
+    def _allowed(self) -> Path:
         return self.site.folder / "allowed"
 
     def allow(self, step: int) -> None:
-        new = self.allowed.with_suffix(".new")
+        new = self._allowed.with_suffix(".new")
         new.write_text(str(step))
-        new.replace(self.allowed)
+        new.replace(self._allowed)
+
+    def settings(self, trial: str) -> dict[str, str]:
+        """Write the reward's code into the folder. Return the settings with which ``trial`` uses
+        it, and all code that is there."""
+        folder = self.site.folder
+        (folder / "held.py").write_text(REWARD)
+        options = {"allowed": str(self._allowed), "metrics": str(self.site.paths(trial).metrics)}
+        return {
+            "code": json.dumps(sorted(map(str, folder.glob("*.py")))),
+            "reward.name": "held:Held",
+            "reward.options": json.dumps(options),
+        }
+
+
+@dataclass(frozen=True)
+class HeldForms(ShortForms):
+    """Short forms that are held."""
+
+    def allow(self, step: int) -> None:
+        Hold(self.site).allow(step)
 
     def submit(self, config: str, trial: str, place: str, steps: int, *arguments: str) -> str:
         """Start an example in a place, with these arguments, from the model of the example before
@@ -83,9 +105,6 @@ class HeldForms(ShortForms):
         name = f"{values['experiment']}/{trial}"
         for source in references(values):
             self.run(maker(source.partition("/")[0]), source.partition("/")[2])
-        reward = self.site.folder / "held.py"
-        reward.write_text(REWARD)
-        options = {"allowed": str(self.allowed), "metrics": str(self.site.paths(name).metrics)}
         settings = {
             **dict(self.overrides(config, values)),
             "trial": trial,
@@ -97,9 +116,7 @@ class HeldForms(ShortForms):
             "cluster.gpus_per_worker": 0,
             "cluster.interface": "lo",
             "cluster.slurm": "{partition: main, time: '30'}",
-            "code": json.dumps(sorted(map(str, self.site.folder.glob("*.py")))),
-            "reward.name": "held:Held",
-            "reward.options": json.dumps(options),
+            **Hold(self.site).settings(name),
             "rollout.backend": f"{engine_of(config)}:d1",
             "rollout.gpus": "null",
             **PLACES[place],
