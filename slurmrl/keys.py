@@ -24,11 +24,6 @@ def group_attempts(group: str) -> str:
     return f"attempt/{group}"
 
 
-def store(incarnation: int) -> str:
-    """Address ``host:port`` of the incarnation's TCPStore."""
-    return f"incarnation/{incarnation}/store"
-
-
 def failure(incarnation: int) -> str:
     """The first failure of an incarnation, as JSON; later ones lose the exclusive add."""
     return f"incarnation/{incarnation}/failure"

@@ -146,6 +146,10 @@ class RunPaths:
         """The same, by the name of the attempt's directory."""
         return self.rollouts / attempt / "samples"
 
+    def rollout_meeting(self, group: str, task: int, attempt: int) -> Path:
+        """Where the ranks of the task find each other."""
+        return self.rollout_task(group, task, attempt) / "meeting"
+
     def scale(self, group: str) -> Path:
         """The number of tasks of an elastic group that a user has set."""
         return self.run / f"scale.{group}.json"
@@ -329,6 +333,10 @@ class RunPaths:
     def master_log(self, incarnation: int) -> Path:
         """Control log that the master writes and all agents read."""
         return self.control / f"{incarnation:08d}.master"
+
+    def meeting(self, incarnation: int) -> Path:
+        """Where the trainers' ranks find each other."""
+        return self.control / f"{incarnation:08d}.meeting"
 
     def agent_log(
         self, incarnation: int, group: str, task: int, attempt: int | None = None

@@ -4,13 +4,13 @@
 scripts/bench/rendezvous.py [--directory DIR ...] [--agents 200] [--workers 5] [--rounds 5]
 
 Agents are forked processes that all start together and do what an agent does: claim the attempt,
-beat the lease, see the master's BEGIN, publish or find rank 0's address, say hello and that each
-worker is ready; the master collects all of them. With TCPStore, every agent sets and all read what
-torchrun's rendezvous would: one key per worker, one address. Its clients are connected before the
-clock starts: torch looks up the names of both ends for its log when they connect, and where no name
-server knows them that takes time-outs of 5 s, whatever the store does. Seconds from the start to
-the last READY, as the master sees it: the median of the rounds, in brackets the least and the most.
-The ways take turns; the machine's cores are shared by all processes.
+beat the lease, see the master's BEGIN, say hello and that each worker is ready; the master collects
+all of them. With TCPStore, every agent sets and all read what torchrun's rendezvous would: one key
+per worker, one address. Its clients are connected before the clock starts: torch looks up the names
+of both ends for its log when they connect, and where no name server knows them that takes time-outs
+of 5 s, whatever the store does. Seconds from the start to the last READY, as the master sees it:
+the median of the rounds, in brackets the least and the most. The ways take turns; the machine's
+cores are shared by all processes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from torch.distributed import TCPStore
 
-from slurmrl import keys
 from slurmrl.backoff import Backoff
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
-from slurmrl.errors import NameNotFoundError
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
@@ -73,17 +71,6 @@ def agent(paths: RunPaths, task: int, workers: int, intervals: PollIntervals, st
     incarnation = poll(lambda: fold(history.read()).incarnation or None, intervals)
     replies = LogWriter(paths.agent_log(incarnation, GROUP, task))
     replies.append({"type": "hello", **vars(identity)})
-    if task == 0:
-        names.add(keys.store(incarnation), "10.0.0.1:1234", delete_on_exit=False)
-
-    def find() -> str | None:
-        try:
-            return names.get(keys.store(incarnation))
-        except NameNotFoundError:
-            names.refresh()
-            return None
-
-    poll(find, intervals)
     ready = ({"type": "ready", "rank": task * workers + worker} for worker in range(workers))
     replies.append(*ready)
 

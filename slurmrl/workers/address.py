@@ -66,17 +66,3 @@ def fabric_address(interface: str | None, hosts: int) -> str:
             f"of: {known}"
         )
     return address
-
-
-def name_of(listener: socket.socket) -> str:
-    """Return ``host:port`` of a listening socket."""
-    host, port = listener.getsockname()
-    return f"{host}:{port}"
-
-
-def listen(address: str) -> socket.socket:
-    """Return a TCP socket that listens on a free port of ``address``."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((address, 0))
-    listener.listen(4096)
-    return listener

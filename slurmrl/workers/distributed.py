@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import weakref
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
 
 from slurmrl.parallel.device import Accelerator
 from slurmrl.workers.messages import Start
+from slurmrl.workers.run_store import RunStore
 
 SHORTEST_TIMEOUT = timedelta(minutes=30)
 """Shortest time-out: no call of the master bounds the time in which models are loaded."""
@@ -25,31 +27,21 @@ def collective_timeout(step_timeout_s: float) -> timedelta:
 def join(
     start: Start,
     rank: int,
-    listener: int | None,
+    directory: Path,
     accelerator: Accelerator,
     timeout: timedelta,
-) -> Store:
-    """Connect to the store that rank 0 serves, and form the process group; return the store.
+) -> RunStore:
+    """Form the process group of all ranks that meet in ``directory``; return its store.
 
     Args:
-        start: names the store, the number of ranks and the network interface.
-        listener: file descriptor of the store's listening socket, bound by the agent; on rank 0
-            only.
+        start: names the number of ranks and the network interface.
+        directory: of this world alone.
         timeout: of one collective.
     """
-    host, _, port = start.store.rpartition(":")
     if interface := start.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # a bare name is a prefix
-    store = TCPStore(
-        host,
-        int(port),
-        start.world_size,
-        is_master=rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener,
-    )
+    store = RunStore(directory, start.world_size, timeout)
     dist.init_process_group(
         accelerator.backend,
         store=store,
@@ -57,17 +49,17 @@ def join(
         world_size=start.world_size,
         timeout=timeout,
     )
+    # torch holds only the C++ half of the store, which fails without this half.
+    weakref.finalize(dist.group.WORLD, id, store)
     return store
 
 
-def wait_for_all(store: Store, name: str, world_size: int, timeout: timedelta) -> None:
+def wait_for_all(store: RunStore, rank: int, world_size: int, name: str) -> None:
     """Return once all ranks have called this with ``name``. A barrier of NCCL would make a
     communicator of all ranks, which costs memory and time on each GPU and which nothing else
     uses."""
-    done = f"{name}/all"
-    if store.add(name, 1) == world_size:
-        store.set(done, "")
-    store.wait([done], timeout)
+    store.set(f"{name}/{rank}", "")
+    store.wait([f"{name}/{other}" for other in range(world_size)])
 
 
 def host_group(accelerator: Accelerator, timeout: timedelta) -> dist.ProcessGroup | None:

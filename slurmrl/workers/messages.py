@@ -244,11 +244,8 @@ FromAgent: TypeAlias = Answer | Hello | Warned | Failure | Stacked
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Join the process group and load the models: the agent's first message to a worker. Rank 0
-    gets the listening socket of the store with it."""
+    """Join the process group and load the models: the agent's first message to a worker."""
 
-    store: str
-    """``host:port``"""
     world_size: Annotated[int, COUNT]
     interface: str | None = None
     """Network interface for traffic between ranks where the user's environment names none."""

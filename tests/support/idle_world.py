@@ -28,19 +28,19 @@ class IdleWorker:
         paths: RunPaths,
         rank: int,
         start: StartRollout,
-        listener: int | None,
         activity: Activity,
     ) -> None:
         activity.begin("idle", None)
         self._activity = activity
         self._rank = rank
-        self._store = join(start, rank, listener, device.choose(0), timedelta(seconds=120))
+        agent = start.agent
+        meeting = paths.rollout_meeting(agent.group, agent.task, agent.attempt)
+        join(start, rank, meeting, device.choose(0), timedelta(seconds=120))
         ranks = torch.ones(1)
         dist.all_reduce(ranks)
         self._ranks = int(ranks)
         self._results: LogWriter | None = None
         if rank == 0:
-            agent = start.agent
             self._results = LogWriter(
                 paths.rollout_results(agent.group, agent.task, agent.attempt), durable=True
             )

@@ -151,7 +151,7 @@ class Agent:
         ends = [failure.cause for failure in (failed, first) if failure is not None]
         if self._without or any(cause in HOST_LOSSES for cause in ends):
             return AGAIN
-        if failed is not None and failed.cause == Cause.ENVIRONMENT:
+        if failed is not None and failed.cause == Cause.ENVIRONMENT and not failed.echo:
             return FAILED
         if self._unborn > self.host.most_failures:
             logger.error("gave up: failed %d times in a row before a BEGIN", self._unborn)

@@ -13,9 +13,10 @@ from slurmrl.plan.model import GroupPlan, Plan
 SINGLE_THREADED: Final = {"OPENBLAS_NUM_THREADS": "1"}
 """numpy's OpenBLAS starts its threads on import, and a fork server must have none: a fork copies
 only the calling thread, and with it locks that the others hold."""
-FLIGHT_RECORDER: Final = {"TORCH_FR_BUFFER_SIZE": "2000"}
-"""Collectives that torch records of NCCL and gloo, to explain hangs. The default of torch 2.13, but
-not of every version."""
+FLIGHT_RECORDER: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+"""How many collectives torch records of NCCL and gloo, to explain hangs: the default of torch 2.13,
+but not of every version. Agents collect them. torch itself would have a thread of each rank look
+into the group's store once a second for a rank that timed out."""
 ALLOCATOR: Final = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 """torch's allocator grows its segments, so memory of micro-batches of varying lengths does not
 fragment."""

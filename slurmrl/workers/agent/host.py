@@ -14,7 +14,6 @@ from slurmrl.config.load import load_resolved
 from slurmrl.config.schema.rollout import Tasks
 from slurmrl.errors import (
     EnvironmentFailure,
-    NameExistsError,
     SlurmrlError,
     StaleIncarnationError,
     TrialEndedError,
@@ -211,14 +210,6 @@ class Host:
         rank = {} if failure.rank is None else {"rank": failure.rank}
         short = {"cause": failure.cause, "reason": failure.reason, **rank}
         self.events.write("failure", incarnation=incarnation, **short)
-
-    def publish(self, key: str, value: str, *, delete_on_exit: bool = False) -> None:
-        """Add a key with a value that only this process can write. Raises EnvironmentFailure."""
-        try:
-            self.names.add(key, value, delete_on_exit=delete_on_exit)
-        except NameExistsError:  # an earlier attempt may have succeeded
-            if self.names.get(key) != value:
-                raise
 
     def close(self) -> None:
         """End all processes and delete the names that this process owns. If it is killed before,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import socket
 import time
 import uuid
 from collections import deque
@@ -23,7 +22,6 @@ from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import (
     EnvironmentFailure,
     NameExistsError,
-    NameNotFoundError,
     SlurmrlError,
     StaleIncarnationError,
     WaitTimeoutError,
@@ -55,7 +53,7 @@ logger = log.get(__name__)
 T = TypeVar("T")
 
 FORM_TIMEOUT_S = 600.0
-"""Longest wait for the incarnation to begin and for rank 0's address."""
+"""Longest wait for the incarnation to begin."""
 LATE_BEGIN_S = 30.0
 """Longest wait for the incarnation to begin after this host has failed."""
 EXIT_TIMEOUT_S = 60.0
@@ -142,44 +140,19 @@ class Incarnation:
         self.send(Hello(agent=host.identity, bell=where))
 
     def _form(self, state: TrialState) -> None:
-        """Send each worker rank 0's address and the name of the commit to load."""
+        """Tell each worker which network it uses and which commit it loads."""
         host = self.host
         own = address.fabric_address(host.cluster.interface, host.group.hosts_of_job)
-        with contextlib.ExitStack() as stack:
-            listener = None
-            if host.children.first_rank == 0:
-                listener = stack.enter_context(address.listen(own))
-            start = Start(
-                store=self._meet(listener),
-                world_size=host.group.world_size,
-                interface=address.interface_of(own),
-                base=state.base,
-                incarnation=self.number,
-                exclusive=host.deals_gpus,
-                submission=host.submission,
-            )
-            for slot in host.children.slots:
-                takes = listener if slot.rank == 0 else None
-                slot.send(start, takes.fileno() if takes is not None else None)
-
-    def _meet(self, listener: socket.socket | None) -> str:
-        """Return the address of rank 0 of this world; its host has the ``listener``."""
-        if listener is not None:
-            self._publish_store(listener)
-        return self.wait("rank 0's address", self._find_store, FORM_TIMEOUT_S)
-
-    def _publish_store(self, listener: socket.socket) -> None:
-        """Publish the address of a socket that is bound already, so that its port is ours."""
-        key, value = keys.store(self.number), address.name_of(listener)
-        publish = self.host.publish
-        self.retry(f"publish {key}", lambda: publish(key, value, delete_on_exit=True))
-
-    def _find_store(self) -> str | None:
-        try:
-            return self.host.names.get(keys.store(self.number))
-        except NameNotFoundError:
-            self.host.names.refresh()
-            return None
+        start = Start(
+            world_size=host.group.world_size,
+            interface=address.interface_of(own),
+            base=state.base,
+            incarnation=self.number,
+            exclusive=host.deals_gpus,
+            submission=host.submission,
+        )
+        for slot in host.children.slots:
+            slot.send(start)
 
     # -- relaying ----------------------------------------------------------------------------
 

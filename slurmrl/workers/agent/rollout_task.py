@@ -123,17 +123,15 @@ class RolloutTask:
         self._retry("make a directory", lambda: atomic.make_private_directory(self._folder))
         with self._retry("open a log", lambda: host.open_log(identity.group)) as output:
             host.children.start_workers(devices, output)
-        with address.listen(address.LOOPBACK) as listener:
-            start = StartRollout(
-                store=address.name_of(listener),
-                world_size=host.group.world_size,
-                interface=address.interface_of(address.LOOPBACK),
-                exclusive=host.deals_gpus,
-                submission=host.submission,
-                agent=identity,
-            )
-            for slot in host.children.slots:
-                slot.send(start, listener.fileno() if slot.rank == 0 else None)
+        start = StartRollout(
+            world_size=host.group.world_size,
+            interface=address.interface_of(address.LOOPBACK),
+            exclusive=host.deals_gpus,
+            submission=host.submission,
+            agent=identity,
+        )
+        for slot in host.children.slots:
+            slot.send(start)
 
     # -- what it follows ---------------------------------------------------------------------
 

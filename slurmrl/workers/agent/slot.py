@@ -76,17 +76,13 @@ class Slot:
         theirs.close()
         self.running = True
 
-    def send(self, message: ToWorker, descriptor: int | None = None) -> None:
-        """Send a message to the worker, with an open descriptor if there is one."""
+    def send(self, message: ToWorker) -> None:
+        """Send a message to the worker."""
         assert self.pipe is not None
         if isinstance(message, StartRollout | Serve | Retire):
-            values = TO_ROLLOUT_WORKER.to_json(message)
+            self.pipe.send(TO_ROLLOUT_WORKER.to_json(message))
         else:
-            values = TO_WORKER.to_json(message)
-        if descriptor is None:
-            self.pipe.send(values)
-        else:
-            self.pipe.send_with_fd(values, descriptor)
+            self.pipe.send(TO_WORKER.to_json(message))
 
     def kill(self) -> None:
         """Request that the worker is killed; its end is reported later."""

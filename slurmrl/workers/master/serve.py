@@ -214,7 +214,7 @@ def restore(paths: RunPaths, state: TrialState) -> dict[str, Any] | None:
 
 def _clean(paths: RunPaths, state: TrialState) -> None:
     """Remove leftovers of earlier incarnations that the history does not name: half-written
-    checkpoints and obsolete control logs.
+    checkpoints, obsolete control logs and meeting places.
 
     Earlier incarnations can no longer commit, but a newer one may have begun since ``state`` was
     read and may be writing, so its files stay. Damaged checkpoints that were set aside stay until a
@@ -228,10 +228,13 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
         old = writer.isdecimal() and int(writer) < (committed if damaged else state.incarnation)
         if old and name not in named:
             shutil.rmtree(paths.checkpoints / name, ignore_errors=True)
-    for log_file in paths.control.iterdir():
-        number = log_file.name.partition(".")[0]
+    for entry in paths.control.iterdir():
+        number = entry.name.partition(".")[0]
         if number.isdecimal() and int(number) < state.incarnation:  # not NFS's own .nfs files
-            remove(log_file)
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                remove(entry)
 
 
 def _end(master: Master, names: NameStore, events: EventWriter, failure: Failure) -> None:

@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 def build_rollout(
-    paths: RunPaths, rank: int, start: StartRollout, listener: int | None, activity: Activity
+    paths: RunPaths, rank: int, start: StartRollout, activity: Activity
 ) -> TaskWorker | FollowingRank:
     """Build a rank of a task. Its engine has no weights yet."""
     settings = _read("the configuration", partial(load_run_settings, paths))
@@ -82,7 +82,7 @@ def build_rollout(
         log = paths.logs / group.name / f"{model.engine}.{agent.task}.{agent.attempt}.log"
         make = served(settings, model, config, accelerator.device, log)
     else:
-        peers = _peers(start, rank, listener, accelerator, settings.config.step_timeout_s)
+        peers = _peers(paths, start, rank, accelerator, settings.config.step_timeout_s)
         decoder = undefined_decoder(config, dtype, accelerator.device, peers)
         decode = decoding(tokenizer)
         if rank:
@@ -107,16 +107,18 @@ def build_rollout(
 
 
 def _peers(
+    paths: RunPaths,
     start: StartRollout,
     rank: int,
-    listener: int | None,
     accelerator: Accelerator,
     step_timeout_s: float,
 ) -> Peers | None:
     """The ranks of the task's decoder; None if there is one."""
     if start.world_size == 1:
         return None
-    join(start, rank, listener, accelerator, collective_timeout(step_timeout_s))
+    agent = start.agent
+    meeting = paths.rollout_meeting(agent.group, agent.task, agent.attempt)
+    join(start, rank, meeting, accelerator, collective_timeout(step_timeout_s))
     group = dist.group.WORLD
     assert group is not None, "it was formed"
     return Peers(group, accelerator.device)

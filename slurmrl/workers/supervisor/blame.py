@@ -45,6 +45,8 @@ def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]
         for number, failure in failures:
             if failure is None or failure.cause not in CAUSES or not failure.host:
                 continue
+            if failure.echo:  # of a connection between hosts: either may be to blame, or a third
+                continue
             again = hosts.blame(paths, failure.host, number, failure.reason)
             if again or failure.certain:
                 _avoid(paths, options, failure.host, failure.reason)

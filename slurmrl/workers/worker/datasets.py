@@ -8,8 +8,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 from transformers import PreTrainedTokenizerBase
 
 from slurmrl import log
@@ -22,11 +20,11 @@ from slurmrl.data.prepared import PreparedRows
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.parallel.activity import Activity
 from slurmrl.workers.messages import Preparing
+from slurmrl.workers.run_store import RunStore
 
 logger = log.get(__name__)
 
 KEY = "prepared data"
-WAIT = timedelta(seconds=60)
 REPORT_S = 10.0
 REPORTS_PER_TIMEOUT = 4
 
@@ -36,11 +34,11 @@ class Datasets:
 
     Rank 0 of an incarnation is the only process that looks for prepared data, so no two processes
     can disagree about what is there, and no lock can be left behind. The others learn the names of
-    the directories from the store that rank 0 serves: they see at once if it ends.
+    the directories from the store of their world, in the run directory.
     """
 
     def __init__(
-        self, folder: Path, incarnation: int, config: Config, store: Store, activity: Activity
+        self, folder: Path, incarnation: int, config: Config, store: RunStore, activity: Activity
     ) -> None:
         self._folder = folder
         self._incarnation = incarnation
@@ -85,12 +83,7 @@ class Datasets:
     def _open(self) -> tuple[SampleRows, ...]:
         """Wait for rank 0, however long it takes: the agents end this rank if rank 0 fails."""
         self._activity.phase("waiting for rank 0 to tokenise the dataset")
-        while True:
-            try:
-                self._store.wait([KEY], WAIT)
-                break
-            except dist.DistStoreError:
-                continue
+        self._store.wait([KEY], timedelta.max)
         names = iter(json.loads(self._store.get(KEY)))
         opened = []
         for section in self._sections:

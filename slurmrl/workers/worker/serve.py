@@ -108,7 +108,7 @@ class _Rank:
             return 1
         start = TO_WORKER.from_json(first)
         assert isinstance(start, Start), start
-        worker = build(self._paths, self._who, start, pipe.take_fd(), activity, self.send)
+        worker = build(self._paths, self._who, start, activity, self.send)
         activity.end()
         self.send(worker.ready())
         while (values := pipe.receive(timeout_s=None)) is not None:
@@ -131,8 +131,7 @@ class _Rank:
             return 1
         start = TO_ROLLOUT_WORKER.from_json(first)
         assert isinstance(start, StartRollout), start
-        descriptor = self._pipe.take_fd()
-        worker = build_rollout(self._paths, self._who, start, descriptor, self._activity)
+        worker = build_rollout(self._paths, self._who, start, self._activity)
         self._activity.end()
         self.send(worker.ready())
         self.place = SERVING
@@ -160,13 +159,14 @@ def _linger(pipe: Connection) -> None:
 def _describe(error: BaseException, who: RankId, place: _Place) -> Failure:
     """Return the failure, without the host. A user error is final: its message needs no traceback,
     and another start would raise it again. What one host lacks at the start, another one may have,
-    and an input that cannot be read now may be readable later."""
+    and an input that cannot be read now may be readable later. Ranks that do not reach each other
+    at the start have met no code of the user."""
     unreadable = isinstance(error, UnreadableInputError)
-    lacking = isinstance(error, EnvironmentFailure) and place == START
     user_error = isinstance(error, UsageError)
     text = str(error) if user_error else f"{type(error).__name__}: {error}"
     exception = text[:TEXT_CHARACTERS]
     failure = concerning(error, recognise(error))
+    lacking = place == START and (isinstance(error, EnvironmentFailure) or failure.echo)
     if (lacking or unreadable) and failure.cause != Cause.GPU_FAULT:
         failure = replace(failure, cause=Cause.ENVIRONMENT)
     gpu = f"{failure.gpu} failed: " if failure.gpu else ""

@@ -93,12 +93,11 @@ def build(
     paths: RunPaths,
     who: RankId,
     start: Start,
-    listener: int | None,
     activity: Activity,
     say: Callable[[Answer], None],
 ) -> Worker:
     """Build a trainer as the plan says. ``say`` sends a message to the master."""
-    worker: Worker = _maker(paths, who)(paths, who.rank, start, listener, activity, say)
+    worker: Worker = _maker(paths, who)(paths, who.rank, start, activity, say)
     return worker
 
 
@@ -106,11 +105,10 @@ def build_rollout(
     paths: RunPaths,
     who: RankId,
     start: StartRollout,
-    listener: int | None,
     activity: Activity,
 ) -> RolloutWorker:
     """Build the worker of a rollout task as the plan says for its group."""
-    worker: RolloutWorker = _maker(paths, who)(paths, who.rank, start, listener, activity)
+    worker: RolloutWorker = _maker(paths, who)(paths, who.rank, start, activity)
     return worker
 
 
@@ -124,7 +122,6 @@ def build_trainer(
     paths: RunPaths,
     rank: int,
     start: Start,
-    listener: int | None,
     activity: Activity,
     say: Callable[[Preparing], None],
 ) -> Executor:
@@ -148,7 +145,7 @@ def build_trainer(
     torch.manual_seed(settings.config.seed * group.world_size + rank)
     timeout = collective_timeout(settings.config.step_timeout_s)
     activity.phase("joining the other ranks")
-    store = join(start, rank, listener, accelerator, timeout)
+    store = join(start, rank, paths.meeting(start.incarnation), accelerator, timeout)
     tokenizer = _tokenizer(settings)
     datasets = Datasets(paths.data, start.incarnation, settings.config, store, activity)
     opened = datasets.provide(tokenizer, rank, say)  # before any rank can wait in a collective
@@ -161,7 +158,7 @@ def build_trainer(
         activity=activity,
     )
     activity.phase("making the models")
-    wait = partial(wait_for_all, store, world_size=(ranks := group.world_size), timeout=timeout)
+    wait = partial(wait_for_all, store, rank, ranks := group.world_size)
     verify_pinned(settings, rank, ranks, wait)
     engines = _engines(settings, plan, contexts, paths)
     if start.base is not None:

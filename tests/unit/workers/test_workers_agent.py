@@ -332,8 +332,7 @@ def test_workers_learn_whether_their_gpus_are_theirs_alone(
     host.slurm = host.slurm.model_copy(update={"gpu_directive": directive})
     host.local = local
     sent: list[Any] = []
-    slot = SimpleNamespace(rank=1, send=lambda start, _: sent.append(start))
-    monkeypatch.setattr(Script, "_meet", lambda *_: "h:1")
+    slot = SimpleNamespace(rank=1, send=sent.append)
 
     def forms(incarnation: Incarnation) -> None:
         state = host.begun(0)

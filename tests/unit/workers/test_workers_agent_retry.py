@@ -86,17 +86,10 @@ def test_news_wait_for_the_directory_and_keep_their_order(
     assert run.agent_log(1, "trainer", 0).stat().st_size == size
 
 
-def test_a_name_that_got_through_after_all_is_no_conflict(incarnation: Incarnation) -> None:
-    host = incarnation.host
-    host.publish("key", "ours")
-    host.publish("key", "ours")
-    assert host.names.get("key") == "ours"
-
-
 def test_names_that_go_with_the_agent_carry_its_lease(incarnation: Incarnation) -> None:
     host = incarnation.host
-    host.publish("address", "x", delete_on_exit=True)
-    host.publish("stays", "x")
+    host.names.add("address", "x")
+    host.names.add("stays", "x", delete_on_exit=False)
     owners = {key: entry.owner for key, entry in host.names.entries().items()}
     assert owners["address"] == "trainer.0.0"
     assert owners["stays"] == owners["attempt/trainer/0/0"] == ""

@@ -11,14 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from slurmrl.config.schema import Dataset
 from slurmrl.data import preparation
 from slurmrl.errors import UsageError
 from slurmrl.parallel.activity import Activity
 from slurmrl.workers.messages import Preparing
-from slurmrl.workers.worker import datasets as datasets_module
+from slurmrl.workers.run_store import RunStore
 from slurmrl.workers.worker.datasets import Datasets
 from tests.support.chaos.preparations import Characters
 
@@ -48,8 +47,7 @@ class Site:
 
     def start(self, incarnation: int) -> Callable[[int], Any]:
         """Return what a rank of the next incarnation does."""
-        self.store = dist.HashStore()
-        self.store.set_timeout(TIMEOUT)
+        self.store = RunStore(self.folder / f"meeting.{incarnation}", 8, TIMEOUT)
 
         def provide(rank: int) -> Any:
             made = Datasets(
@@ -77,21 +75,16 @@ def test_all_ranks_open_what_rank_0_prepared(site: Site, monkeypatch: pytest.Mon
     assert site.said == []
 
 
-def test_a_rank_waits_for_rank_0_for_as_long_as_it_takes(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Single waits end after a while, and its activity says for whom it waits."""
-    monkeypatch.setattr(datasets_module, "WAIT", timedelta(milliseconds=1))
+def test_a_rank_waits_for_rank_0_for_as_long_as_it_takes(site: Site) -> None:
+    """Also beyond the store's time-out; its activity says for whom it waits."""
     provide = site.start(1)
     waits, opened = threading.Event(), []
     real = site.store.wait
 
-    def wait(*arguments: Any) -> None:
-        try:
-            real(*arguments)
-        except dist.DistStoreError:
-            waits.set()
-            raise
+    def wait(keys: list[str], timeout: timedelta) -> None:
+        assert timeout > timedelta(days=1000)
+        waits.set()
+        real(keys, timeout)
 
     site.store = SimpleNamespace(wait=wait, get=site.store.get, set=site.store.set)
     thread = threading.Thread(target=lambda: opened.append(provide(3)), daemon=True)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import ast
 import os
-from concurrent.futures import ThreadPoolExecutor
+import re
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 
 import slurmrl
 from slurmrl.parallel import device
 from slurmrl.workers import distributed
 from slurmrl.workers.distributed import collective_timeout, join, wait_for_all
 from slurmrl.workers.messages import Start
+from slurmrl.workers.run_store import RunStore
 
 COLLECTIVES = ("barrier", "monitored_barrier", "all_reduce", "broadcast", "all_gather", "reduce")
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -37,30 +39,45 @@ def test_the_deadline_of_a_call_comes_before_that_of_a_collective(
     ],
 )
 def test_the_interface_is_exact_and_a_users_own_choice_stays(
-    monkeypatch: pytest.MonkeyPatch, of_user: dict[str, str], in_force: tuple[str, str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    of_user: dict[str, str],
+    in_force: tuple[str, str],
 ) -> None:
     """NCCL takes a bare name for a prefix: ib0 would also choose ib01."""
-    monkeypatch.setattr(distributed, "TCPStore", lambda *_, **__: dist.HashStore())
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    formed = SimpleNamespace(
+        init_process_group=lambda *_, **__: None, group=SimpleNamespace(WORLD=device.CPU)
+    )
+    monkeypatch.setattr(distributed, "dist", formed)
     for name in NAMES:
         monkeypatch.setenv(name, of_user.get(name, ""))
         if name not in of_user:
             monkeypatch.delenv(name)
-    start = Start(store="h:1", world_size=1, interface="ib0")
-    join(start, 0, None, device.CPU, timedelta(seconds=9))
+    start = Start(world_size=1, interface="ib0")
+    join(start, 0, tmp_path / "meeting", device.CPU, timedelta(seconds=9))
     assert tuple(os.environ[name] for name in NAMES) == in_force
 
 
-def test_ranks_wait_for_all_through_the_store() -> None:
-    store = dist.HashStore()
+def test_ranks_wait_for_all_through_the_store(tmp_path: Path) -> None:
+    def waiting(rank: int, name: str, timeout_s: float) -> Future[None]:
+        store = RunStore(tmp_path, 3, timedelta(seconds=timeout_s))
+        return pool.submit(wait_for_all, store, rank, 3, name)
+
     with ThreadPoolExecutor(3) as pool:
-        short = timedelta(milliseconds=200)
-        early = [pool.submit(wait_for_all, store, "early", 3, short) for _ in range(2)]
+        early = [waiting(rank, "early", 0.2) for rank in range(2)]
         assert all(isinstance(one.exception(60), RuntimeError) for one in early), "one is missing"
-        all_there = [
-            pool.submit(wait_for_all, store, "x", 3, timedelta(seconds=60)) for _ in range(3)
-        ]
+        all_there = [waiting(rank, "x", 60) for rank in range(3)]
         assert [one.result(60) for one in all_there] == [None] * 3
+
+
+def test_no_store_of_ours_listens_on_a_port() -> None:
+    """Only servers of other projects, which join a group by address, need one."""
+    users = [
+        path.name
+        for path in Path(slurmrl.__file__).parent.rglob("*.py")
+        if re.search(r"\bTCPStore\(|\binit_method=|env://", path.read_text())
+    ]
+    assert sorted(users) == ["server_group.py", "vllm_receiver.py"]
 
 
 def test_no_collective_takes_all_ranks_for_granted() -> None:

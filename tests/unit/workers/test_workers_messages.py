@@ -68,7 +68,7 @@ MESSAGES: list[tuple[MessageSet[Any], Any]] = [
     (AGENT_LOG, Failure(cause="died", reason="x", host="", rank=0, exit_code=-9)),
     (AGENT_LOG, Stacked(group="trainer", task=0, number=0, file="logs/x", ranks=(DOING,))),
     (FROM_WORKER, Pulse(doing=DOING)),
-    (TO_ROLLOUT_WORKER, StartRollout(store="127.0.0.1:7", world_size=2, agent=TASK)),
+    (TO_ROLLOUT_WORKER, StartRollout(world_size=2, agent=TASK)),
     (TO_ROLLOUT_WORKER, Serve(incarnation=3)),
     (TO_ROLLOUT_WORKER, Retire(reason="preemption", within_s=25.5)),
 ]

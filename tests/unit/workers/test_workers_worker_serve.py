@@ -36,7 +36,7 @@ from slurmrl.workers.messages import (
 from slurmrl.workers.worker import serve as serve_module
 from slurmrl.worlds import RankId
 
-START = TO_WORKER.to_json(Start(store="127.0.0.1:1", world_size=4))
+START = TO_WORKER.to_json(Start(world_size=4))
 READY = Ready(rank=3, size=40, fingerprint="f")
 
 
@@ -277,7 +277,7 @@ def test_a_rollout_task_is_served_until_its_worker_returns(
     rank = Rank("rollout/3")
     rank.thread.start()
     task = Identity("rollout", 3, 0, "r3", "50.0.0", "50_3", 7)
-    start = StartRollout(store="127.0.0.1:1", world_size=1, agent=task)
+    start = StartRollout(world_size=1, agent=task)
     rank.agent.send(TO_ROLLOUT_WORKER.to_json(start))
     assert rank.hear() == READY
     rank.agent.send(TO_ROLLOUT_WORKER.to_json(message))

@@ -89,9 +89,9 @@ def test_a_trainer_is_bound_to_its_gpus_node_and_waits_for_its_memory_before_it_
         "wait_until_free",
         lambda gpu, *, exclusive: done.append((gpu, exclusive)),
     )
-    start = Start(store="h:1", world_size=1, base="step-00000004.1", exclusive=exclusive)
+    start = Start(world_size=1, base="step-00000004.1", exclusive=exclusive)
     with pytest.raises(KeyError, match="built"):
-        setup.build_trainer(paths, 0, start, None, Activity(), [].append)
+        setup.build_trainer(paths, 0, start, Activity(), [].append)
     assert done == [(on_gpu, 6), (setup.device.GPU.device, exclusive)]
 
 
@@ -101,9 +101,9 @@ def test_models_that_cannot_fit_end_the_first_start_before_they_are_built(
 ) -> None:
     """A user error names host and GPU; a start from a checkpoint is not checked again."""
     expected = KeyError if base else UsageError
-    start = Start(store="h:1", world_size=1, base=base, exclusive=True)
+    start = Start(world_size=1, base=base, exclusive=True)
     with pytest.raises(expected, match="built" if base else f"the {on_gpu.name} has 0.0 GiB"):
-        setup.build_trainer(paths, 0, start, None, Activity(), [].append)
+        setup.build_trainer(paths, 0, start, Activity(), [].append)
 
 
 def _reached(*_: object, **__: object) -> None:

@@ -1,0 +1,102 @@
+"""Another user of the machine writes into every port that a trial opens."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from tests.support.trials import Site, processes, sft_config, wait_until
+
+pytestmark = pytest.mark.long
+
+POISON = """
+import os
+import socket
+import sys
+import threading
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+VALUES = (b"[]", b'["/etc", "/root"]')
+
+def poison(port):
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as garbage:
+        garbage.sendall(VALUES[1] * 100)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False,
+                     timeout=timedelta(seconds=5))
+    print(f"poisoned {port}", flush=True)
+    while True:
+        for value in VALUES:
+            for key in ["/prepared data", *store.list_keys()]:
+                store.set(key, value)
+
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+print("ready", flush=True)
+for line in sys.stdin:
+    threading.Thread(target=poison, args=(int(line),), daemon=True).start()
+"""
+
+
+@pytest.fixture
+def attacker() -> Iterator[subprocess.Popen[str]]:
+    """A process that poisons the ports that it reads; of another user where the test is root."""
+    command = [sys.executable, "-c", POISON]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def listening(run: Path) -> set[int]:
+    """The TCP ports on which processes of a run listen."""
+    sockets = set()
+    for pid in (pid for pids in processes(run).values() for pid in pids):
+        try:
+            sockets |= {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+        except OSError:
+            continue  # it has ended
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {
+        int(row[1].partition(":")[2], 16)
+        for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
+    }
+
+
+def test_trial_trains_on_while_another_user_writes_into_its_ports(
+    tmp_path: Path, attacker: subprocess.Popen[str]
+) -> None:
+    site = Site(tmp_path)
+    path = site.write("sft.yaml", sft_config(total_steps=30))
+    site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
+    run, found = site.paths("sft/1").run, set[int]()
+    stdin: IO[str] | None = attacker.stdin
+    assert stdin is not None
+
+    def attacked() -> bool:
+        for port in listening(run) - found:
+            found.add(port)
+            stdin.write(f"{port}\n")
+            stdin.flush()
+        return any(line["step"] >= 3 for line in site.metrics("sft/1"))
+
+    wait_until("step 3", attacked)
+    ended = site.wait_for_end("sft/1")
+    assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 30, 1)
+    assert found, "gloo listens"
+    assert attacker.poll() is None
+    attacker.kill()
+    assert attacker.stdout is not None
+    assert attacker.stdout.read() == "", "no port had a store"
