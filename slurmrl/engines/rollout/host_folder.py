@@ -5,12 +5,16 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from slurmrl.errors import OwnershipError
+from slurmrl import log
 from slurmrl.fsio.failures import explain
+
+logger = log.get(__name__)
 
 ROOT = Path("/dev/shm")
 
@@ -19,18 +23,14 @@ class HostFolder:
     """A new folder with mode 0700 that is locked while this process lives.
 
     A process that is killed leaves its folder behind. `remove_unused` removes it, and so does the
-    next process of this user on the host that makes a folder.
+    next process of this user on the host that makes a folder. All are in one folder of the user,
+    which has another name where somebody else has taken the known one.
     """
 
     def __init__(self, root: Path = ROOT) -> None:
-        """Raises EnvironmentFailure if it cannot be made, OwnershipError if another user could
-        change it."""
-        parent = _parent(root)
+        """Raises EnvironmentFailure if it cannot be made."""
         try:
-            parent.mkdir(mode=0o700, exist_ok=True)
-            status = parent.lstat()
-            if status.st_uid != os.getuid() or status.st_mode & 0o077:
-                raise OwnershipError(f"{parent} must belong to you with mode 0700; remove it")
+            parent = next(_parents(root), None) or _new_parent(root)
             with (parent / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 _remove_unlocked(parent)
@@ -38,9 +38,7 @@ class HostFolder:
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         except OSError as error:
-            if isinstance(error, OwnershipError):
-                raise
-            raise explain(error, "make a folder in", parent) from error
+            raise explain(error, "make a folder in", root) from error
 
     def close(self) -> None:
         """Remove it."""
@@ -51,16 +49,41 @@ class HostFolder:
 def remove_unused(root: Path = ROOT) -> None:
     """Remove the folders of this user's processes that were killed. What cannot be removed now is
     left to the next one that makes a folder."""
-    parent = _parent(root)
     with suppress(OSError):
-        if parent.lstat().st_uid == os.getuid():
+        for parent in _parents(root):
             with (parent / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 _remove_unlocked(parent)
 
 
-def _parent(root: Path) -> Path:
-    return root / f"slurmrl-{os.getuid()}"
+def _parents(root: Path) -> Iterator[Path]:
+    """Yield the folders of this user that nobody else can change, the known name first."""
+    known = root / _known_name()
+    for path in (known, *sorted(root.glob(f"{known.name}.*"))):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
+        mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if mine and not status.st_mode & 0o077:
+            yield path
+
+
+def _new_parent(root: Path) -> Path:
+    known = root / _known_name()
+    try:
+        known.mkdir(mode=0o700)
+    except FileExistsError:
+        if known in _parents(root):  # another process of this user was faster
+            return known
+        chosen = Path(tempfile.mkdtemp(prefix=f"{known.name}.", dir=root))
+        logger.warning("using %s: %s is not a folder of yours with mode 0700", chosen, known)
+        return chosen
+    return known
+
+
+def _known_name() -> str:
+    return f"slurmrl-{os.getuid()}"
 
 
 def _remove_unlocked(parent: Path) -> None:

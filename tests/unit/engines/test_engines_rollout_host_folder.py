@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from slurmrl.engines.rollout.host_folder import HostFolder, remove_unused
-from slurmrl.errors import OwnershipError
 
 HOLDER = """
 import sys, time
@@ -52,8 +51,45 @@ def test_a_killed_process_leaves_nothing_that_the_next_one_does_not_remove(
     assert not own.path.exists()
 
 
-def test_a_folder_that_others_can_change_is_refused(tmp_path: Path) -> None:
-    (tmp_path / f"slurmrl-{os.getuid()}").mkdir(mode=0o755)
-    (tmp_path / f"slurmrl-{os.getuid()}").chmod(0o755)
-    with pytest.raises(OwnershipError, match="mode 0700"):
-        HostFolder(tmp_path)
+def _foreign(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    os.chown(path, os.getuid() + 1, -1)
+
+
+def _open_to_all(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o755)
+
+
+def _link(path: Path) -> None:
+    (path.parent / "elsewhere").mkdir(mode=0o700)
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("take", [_foreign, _open_to_all, _link, Path.touch])
+def test_host_folder_has_another_name_where_its_name_is_taken(
+    tmp_path: Path, take: Callable[[Path], None]
+) -> None:
+    """The next processes use the same one, and clean it up."""
+    if take is _foreign and os.getuid() != 0:
+        pytest.skip("only root may give a folder away")
+    known = tmp_path / f"slurmrl-{os.getuid()}"
+    take(known)
+    first = HostFolder(tmp_path)
+    second = HostFolder(tmp_path)
+    assert first.path.parent == second.path.parent
+    assert first.path.parent.name.startswith(f"{known.name}.")
+    assert first.path.parent.stat().st_mode & 0o777 == 0o700
+    os.close(second._descriptor)  # as when its process is killed
+    remove_unused(tmp_path)
+    assert not second.path.exists()
+    assert first.path.is_dir()
+    first.close()
+
+
+def test_host_folder_of_another_user_id_is_not_used(tmp_path: Path) -> None:
+    """User 10's name is the beginning of user 100's."""
+    (tmp_path / f"slurmrl-{os.getuid()}0").mkdir(mode=0o700)
+    made = HostFolder(tmp_path)
+    assert made.path.parent == tmp_path / f"slurmrl-{os.getuid()}"
+    made.close()
