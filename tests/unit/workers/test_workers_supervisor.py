@@ -328,6 +328,17 @@ def test_a_spare_replaces_a_host_that_could_not_do_what_was_needed(
         assert allocation.choose() == chosen
 
 
+def test_no_host_is_blamed_for_a_connection_that_failed(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlurmClient, "hosts", lambda *_: [])
+    refused = Failure(cause="environment", reason="refused", host="n0", echo=True)
+    with make("file", directory=paths.names) as names:
+        publish(names, 1, refused)
+    blame_hosts(paths, options(paths), [1])
+    assert JobHosts(paths, 2, ("n0", "n1", "n2"), job="7.0").choose() == ("n0", "n1")
+
+
 def test_hosts_are_good_where_slurm_does_not_say(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:

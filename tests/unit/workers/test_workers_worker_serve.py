@@ -201,6 +201,26 @@ def test_what_a_host_lacks_at_the_start_is_not_the_trial_s_fault(
     assert (said.cause, said.final) == ("environment", False)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection refused",
+        "timed out waiting 1800 s for 0//cpu//0/1 in /runs/me/sft/1/control/00000001.meeting",
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error",
+    ],
+)
+def test_connections_that_fail_are_the_environments_fault_at_the_start(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    def build(*arguments: object) -> NoReturn:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(serve_module, "build", build)
+    rank.agent.send(START)
+    said = rank.failure()
+    assert (said.cause, said.echo, said.final) == ("environment", True, False)
+
+
 def test_a_damaged_checkpoint_is_named(ready: Rank) -> None:
     error = DamagedCheckpointError("step-7.2: actor.0 has another checksum", "step-7.2")
     ready.executor.raises["gen"] = error
