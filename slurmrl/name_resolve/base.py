@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
+import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
-from slurmrl.errors import NameExistsError, NameNotFoundError
+from slurmrl.backoff import Backoff, retry
+from slurmrl.errors import NameExistsError, NameNotFoundError, WaitTimeoutError
 from slurmrl.fsio import documents
 from slurmrl.fsio.shapes import TEXT, Fields, FieldType
 from slurmrl.name_resolve.names import below, checked_value, normalise, normalise_root
@@ -135,6 +141,70 @@ class NameStore(ABC):
             raise NameNotFoundError(f"no key {key!r}")
         return entry.value
 
+    def add_subentry(self, root: str, value: object, *, delete_on_exit: bool = True) -> str:
+        """Add a value below ``root`` under a name that no other process chooses; return the key.
+
+        Raises InvalidNameError.
+        """
+        key = f"{normalise(root)}/{uuid.uuid4().hex}"
+        self.add(key, value, delete_on_exit=delete_on_exit)
+        return key
+
+    def wait(self, name: str, timeout_s: float = math.inf, *, poll_s: float = 1.0) -> str:
+        """Return the value of a key once it exists. Raises WaitTimeoutError.
+
+        ``poll_s``: longest pause between two looks.
+        """
+        deadline = time.monotonic() + timeout_s
+        backoff = Backoff(last_s=poll_s)
+        while True:
+            try:
+                return self.get(name)
+            except NameNotFoundError as error:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise WaitTimeoutError(f"{error} after {timeout_s:g} s") from error
+                time.sleep(min(backoff.next_s(), left_s))
+                self.refresh()
+
+    def watch_names(
+        self,
+        names: Sequence[str],
+        call_back: Callable[[], object],
+        *,
+        poll_s: float = 15.0,
+        wait_s: float = 300.0,
+    ) -> threading.Thread:
+        """Call ``call_back`` once, when one of these keys no longer exists. Return the daemon
+        thread that looks every ``poll_s`` seconds and calls.
+
+        A key that does not exist yet may appear within ``wait_s``. While the store does not answer,
+        nothing counts as gone.
+        """
+        keys = [normalise(name) for name in names]
+
+        def watch() -> None:
+            deadline = time.monotonic() + wait_s
+            with suppress(NameNotFoundError, WaitTimeoutError):
+                for key in keys:
+                    left_s = max(0.0, deadline - time.monotonic())
+                    retry("watch names", partial(self.wait, key, left_s, poll_s=poll_s))
+                while keys:
+                    time.sleep(poll_s)
+                    retry("watch names", partial(self._require, keys))
+            if keys:
+                call_back()
+
+        thread = threading.Thread(target=watch, name="watch names", daemon=True)
+        thread.start()
+        return thread
+
+    def _require(self, keys: Sequence[str]) -> None:
+        """Raise NameNotFoundError unless all keys exist."""
+        self.refresh()
+        for key in keys:
+            self.get(key)
+
     def find_subtree(self, root: str) -> list[str]:
         """Return the sorted keys: ``root`` itself and all below ``root/``; ``""`` means all."""
         keys = self._below(normalise_root(root))
@@ -158,6 +228,12 @@ class NameStore(ABC):
         self._added.pop(key, None)
         if not self._delete(key):
             raise NameNotFoundError(f"no key {key!r}")
+
+    def clear_subtree(self, root: str) -> None:
+        """Delete ``root`` and all keys below it, of any owner; ``""`` means all."""
+        for key in self._below(normalise_root(root)):
+            self._added.pop(key, None)
+            self._delete(key)
 
     def reset(self) -> None:
         """Delete the keys added here with ``delete_on_exit`` and not replaced since."""

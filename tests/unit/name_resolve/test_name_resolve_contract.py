@@ -20,6 +20,7 @@ from slurmrl.errors import (
     NameExistsError,
     NameNotFoundError,
     UnknownNameError,
+    WaitTimeoutError,
 )
 from slurmrl.name_resolve import STORES, make
 from slurmrl.name_resolve.base import NameEntry, NameStore
@@ -113,6 +114,65 @@ def test_subtrees(store: NameStore) -> None:
     assert store.get_subtree("run") == [f"value of {key}" for key in keys]
     assert store.find_subtree("nothing") == store.get_subtree("nothing") == []
     assert store.find_subtree("") == store.find_subtree("/") == sorted([*keys, "runner", "other"])
+
+
+def test_subentries_have_names_of_their_own(store: NameStore) -> None:
+    keys = [store.add_subentry("run/peers/", value) for value in (1, 2, 1)]
+    assert len(set(keys)) == 3
+    assert store.find_subtree("run/peers") == sorted(keys)
+    assert [store.get(key) for key in keys] == ["1", "2", "1"]
+    kept = store.add_subentry("run/peers", 4, delete_on_exit=False)
+    store.reset()
+    assert store.find_subtree("run") == [kept]
+
+
+def test_wait_returns_a_value_that_comes_later(connect: Connect) -> None:
+    here, there = connect(), connect()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(here.wait, "late", 60, poll_s=0.01)
+        there.add("late", "now")
+        assert waiting.result(60) == "now"
+    assert here.wait("late", 0) == "now"
+    with pytest.raises(WaitTimeoutError, match=r"no key 'never' after 0\.01 s"):
+        here.wait("never", 0.01)
+
+
+def test_clear_subtree_deletes_a_root_and_everything_below(connect: Connect) -> None:
+    here, there = connect(), connect()
+    for store, key in ((here, "run"), (there, "run/a/b"), (here, "runner"), (there, "other")):
+        store.add(key, "1")
+    here.clear_subtree("run/")
+    assert there.find_subtree("") == ["other", "runner"]
+    here.clear_subtree("run")
+    here.clear_subtree("")
+    assert there.find_subtree("") == []
+    there.reset()
+
+
+@pytest.mark.parametrize("gone", ["a", "b/c"])
+def test_watch_calls_back_once_when_any_name_is_gone(connect: Connect, gone: str) -> None:
+    here, there = connect(), connect()
+    calls: list[str] = []
+    thread = here.watch_names(["a", "b//c"], partial(calls.append, "gone"), poll_s=0.01)
+    there.add("a", "1")
+    there.add("b/c", "2")
+    here.wait("b/c", 60)
+    there.add("a", "replaced", replace=True)
+    thread.join(0.05)
+    assert thread.is_alive()
+    assert calls == []
+    there.delete(gone)
+    thread.join(60)
+    assert calls == ["gone"]
+
+
+def test_watch_calls_back_for_a_name_that_never_appears(store: NameStore) -> None:
+    calls: list[str] = []
+    store.add("a", "1")
+    store.watch_names(["a", "never"], partial(calls.append, "gone"), wait_s=0.01).join(60)
+    assert calls == ["gone"]
+    store.watch_names([], partial(calls.append, "none is gone")).join(60)
+    assert calls == ["gone"]
 
 
 @pytest.mark.parametrize(
