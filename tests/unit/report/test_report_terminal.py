@@ -143,6 +143,7 @@ def test_samples_printed_by_prompt_with_rewards(
         rows = [
             sample(0, 1.0, "2", answer="2", rendered="<user>1+1=", parts={"short": 0.5}),
             sample(1, 0.0, "\x1b[2J" + "\n".join("abcdefghijklmn"), finished=False),
+            sample(2, 0.0, "-") | {"reward": None},
             sample(0, 0.25, f"other {step}") | {"id": "r@0"},
         ]
         text = "".join(json.dumps({"step": step, **row}) + "\n" for row in rows)
@@ -157,8 +158,10 @@ def test_samples_printed_by_prompt_with_rewards(
         "    | 2",
         "  reward 0, cut off",
     ]
-    assert lines[-3:] == [
+    assert lines[-5:] == [
         "    … 2 more lines; --whole prints them",
+        "  reward none",
+        "    | -",
         "",
         "1 more prompt; -n 2 for all",
     ]
