@@ -289,10 +289,10 @@ def test_a_reward_model_needs_a_scalar_head_and_the_actor_s_tokenizer(tmp_path: 
 
 def test_what_takes_too_long_is_ended_and_said_to_be_unchecked(tmp_path: Path) -> None:
     """The child is killed with its processes; problems found before are reported."""
-    module = """
+    module = f"""
 import pathlib, subprocess, time
 sleeper = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
-pathlib.Path(__file__).resolve().with_name("pid").write_text(str(sleeper.pid))
+pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(sleeper.pid))
 time.sleep(600)
 """
     (tmp_path / "mine.py").write_text(module)
