@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 
-from slurmrl.rewards.math_notation import ALL_TEXT, EUROPEAN, number, without_units
+from slurmrl.rewards.math_notation import ALL_TEXT, EUROPEAN, SCIENTIFIC, number, without_units
 
 FORMULA = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\A\$([^$\n]+)\$\Z"
@@ -60,10 +60,11 @@ OPERAND = r"[-(\[]*\\?\$?\d[\d,.]*%?[)\]]*"
 CALCULATION = re.compile(
     rf"(?<![\w.]){OPERAND}(?:\s*(?:[-+*/^×÷·⋅–]|\\times|\\cdot|\\div|x(?=[\s\d]))\s*{OPERAND})+"
     r"|(?<![\w.])\(?\d[\d,.]*\)?\([-\d][^()]*\)"
-    rf"|{OPERAND}\s*[+^×÷·]\s*[A-Za-z{{]|[A-Za-z)}}]\s*[+^×÷·]\s*{OPERAND}"
+    rf"|{OPERAND}\s*[+^×÷·]\s*(?:[A-Za-z]|\{{[^{{}}]*\}}?)|[A-Za-z)}}]\s*[+^×÷·]\s*{OPERAND}"
 )
 """Numbers with operators between them, or between them and letters."""
-WRITTEN = re.compile(rf"(?<![\w.,])(?:{EUROPEAN})(?![.,]?\d)")
+WRITTEN = re.compile(rf"(?<![\w.,^])(?:{EUROPEAN}|{SCIENTIFIC})(?![.,]?\d)")
+"""Numbers that math-verify does not read in prose."""
 OPENING = re.compile(r"(?:(?<!\w)[\[(\"'`*“_>~+]+|(?<!\d):)(?=[-$\d.])|\b(?:US|HK|A|C)(?=\$)")
 """Characters before a number where math-verify expects a space."""
 
@@ -125,8 +126,8 @@ def stated(text: str) -> str:
     text = FORMULA.sub(lambda match: _last_number(match[0].strip("$")), mark_formulas(text))
     text = APPROXIMATELY.sub(" = ", text.replace(r"\$", "$").replace("-$", "$-"))
     text = MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", text)
+    text = WRITTEN.sub(lambda match: f"{number(match[0], plain=True)} ", text)
     text = CALCULATION.sub(lambda match: f" {number(match[0].strip('()[]'), plain=True)} ", text)
-    text = WRITTEN.sub(lambda match: number(match[0], plain=True), text)
     return re.sub(r"\s+(?=[.,;:!?](?:\s|\Z))", "", OPENING.sub(" ", text))
 
 

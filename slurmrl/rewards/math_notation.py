@@ -84,11 +84,15 @@ PARENTHESES = re.compile(r"\A\((.*)\)\Z", re.DOTALL)
 EUROPEAN = r"\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}|\d{1,3}(?: \d{3})+,\d+"
 """A number with a decimal comma or with dots between thousands, and no other meaning."""
 DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
+SCIENTIFIC = (
+    rf"(?:(?P<digits>{DECIMAL})[eE]|(?:(?P<digit>\d(?:\.\d+)?)\s*(?:\\times|\\cdot|[x×*·⋅])\s*)?"
+    r"10\s*(?:\^|\*\*)\s*\{?)(?P<power>[-+]?\d{1,3})\}?"
+)
+"""``1e-8``, ``6.02 \\times 10^{23}`` or ``10^3``."""
 LITERAL = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:(?P<plain>[1-9]\d{{0,2}}(?:[ ,]\d{{3}})+(?:\.\d+)?|{DECIMAL})"
     rf"|(?P<comma>{EUROPEAN}|\d+,\d+)"
-    r"|(?P<digits>\d(?:\.\d+)?)(?:[eE]|\s*(?:\\times|\\cdot|[x×*·])\s*10\s*(?:\^|\*\*)\s*\{?)"
-    r"(?P<power>[-+]?\d{1,3})\}?"
+    rf"|{SCIENTIFIC}"
     r"|(?P<over>\d+)\s*/\s*(?P<under>\d+)"
     r"|\\[dtc]?frac\s*(?:\{\s*(?P<n>-?\d+)\s*\}\s*\{\s*(?P<d>\d+)\s*\}|(?P<n1>\d)(?P<d1>\d)))"
     r"(?P<percent>\s*\\?%)?"
@@ -111,8 +115,8 @@ def number(text: str, *, plain: bool) -> str:
     currency or units; "" if it is anything else. ``plain``: as in `without_units`; then a comma
     may also separate decimals."""
     text = text.replace("{,}", ",")
-    text = re.sub(r"\\(?:left|right)(?![A-Za-z])|(?<!\*)\*\*(?!\*)", "", text).strip()
-    text = LEADING_TEXT.sub("", text.rstrip(".,;:"))
+    text = re.sub(r"\\(?:left|right)(?![A-Za-z])|(?<!\*)(?!(?<=10)\*\*[-+]?\d)\*\*(?!\*)", "", text)
+    text = LEADING_TEXT.sub("", text.strip().rstrip(".,;:"))
     text = LEADING_CURRENCY.sub(r"\1", text.strip())
     text = PARENTHESES.sub(r"\1", without_units(text, plain=plain)).strip()
     match = LITERAL.fullmatch(text)
@@ -127,8 +131,9 @@ def _value(literal: re.Match[str]) -> str:
         return re.sub("[ ,]", "", literal["plain"])
     if literal["comma"]:
         return re.sub("[ .]", "", literal["comma"]).replace(",", ".")
-    if literal["digits"]:
-        return format(Decimal(literal["digits"]).scaleb(int(literal["power"])), "f")
+    if literal["power"]:
+        digits = literal["digits"] or literal["digit"] or "1"
+        return format(Decimal(digits).scaleb(int(literal["power"])), "f")
     over, under = (
         int(literal[a] or literal[b] or literal[c])
         for a, b, c in (("over", "n", "n1"), ("under", "d", "d1"))
