@@ -30,10 +30,12 @@ OWN_FAULTS = (
 """Failures that explain an end better than a warning that the job got as well."""
 WARNINGS = {
     "time_limit": "time limit",
-    "preemption": "preempted ({signal})",
+    "preemption": "preempted or killed ({signal})",
     "interrupt": "interrupted ({signal})",
     "unknown": "warned of its end ({signal})",
 }
+PREEMPTED = "preempted ({signal})"
+"""Replaces the guess where the scheduler shows a preemption."""
 CLOCKS_S = 5.0
 """Largest difference of two hosts' clocks."""
 SHOWN_FILES = 2
@@ -97,7 +99,7 @@ def _row(
 ) -> dict[str, Any]:
     begun, newest = traces.begun, traces.begun.number == snapshot.state.incarnation
     running = newest and state == "RUNNING" and traces.failure is None and _in_job(traces, tasks)
-    end = _running(snapshot) if running else ending(traces, tasks)
+    end = _running(snapshot) if running else ending(traces, tasks, after)
     until = float(snapshot.said.get("time", snapshot.now)) if running else _ended_at(traces, after)
     commit = begun.commit.data["step"] if begun.commit else None
     first = _from_step(traces)
@@ -196,8 +198,8 @@ def hosts(snapshot: TrialSnapshot, traces: Traces) -> list[str]:
     return list(dict.fromkeys(agent.host for agent in agents if agent.host))
 
 
-def ending(traces: Traces, tasks: Sequence[TaskState]) -> End:
-    """Return how an incarnation that no longer runs ended."""
+def ending(traces: Traces, tasks: Sequence[TaskState], after: Traces | None) -> End:
+    """Return how an incarnation that no longer runs ended. ``after``: the next one."""
     failure = traces.failure if traces.failure is not None else Failure()
     own = _cause(failure)
     if traces.begun.end is not None and traces.begun.end.kind is Kind.FINISHED:
@@ -207,7 +209,9 @@ def ending(traces: Traces, tasks: Sequence[TaskState]) -> End:
     if _was_cancelled(traces):
         return _cancelled(traces)
     if traces.warned is not None:
-        return _contradicted(traces, tasks, traces.warned) or _warned(traces, traces.warned)
+        preempted = _was_preempted(traces, tasks, after)
+        end = _contradicted(traces, tasks, traces.warned)
+        return end or _warned(traces, traces.warned, preempted=preempted)
     if own:
         return End(own, failure_words(failure))
     return _unsaid(traces) or _by_scheduler(traces, tasks) or _silent(traces)
@@ -281,14 +285,34 @@ def _where(failure: Failure) -> str:
     return f", {place}" if place else ""
 
 
-def warning(warned: Warned) -> str:
-    """Return in words the warning that an incarnation's job would end."""
+def warning(warned: Warned, *, preempted: bool = False) -> str:
+    """Return in words the warning that an incarnation's job would end. ``preempted``: the scheduler
+    shows that it was."""
     words = WARNINGS.get(warned.cause, WARNINGS["unknown"])
+    if preempted and warned.cause == "preemption":
+        words = PREEMPTED
     return words.format(signal=warned.signal or "a signal")
 
 
-def _warned(traces: Traces, warned: Warned) -> End:
-    cause, words = warned.cause or "unknown", warning(warned)
+def _was_preempted(traces: Traces, tasks: Sequence[TaskState], after: Traces | None) -> bool:
+    """Whether the scheduler says so or has started the job again, which it does not do with a job
+    that somebody killed."""
+    job, _, restarts = _job_start(traces).partition(".")
+    if after is not None and job:
+        next_job, _, next_restarts = _job_start(after).partition(".")
+        if next_job == job and next_restarts != restarts:
+            return True
+    element = traces.attempt.job_id if traces.attempt is not None else ""
+    tag = str(traces.begun.data.get("job") or "")
+    own = [task for task in tasks if element and task.job_id == element]
+    return any(
+        not is_start_of(task, tag) or (task.ending or task.state) is JobState.PREEMPTED
+        for task in own
+    )
+
+
+def _warned(traces: Traces, warned: Warned, *, preempted: bool) -> End:
+    cause, words = warned.cause or "unknown", warning(warned, preempted=preempted)
     stopped = _newest(traces.master, "stopped")
     if stopped:
         return End(cause, f"{words}, handed over at step {stopped.get('step')}")

@@ -127,8 +127,13 @@ def test_a_failure_with_a_field_of_another_type_is_damaged(
     ("warned", "stopped", "cause", "how"),
     [
         ("time_limit", True, "time_limit", "time limit, handed over at step 12"),
-        ("preemption", True, "preemption", "preempted (SIGTERM), handed over at step 12"),
-        ("preemption", False, "preemption", "preempted (SIGTERM), before it could commit"),
+        ("preemption", True, "preemption", "preempted or killed (SIGTERM), handed over at step 12"),
+        (
+            "preemption",
+            False,
+            "preemption",
+            "preempted or killed (SIGTERM), before it could commit",
+        ),
         ("interrupt", True, "interrupt", "interrupted (SIGTERM), handed over at step 12"),
         ("unknown", True, "unknown", "warned of its end (SIGTERM), handed over at step 12"),
     ],
@@ -178,6 +183,27 @@ def test_the_scheduler_knows_better_who_sent_a_signal(
     start(run, "8.0.0", 1, "41_1")
     first, _ = rows(run, task(0, state, words="ended", **more))
     assert first["cause"] == cause
+
+
+@pytest.mark.parametrize(
+    ("next_job", "tasks", "words"),
+    [
+        ("7.1.0", [], "preempted"),
+        ("8.0.0", [task(0, JobState.PREEMPTED)], "preempted"),
+        ("8.0.0", [task(0, JobState.PENDING, restarts=1)], "preempted"),
+        ("8.0.0", [], "preempted or killed"),
+        ("7.0.1", [], "preempted or killed"),
+        ("", [], "preempted or killed"),
+    ],
+)
+def test_end_says_preempted_only_with_evidence_from_the_scheduler(
+    run: FakeRun, next_job: str, tasks: list[TaskState], words: str
+) -> None:
+    """The scheduler is not asked about ended trials: the next start of the job is left."""
+    run.name(keys.warned(start(run)), signal="SIGTERM", cause="preemption")
+    if next_job:
+        start(run, next_job, 1, "41_0" if next_job.startswith("7") else "41_1")
+    assert rows(run, *tasks)[0]["how"] == f"{words} (SIGTERM), before it could commit"
 
 
 def test_the_end_of_a_requeued_job_is_that_of_its_last_start(run: FakeRun) -> None:
