@@ -12,6 +12,7 @@ from slurmrl import keys
 from slurmrl.backoff import Backoff
 from slurmrl.errors import NameExistsError, UsageError
 from slurmrl.fsio import atomic, objects
+from slurmrl.fsio.failures import corrupt
 from slurmrl.monitor.log_files import serving
 from slurmrl.monitor.reports import StacksRequest
 from slurmrl.monitor.snapshot import read_groups
@@ -33,8 +34,12 @@ class Request:
     @classmethod
     def make(cls, paths: RunPaths, incarnation: int, rank: int | None) -> Request:
         """Request the stacks of one rank of the trainers, or of all their processes. Raises
-        UsageError for a rank that does not exist, EnvironmentFailure."""
-        group = next(group for group in read_groups(paths) if group.name == TRAINERS)
+        UsageError for a rank that does not exist, CorruptFileError for a plan that does not name
+        the ranks' hosts, EnvironmentFailure."""
+        group = next((group for group in read_groups(paths) if group.name == TRAINERS), None)
+        if group is None:
+            lacks = "has no trainers" if paths.plan.exists() else "is missing"
+            raise corrupt(paths.plan, lacks)
         count = group.hosts * group.workers_per_host
         if rank is not None and rank >= count:
             raise UsageError(f"no rank {rank}: the trial has ranks 0 to {count - 1}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl import keys
+from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents, space
 from slurmrl.fsio.shapes import (
     COUNT,
@@ -185,11 +186,14 @@ class TrialSnapshot:
 
 def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
     """Read a run directory and the traces of its newest incarnations. The number of files read does
-    not depend on the age of the trial. Raises CorruptFileError for damaged files,
-    EnvironmentFailure."""
+    not depend on the age of the trial. Raises CorruptFileError for damaged files
+    except the plan, EnvironmentFailure."""
     submission = newest_submission(paths)
     state = recent(paths.history, incarnations=incarnations, exports=_exported(paths))
-    groups = read_groups(paths)
+    try:
+        groups = read_groups(paths)
+    except CorruptFileError:
+        groups = ()  # as if it were missing: only the tables of tasks need it
     with make("file", directory=paths.names) as names:
         said = _said(names, state.incarnation)
         attempts = _attempts(names, groups)

@@ -44,6 +44,7 @@ from slurmrl.models.merged import MergedCheckpoint
 from slurmrl.models.peft import write_adapter
 from slurmrl.models.storage import file_form
 from slurmrl.paths import RunPaths
+from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import (
     CONFIG,
@@ -56,6 +57,7 @@ from slurmrl.plan.model_files import (
     stop_tokens,
     text_config,
 )
+from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.workers.master.export_types import ExportTypes, export_types
 from slurmrl.workers.master.progress import STATE
 
@@ -310,9 +312,22 @@ def _choose(paths: RunPaths, step: int | None) -> Commit:
     return matching[-1]
 
 
+def _plan(paths: RunPaths) -> Plan:
+    """Return the plan of a trial. The models of a damaged or missing one follow from the
+    configuration. Raises CorruptFileError or EnvironmentFailure if that needs code that is not
+    here."""
+    try:
+        return Plan.read(paths.plan)
+    except (CorruptFileError, EnvironmentFailure) as damage:
+        try:
+            return make_plan(load_resolved_settings(paths.config), scheduler="local")
+        except UsageError:
+            raise damage from None
+
+
 def _head(paths: RunPaths, role: str) -> Head:
     """Return the head of a role that is trained or averaged; checkpoints hold no other roles."""
-    models = Plan.read(paths.plan).models
+    models = _plan(paths).models
     trained = sorted(name for name, model in models.items() if model.changes)
     if not trained:
         raise UsageError(
@@ -326,8 +341,11 @@ def _head(paths: RunPaths, role: str) -> Head:
 
 def _scores_turn_ends(paths: RunPaths, role: str) -> bool:
     """Whether the role is a reward model that was trained at the ends of turns. A trial that an
-    older slurmrl has planned trains at the ends of whole conversations."""
-    return role == ROLE and any(
+    older slurmrl has planned trains at the ends of whole conversations, which only its plan
+    tells. Raises CorruptFileError, EnvironmentFailure."""
+    if role != ROLE or all(call.interface != REWARD_MODEL for call in _plan(paths).calls):
+        return False
+    return any(
         call.interface == REWARD_MODEL and set(call.inputs) == set(REWARD_MODEL_INPUTS)
         for call in Plan.read(paths.plan).calls
     )

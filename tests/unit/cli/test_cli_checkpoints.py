@@ -389,6 +389,36 @@ def test_export_states_where_its_scores_are_read(
         assert json.loads((folder / "config.json").read_text()).get("slurmrl_score_at") == rule
 
 
+@pytest.mark.parametrize("text", [None, "{", '{"models": 1}'])
+def test_export_without_a_plan_is_that_with_it(
+    trial: Trial, tmp_path: Path, text: str | None
+) -> None:
+    trial.commit(4)
+    assert trial.run("export", "--out", str(tmp_path / "with")) == 0
+    trial.paths.plan.unlink()
+    if text is not None:
+        trial.paths.plan.write_text(text)
+    assert trial.run("export", "--out", str(tmp_path / "without")) == 0
+    files = [
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("with", "without")
+    ]
+    assert files[0] == files[1]
+
+
+def test_export_of_a_reward_model_needs_its_plan(
+    trial: Trial, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the plan tells where an older slurmrl has trained its scores."""
+    trial.commit(4)
+    config = trial.paths.config.read_text()
+    config = config.replace("name: sft", "name: reward_model")
+    trial.paths.config.write_text(config.replace("type: prompt_answer", "type: preference"))
+    trial.paths.plan.unlink()
+    assert trial.run("export") == 3
+    assert f"{trial.paths.plan} is missing" in capsys.readouterr().err
+
+
 def as_reward_model(trial: Trial, *inputs: str) -> None:
     """Make the plan that of a reward model whose training gets ``inputs``."""
     plan = json.loads(trial.paths.plan.read_text())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from slurmrl import keys
 from slurmrl.errors import CorruptFileError
 from slurmrl.history.record import Kind
+from slurmrl.monitor.requests import Request
 from slurmrl.monitor.snapshot import STORY, read
 from slurmrl.monitor.status import assemble
 from slurmrl.name_resolve.file import FileNameStore
@@ -121,6 +123,32 @@ def test_parts_that_are_not_there_yet(tmp_path: Path, part: str) -> None:
     status = assemble(read(run.paths, STORY), [])
     assert status["state"] == "INTERRUPTED"
     assert status["incarnation"] == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"groups": 3}', "\0", '{"groups": [{}]}'])
+def test_status_is_that_without_a_plan_where_it_is_damaged(tmp_path: Path, text: str) -> None:
+    run = live(tmp_path, 2)
+    run.paths.plan.unlink()
+    expected = assemble(replace(read(run.paths, STORY), now=0.0, free_bytes=1), [])
+    run.paths.plan.write_text(text)
+    assert assemble(replace(read(run.paths, STORY), now=0.0, free_bytes=1), []) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "plan.json is missing; restore it"),
+        ('{"groups": []}', "plan.json has no trainers; restore it"),
+        ("{", "plan.json is not JSON"),
+    ],
+)
+def test_stacks_are_refused_without_a_plan(tmp_path: Path, text: str | None, message: str) -> None:
+    run = live(tmp_path, 1)
+    run.paths.plan.unlink()
+    if text is not None:
+        run.paths.plan.write_text(text)
+    with pytest.raises(CorruptFileError, match=message):
+        Request.make(run.paths, 1, None)
 
 
 def test_a_claim_whose_content_a_cache_hides(
