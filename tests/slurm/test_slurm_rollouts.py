@@ -54,7 +54,8 @@ def different(prompts, completions, rows):
 
 @pytest.mark.long
 def test_tasks_come_and_go_with_their_number(tmp_path: Path, slurm_bed: Any) -> None:
-    """One task, two, none, and one again. While there is none, the trainers wait."""
+    """One task, two, none, and one again. While there is none, the trainers wait. Then the
+    trainers' job is cancelled, and `resume` replaces the task that is left."""
     site = site_in(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
     go = tmp_path / "go"
     (tmp_path / "reward_of_mine.py").write_text(SLOW_REWARD.format(go=str(go)))
@@ -78,14 +79,20 @@ def test_tasks_come_and_go_with_their_number(tmp_path: Path, slurm_bed: Any) -> 
     wait_for("joined", 2)
     site.slurmrl("scale", trial, "0")
     wait_for("left", 2)
-    go.touch()
     wait_until("trainers that wait", lambda: waits_for(site, trial) == "for a rollout task")
     assert site.status(trial)["state"] == "RUNNING"
     site.slurmrl("scale", trial, "1")
-    status = site.wait_for_end(trial)
-    assert (status["state"], status["step"], status["incarnation"]) == ("COMPLETED", STEPS, 1)
-    assert trained(site, trial) == STEPS * BATCH
     wait_for("joined", 3)
+    jobs = read_jobs(site.paths(trial), 1)
+    assert jobs is not None
+    slurm("scancel", *jobs["trainer"])
+    wait_until("no trainers", lambda: site.status(trial)["state"] == "INTERRUPTED")
+    assert f"rollout {jobs['rollout'][0]} (" in str(site.status(trial)["diagnosis"])
+    go.touch()
+    site.slurmrl("resume", trial)
+    status = site.wait_for_end(trial)
+    assert (status["state"], status["step"], status["incarnation"]) == ("COMPLETED", STEPS, 2)
+    assert trained(site, trial) == STEPS * BATCH
     wait_for_empty_queue()
 
 
