@@ -11,6 +11,7 @@ from typing import Final
 
 from slurmrl.rewards.code_cases import Case
 from slurmrl.rewards.code_sandbox import preamble
+from slurmrl.rewards.code_tests import PROGRAM_MODULES
 
 FENCE: Final = re.compile(
     r"(?:^(?P<indent>[ \t]+))?```(?:[ \t]*(?P<alone>\w*)[ \t]*|\{?\.?(?P<word>\w[\w.+#-]*)[^\n`]*)"
@@ -85,7 +86,7 @@ def _completeness(code: str, *, reads: bool) -> tuple[bool, bool, bool, bool]:
 def _free(tree: ast.AST | None) -> set[str]:
     """The names that code uses and does not define, with those of Python; none if it imports names
     that it does not name."""
-    used, bound = set[str](), {"__file__"}
+    used, bound, tested = set[str](), {"__file__"}, set[str]()
     for node in ast.walk(tree) if tree is not None else ():
         match node:
             case ast.Name(id=name, ctx=ast.Load()):
@@ -96,6 +97,8 @@ def _free(tree: ast.AST | None) -> set[str]:
                 bound.add(name)
             case ast.ClassDef(name=name) | ast.ExceptHandler(name=str(name)):
                 bound.add(name)
+            case ast.ImportFrom(module=module, names=names) if module in PROGRAM_MODULES:
+                tested.update(each.name for each in names)
             case ast.alias(name="*"):
                 return set()
             case ast.alias(name=name, asname=other):
@@ -104,7 +107,7 @@ def _free(tree: ast.AST | None) -> set[str]:
                 bound.add(name)
             case ast.MatchMapping(rest=str(name)):
                 bound.add(name)
-    return used - bound
+    return used - bound | tested
 
 
 def _tree(code: str) -> ast.Module | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose, isinf
 from typing import Any, Final, Literal
 
 from slurmrl.errors import UsageError
+from slurmrl.rewards.code_tests import runnable
 
 KEYS: Final = ("tests", "input_output", "test_list", "test")
 """Where the tests of a row are looked for."""
@@ -32,6 +32,8 @@ class Case:
     function: str = ""
     arguments: Sequence[Any] = ()
     check: str = ""
+    calls: str = ""
+    """Code after ``check`` that calls the tests in it."""
     expected: Any = field(default=None)
     """The output of a script, or the result of a call."""
 
@@ -49,7 +51,7 @@ class Case:
             "stdin": self.stdin,
             "function": self.function,
             "arguments": list(self.arguments),
-            "check": self.check,
+            "check": self.check + self.calls,
             "most_bytes": self.most_bytes,
         }
 
@@ -72,7 +74,7 @@ def cases_of(row: Mapping[str, Any], value: Any) -> list[Case]:
     if isinstance(value, str):
         value = _parsed(value)
     if isinstance(value, str):
-        return [_check(row, _with_entry_point(row, value))] if value.strip() else []
+        return [_check(row, value)] if value.strip() else []
     if isinstance(value, Mapping):
         return _of_lists(value)
     if not isinstance(value, Sequence):
@@ -140,25 +142,8 @@ def _check(row: Mapping[str, Any], code: str) -> Case:
     setup = row.get("test_setup_code") or ""
     lines = [*imports, setup, code] if isinstance(imports, list) else [setup, code]
     text = "\n".join(str(line) for line in lines if line)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            compile(text, "tests", "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UsageError(f"they are not valid Python: {error}") from error
-    return Case("check", check=text)
-
-
-def _with_entry_point(row: Mapping[str, Any], code: str) -> str:
-    """HumanEval's tests define ``check``, which is called with the function to test."""
-    name = row.get("entry_point")
-    if re.search(r"^def check\(", code, re.MULTILINE) is None:
-        return code
-    if not isinstance(name, str) or not name.isidentifier():
-        raise UsageError(
-            "they define check(…), so the row needs the name of a function: entry_point"
-        )
-    return f"{code}\ncheck({name})\n"
+    check, calls = runnable(text, row.get("entry_point"))
+    return Case("check", check=check, calls=calls)
 
 
 def _bounded(text: str) -> str:

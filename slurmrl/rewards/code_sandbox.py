@@ -355,7 +355,7 @@ def _run_tests(code: str, module: types.ModuleType) -> None:
     """Run code after the program, as the main module. Where it runs tests of ``unittest``, they
     must pass, and there must be some."""
     module.__name__ = "__main__"
-    sys.modules["__main__"] = module
+    sys.modules.update(__main__=module, solution=module)
     if "unittest" in code:
         _check_unittest()
     _execute_text(code, "tests.py", module.__dict__)
@@ -367,7 +367,7 @@ def _check_unittest() -> None:
     run, main = unittest.TextTestRunner.run, unittest.TestProgram.runTests
 
     def checked(runner: Any, tests: Any) -> Any:
-        if (result := run(runner, tests)).wasSuccessful() and result.testsRun:
+        if (result := run(runner, tests)).wasSuccessful() and result.testsRun > len(result.skipped):
             return result
         raise AssertionError(f"tests failed: {result}")
 

@@ -1,0 +1,248 @@
+"""Test code of rows: calls of the tests that nothing calls, and code that tests no program."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import symtable
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from slurmrl.errors import UsageError
+from slurmrl.rewards.code_sandbox import MODULES
+
+PROGRAM_MODULES: Final = ("solution", "program", "__main__")
+"""The names under which test code may import the program."""
+INDIRECT: Final = {"globals", "locals", "vars", "eval", "exec", "__import__", "importlib", "sys"}
+"""Names by which test code may find the program without naming a function of it."""
+PYTEST_ONLY: Final = ("fixture", "parametrize", "usefixtures", "skip", "skipif", "xfail")
+"""Decorators that only pytest understands."""
+PYTEST_SETUP: Final = ("setup_module", "setup_function", "teardown_module", "teardown_function")
+CALL_TESTS: Final = """
+
+def _call_tests(tests):
+    import asyncio, inspect, unittest
+
+    def call(function, *given):
+        result = function(*given[: len(inspect.signature(function).parameters)])
+        if inspect.iscoroutine(result):
+            asyncio.run(result)
+
+    def nothing():
+        pass
+
+    suite = unittest.TestSuite()
+    for test in tests:
+        if not isinstance(test, type):
+            call(test)
+        elif issubclass(test, unittest.TestCase):
+            suite.addTests(unittest.defaultTestLoader.loadTestsFromTestCase(test))
+        else:
+            call(getattr(test, "setup_class", nothing))
+            for name in [name for name in dir(test) if name.startswith("test")]:
+                case = test()
+                method = getattr(case, name)
+                call(getattr(case, "setup_method", nothing), method)
+                call(method)
+                call(getattr(case, "teardown_method", nothing), method)
+            call(getattr(test, "teardown_class", nothing))
+    if suite.countTestCases():
+        result = unittest.TextTestRunner().run(suite)
+        assert result.wasSuccessful() and result.testsRun > len(result.skipped), result
+
+"""
+"""Runs functions and classes as pytest does. Programs lose names of `code_sandbox.preamble` that
+occur in test code, so none of these may occur here."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = Function | ast.ClassDef
+Definitions = Mapping[str, Definition]
+
+
+def runnable(code: str, entry_point: Any) -> tuple[str, str]:
+    """Return test code, and code after it that calls the tests that it defines and does not call.
+
+    :param entry_point: name of the function that HumanEval's ``check`` gets; None if the row has
+        none.
+    :raises UsageError: the code is not Python, a test cannot be called, or nothing of the program
+        is tested.
+    """
+    code = _without_pytest_main(code)
+    tree = _parsed(code)
+    defined = {node.name: node for node in tree.body if isinstance(node, Definition)}
+    run = _reached((node for node in tree.body if not _only_defines(node)), defined)
+    if "check" in defined and defined["check"] not in run:
+        if not isinstance(entry_point, str) or not entry_point.isidentifier():
+            raise UsageError(
+                "they define check(…), so the row needs the name of a function: entry_point"
+            )
+        call = f"check({entry_point})"
+        code += f"\n{call}\n"
+        run = _reached([*run, *_parsed(call).body], defined)
+    tests = [node for node in defined.values() if node not in run and _is_test(node, defined)]
+    if any(_runs_unittest(node) for node in run):
+        cases = [node for node in tests if _is_test_case(node, defined)]
+        tests = [node for node in tests if node not in cases]
+        run += cases
+    calls = _check_of_names(_reached([*run, *tests], defined))
+    if tests:
+        _check_callable(defined, tests)
+        calls += f"{CALL_TESTS}_call_tests([{', '.join(node.name for node in tests)}])\n"
+    return code, calls
+
+
+def _without_pytest_main(code: str) -> str:
+    """``pytest.main()`` would look for files, and would not raise if tests fail."""
+    lines = code.split("\n")
+    for node in _parsed(code).body:
+        if not isinstance(node, Definition) and "pytest.main(" in ast.unparse(node):
+            for number in range(node.lineno - 1, node.end_lineno or node.lineno):
+                lines[number] = ""
+    return "\n".join(lines)
+
+
+def _parsed(code: str) -> ast.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(code, "tests", "exec", dont_inherit=True)
+            return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UsageError(f"they are not valid Python: {error}") from error
+
+
+def _only_defines(node: ast.stmt) -> bool:
+    """Whether a statement defines something that other code must call. A decorator may call it."""
+    if isinstance(node, Function) and node.decorator_list:
+        return node.name.startswith("test")
+    return isinstance(node, Definition)
+
+
+def _reached(nodes: Iterable[ast.stmt], defined: Definitions) -> list[ast.stmt]:
+    """Statements, and the definitions of all names that they use."""
+    reached = list(nodes)
+    for node in reached:  # which grows
+        names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
+        found = [defined[name] for name in dict.fromkeys(names) if name in defined]
+        reached += [each for each in found if each not in reached]
+    return reached
+
+
+def _is_test(node: Definition, defined: Definitions) -> bool:
+    """Whether pytest would run it."""
+    if not isinstance(node, ast.ClassDef):
+        return node.name.startswith("test")
+    if _is_test_case(node, defined):
+        return True
+    methods = [each.name for each in _methods(node, defined)]
+    tests = any(name.startswith("test") for name in methods)
+    return node.name.startswith("Test") and tests and "__init__" not in methods
+
+
+def _is_test_case(node: Definition, defined: Definitions) -> bool:
+    """Whether it is a class of unittest with tests."""
+    if not isinstance(node, ast.ClassDef):
+        return False
+    bases = [ast.unparse(base) for each in _classes(node, defined) for base in each.bases]
+    tests = any(each.name.startswith("test") for each in _methods(node, defined))
+    return tests and any(base.endswith("TestCase") for base in bases)
+
+
+def _classes(node: ast.ClassDef, defined: Definitions) -> list[ast.ClassDef]:
+    """A class and those of its bases that the code defines."""
+    bases = [defined.get(ast.unparse(base)) for base in node.bases]
+    own = [base for base in bases if isinstance(base, ast.ClassDef) and base is not node]
+    return [node, *(each for base in own for each in _classes(base, defined))]
+
+
+def _methods(node: ast.ClassDef, defined: Definitions) -> list[Function]:
+    classes = _classes(node, defined)
+    return [each for owner in classes for each in owner.body if isinstance(each, Function)]
+
+
+def _runs_unittest(node: ast.AST) -> bool:
+    runners = ("unittest.main", "main", "TextTestRunner", "unittest.TextTestRunner")
+    calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+    return any(ast.unparse(call.func) in runners for call in calls)
+
+
+def _check_callable(defined: Definitions, tests: Sequence[Definition]) -> None:
+    """
+    :raises UsageError: a test needs something that pytest would give.
+    """
+    for name in PYTEST_SETUP:
+        if name in defined:
+            raise UsageError(f"they need pytest for {name}(); move its statements into the tests")
+    others = [node for node in tests if not _is_test_case(node, defined)]
+    for node in (*others, *(each for each in defined.values() if each not in others)):
+        only = PYTEST_ONLY if node in others else PYTEST_ONLY[:1]
+        for decorator in _decorators(node):
+            if decorator.partition("(")[0].rpartition(".")[2] in only:
+                raise UsageError(f"they need pytest for @{decorator[:60]} of {node.name}")
+    for node in others:
+        if isinstance(node, Function):
+            _check_parameters(node, node.name, 0)
+        else:
+            for method in _methods(node, defined):
+                if method.name.startswith("test"):
+                    _check_parameters(method, f"{node.name}.{method.name}", 1)
+
+
+def _decorators(node: Definition) -> list[str]:
+    """The decorators of a function, or of a class and its methods."""
+    methods = [each for each in node.body if isinstance(each, Function)]
+    owners = [node, *methods] if isinstance(node, ast.ClassDef) else [node]
+    return [ast.unparse(each) for owner in owners for each in owner.decorator_list]
+
+
+def _check_parameters(node: Function, name: str, own: int) -> None:
+    decorators = _decorators(node)
+    if any("patch" in decorator for decorator in decorators):  # which gives arguments
+        return
+    own = 0 if "staticmethod" in decorators else own
+    arguments = node.args
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
+    needed = names[own : len(names) - len(arguments.defaults)]
+    if needed:
+        raise UsageError(
+            f"nothing gives {name} its parameters: {', '.join(needed)}; tests are called without "
+            "any, and fixtures of pytest are not supported"
+        )
+
+
+def _check_of_names(run: Sequence[ast.stmt]) -> str:
+    """Return "" if the code that runs uses names that only a program can define. If it tests names
+    of Python itself, return code that fails unless the program defines one of them.
+
+    :raises UsageError: the code tests no program.
+    """
+    nodes = [each for node in run for each in ast.walk(node)]
+    code = ast.unparse(ast.Module(list(run), []))
+    used, free = _names(code)
+    given = {*dir(builtins), *MODULES, "__file__"}
+    if free - given or used & INDIRECT or any(map(_may_import_program, nodes)):
+        return ""
+    names = sorted(free.intersection(dir(builtins)))
+    if not names or "assert" not in code:
+        raise UsageError("they run nothing of the program, so every program would pass")
+    return f"\nassert any(name in globals() for name in {names}), 'the program defines none'\n"
+
+
+def _may_import_program(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return node.module in PROGRAM_MODULES or node.names[0].name == "*"
+    return isinstance(node, ast.Import) and any(each.name in PROGRAM_MODULES for each in node.names)
+
+
+def _names(code: str) -> tuple[set[str], set[str]]:
+    """The global names that code uses, and those of them that it does not define."""
+    module = symtable.symtable(code, "tests", "exec")
+    tables, used = [module], set[str]()
+    for table in tables:  # which grows
+        tables += table.get_children()
+        names = [each for each in table.get_symbols() if each.is_referenced()]
+        used |= {each.get_name() for each in names if table is module or each.is_global()}
+    bound = {each.get_name() for each in module.get_symbols() if each.is_assigned()}
+    imported = {each.get_name() for each in module.get_symbols() if each.is_imported()}
+    return used, used - bound - imported

@@ -1,0 +1,113 @@
+"""Test code that defines tests and does not call them, and code that tests nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slurmrl.rewards.code import CodeReward
+from slurmrl.rewards.code_blocks import program_of
+from slurmrl.rewards.code_cases import cases_of
+from slurmrl.rewards.code_sandbox import MODULES, preamble
+from slurmrl.rewards.code_tests import CALL_TESTS
+
+RIGHT = "def add(a, b): return a + b"
+WRONG = "def add(a, b): return a - b"
+PASS = "pass"
+TEST = "assert add(1, 2) == 3"
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[CodeReward]:
+    made = CodeReward(processes=1)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        f"def test_a(): {TEST}",
+        f"import math\ndef testA(): {TEST}\ndef test_b(x=1): assert add(0, x) == x",
+        f"from solution import add\ndef test_a(): {TEST}",
+        f"import solution as s\ndef test_a(): {TEST.replace('add', 's.add')}",
+        f"class TestAdd:\n  def test_a(self): {TEST}",
+        "class TestAdd:\n  def setup_method(self, method): self.three = add(1, 2)\n"
+        "  def test_a(self): assert self.three == 3",
+        f"class Base:\n  def test_a(self): {TEST}\nclass TestAdd(Base): pass",
+        f"async def test_a(): {TEST}",
+        f"def test_a(): {TEST}\nassert add(0, 0) == 0",
+        f"def test_a(): {TEST}\nif __name__ == '__main__':\n  pytest.main([__file__])",
+        "import unittest\nclass TestCases(unittest.TestCase):\n"
+        "  def test_a(self): self.assertEqual(add(1, 2), 3)",
+        "from unittest import IsolatedAsyncioTestCase as C, TestCase\nclass A(TestCase):\n"
+        "  def test_a(self): self.assertEqual(add(1, 2), 3)\nclass B(A): pass",
+        "import unittest\nfrom unittest.mock import patch\n@patch('builtins.print')\n"
+        f"def test_a(mock): {TEST}",
+        f"def check(candidate): {TEST.replace('add', 'candidate')}\ncheck(add)",
+        f"def run_all():\n  {TEST}\nif __name__ == '__main__':\n  run_all()",
+        [f"def test_a(): {TEST}", "def test_b(): assert add(2, 2) == 4"],
+        f"def test_a(): {TEST}\nfor test in [test_a]: test()",
+        f"globals()['add'](1, 2)\n{TEST}",
+    ],
+)
+def test_tests_decide_whoever_calls_them(reward: CodeReward, tests: Any) -> None:
+    row = {"tests": tests}
+    assert reward.check_rows([row]) == [""]
+    assert reward(["p"] * 3, [RIGHT, WRONG, PASS], [row] * 3) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        ("def test_a(numbers): assert add(*numbers)", "nothing gives test_a its parameters: numb"),
+        ("class TestA:\n  def test_a(self, x): add(x, x)", "TestA.test_a its parameters: x"),
+        (
+            "import pytest\n@pytest.mark.parametrize('a', [1])\ndef test_a(a): assert add(a, a)",
+            r"need pytest for @pytest.mark.parametrize\('a', \[1\]\) of test_a",
+        ),
+        ("@pytest.fixture\ndef x(): pass\ndef test_a(): add(1, 2)", "need pytest for @pytest.fix"),
+        ("def setup_module(): pass\ndef test_a(): add(1, 2)", r"pytest for setup_module\(\)"),
+        (f"def run(): {TEST}", "run nothing of the program"),
+        (f"class Helper:\n  def test_a(self): {TEST}", "run nothing of the program"),
+        ('"""\n>>> add(1, 2)\n3\n"""', "run nothing of the program"),
+        (">>> add(1, 2)\n3", "not valid Python"),
+        ("def test_a(): assert True", "run nothing of the program"),
+        (f"# {TEST}", "run nothing of the program"),
+        ("import math\nassert math.floor(1.5) == 1", "run nothing of the program"),
+        ([TEST, "import math"], "run nothing of the program"),
+        ("print('passed')", "run nothing of the program"),
+        ("def check(candidate): pass", "needs the name of a function: entry_point"),
+    ],
+)
+def test_row_is_refused_where_every_program_would_pass(tests: Any, why: str) -> None:
+    [problem] = CodeReward().check_rows([{"tests": tests}])
+    assert re.search(why, problem)
+
+
+def test_function_of_python_must_be_the_programs(reward: CodeReward) -> None:
+    """Python's own functions pass tests of a function with the same name."""
+    row = {"tests": ["assert pow(2, 3) == 8"]}
+    programs = ["def pow(a, b): return a ** b", "def pow(a, b): return a", PASS]
+    assert reward(["p"] * 3, programs, [row] * 3) == [1.0, 0.0, 0.0]
+
+
+def test_skipped_tests_pass_no_program(reward: CodeReward) -> None:
+    tests = (
+        "import unittest\nclass A(unittest.TestCase):\n"
+        f"  @unittest.skip('')\n  def test_a(self): {TEST}"
+    )
+    assert reward(["p"], [RIGHT], [{"tests": tests}]) == [0.0]
+
+
+def test_calls_of_tests_take_no_names_from_programs() -> None:
+    assert not (preamble().keys() - MODULES) & set(re.findall(r"\w+", CALL_TESTS))
+
+
+def test_block_is_the_one_that_tests_import() -> None:
+    completion = f"```python\n{RIGHT}\n```\n```python\nprint(add(1, 2))\n```"
+    tests = f"from solution import add\ndef test_a(): {TEST}"
+    assert program_of(completion, cases_of({}, tests)) == RIGHT
