@@ -120,15 +120,9 @@ def _line_of(error: BaseException, folders: Sequence[Path]) -> str:
 
 def _use_module_of(top: str, folders: Sequence[Path]) -> None:
     """Load ``top`` from ``folders``, if it is there: anew, because another one may be loaded."""
-    importlib.invalidate_caches()
-    spec = PathFinder.find_spec(top, [str(folder) for folder in folders])
-    if spec is None or not spec.has_location or spec.loader is None:
+    spec = own_module(top, folders)
+    if spec is None or spec.loader is None:
         return
-    if top == "slurmrl" or top in sys.stdlib_module_names or _is_installed(top, folders):
-        raise UsageError(
-            f"{spec.origin} is not allowed: it would hide the module {top} that is already there; "
-            "rename the file"
-        )
     for name in [name for name in sys.modules if name == top or name.startswith(f"{top}.")]:
         del sys.modules[name]
     module = module_from_spec(spec)
@@ -138,6 +132,23 @@ def _use_module_of(top: str, folders: Sequence[Path]) -> None:
     except BaseException:
         sys.modules.pop(top, None)
         raise
+
+
+def own_module(top: str, folders: Sequence[Path]) -> ModuleSpec | None:
+    """The module of a name in ``folders``, if it is there.
+
+    :raises UsageError: it would hide a module of Python, slurmrl or an installed package.
+    """
+    importlib.invalidate_caches()
+    spec = PathFinder.find_spec(top, [str(folder) for folder in folders])
+    if spec is None or not spec.has_location:
+        return None
+    if top == "slurmrl" or top in sys.stdlib_module_names or _is_installed(top, folders):
+        raise UsageError(
+            f"{spec.origin} is not allowed: it would hide the module {top} that is already there; "
+            "rename the file"
+        )
+    return spec
 
 
 def _is_installed(top: str, folders: Sequence[Path]) -> bool:

@@ -1,4 +1,5 @@
-"""Rewards and types of datasets that a configuration names by a file: ``judge.py:score``."""
+"""Rewards, types of datasets and parts of episodes that a configuration names by a file:
+``judge.py:score``."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from slurmrl.config.source import KeyPath, Source
 from slurmrl.errors import Problem, UsageError
 from slurmrl.plan.own_algorithm import OWN_FILE, own_name
 
-SECTIONS: Final = {"name": "reward", "type": "dataset"}
-"""Settings that may name code, with a section around them."""
+SECTIONS: Final = {"name": {"reward", "episode"}, "type": {"dataset"}}
+"""Settings that may name code, with the sections around them."""
 
 
 def resolve(source: Source) -> tuple[list[Path], list[Problem]]:
@@ -41,6 +42,7 @@ def _names(value: Any, where: KeyPath) -> Iterator[tuple[dict[str, Any], str, Ke
     if not isinstance(value, dict) or "options" in where:
         return
     for key, inner in value.items():
-        if isinstance(inner, str) and SECTIONS.get(key) in where and OWN_FILE.fullmatch(inner):
+        inside = SECTIONS.get(key, set()).intersection(where)
+        if inside and isinstance(inner, str) and OWN_FILE.fullmatch(inner):
             yield value, key, (*where, key)
         yield from _names(inner, (*where, key))

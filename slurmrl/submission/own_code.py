@@ -19,7 +19,7 @@ from slurmrl.config.schema.reward import ALONE
 from slurmrl.config.source import Source, dotted
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.plan.algorithms import Algorithm, all_calls
-from slurmrl.plan.own_algorithm import is_own
+from slurmrl.plan.own_algorithm import is_own, own_module
 from slurmrl.submission import copying
 from slurmrl.submission.reachable import with_imported
 
@@ -52,7 +52,7 @@ def find(
     own = {Path(path).stem: Path(path) for path in config.code}
     notes, modules = [], list(own)
     importlib.invalidate_caches()
-    _check_names(config, source)
+    _check_names(config, source, folders)
     for key, module in [*_references(config), *_of_algorithm(config, algorithm)]:
         top = module.partition(".")[0]
         if top == "slurmrl":
@@ -92,19 +92,22 @@ def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:
         yield str(error)
 
 
-def _check_names(config: Config, source: Source) -> None:
+def _check_names(config: Config, source: Source, folders: Sequence[Path]) -> None:
     """Raise ConfigError for own modules with a name of the standard library, which has loaded its
-    own long before."""
-    problems = [
-        Problem(
-            str(source.path),
-            key,
-            f"'{module}' is not allowed: Python's standard library has a module of that name; "
-            "rename the file",
-        )
-        for key, module in _references(config)
-        if module.partition(".")[0] in sys.stdlib_module_names
-    ]
+    own long before, or of an installed package, which other code needs."""
+    problems = []
+    for key, module in _references(config):
+        top = module.partition(".")[0]
+        try:
+            if top in sys.stdlib_module_names:
+                raise UsageError(
+                    f"'{module}' is not allowed: Python's standard library has a module of that "
+                    "name; rename the file"
+                )
+            if top != "slurmrl":
+                own_module(top, folders)
+        except UsageError as error:
+            problems.append(Problem(str(source.path), key, str(error)))
     if problems:
         raise ConfigError(tuple(problems))
 

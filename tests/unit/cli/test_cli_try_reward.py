@@ -270,6 +270,7 @@ BESIDE = "Path(__file__).{}parent.joinpath('words.txt').read_text().split()"
         ),
         ("queue.py", {"words": "['0']"}, "'queue' is not allowed: Python's standard library has"),
         ("json/own.py", {"words": "['0']"}, "'json.own' is not allowed: Python's standard library"),
+        ("numpy.py", {"words": "['0']"}, "it would hide the module numpy that is already there"),
     ],
 )
 def test_reward_sees_what_the_job_will_see(
@@ -317,3 +318,31 @@ def test_reward_is_named_by_its_file(config: Path, name: str) -> None:
     (config.parent / "elsewhere" / "own.py").write_text("")
     with pytest.raises(ConfigError, match="another setting names a file of that name in another"):
         load_settings(config, planning=True)
+
+
+@pytest.mark.parametrize(
+    ("episode", "keys"),
+    [
+        ({"name": "own.py:episode"}, {"name"}),
+        (
+            {
+                "name": "multi_turn",
+                "environment": {"name": "own.py:World"},
+                "tools": {"look": {"name": "./own.py:look"}},
+            },
+            {"environment.name", "tools.look.name"},
+        ),
+    ],
+)
+def test_episode_is_named_by_its_file(
+    config: Path, episode: dict[str, Any], keys: set[str]
+) -> None:
+    """Environments and tools too."""
+    (config.parent / "own.py").touch()
+    values = json.loads(config.read_text())
+    values["rollout"] = {**values.get("rollout", {}), "episode": episode}
+    config.write_text(json.dumps(values))
+    settings = load_settings(config, planning=True)
+    own = settings.config.rollout.episode.own
+    assert own.keys() == keys
+    assert {name.partition(":")[0] for name in own.values()} == {"own"}
