@@ -33,7 +33,7 @@ class RunStore(Store):
     """The store of one world in ``directory``, which its ranks create.
 
     torch calls it from C++, and needs no other methods to form groups of gloo and NCCL. It must
-    live as long as the groups.
+    live as long as the groups, and so must every store that `clone` returns.
     """
 
     def __init__(self, directory: Path, world_size: int, timeout: timedelta) -> None:
@@ -77,6 +77,11 @@ class RunStore(Store):
                     f"{self._directory}"
                 )
             backoff.sleep()
+
+    def clone(self) -> RunStore:
+        """Return this store itself, which holds no connection: torch's NCCL monitor uses the clone
+        in a thread of its own."""
+        return self
 
     def _names(self) -> list[str]:
         try:

@@ -74,7 +74,7 @@ def completed(shell: str, words: list[str], folder: Path) -> set[str]:
 def test_shells_complete_commands_options_and_trials(shell: str, folder: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    assert completed(shell, ["slurmrl", "st"], folder) == {"status", "stacks"}
+    assert completed(shell, ["slurmrl", "st"], folder) == {"stacks", "status", "stop"}
     assert completed(shell, ["slurmrl", "logs", "--fol"], folder) == {"--follow"}
     assert completed(shell, ["slurmrl", "cancel", "add/"], folder) == {"add/2", "add/10"}
     assert completed(shell, ["slurmrl", "unknown", "x"], folder) == set()

@@ -78,3 +78,11 @@ def test_store_fails_without_its_directory(
     for use in (lambda: store.get("k"), lambda: store.set("k", b"")):
         with pytest.raises(EnvironmentFailure, match="meeting"):
             use()
+
+
+def test_clone_of_prefixed_store_shares_its_keys(store: RunStore) -> None:
+    """torch's NCCL monitor clones the store of its group."""
+    clone = PrefixStore("group", store).clone()
+    clone.set("key", b"value")
+    assert PrefixStore("group", store).get("key") == b"value"
+    assert clone.check(["key"])
