@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 import symtable
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,15 +20,20 @@ INDIRECT: Final = {"globals", "locals", "vars", "eval", "exec", "__import__", "i
 PYTEST_ONLY: Final = ("fixture", "parametrize", "usefixtures", "skip", "skipif", "xfail")
 """Decorators that only pytest understands."""
 PYTEST_SETUP: Final = ("setup_module", "setup_function", "teardown_module", "teardown_function")
+ENTRY_POINT: Final = re.compile(r"[^\W\d]\w*(\(\))?(\.[^\W\d]\w*)*")
+"""``add``, or ``Solution().add``."""
 CALL_TESTS: Final = """
 
 def _call_tests(tests):
-    import asyncio, inspect, unittest
+    import inspect, unittest
 
     def call(function, *given):
         result = function(*given[: len(inspect.signature(function).parameters)])
         if inspect.iscoroutine(result):
-            asyncio.run(result)
+            import asyncio  # slow
+
+            result = asyncio.run(result)
+        assert result is not False
 
     def nothing():
         pass
@@ -73,19 +79,21 @@ def runnable(code: str, entry_point: Any) -> tuple[str, str]:
     defined = {node.name: node for node in tree.body if isinstance(node, Definition)}
     run = _reached((node for node in tree.body if not _only_defines(node)), defined)
     if "check" in defined and defined["check"] not in run:
-        if not isinstance(entry_point, str) or not entry_point.isidentifier():
+        if not isinstance(entry_point, str) or not ENTRY_POINT.fullmatch(entry_point):
             raise UsageError(
                 "they define check(…), so the row needs the name of a function: entry_point"
             )
-        call = f"check({entry_point})"
+        call = f"assert check({entry_point}) is not False"
         code += f"\n{call}\n"
         run = _reached([*run, *_parsed(call).body], defined)
     tests = [node for node in defined.values() if node not in run and _is_test(node, defined)]
-    if any(_runs_unittest(node) for node in run):
+    if any(_runs_unittest(node, defined) for node in run):
         cases = [node for node in tests if _is_test_case(node, defined)]
         tests = [node for node in tests if node not in cases]
         run += cases
-    calls = _check_of_names(_reached([*run, *tests], defined))
+    run = _reached([*run, *tests], defined)
+    _check_comparisons(run)
+    calls = _check_of_names(run)
     if tests:
         _check_callable(defined, tests)
         calls += f"{CALL_TESTS}_call_tests([{', '.join(node.name for node in tests)}])\n"
@@ -161,8 +169,8 @@ def _methods(node: ast.ClassDef, defined: Definitions) -> list[Function]:
     return [each for owner in classes for each in owner.body if isinstance(each, Function)]
 
 
-def _runs_unittest(node: ast.AST) -> bool:
-    runners = ("unittest.main", "main", "TextTestRunner", "unittest.TextTestRunner")
+def _runs_unittest(node: ast.AST, defined: Definitions) -> bool:
+    runners = {"unittest.main", "main", "TextTestRunner", "unittest.TextTestRunner"} - {*defined}
     calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
     return any(ast.unparse(call.func) in runners for call in calls)
 
@@ -211,16 +219,29 @@ def _check_parameters(node: Function, name: str, own: int) -> None:
         )
 
 
+def _check_comparisons(run: Sequence[ast.stmt]) -> None:
+    """
+    :raises UsageError: a statement only compares.
+    """
+    nodes = [each for node in run for each in ast.walk(node)]
+    bodies = [run, *(each.body for each in nodes if isinstance(each, Function))]
+    for node in (each for body in bodies for each in body):
+        value = node.value if isinstance(node, ast.Expr) else None
+        parts = value.values if isinstance(value, ast.BoolOp) else [value]
+        if all(isinstance(part, ast.Compare) for part in parts):
+            raise UsageError(f"a comparison has no effect without assert: {ast.unparse(node)[:80]}")
+
+
 def _check_of_names(run: Sequence[ast.stmt]) -> str:
     """Return "" if the code that runs uses names that only a program can define. If it tests names
     of Python itself, return code that fails unless the program defines one of them.
 
     :raises UsageError: the code tests no program.
     """
-    nodes = [each for node in run for each in ast.walk(node)]
     code = ast.unparse(ast.Module(list(run), []))
     used, free = _names(code)
     given = {*dir(builtins), *MODULES, "__file__"}
+    nodes = (each for node in run for each in ast.walk(node))
     if free - given or used & INDIRECT or any(map(_may_import_program, nodes)):
         return ""
     names = sorted(free.intersection(dir(builtins)))

@@ -51,6 +51,10 @@ def reward() -> Iterator[CodeReward]:
         f"def run_all():\n  {TEST}\nif __name__ == '__main__':\n  run_all()",
         [f"def test_a(): {TEST}", "def test_b(): assert add(2, 2) == 4"],
         f"def test_a(): {TEST}\nfor test in [test_a]: test()",
+        "def test_a(): return add(1, 2) == 3",
+        "add(1, 2) == 3 or exit(1)",
+        f"def main():\n  {TEST}\nimport unittest\nclass T(unittest.TestCase):\n"
+        f"  def test_a(self): {TEST}\nmain()",
         f"globals()['add'](1, 2)\n{TEST}",
     ],
 )
@@ -79,6 +83,8 @@ def test_tests_decide_whoever_calls_them(reward: CodeReward, tests: Any) -> None
         (f"# {TEST}", "run nothing of the program"),
         ("import math\nassert math.floor(1.5) == 1", "run nothing of the program"),
         ([TEST, "import math"], "run nothing of the program"),
+        ("add(1, 2) == 3", r"no effect without assert: add\(1, 2\) == 3"),
+        ("def test_a():\n  add(1, 2) == 3 and add(1, 1) == 2", "no effect without assert"),
         ("print('passed')", "run nothing of the program"),
         ("def check(candidate): pass", "needs the name of a function: entry_point"),
     ],
@@ -86,6 +92,13 @@ def test_tests_decide_whoever_calls_them(reward: CodeReward, tests: Any) -> None
 def test_row_is_refused_where_every_program_would_pass(tests: Any, why: str) -> None:
     [problem] = CodeReward().check_rows([{"tests": tests}])
     assert re.search(why, problem)
+
+
+@pytest.mark.parametrize("test", [TEST.replace("add", "candidate"), "return candidate(1, 2) == 3"])
+def test_check_gets_a_method(reward: CodeReward, test: str) -> None:
+    row = {"test": f"def check(candidate): {test}", "entry_point": "Solution().add"}
+    programs = [f"class Solution:\n  {each.replace('(a', '(self, a')}" for each in (RIGHT, WRONG)]
+    assert reward(["p"] * 3, [*programs, PASS], [row] * 3) == [1.0, 0.0, 0.0]
 
 
 def test_function_of_python_must_be_the_programs(reward: CodeReward) -> None:
