@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import sysconfig
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from slurmrl.errors import UnknownNameError, UnreadableInputError, UsageError
+from slurmrl.errors import SlurmrlError, UnknownNameError, UnreadableInputError, UsageError
+
+FAULTS = (NameError, AttributeError, TypeError, LookupError, ValueError, ArithmeticError)
+"""Errors of a module that it raises again at each import."""
 
 
 def resolve(reference: str) -> Any:
@@ -17,9 +23,9 @@ def resolve(reference: str) -> Any:
 
 def import_own(what: str, reference: str) -> Any:
     """The attribute that a user names as ``module:attribute``; ``what`` names its kind in messages.
-    Exceptions raised inside the module propagate.
+    Exceptions raised inside the module propagate, except FAULTS.
 
-    :raises UsageError: the module has no such attribute, or is not Python.
+    :raises UsageError: the module has no such attribute, has a fault, or is not Python.
     :raises UnreadableInputError: the module cannot be imported.
     """
     module_name, _, name = reference.partition(":")
@@ -29,7 +35,7 @@ def import_own(what: str, reference: str) -> Any:
     except ImportError as error:
         missing = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
         gone = isinstance(error, ModuleNotFoundError) and missing
-        why = f"there is no module '{error.name}'" if gone else f"{module_name}: {error}"
+        why = f"there is no module '{error.name}'" if gone else f"{module_name}: {_import(error)}"
         raise UnreadableInputError(f"{what} '{reference}': {why}") from error
     except OSError as error:
         if error.filename is None:
@@ -37,11 +43,46 @@ def import_own(what: str, reference: str) -> Any:
         raise UnreadableInputError(f"{what} '{reference}': {module_name}: {error}") from error
     except SyntaxError as error:
         raise UsageError(f"{what} '{reference}': {error}") from error
+    except SlurmrlError:
+        raise
+    except FAULTS as error:
+        raise UsageError(f"{what} '{reference}': {describe(error)}") from error
     if not hasattr(module, name):
         public = sorted(attribute for attribute in vars(module) if not attribute.startswith("_"))
         hint = near(name, public)
         raise UsageError(f"{what} '{reference}': {module_name} has no '{name}'; {hint}")
     return getattr(module, name)
+
+
+def describe(error: BaseException) -> str:
+    """Return ``KeyError: 'x' (my_rewards.py:12)``: the error and its last line in the user's
+    code."""
+    return f"{type(error).__name__}: {error}{_line_of(error)}"
+
+
+def _import(error: ImportError) -> str:
+    """Return what an import lacks and where the user's code wants it, without the path of a file
+    that is not the user's."""
+    text = str(error)
+    if error.path and _is_of_others(error.path):
+        text = text.removesuffix(f" ({error.path})")
+    return text + _line_of(error)
+
+
+def _line_of(error: BaseException) -> str:
+    """Return the last line in the user's code, in parentheses; empty if there is none. Libraries
+    count only if no other file is left."""
+    frames = traceback.extract_tb(error.__traceback__)
+    files = [each for each in frames if not _is_of_others(each.filename)]
+    libraries = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+    own = [each for each in files if not each.filename.startswith(libraries)] or files
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+
+
+def _is_of_others(file: str) -> bool:
+    """Whether a file is part of slurmrl or of Python's import system."""
+    others = (Path(__file__).parent, Path(importlib.__file__).parent)
+    return file.startswith("<frozen importlib") or any(map(Path(file).is_relative_to, others))
 
 
 def near(name: str, known: list[str], likeness: float = 0.6) -> str:

@@ -191,7 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except SlurmrlError as error:
-        return _report(error, error.exit_code, invocation)
+        shown = (_of_directory() if _lacks_relative_file(error) else None) or error
+        return _report(shown, shown.exit_code, invocation)
     except OSError as error:
         return _report(_of_directory() or error, ENVIRONMENT, invocation)
 
@@ -218,7 +219,14 @@ def _complete(asked: str) -> int:
     return shell_complete(cli, {"obj": Invocation()}, "slurmrl", env.COMPLETE.name, asked)
 
 
-def _of_directory() -> Exception | None:
+def _lacks_relative_file(error: BaseException | None) -> bool:
+    """Whether the cause of an error is a file that the current directory lacks."""
+    while error is not None and not isinstance(error, FileNotFoundError):
+        error = error.__cause__
+    return error is not None and not os.path.isabs(str(error.filename))
+
+
+def _of_directory() -> SlurmrlError | None:
     """Return the error of a shell whose directory somebody has removed."""
     try:
         os.getcwd()

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from slurmrl.errors import SlurmrlError, UnreadableInputError
+from slurmrl.registry import describe
 from slurmrl.rewards import make
 from slurmrl.rewards.judge_process import end_with_parent, take_pipes
-from slurmrl.rewards.reward import CheckedReward, describe
+from slurmrl.rewards.reward import CheckedReward
 
 MOST_CHARACTERS = 1000
 """Longest description of an error."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.errors import RewardError, UnusableRowError, UsageError
@@ -185,20 +182,6 @@ def of_completion(extras: Extras, indices: Sequence[int]) -> Extras:
         name: value if name in PER_CALL else [value[index] for index in indices]
         for name, value in extras.items()
     }
-
-
-def describe(error: BaseException) -> str:
-    """``KeyError: 'x' (my_rewards.py:12)``: the error and its last frame in the user's code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_of_others(frame.filename)]
-    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}{where}"
-
-
-def _is_of_others(file: str) -> bool:
-    """Whether a file is part of slurmrl or of Python's import system."""
-    others = (Path(__file__).parents[1], Path(importlib.__file__).parent)
-    return file.startswith("<frozen importlib") or any(map(Path(file).is_relative_to, others))
 
 
 def _what(kind: Any) -> str:

@@ -36,7 +36,8 @@ from slurmrl.plan.model_files import config_values
 from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
 from slurmrl.plan.settings import load_resolved_settings
-from slurmrl.rewards.reward import MODEL_SCORES, describe
+from slurmrl.registry import describe
+from slurmrl.rewards.reward import MODEL_SCORES
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 from slurmrl.rollouts.configured import make_episode, message_role
 from slurmrl.rollouts.dialogue import Dialogue
@@ -170,6 +171,9 @@ class CheckProcess:
                 rows = self.rows[key] = DatasetRows(dataset, most_bytes=MOST_BYTES)
             except ConfigError as error:
                 yield from (_of_data(key, problem) for problem in error.problems)
+                continue
+            except UsageError as error:
+                yield Finding("data", Weight.FAILED, str(error), key)
                 continue
             if not rows.records.whole:
                 message = (

@@ -47,10 +47,14 @@ def test_resume_names_damaged_file_of_trials_code(tmp_path: Path, text: str, wor
     assert "--update-code" in done.stderr
 
 
+@pytest.mark.parametrize("relative", [False, True])
 def test_removed_directory_named_in_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    relative: bool,
 ) -> None:
-    config = str(write_config(tmp_path))
+    config = "sft.yaml" if relative else str(write_config(tmp_path))
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

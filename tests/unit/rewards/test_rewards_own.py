@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import RewardError, UsageError
+from slurmrl.registry import describe, import_own
 from slurmrl.rewards import make
-from slurmrl.rewards.reward import CheckedReward, describe
+from slurmrl.rewards.reward import CheckedReward
 from tests.support.users_rewards import Looks
 
 MODULE = "tests.support.users_rewards"
@@ -126,3 +127,30 @@ def test_errors_are_placed_in_the_users_file_wherever_it_lies(tmp_path: Path, fo
     with pytest.raises(KeyError) as caught:
         CheckedReward("my", space["score"], {}, cores=1).score(["p"], ["c"], [{}], PLACES[:1])
     assert describe(caught.value) == "KeyError: 'x' (my_rewards.py:2)"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ny = wrong\n", "NameError: name 'wrong' is not defined (faulty_code.py:2)"),
+        ("import torchh\n", "faulty_code: No module named 'torchh' (faulty_code.py:1)"),
+        (
+            "import json\njson.loads('')\n",
+            "Expecting value: line 1 column 1 (char 0) (faulty_code.py:2)",
+        ),
+        (
+            "from slurmrl.rewards import nothing\n",
+            "cannot import name 'nothing' from 'slurmrl.rewards' (faulty_code.py:1)",
+        ),
+        ("def f(:\n", "invalid syntax (faulty_code.py, line 1)"),
+    ],
+)
+def test_own_module_is_refused_with_the_line_of_its_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    (tmp_path / "faulty_code.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError) as caught:
+        import_own("dataset type", "faulty_code:Mine")
+    assert str(caught.value).startswith("dataset type 'faulty_code:Mine': ")
+    assert str(caught.value).endswith(message)
