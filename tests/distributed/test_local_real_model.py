@@ -1,0 +1,195 @@
+"""Training of a small pretrained model, whose results a tiny random model cannot show."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slurmrl.monitor import events
+from tests.support.real_model import smollm2
+from tests.support.sums import is_right
+from tests.support.trials import REPOSITORY, Site
+
+pytestmark = [pytest.mark.soak, pytest.mark.long]
+
+QUESTIONS = ("the sea", "a lamp", "rain", "bread", "a bridge", "snow", "a clock", "the moon", "tea")
+PROMPTS = [f"{verb} {thing}." for verb in ("Describe", "Define") for thing in QUESTIONS]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def rows(path: Path, lines: Sequence[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def trial(name: str, algorithm: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {
+        "experiment": name,
+        "algorithm": algorithm,
+        "cluster": {"gpus_per_worker": 0},
+        "actor": {"path": str(smollm2()), "dtype": "float32"},
+        "checkpoint": {"every_steps": None},
+        **changes,
+    }
+
+
+def run(site: Site, config: dict[str, Any]) -> None:
+    name = config["experiment"]
+    site.slurmrl("submit", str(site.write(f"{name}.yaml", config)), "--scheduler", "local")
+    state = site.wait_for_end(f"{name}/1", timeout_s=3000.0)
+    assert state["state"] == "COMPLETED", state
+
+
+def results(site: Site, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in site.paths(f"{name}/1").results.read_text().splitlines()]
+
+
+def test_reward_model_scores_completions_where_it_was_trained(site: Site) -> None:
+    """The accuracy at the token that rollouts read is that of the training, and the scores of
+    completions are those of transformers at their last token."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    pairs = [
+        {"prompt": p, "chosen": f"Gladly. {p} It is a good question.", "rejected": "I will not."}
+        for p in PROMPTS
+    ]
+    path = rows(site.folder / "pairs.jsonl", pairs)
+    preference = {"type": "preference", "path": path, "chat_template": True}
+    config = trial("rm", {"name": "reward_model", "batch_size": len(pairs)}, dataset=preference)
+    config["actor"]["optimizer"] = {"lr": 1e-5}
+    config |= {"total_steps": 6, "evaluation": {"every_steps": 6, "dataset": preference}}
+    run(site, config)
+    trained = site.metrics("rm/1")[-1]
+    assert trained["eval/accuracy"] == 1.0
+
+    short = [f"Repeat this word and nothing else: {word}" for word in ("yes", "no", "one", "two")]
+    prompts = rows(site.folder / "prompts.jsonl", [{"prompt": p} for p in short])
+    config = trial("judged", {"name": "generate", "batch_size": 4})
+    config |= {
+        "rollout": {"n": 2, "max_new_tokens": 12},
+        "reward": {"name": "model"},
+        "reward_model": {"path": "trial:rm/1"},
+        "dataset": {"type": "prompt", "path": prompts, "chat_template": True},
+    }
+    run(site, config)
+
+    folder = site.paths("rm/1").export(6)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+
+    def score(prompt: str, answer: str) -> float:
+        message = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text + answer, add_special_tokens=False, return_tensors="pt").input_ids
+        with torch.no_grad():  # transformers skips <|im_end|>, which is its padding token, too
+            return float(model.score(model.model(ids).last_hidden_state)[0, -1, 0])
+
+    margins = [
+        score(pair["prompt"], pair["chosen"] + "<|im_end|>")
+        - score(pair["prompt"], pair["rejected"] + "<|im_end|>")
+        for pair in pairs
+    ]
+    assert sum(margin > 0 for margin in margins) / len(pairs) == trained["eval/accuracy"]
+    assert sum(margins) / len(pairs) == pytest.approx(trained["eval/margin"], rel=0.02)
+    ended = 0
+    for line in results(site, "judged"):
+        for completion in line["completions"]:
+            end = "<|im_end|>" if completion["finished"] else ""
+            ended += completion["finished"]
+            wanted = score(line["prompt"], completion["text"] + end)
+            assert completion["reward"] == pytest.approx(wanted, abs=2e-3)
+    assert ended > 0
+
+
+def test_default_export_keeps_the_gain_of_small_updates(site: Site) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    lines = [{"prompt": p, "answer": "Certainly! Here is a poem instead."} for p in PROMPTS]
+    path = rows(site.folder / "rows.jsonl", lines)
+    config = trial("sft", {"name": "sft", "batch_size": len(lines)}, total_steps=6)
+    config["actor"]["optimizer"] = {"lr": 1e-6}
+    config["dataset"] = {"type": "prompt_answer", "path": path, "chat_template": True}
+    run(site, config)
+    narrow = site.folder / "narrow"
+    said = site.slurmrl("export", "sft/1", "--dtype", "source", "--out", str(narrow)).stderr
+    assert "of the training's update survives rounding to bfloat16" in said
+    told = events.read_all(site.paths("sft/1"))
+    (event,) = [each for each in told if each["kind"] == "export"]
+    assert event["kept"] < 0.1
+    assert event["warning"]
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(smollm2())
+
+    def loss(folder: Path) -> float:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        total = 0.0
+        for line in lines:
+            message = [{"role": "user", "content": line["prompt"]}]
+            template = tokenizer.apply_chat_template
+            prompt = template(message, tokenize=False, add_generation_prompt=True)
+            text = prompt + line["answer"] + "<|im_end|>"
+            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+            labels = ids.clone()
+            labels[:, : len(tokenizer(prompt, add_special_tokens=False).input_ids)] = -100
+            with torch.no_grad():
+                total += float(model(ids, labels=labels).loss)
+        return total / len(lines)
+
+    start, exported = loss(smollm2()), loss(site.paths("sft/1").export(6))
+    assert exported < start - 0.01
+    assert start - loss(narrow) < 0.2 * (start - exported)
+
+
+def sums(path: Path, seed: int, count: int) -> str:
+    chosen = random.Random(seed)
+    numbers = [(chosen.randint(10, 49), chosen.randint(10, 49)) for _ in range(count)]
+    question = "What is {} + {}? Answer with the number only."
+    return rows(path, [{"prompt": question.format(a, b), "answer": str(a + b)} for a, b in numbers])
+
+
+def train_on_sums(site: Site, reward: dict[str, Any], steps: int) -> tuple[float, float]:
+    """GRPO with adapters on sums. Return the mean reward of held-out completions, and the share
+    whose last number is the answer."""
+    train = sums(site.folder / "train.jsonl", 1, 512)
+    held_out = sums(site.folder / "held_out.jsonl", 2, 64)
+    config = trial("grpo", {"name": "grpo", "batch_size": 8}, total_steps=steps)
+    config["actor"] |= {"lora": {"rank": 16}, "optimizer": {"lr": 3e-4}}
+    config |= {
+        "rollout": {"n": 8, "max_new_tokens": 12},
+        "reward": reward,
+        "dataset": {"type": "prompt", "path": train, "chat_template": True},
+    }
+    run(site, config)
+    config = trial("held_out", {"name": "evaluate", "batch_size": 16}, reward=reward)
+    config["actor"]["path"] = "trial:grpo/1"
+    config |= {
+        "rollout": {"n": 1, "max_new_tokens": 12, "greedy": True},
+        "dataset": {"type": "prompt", "path": held_out, "chat_template": True},
+    }
+    run(site, config)
+    lines = results(site, "held_out")
+    rewards = [each["reward"] for line in lines for each in line["completions"]]
+    right = [is_right(c["text"], line["answer"]) for line in lines for c in line["completions"]]
+    return sum(rewards) / len(rewards), sum(right) / len(right)
+
+
+def test_math_reward_is_not_earned_by_restating_the_question(site: Site) -> None:
+    """An early `math` scored "To solve 21 + 33, we can" 1 for 54."""
+    rewarded, right = train_on_sums(site, {"name": "math"}, 12)
+    assert rewarded <= right + 0.05
+
+
+def test_policy_learns_sums_from_a_strict_reward(site: Site) -> None:
+    file = REPOSITORY / "tests" / "support" / "sums.py"
+    _, right = train_on_sums(site, {"name": f"{file}:last_number"}, 20)
+    assert right >= 0.6
