@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import itertools
 import re
 import symtable
 import warnings
@@ -85,15 +86,15 @@ def runnable(code: str, entry_point: Any) -> tuple[str, str]:
             )
         call = f"assert check({entry_point}) is not False"
         code += f"\n{call}\n"
-        run = _reached([*run, *_parsed(call).body], defined)
+        run = _reached(_parsed(call).body, defined, run)
     tests = [node for node in defined.values() if node not in run and _is_test(node, defined)]
-    if any(_runs_unittest(node, defined) for node in run):
+    if "unittest" in code and any(_runs_unittest(node, defined) for node in run):
         cases = [node for node in tests if _is_test_case(node, defined)]
         tests = [node for node in tests if node not in cases]
-        run += cases
-    run = _reached([*run, *tests], defined)
+        run = _reached(cases, defined, run)
+    run = _reached(tests, defined, run)
     _check_comparisons(run)
-    calls = _check_of_names(run)
+    calls = _check_of_names(code, run, defined)
     if tests:
         _check_callable(defined, tests)
         calls += f"{CALL_TESTS}_call_tests([{', '.join(node.name for node in tests)}])\n"
@@ -102,11 +103,14 @@ def runnable(code: str, entry_point: Any) -> tuple[str, str]:
 
 def _without_pytest_main(code: str) -> str:
     """``pytest.main()`` would look for files, and would not raise if tests fail."""
+    if "pytest.main(" not in code:
+        return code
     lines = code.split("\n")
     for node in _parsed(code).body:
-        if not isinstance(node, Definition) and "pytest.main(" in ast.unparse(node):
-            for number in range(node.lineno - 1, node.end_lineno or node.lineno):
-                lines[number] = ""
+        place = slice(node.lineno - 1, node.end_lineno)
+        text = lines[place]
+        if not isinstance(node, Definition) and "pytest.main(" in "\n".join(text):
+            lines[place] = [""] * len(text)
     return "\n".join(lines)
 
 
@@ -127,10 +131,13 @@ def _only_defines(node: ast.stmt) -> bool:
     return isinstance(node, Definition)
 
 
-def _reached(nodes: Iterable[ast.stmt], defined: Definitions) -> list[ast.stmt]:
-    """Statements, and the definitions of all names that they use."""
-    reached = list(nodes)
-    for node in reached:  # which grows
+def _reached(
+    nodes: Iterable[ast.stmt], defined: Definitions, before: Sequence[ast.stmt] = ()
+) -> list[ast.stmt]:
+    """Statements that run, after those ``before``, and the definitions of all names that they
+    use."""
+    reached = [*before, *(node for node in nodes if node not in before)]
+    for node in itertools.islice(reached, len(before), None):  # which grows
         names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
         found = [defined[name] for name in dict.fromkeys(names) if name in defined]
         reached += [each for each in found if each not in reached]
@@ -159,9 +166,12 @@ def _is_test_case(node: Definition, defined: Definitions) -> bool:
 
 def _classes(node: ast.ClassDef, defined: Definitions) -> list[ast.ClassDef]:
     """A class and those of its bases that the code defines."""
-    bases = [defined.get(ast.unparse(base)) for base in node.bases]
-    own = [base for base in bases if isinstance(base, ast.ClassDef) and base is not node]
-    return [node, *(each for base in own for each in _classes(base, defined))]
+    classes = [node]
+    for each in classes:  # which grows
+        bases = [defined.get(base.id) for base in each.bases if isinstance(base, ast.Name)]
+        own = [base for base in bases if isinstance(base, ast.ClassDef)]
+        classes += [base for base in own if base not in classes]
+    return classes
 
 
 def _methods(node: ast.ClassDef, defined: Definitions) -> list[Function]:
@@ -223,26 +233,28 @@ def _check_comparisons(run: Sequence[ast.stmt]) -> None:
     """
     :raises UsageError: a statement only compares.
     """
-    nodes = [each for node in run for each in ast.walk(node)]
-    bodies = [run, *(each.body for each in nodes if isinstance(each, Function))]
-    for node in (each for body in bodies for each in body):
+    classes = [node for node in run if isinstance(node, ast.ClassDef)]
+    functions = [*run, *(each for node in classes for each in node.body)]
+    bodies = [node.body for node in functions if isinstance(node, Function)]
+    for node in itertools.chain(run, *bodies):
         value = node.value if isinstance(node, ast.Expr) else None
         parts = value.values if isinstance(value, ast.BoolOp) else [value]
         if all(isinstance(part, ast.Compare) for part in parts):
             raise UsageError(f"a comparison has no effect without assert: {ast.unparse(node)[:80]}")
 
 
-def _check_of_names(run: Sequence[ast.stmt]) -> str:
-    """Return "" if the code that runs uses names that only a program can define. If it tests names
-    of Python itself, return code that fails unless the program defines one of them.
+def _check_of_names(code: str, run: Sequence[ast.stmt], defined: Definitions) -> str:
+    """Return "" if the statements of code that run use names that only a program can define. If
+    they test names of Python itself, return code that fails unless the program defines one of them.
 
     :raises UsageError: the code tests no program.
     """
-    code = ast.unparse(ast.Module(list(run), []))
-    used, free = _names(code)
+    unused = {name for name, node in defined.items() if node not in run}
+    used, free = _names(code, unused)
     given = {*dir(builtins), *MODULES, "__file__"}
-    nodes = (each for node in run for each in ast.walk(node))
-    if free - given or used & INDIRECT or any(map(_may_import_program, nodes)):
+    if free - given or used & INDIRECT:
+        return ""
+    if any(_may_import_program(each) for node in run for each in ast.walk(node)):
         return ""
     names = sorted(free.intersection(dir(builtins)))
     if not names or "assert" not in code:
@@ -256,14 +268,15 @@ def _may_import_program(node: ast.AST) -> bool:
     return isinstance(node, ast.Import) and any(each.name in PROGRAM_MODULES for each in node.names)
 
 
-def _names(code: str) -> tuple[set[str], set[str]]:
-    """The global names that code uses, and those of them that it does not define."""
+def _names(code: str, unused: set[str]) -> tuple[set[str], set[str]]:
+    """The global names that code uses outside its ``unused`` definitions, and those of them that it
+    does not define."""
     module = symtable.symtable(code, "tests", "exec")
-    tables, used = [module], set[str]()
+    used = {each.get_name() for each in module.get_symbols() if each.is_referenced()}
+    tables = [each for each in module.get_children() if each.get_name() not in unused]
     for table in tables:  # which grows
         tables += table.get_children()
-        names = [each for each in table.get_symbols() if each.is_referenced()]
-        used |= {each.get_name() for each in names if table is module or each.is_global()}
-    bound = {each.get_name() for each in module.get_symbols() if each.is_assigned()}
-    imported = {each.get_name() for each in module.get_symbols() if each.is_imported()}
-    return used, used - bound - imported
+        symbols = [each for each in table.get_symbols() if each.is_referenced()]
+        used |= {each.get_name() for each in symbols if each.is_global()}
+    bound = [each for each in module.get_symbols() if each.is_assigned() or each.is_imported()]
+    return used, used - {each.get_name() for each in bound}
