@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,9 +23,12 @@ from slurmrl.layout.box import Box
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import TensorSpec
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+TEMPLATES = (CHAT_TEMPLATE, "chat_template.json")
 TOKENIZER_FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -35,8 +39,7 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tiktoken.model",
     "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    *TEMPLATES,
 )
 MORE_TEMPLATES = "additional_chat_templates"
 """Folder beside the tokenizer's files with additional chat templates, one in each file."""
@@ -57,13 +60,54 @@ class ExportedWeights(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The tokenizer's files of an export."""
+
+    source: Path
+    """The folder that has them."""
+    chat_template: str | None = None
+    """The template to write in place of all templates of the folder; None keeps these."""
+
+    def copy(self, folder: Path, calls: SystemCalls) -> None:
+        """Write the files into a folder. Raises UnreadableInputError if there are none."""
+        present = inputs.list_names(self.source)
+        names = [name for name in TOKENIZER_FILES if name in present]
+        if not names:
+            raise UnreadableInputError(f"{self.source} has no tokenizer files")
+        replaced = () if self.chat_template is None else (TOKENIZER_CONFIG, *TEMPLATES)
+        for name in names:
+            if name not in replaced:
+                self._copy(name, folder, calls)
+        if self.chat_template is not None:
+            if TOKENIZER_CONFIG in present:
+                values = inputs.read_json(self.source / TOKENIZER_CONFIG)
+                values.pop("chat_template", None)
+                write_json(folder / TOKENIZER_CONFIG, values, calls)
+            write_new(folder / CHAT_TEMPLATE, self.chat_template.encode(), True, calls)
+        elif MORE_TEMPLATES in present:
+            self._copy_more(folder, calls)
+
+    def _copy_more(self, folder: Path, calls: SystemCalls) -> None:
+        found = inputs.list_names(self.source / MORE_TEMPLATES)
+        templates = sorted(name for name in found if name.endswith(".jinja"))
+        if templates:
+            calls.mkdir(folder / MORE_TEMPLATES)
+            for name in templates:
+                self._copy(f"{MORE_TEMPLATES}/{name}", folder, calls)
+            calls.fsync_directory(folder / MORE_TEMPLATES)
+
+    def _copy(self, name: str, folder: Path, calls: SystemCalls) -> None:
+        write_new(folder / name, inputs.read(self.source / name), True, calls)
+
+
 def export(
     weights: ExportedWeights,
     config: Mapping[str, Any],
     target: Path,
     *,
     generation: Mapping[str, Any],
-    tokenizer: Path | None = None,
+    tokenizer: TokenizerFiles | None = None,
     storage: Storage = by_name,
     precision: Precision = AS_STORED,
     shard_bytes: int = SHARD_BYTES,
@@ -84,7 +128,7 @@ def export(
         write_json(folder / "config.json", {**config, "dtype": _main_dtype(entries)}, calls)
         write_json(folder / "generation_config.json", generation, calls)
         if tokenizer is not None:
-            copy_tokenizer(tokenizer, folder, calls)
+            tokenizer.copy(folder, calls)
 
     return write_folder(target, fill, calls)
 
@@ -161,23 +205,6 @@ def _main_dtype(entries: Iterable[TensorEntry]) -> str:
         if entry.spec.dtype in FLOATS:
             sizes[entry.spec.dtype] += entry.spec.bytes
     return sizes.most_common(1)[0][0] if sizes else "float32"
-
-
-def copy_tokenizer(source: Path, folder: Path, calls: SystemCalls) -> None:
-    present = inputs.list_names(source)
-    names = [name for name in TOKENIZER_FILES if name in present]
-    if not names:
-        raise UnreadableInputError(f"{source} has no tokenizer files")
-    for name in names:
-        write_new(folder / name, inputs.read(source / name), True, calls)
-    more = inputs.list_names(source / MORE_TEMPLATES) if MORE_TEMPLATES in present else set()
-    templates = sorted(name for name in more if name.endswith(".jinja"))
-    if templates:
-        calls.mkdir(folder / MORE_TEMPLATES)
-        for name in templates:
-            content = inputs.read(source / MORE_TEMPLATES / name)
-            write_new(folder / MORE_TEMPLATES / name, content, True, calls)
-        calls.fsync_directory(folder / MORE_TEMPLATES)
 
 
 def write_json(path: Path, values: Mapping[str, Any], calls: SystemCalls) -> None:

@@ -54,7 +54,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._options = config.chat_template_options
         self._system = config.system_prompt
-        self._file = _file_of(config)
+        self._file = template_file(config)
         if not tokenizer.is_fast and config.kind != "prompt":
             message = f"the tokenizer {tokenizer.name_or_path} has no tokenizer.json, without which"
             message = f"{message} the assistant's tokens cannot be found in a conversation"
@@ -318,8 +318,9 @@ def stop_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(dict.fromkeys([end_id(tokenizer), *(known[token] for token in tokens)]))
 
 
-def _file_of(config: DatasetConfig) -> str | None:
-    """The template in a file that the configuration names."""
+def template_file(config: DatasetConfig) -> str | None:
+    """Return the template in the file that the configuration names; None without a file. Raises
+    ConfigError, UnreadableInputError."""
     if isinstance(config.chat_template, bool):
         return None
     try:

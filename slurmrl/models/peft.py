@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slurmrl.checkpoint.export import copy_tokenizer, write_folder, write_json
+from slurmrl.checkpoint.export import TokenizerFiles, write_folder, write_json
 from slurmrl.checkpoint.precision import AS_STORED, Precision
 from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.checkpoint.tensors import TensorEntry, write_tensors
@@ -29,7 +29,7 @@ def write_adapter(
     head: Head,
     *,
     base: str,
-    tokenizer: Path | None = None,
+    tokenizer: TokenizerFiles | None = None,
     precision: Precision = AS_STORED,
     calls: SystemCalls = REAL,
 ) -> Path:
@@ -46,7 +46,7 @@ def write_adapter(
         values = _config(lora, head, base, [name for name in TARGETS if name in names])
         write_json(folder / "adapter_config.json", values, calls)
         if tokenizer is not None:
-            copy_tokenizer(tokenizer, folder, calls)
+            tokenizer.copy(folder, calls)
 
     return write_folder(target, fill, calls)
 

@@ -14,7 +14,7 @@ from slurmrl.algorithms.reward_model.schema import INPUTS as REWARD_MODEL_INPUTS
 from slurmrl.algorithms.reward_model.schema import INTERFACE as REWARD_MODEL
 from slurmrl.checkpoint.export import (
     ExportedWeights,
-    copy_tokenizer,
+    TokenizerFiles,
     export,
     write_folder,
     write_json,
@@ -27,6 +27,7 @@ from slurmrl.checkpoint.stored import Storage
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config, Lora, Model
 from slurmrl.config.schema.frequency import ExportDtype, ExportForm
+from slurmrl.data.chat import template_file
 from slurmrl.errors import (
     CheckpointError,
     CorruptFileError,
@@ -108,7 +109,8 @@ class Exporter:
         model, checkpoint = self.model, self.paths.checkpoints / commit.directory
         trained = open_verified(checkpoint, self.role)
         if model.lora is not None and self.form == "adapter":
-            return Exported(self._write_adapter(trained, target, model.lora))
+            tokenizer = self._tokenizer(checkpoint)
+            return Exported(self._write_adapter(trained, target, model.lora, tokenizer))
         weights = self._whole(trained)
         values, generation, storage = self._model_files(checkpoint)
         types = export_types(model, self.dtype, weights, storage)
@@ -120,7 +122,7 @@ class Exporter:
             generation=generation,
             storage=storage,
             precision=types.precision,
-            tokenizer=self._tokenizer,
+            tokenizer=self._tokenizer(checkpoint),
         )
         return Exported(folder, types)
 
@@ -142,12 +144,14 @@ class Exporter:
             dtype=None if model.lora is None else model.dtype,
         )
 
+        tokenizer = self._tokenizer(checkpoint)
+
         def fill(folder: Path) -> None:
             pin(checkpoint, origin, folder)
             write_json(folder / CONFIG, {**values, "dtype": "float32"}, REAL)
             write_json(folder / GENERATION_CONFIG, generation, REAL)
-            if self._tokenizer is not None:
-                copy_tokenizer(self._tokenizer, folder, REAL)
+            if tokenizer is not None:
+                tokenizer.copy(folder, REAL)
 
         make_private_directory(target.parent)
         return write_folder(target, fill)
@@ -177,7 +181,9 @@ class Exporter:
             merged.check_base(trained.frozen, model.dtype)
         return merged
 
-    def _write_adapter(self, trained: RoleCheckpoint, target: Path, lora: Lora) -> Path:
+    def _write_adapter(
+        self, trained: RoleCheckpoint, target: Path, lora: Lora, tokenizer: TokenizerFiles | None
+    ) -> Path:
         make_private_directory(target.parent)
         return write_adapter(
             trained,
@@ -185,14 +191,20 @@ class Exporter:
             lora,
             self.head,
             base=str(self.model.path),
-            tokenizer=self._tokenizer,
+            tokenizer=tokenizer,
             precision=Precision(None if self.dtype in ("auto", "source") else self.dtype),
         )
 
-    @property
-    def _tokenizer(self) -> Path | None:
+    def _tokenizer(self, checkpoint: Path) -> TokenizerFiles | None:
+        """Return the tokenizer with the template in `dataset.chat_template: FILE`, if there is one:
+        the committed template, or that in the file now for commits of older versions."""
         folder = self.model.tokenizer or self.config.actor.tokenizer
-        return Path(folder) if folder else None
+        if not folder:
+            return None
+        state = read_state(checkpoint, STATE)
+        known = "chat_template" in state
+        template = state["chat_template"] if known else template_file(self.config.dataset)
+        return TokenizerFiles(Path(folder), template)
 
     def _stop_tokens(self, checkpoint: Path) -> list[int]:
         """Return the stop tokens of the run; those of the model files if none were committed."""

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from slurmrl import log
 from slurmrl.backoff import READ_S, Backoff, retry
 from slurmrl.config.schema import Config
+from slurmrl.data.chat import template_file
 from slurmrl.errors import CheckpointError, EnvironmentFailure
 from slurmrl.fsio import objects
 from slurmrl.graph.call import Method
@@ -228,6 +229,8 @@ class Master:
         size, fingerprint = ready[0].size, ready[0].fingerprint
         use = partial(self.progress.use_dataset, size, fingerprint, held_out, directories)
         retry("read the order of the dataset", use, timeout_s=READ_S)
+        template = partial(template_file, self.config.dataset)
+        self.progress.chat_template = retry("read the chat template", template, timeout_s=READ_S)
         if self.rollouts is not None:
             self.rollouts.start(self.progress.items)
         self.status.update(total_steps=self.progress.total_steps)

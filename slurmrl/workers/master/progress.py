@@ -75,6 +75,7 @@ STATE: Fields = {
     "commits": _TIMES,
     "evaluations": _TIMES,
     "stop_token_ids": list_of(SIZE),
+    "chat_template": TEXT,
     "recorded": list_of(objects.shape(RecordedSteps)),
     "rollouts": ROLLOUTS,
     "cursor": items(COUNT, SIZE),
@@ -142,6 +143,8 @@ class Progress:
         self.held_out: Mapping[str, int] = {}
         self.stop_token_ids: list[int] = []
         """The tokens that end a completion; an export states them."""
+        self.chat_template: str | None = None
+        """The chat template in `dataset.chat_template: FILE`; an export has it."""
         self.recorded: list[RecordedSteps] = []
         """The steps whose results are recorded, in order."""
         self._one_pass: bool = settings.algorithm.one_pass
@@ -164,6 +167,7 @@ class Progress:
             "commits": self.commits.state(),
             "evaluations": self.evaluations.state() if self.evaluations else None,
             "stop_token_ids": self.stop_token_ids,
+            "chat_template": self.chat_template,
             "recorded": [objects.to_json(steps) for steps in self.recorded],
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,18 @@ import torch
 from safetensors.torch import load_file
 
 from slurmrl.checkpoint import precision, shards
-from slurmrl.checkpoint.export import export
+from slurmrl.checkpoint.export import TokenizerFiles, export
 from slurmrl.checkpoint.rank_files import ShardHeader
 from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
 from slurmrl.checkpoint.tensors import TensorEntry
+from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.errors import CheckpointError, EnvironmentFailure, UnreadableInputError
-from slurmrl.fsio.calls import SystemCalls
+from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.layout.box import Box, chunk
 from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.layout.shard import Shard
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SHAPES = {"model.b": (5, 4), "model.a": (3,), "lm_head": (2, 2, 2)}
 CONFIG = {"model_type": "llama", "eos_token_id": 2, "pad_token_id": None, "dtype": "float64"}
 GENERATION = {"eos_token_id": [2, 7], "top_k": 4}
@@ -75,13 +78,44 @@ def tokenizer(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("given", ["config", "several", "file", "legacy", "none"])
+def test_exported_template_is_that_of_training_wherever_the_source_has_its_own(
+    tmp_path: Path, given: str
+) -> None:
+    trained, tools = "trained: {{ messages[0].content }}\n", [{"name": "add"}]
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(EXAMPLES / "addition" / "tokenizer", source)
+    own = [{"name": name, "template": name} for name in ("default", "tool_use")]
+    if given in ("config", "several"):
+        file = source / "tokenizer_config.json"
+        values = json.loads(file.read_text())
+        values["chat_template"] = own if given == "several" else "of the config"
+        file.write_text(json.dumps(values))
+    elif given == "file":
+        (source / "chat_template.jinja").write_text("of the file")
+        (source / "additional_chat_templates").mkdir()
+        (source / "additional_chat_templates" / "tool_use.jinja").write_text("of tools")
+    elif given == "legacy":
+        (source / "chat_template.json").write_text('{"chat_template": "of the processor"}')
+    out.mkdir()
+    TokenizerFiles(source, trained).copy(out, REAL)
+    exported = load_tokenizer(out)
+    assert exported.chat_template == trained
+    for some in (None, tools):
+        said = [{"role": "user", "content": "Hi."}]
+        text = exported.apply_chat_template(said, tools=some, tokenize=False)
+        assert text == "trained: Hi."
+    assert exported("1+2=").input_ids == load_tokenizer(source)("1+2=").input_ids
+    assert not (out / "chat_template.json").exists()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_an_export_holds_the_weights_and_no_moments(
     tmp_path: Path, tokenizer: Path, dtype: str, ranks: int
 ) -> None:
     whole = write_checkpoint(tmp_path, dtype, ranks)
-    folder = exported(tmp_path, tmp_path / "out", tokenizer=tokenizer)
+    folder = exported(tmp_path, tmp_path / "out", tokenizer=TokenizerFiles(tokenizer))
     loaded = load_file(folder / "model.safetensors")
     assert loaded.keys() == whole.keys()
     assert all(np.array_equal(bits(loaded[name]), whole[name]) for name in whole)
@@ -186,7 +220,7 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"critic\.0\.safetensors does not exist"):
         exported(tmp_path, tmp_path / "out", role="critic")
     with pytest.raises(UnreadableInputError, match="has no tokenizer files"):
-        exported(tmp_path, tmp_path / "out", tokenizer=tmp_path)
+        exported(tmp_path, tmp_path / "out", tokenizer=TokenizerFiles(tmp_path))
     with pytest.raises(EnvironmentFailure, match="nowhere"):
         exported(tmp_path, tmp_path / "nowhere" / "out")
     assert not (tmp_path / "out").exists()

@@ -534,6 +534,24 @@ def test_an_export_states_the_stop_tokens_of_the_run(
     assert set(stop_tokens(follower)) == {*stops, 2}
 
 
+@pytest.mark.parametrize("committed", ["new", "older version", "no template"])
+def test_export_has_the_chat_template_that_the_commit_was_trained_with(
+    tmp_path: Path, committed: str
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("now")
+    trial = Trial(tmp_path, f"dataset.chat_template={template}")
+    states = {"new": {"chat_template": "then"}, "no template": {"chat_template": None}}
+    trial.commit(4, **states.get(committed, {}))
+    expected = {"new": "then", "older version": "now"}.get(committed)
+    if committed != "older version":
+        template.unlink()
+    assert trial.run("export") == 0
+    for folder in (trial.paths.export(4), pin_actor(trial.paths, 4)):
+        file = folder / "chat_template.jinja"
+        assert (file.read_text() if file.exists() else None) == expected
+
+
 def test_a_new_model_has_no_stop_token_but_the_tokenizers(trial: Trial) -> None:
     """transformers' default for the family is no token of this tokenizer."""
     trial.commit(4, stop_token_ids=[5])

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from slurmrl import backoff, rewards
 from slurmrl.backoff import retry
-from slurmrl.checkpoint.export import copy_tokenizer
+from slurmrl.checkpoint.export import TokenizerFiles
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Model
 from slurmrl.data.records import read_records
@@ -69,7 +69,7 @@ def export_tokenizer(folder: Path) -> None:
     target = folder.parent / "exported"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
-    copy_tokenizer(folder, target, REAL)
+    TokenizerFiles(folder).copy(target, REAL)
 
 
 def hf_model(folder: Path) -> None:
