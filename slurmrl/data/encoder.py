@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.chat import ChatTemplate, MarkedText
+from slurmrl.data.continuation import Continuations
 from slurmrl.data.messages import Message
 from slurmrl.data.tokenizer import end_id, text_ids, without_ends
 from slurmrl.data.types.base import RowTokens, TokenSequence
@@ -28,6 +29,7 @@ class Encoder:
 
     def __init__(self, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._continuations = Continuations(tokenizer)
         self.chat = ChatTemplate(config, tokenizer) if config.is_chat else None
 
     @property
@@ -44,6 +46,12 @@ class Encoder:
 
     def texts(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
         return text_ids(self._tokenizer, texts, begin=begin)
+
+    def answers(self, texts: Sequence[str], prompts: Sequence[list[int] | str]) -> list[list[int]]:
+        """Return the tokens of texts that continue prompts, given as tokens or as why there are
+        none."""
+        ends = [None if isinstance(ids, str) else ids[-1] for ids in prompts]
+        return self._continuations.ids(texts, ends)
 
     def chat_prompts(self, chats: Sequence[Chat]) -> list[list[int] | str]:
         """The tokens of prompts as the chat template renders them, or why it cannot. The template

@@ -119,7 +119,7 @@ class Policy:
             self._waiting.end()
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text, without special tokens."""
+        """Token ids of a text that continues a context, without special tokens."""
         return self._dialogue.encode(text)
 
     def decode(self, tokens: tuple[int, ...]) -> str:
@@ -133,8 +133,9 @@ class Policy:
 
     def say_all(self, completions: Completions, said: Sequence[tuple[str, str]]) -> None:
         """Add several messages at once, each a role and a text."""
-        behind = completions.tokens[-1] if completions.ends_with_turn else None
-        completions.read(self._dialogue.messages(said, behind))
+        turn = completions.ends_with_turn
+        tokens = self._dialogue.messages(said, completions.sequence[-1], turn=turn)
+        completions.read(tokens)
 
     def _request(
         self, completions: Completions, max_new_tokens: int | None

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 class PromptAnswers(RowType):
     """One sequence: prompt, answer, end-of-text token. Both are tokenised separately, so that a
-    prompt has the same tokens as in generation. With a chat template the answer is the assistant's
-    turn, which ends as the template says, or a list of messages with its turns."""
+    prompt has the same tokens as in generation, and the answer as a continuation. With a chat
+    template the answer is the assistant's turn, which ends as the template says, or a list of
+    messages with its turns."""
 
     dataset = "slurmrl.data.dataset:TokenizedDataset"
     templates = ("prompt_template", "answer_template")
@@ -33,10 +34,11 @@ class PromptAnswers(RowType):
                 [(self._conversation(row), prompt.tools(self, row)) for row in rows]
             )
         texts = [encoder.without_end(self.filled("answer_template", row)) for row in rows]
-        answers = encoder.texts(texts, begin=False)
+        prompts = prompt.prompts(self, rows, encoder)
+        answers = encoder.answers(texts, prompts)
         return [
             ids if isinstance(ids, str) else [TokenSequence.of(ids, [*answer, encoder.end])]
-            for ids, answer in zip(prompt.prompts(self, rows, encoder), answers, strict=True)
+            for ids, answer in zip(prompts, answers, strict=True)
         ]
 
     def _conversation(self, row: Row) -> list[Message]:

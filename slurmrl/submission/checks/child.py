@@ -227,7 +227,7 @@ class CheckProcess:
         role = message_role(environment)
         tokenizer = load_tokenizer(Path(folder))
         for dataset in chat:
-            Dialogue(dataset, tokenizer).messages([(role, "")], None)
+            Dialogue(dataset, tokenizer).require([role])
 
     def _judged_rows(
         self, function: WeightedReward, sections: Mapping[KeyPath, DatasetConfig]

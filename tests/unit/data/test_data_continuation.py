@@ -1,0 +1,131 @@
+"""Texts that continue a context have the tokens that they have inside a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from slurmrl.config.schema import Dataset
+from slurmrl.data.continuation import Continuations
+from slurmrl.data.encoder import Encoder
+from slurmrl.data.tokenizer import load_tokenizer
+from slurmrl.data.types import row_type
+from slurmrl.rollouts.dialogue import Dialogue
+
+SPECIAL = ["<unk>", "<s>", "</s>", "[INST]"]
+SPACED = ["first", "always", "prepend"]
+"""The kinds that add a space at the beginning of each text."""
+BYTES = Path(__file__).parents[3] / "examples" / "addition" / "tokenizer"
+CHATML = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+COLONS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def llama(kind: str) -> PreTrainedTokenizerFast:
+    """A tokenizer like Llama's, with bytes and spaces as ``▁``; ``kind`` says where it adds one."""
+    parts = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    parts += [chr(code) for code in range(33, 127)] + ["▁"]
+    merges = [("a", "n"), ("an", "d"), ("▁", "an"), ("▁an", "d"), ("▁", "a"), ("i", "s")]
+    merges += [("▁", "is"), ("s", "t"), (":", "▁")]
+    words = {part: place for place, part in enumerate([*parts, *(a + b for a, b in merges)])}
+    core = Tokenizer(models.BPE(words, merges, unk_token="<unk>", byte_fallback=True))
+    if kind == "prepend":
+        spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        core.normalizer = normalizers.Sequence(spaces)
+    else:
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=kind == "always")
+    strip = decoders.Strip(" ", 1, 0)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    core.decoder = decoders.Sequence(steps)
+    core.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def plain(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
+
+
+def answer_ids(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], list[int]]:
+    config = Dataset(type="prompt_answer", path="rows.jsonl")
+    row = {"prompt": prompt, "answer": answer}
+    ((sequence,),) = row_type(config).tokens([row], Encoder(config, tokenizer))
+    size = sequence.runs[0]
+    return list(sequence.tokens[:size]), list(sequence.tokens[size:-1])
+
+
+@pytest.mark.parametrize(
+    "answer", ["3", " 3", "and", " and", "\nand", "\n\n3", ")and", "é", "a  b"]
+)
+@pytest.mark.parametrize("kind", [*SPACED, "never"])
+def test_answer_has_the_tokens_of_prompt_and_answer_together(kind: str, answer: str) -> None:
+    tokenizer = llama(kind)
+    prompt, made = answer_ids(tokenizer, "what is", answer)
+    assert [*prompt, *made] == plain(tokenizer, f"what is{answer}")
+
+
+@pytest.mark.parametrize("kind", SPACED)
+def test_answers_differ_where_one_begins_with_a_space(kind: str) -> None:
+    answers = [answer_ids(llama(kind), "1+2=", answer)[1] for answer in ("3", " 3")]
+    assert answers[0] != answers[1]
+
+
+@pytest.mark.parametrize("answer", ["3", " 3", "and"])
+@pytest.mark.parametrize("kind", [*SPACED, "never"])
+def test_answer_behind_special_token_begins_as_the_tokenizer_begins_it(
+    kind: str, answer: str
+) -> None:
+    tokenizer = llama(kind)
+    prompt, made = answer_ids(tokenizer, "hi[INST]", answer)
+    assert [*prompt, *made] == plain(tokenizer, f"hi[INST]{answer}")
+
+
+@pytest.mark.parametrize("template", [CHATML, COLONS])
+@pytest.mark.parametrize("kind", [*SPACED, "never"])
+def test_messages_of_an_episode_have_the_tokens_of_the_rendered_conversation(
+    kind: str, template: str
+) -> None:
+    tokenizer = llama(kind)
+    tokenizer.chat_template = template
+    dialogue = Dialogue(Dataset(type="prompt", path="x", chat_template=True), tokenizer)
+    said = [{"role": "user", "content": "hi"}]
+    more = [{"role": "tool", "content": "and"}, {"role": "user", "content": "3 and"}]
+    before, rest = (
+        tokenizer.apply_chat_template(part, add_generation_prompt=True, tokenize=False)
+        for part in (said, more)
+    )
+    context = plain(tokenizer, f"{before}so")
+    pairs = [(each["role"], each["content"]) for each in more]
+    added = dialogue.messages(pairs, context[-1], turn=True)
+    end = "</s>" if template == CHATML else ""
+    assert [*context, *added] == plain(tokenizer, f"{before}so{end}\n{rest}")
+
+
+@pytest.mark.parametrize("kind", SPACED)
+def test_tool_output_without_template_continues_the_turn(kind: str) -> None:
+    tokenizer = llama(kind)
+    dialogue = Dialogue(Dataset(type="prompt", path="x"), tokenizer)
+    context = plain(tokenizer, "so is")
+    added = dialogue.messages([("tool", "and"), ("user", " 3")], context[-1], turn=True)
+    assert [*context, *added] == plain(tokenizer, "so isand 3")
+    assert not set(range(len(SPECIAL))) & set(dialogue.encode("a</s><s>b"))
+
+
+@pytest.mark.parametrize("literal", [False, True])
+@pytest.mark.parametrize("text", ["3", " 3", "\n\n3", ")+", "", "<|endoftext|>1"])
+def test_byte_level_tokenizer_keeps_the_tokens_of_the_text_alone(text: str, literal: bool) -> None:
+    tokenizer = load_tokenizer(BYTES)
+    alone = tokenizer(text, add_special_tokens=False, split_special_tokens=literal).input_ids
+    for after in (None, tokenizer.eos_token_id, 5):
+        assert Continuations(tokenizer).ids([text], [after], literal=literal) == [alone]
