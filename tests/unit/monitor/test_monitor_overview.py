@@ -101,7 +101,7 @@ def test_a_live_trial_gets_none(run: FakeRun) -> None:
 
 def test_a_trial_that_cannot_be_read_ends_without_an_overview(run: FakeRun) -> None:
     ENDS["cancelled"](run)
-    run.paths.plan.write_text("[")
+    run.paths.submission_request(1).write_text("[")
     overview.keep(run.paths)
     assert not run.paths.overview.exists()
 
