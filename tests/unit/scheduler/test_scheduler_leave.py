@@ -191,9 +191,20 @@ def test_a_set_up_of_another_submission_says_nothing(paths: RunPaths, run_leave:
     assert any(line.startswith("fail") for line in said)
 
 
-def test_a_set_up_line_that_breaks_path_uses_up_no_link(paths: RunPaths, run_leave: Leave) -> None:
+def test_link_starts_where_set_up_lines_take_srun_from_path(run_leave: Leave) -> None:
     attempt = leave.attempt(sys.executable, "slurmrl.workers.supervisor")
-    text = f"{leave.EARLY}\nexport PATH=/nowhere\n{leave.LATE}\n{attempt} || slurmrl_leave"
+    text = f"{leave.EARLY}\nexport PATH=/nowhere\n{leave.LATE}\n{attempt}"
+    assert run_leave(f'{text} && echo starts > "$SAID"; trap - EXIT; exit 1') == ["starts"]
+
+
+def test_a_set_up_line_that_breaks_path_uses_up_no_link(
+    paths: RunPaths, run_leave: Leave, tmp_path: Path
+) -> None:
+    srun = tmp_path / "only_srun" / "srun"
+    srun.parent.mkdir()
+    srun.touch(mode=0o700)
+    attempt = leave.attempt(sys.executable, "slurmrl.workers.supervisor")
+    text = f"{leave.EARLY}\nexport PATH={srun.parent}\n{leave.LATE}\n{attempt} || slurmrl_leave"
     said = run_leave(f'{text} "$slurmrl_said"')
     assert "scontrol requeue 41_2" in said
     (bad,) = hosts.avoided(paths)
