@@ -102,6 +102,8 @@ def _warn(counts: list[DataCounts]) -> None:
         if each.equal_pairs:
             what = "pairs whose chosen and rejected answers are the same: they teach nothing"
             click.echo(f"warning: {each.source}: {each.equal_pairs} {what}", err=True)
+        for remark in each.remarks:
+            click.echo(f"warning: {each.source}: {remark}", err=True)
 
 
 def _print(sample: DataSample) -> None:

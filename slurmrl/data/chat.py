@@ -86,6 +86,10 @@ class ChatTemplate:
                 targets.append((first, last))
         return MarkedText(whole, targets)
 
+    def uses(self, name: str) -> bool:
+        """Whether the template has a variable or a function of this name."""
+        return name in self._template(None)
+
     @cached_property
     def turn_end(self) -> EndOfTurn:
         """How the template ends a turn whose content is a text."""

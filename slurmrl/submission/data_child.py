@@ -17,6 +17,7 @@ from slurmrl.backoff import Interval
 from slurmrl.config.schema import Dataset
 from slurmrl.data.reading import TokenReader
 from slurmrl.data.records import NumberedRow, id_of
+from slurmrl.data.remarks import ROWS, Remarks
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.data.types.base import RowTokens, TokenSequence
 from slurmrl.errors import ConfigError, SlurmrlError
@@ -77,7 +78,10 @@ class DataReader:
     def _counts(self, key: str, part: Dataset) -> Iterator[dict[str, Any]]:
         reader = TokenReader(part, self._tokenizer, self._progress)
         rows = tokens = longest = targets = equal = 0
-        for _, row in reader:
+        first = []
+        for record, row in reader:
+            if len(first) < ROWS:
+                first.append(record.row)
             lengths = [len(sequence.tokens) for sequence in row]
             rows += 1
             tokens += sum(lengths)
@@ -87,6 +91,9 @@ class DataReader:
         reader.finish()
         counts = {"rows": rows, "left_out": reader.left_out, "tokens": tokens}
         counts |= {"targets": targets, "longest": longest, "equal_pairs": equal}
+        found = Remarks(part, first, lambda: self._tokenizer)
+        remarks = [remark.message for remark in found.all(self.config.rollout.episode.tools)]
+        counts |= {"remarks": remarks}
         yield {"source": key, "path": part.path, "counts": counts}
 
     def _progress(self, what: str) -> None:

@@ -57,6 +57,8 @@ class DataCounts:
     """Tokens of the longest sequence."""
     equal_pairs: int
     """Pairs whose chosen and rejected answers are the same tokens."""
+    remarks: tuple[str, ...] = ()
+    """Traps in the data (`data.remarks`)."""
 
 
 class DataReport:
@@ -86,7 +88,8 @@ class DataReport:
     def counts(self) -> Iterator[DataCounts]:
         """Read and tokenise all rows of each source."""
         for line in self._ask(0):
-            yield DataCounts(source=line["source"], path=line["path"], **line["counts"])
+            counts = {**line["counts"], "remarks": tuple(line["counts"]["remarks"])}
+            yield DataCounts(source=line["source"], path=line["path"], **counts)
 
     def finish(self) -> None:
         """:raises ConfigError: rows or settings that cannot be used."""

@@ -11,7 +11,8 @@ import json
 import resource
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ from slurmrl.config.schema import Config, EpisodeSettings, Reward, evaluation_ke
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.data.records import MOST_PROBLEMS
+from slurmrl.data.remarks import Remarks
 from slurmrl.data.rows import DatasetRows
 from slurmrl.data.tokenizer import load_tokenizer, vocabulary
 from slurmrl.errors import ConfigError, SlurmrlError, UnreadableInputError, UsageError
@@ -81,6 +83,7 @@ class CheckProcess:
             "episode": ("importing and making the episode", self._episode),
             "tokenizer": ("reading the tokenizer", self._tokenizer),
             "lengths": ("tokenising the data", self._lengths),
+            "prompts": ("looking for traps in the data", self._remarks),
             "steps": ("counting the steps", self._steps),
             "adapters": ("comparing the models that adapters belong to", self._adapters),
         }
@@ -316,6 +319,20 @@ class CheckProcess:
                 yield Finding("data", weight, f"{_share(left, rows)} are {what}", key)
             if found.beyond:
                 yield _beyond(_share(found.beyond, rows), key, dataset, most)
+
+    def _remarks(self) -> Iterator[Finding]:
+        folder = self.config.actor.tokenizer
+        if folder is None:
+            return
+        load = cache(lambda: load_tokenizer(Path(folder)))
+        for key, dataset in datasets(self.config):
+            if key not in self.rows:
+                continue
+            remarks = Remarks(dataset, self.rows[key].records.rows, load)
+            with suppress(ConfigError):  # `_lengths` has told it
+                for remark in remarks.all(self.config.rollout.episode.tools):
+                    weight = Weight.WARNING if remark.warning else Weight.NOTE
+                    yield Finding("data", weight, remark.message, f"{key}.{remark.key}")
 
     def _most_tokens(self, dataset: DatasetConfig) -> int | None:
         """The most tokens of a row that all models have positions for, and for a prompt's first

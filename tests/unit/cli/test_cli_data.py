@@ -64,3 +64,15 @@ def test_a_check_counts_pairs_of_the_same_answers(
     overrides = [f"dataset.path={path}", "evaluation=", tokenizer]
     assert main(["data", "check", str(example), *overrides]) == 0
     assert "warning: dataset: 2 pairs whose chosen and rejected" in capsys.readouterr().err
+
+
+def test_check_warns_of_tools_that_no_prompt_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    example = EXAMPLE.parent / "grpo_tools.yaml"
+    tokenizer = f"actor.tokenizer={HELD_OUT.parent / 'tokenizer'}"
+    overrides = [f"dataset.path={path}", "evaluation=", "actor.path=", tokenizer]
+    assert main(["data", "check", str(example), *overrides]) == 0
+    assert "warning: dataset: none of the first 1 prompts names" in capsys.readouterr().err
