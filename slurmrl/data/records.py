@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,8 @@ from slurmrl.errors import ConfigError, Problem
 
 MOST_PROBLEMS = 20
 """Maximum number of problems to report for a file."""
+FEW = 3
+"""Maximum number of rows to name after the first row with a problem."""
 
 
 class NumberedRow(NamedTuple):
@@ -82,7 +84,7 @@ class RecordReader:
                 continue
             self._problems.append(Problem(self.where(number), "", problem))
             if len(self._problems) == MOST_PROBLEMS:
-                raise ConfigError(tuple(self._problems))
+                raise ConfigError(listed(self._problems))
 
     def finish(self) -> None:
         """Check the file as a whole.
@@ -94,7 +96,7 @@ class RecordReader:
             self._problems.append(Problem(str(self.source.path), "", "the file holds no rows"))
         problems = [*self._problems, *self._ids.problems(self.where)]
         if problems:
-            raise ConfigError(tuple(problems[:MOST_PROBLEMS]))
+            raise ConfigError(listed(problems))
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,24 @@ class _Ids:
 
     def _again(self) -> RecordReader:
         return RecordReader(self._path, self._key, self._split, convert=self._convert)
+
+
+def listed(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    """Return the first `MOST_PROBLEMS` problems. Rows with the same problem become one problem at
+    the first of these rows, whose message has their number and the next rows."""
+    alike: dict[tuple[str, str], list[Problem]] = {}
+    for problem in problems[:MOST_PROBLEMS]:
+        alike.setdefault((problem.key, problem.message), []).append(problem)
+    found: list[Problem] = []
+    for first, *others in alike.values():
+        if len(others) < FEW:
+            found += [first, *others]
+            continue
+        more = " or more" if len(problems) >= MOST_PROBLEMS else ""
+        named = ", ".join(_short(other.where) for other in others[:FEW])
+        rows = f"in {len(others) + 1}{more} rows, the next ones {named}"
+        found.append(Problem(first.where, first.key, f"{first.message} ({rows})"))
+    return tuple(found)
 
 
 def _short(where: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.fields import ABSENT, has, paths
-from slurmrl.data.records import MOST_PROBLEMS
+from slurmrl.data.records import MOST_PROBLEMS, listed
 from slurmrl.data.row_fields import Requirement, RowField, curriculum_field
 from slurmrl.data.text import wrong_text
 from slurmrl.data.types.base import RowType
@@ -76,7 +76,7 @@ class RowChecks:
         ]
         problems = [*self._of_settings(), *rows]
         if problems:
-            raise ConfigError(tuple(problems[:MOST_PROBLEMS]))
+            raise ConfigError(listed(problems))
 
     def _of_settings(self) -> Iterator[Problem]:
         yield from self._kind.wrong_settings()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.encoder import Encoder
 from slurmrl.data.fields import ABSENT, value_at
-from slurmrl.data.records import MOST_PROBLEMS, read_records
+from slurmrl.data.records import MOST_PROBLEMS, listed, read_records
 from slurmrl.data.row_checks import RowChecks
 from slurmrl.data.types import own_convert, row_type
 from slurmrl.data.types.base import Row, RowTokens, RowType
@@ -50,7 +50,7 @@ class RowTokenizer:
             kept.append(None)
             self._problems.append(Problem(self._where(number), "", row))
             if len(self._problems) == MOST_PROBLEMS:
-                raise ConfigError(tuple(self._problems))
+                raise ConfigError(listed(self._problems))
         self.left_out += kept.count(None)
         self.kept += len(kept) - kept.count(None)
         return kept
@@ -61,7 +61,7 @@ class RowTokenizer:
             message = "every row is longer than max_prompt_tokens or max_tokens allows"
             self._problems.append(Problem("", "", f"{message}: {self._config.path}"))
         if self._problems:
-            raise ConfigError(tuple(self._problems))
+            raise ConfigError(listed(self._problems))
 
 
 class LongRows(NamedTuple):

@@ -21,11 +21,11 @@ from slurmrl.checkpoint.pinned import is_pinned
 from slurmrl.config.schema import Config, EpisodeSettings, Reward, evaluation_key, role_key
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.source import KeyPath, dotted
-from slurmrl.data.records import MOST_PROBLEMS
+from slurmrl.data.records import MOST_PROBLEMS, listed
 from slurmrl.data.remarks import Remarks
 from slurmrl.data.rows import DatasetRows
 from slurmrl.data.tokenizer import load_tokenizer, vocabulary
-from slurmrl.errors import ConfigError, SlurmrlError, UnreadableInputError, UsageError
+from slurmrl.errors import ConfigError, Problem, SlurmrlError, UnreadableInputError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.headers import mismatches, read_headers, unused
 from slurmrl.models.pinned import PinnedTensors
@@ -254,9 +254,12 @@ class CheckProcess:
             ]
             messages = zip(rows.records.numbers, function.check_rows(lines), strict=True)
             refused = ((number, message) for number, message in messages if message)
-            for number, message in islice(refused, MOST_PROBLEMS):
-                where = rows.records.where(number)
-                yield Finding("reward", Weight.FAILED, message, dataset.answer_key, where)
+            problems = [
+                Problem(rows.records.where(number), dataset.answer_key, message)
+                for number, message in islice(refused, MOST_PROBLEMS)
+            ]
+            for problem in listed(problems):
+                yield Finding("reward", Weight.FAILED, problem.message, problem.key, problem.where)
 
     def _tokenizer(self) -> Iterator[Finding]:
         folder = self.config.actor.tokenizer

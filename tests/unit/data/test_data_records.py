@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.data.records import RecordReader, read_records
+from slurmrl.data.records import RecordReader, listed, read_records
 from slurmrl.data.sources.base import fingerprint_of, state_of
-from slurmrl.errors import ConfigError, EnvironmentFailure
+from slurmrl.errors import ConfigError, EnvironmentFailure, Problem
 
 
 def write(folder: Path, text: str) -> Path:
@@ -96,5 +96,29 @@ def test_problems_are_those_of_the_first_lines(tmp_path: Path) -> None:
     path = write(tmp_path, '{"id": "a"}\n' + '{"x": 1}\n' * 30 + '{"id": "a"}\n' * 30)
     with pytest.raises(ConfigError) as caught:
         read_records(path, "id")
-    lines = [int(problem.where.rpartition(":")[2]) for problem in caught.value.problems]
-    assert lines == list(range(2, 22))
+    (problem,) = caught.value.problems
+    assert problem.where == f"{path}:2"
+    assert "(in 20 or more rows, the next ones line 3, line 4, line 5)" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("rows", "messages"),
+    [
+        (3, ["missing"] * 3),
+        (7, ["missing (in 7 rows, the next ones line 2, line 3, line 4)"]),
+        (50, ["missing (in 20 or more rows, the next ones line 2, line 3, line 4)"]),
+    ],
+)
+def test_rows_with_the_same_problem_become_one_problem(rows: int, messages: list[str]) -> None:
+    found = listed(
+        [Problem(f"rows.jsonl:{row}", "answer", "missing") for row in range(1, rows + 1)]
+    )
+    assert [problem.message for problem in found] == messages
+    assert found[0].where == "rows.jsonl:1"
+
+
+def test_different_problems_stay_apart_in_the_order_of_rows() -> None:
+    given = [Problem(f"a.parquet, row {row}", "x", f"is {row % 2}") for row in range(8)]
+    found = listed(given)
+    assert [problem.where for problem in found] == ["a.parquet, row 0", "a.parquet, row 1"]
+    assert "in 4 rows, the next ones a.parquet, row 2, a.parquet, row 4" in found[0].message

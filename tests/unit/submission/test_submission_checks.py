@@ -225,11 +225,11 @@ def test_a_chat_template_without_a_place_for_results_is_reported(tmp_path: Path)
         f"rollout.episode={{name: multi_turn, {tools}}}",
         f"dataset.chat_template={template}",
     )
-    found, unnamed = look(tmp_path, settings)
+    found, unended = look(tmp_path, settings)
     assert found.subject == "episode"
     assert "leaves out a message with one of the roles tool" in found.message
-    assert (unnamed.weight, unnamed.key) == (Weight.WARNING, "dataset.tools_key")
-    assert "names the tool 'calculator' of rollout.episode.tools" in unnamed.message
+    assert (unended.weight, unended.key) == (Weight.WARNING, "dataset.chat_template")
+    assert "ends a turn with no special token" in unended.message
 
 
 def test_every_part_of_a_reward_is_made_and_asked_about_the_rows(tmp_path: Path) -> None:
