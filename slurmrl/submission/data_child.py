@@ -19,7 +19,7 @@ from slurmrl.data.reading import TokenReader
 from slurmrl.data.records import NumberedRow, id_of
 from slurmrl.data.remarks import ROWS, Remarks
 from slurmrl.data.tokenizer import load_tokenizer
-from slurmrl.data.types.base import RowTokens, TokenSequence
+from slurmrl.data.types.base import Row, RowTokens, TokenSequence
 from slurmrl.errors import ConfigError, SlurmrlError
 from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.submission.checks.child import datasets
@@ -78,7 +78,7 @@ class DataReader:
     def _counts(self, key: str, part: Dataset) -> Iterator[dict[str, Any]]:
         reader = TokenReader(part, self._tokenizer, self._progress)
         rows = tokens = longest = targets = equal = 0
-        first = []
+        first: list[Row] = []
         for record, row in reader:
             if len(first) < ROWS:
                 first.append(record.row)
@@ -93,8 +93,7 @@ class DataReader:
         counts |= {"targets": targets, "longest": longest, "equal_pairs": equal}
         found = Remarks(part, first, lambda: self._tokenizer)
         remarks = [remark.message for remark in found.all(self.config.rollout.episode.tools)]
-        counts |= {"remarks": remarks}
-        yield {"source": key, "path": part.path, "counts": counts}
+        yield {"source": key, "path": part.path, "counts": {**counts, "remarks": remarks}}
 
     def _progress(self, what: str) -> None:
         if self._due.due():
