@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.config.schema import Dataset, Reward
-from slurmrl.data.tokenizer import end_id, load_tokenizer, text_ids
+from slurmrl.data.continuation import Continuations
+from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.errors import ConfigError, SlurmrlError, UsageError
 from slurmrl.rewards.reward import MODEL_SCORES
 from slurmrl.rewards.weighted import WeightedReward, make_reward
@@ -63,7 +64,7 @@ def _try(request: dict[str, Any]) -> dict[str, Any]:
             raise UsageError(NO_MODELS)
         if "token_ids" in reward.wanted():
             completions = [item.completion for item in items]
-            extras["token_ids"] = _token_ids(request["tokenizer"], completions)
+            extras["token_ids"] = token_ids(request["tokenizer"], completions)
         made = time.monotonic()
         scores = _score(reward, rows, items, extras)
         scored = time.monotonic()
@@ -112,13 +113,14 @@ def _extras(items: Sequence[Item]) -> dict[str, Any]:
     }
 
 
-def _token_ids(folder: str | None, completions: Sequence[str]) -> list[list[int]]:
+def token_ids(folder: str | None, completions: Sequence[str]) -> list[list[int]]:
     """The tokens of texts as if a model had written them, with the end-of-text token."""
     if folder is None:
         raise UsageError("the reward asks for token_ids, but the configuration has no tokenizer")
     tokenizer = load_tokenizer(Path(folder))
     end = end_id(tokenizer)
-    return [[*ids, end] for ids in text_ids(tokenizer, completions, begin=False)]
+    rows = Continuations(tokenizer).ids(completions, [None] * len(completions))
+    return [[*ids, end] for ids in rows]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from slurmrl.data.encoder import Encoder
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.data.types import row_type
 from slurmrl.rollouts.dialogue import Dialogue
+from slurmrl.submission.reward_trial import token_ids
 
 SPECIAL = ["<unk>", "<s>", "</s>", "[INST]"]
 SPACED = ["first", "always", "prepend"]
@@ -79,6 +80,16 @@ def test_answer_has_the_tokens_of_prompt_and_answer_together(kind: str, answer: 
 def test_answers_differ_where_one_begins_with_a_space(kind: str) -> None:
     answers = [answer_ids(llama(kind), "1+2=", answer)[1] for answer in ("3", " 3")]
     assert answers[0] != answers[1]
+
+
+@pytest.mark.parametrize("kind", SPACED)
+def test_tried_reward_gets_the_token_ids_that_a_model_would_write(
+    kind: str, tmp_path: Path
+) -> None:
+    tokenizer = llama(kind)
+    tokenizer.save_pretrained(tmp_path)
+    expected = [[*answer_ids(tokenizer, "1+2=", "3")[1], tokenizer.eos_token_id]]
+    assert token_ids(str(tmp_path), ["3"]) == expected
 
 
 @pytest.mark.parametrize("answer", ["3", " 3", "and"])
