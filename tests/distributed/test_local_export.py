@@ -33,7 +33,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     model.to(torch.bfloat16).save_pretrained(source)
     (source / "generation_config.json").write_text(json.dumps(GENERATION))
     actor = {**sft_config()["actor"], "architecture": None, "path": str(source)}
-    config = site.write("sft.yaml", sft_config(actor=actor))
+    checkpoint = {**sft_config()["checkpoint"], "export_dtype": "source"}
+    config = site.write("sft.yaml", sft_config(actor=actor, checkpoint=checkpoint))
     site.slurmrl("submit", str(config), "--scheduler", "local", "--wait")
     return site
 
@@ -98,7 +99,8 @@ def test_same_greedy_answers(export: Path) -> None:
 def test_types_and_stop_tokens_go_from_trial_to_trial(site: Site, export: Path) -> None:
     """A model in bfloat16 that stops at two tokens is trained by SFT, then by PPO."""
     actor = {"path": "trial:sft/1", "backend": "fsdp:d2"}
-    config = ppo_config(actor=actor, total_steps=1, evaluation=None)
+    checkpoint = {**ppo_config()["checkpoint"], "export_dtype": "source"}
+    config = ppo_config(actor=actor, checkpoint=checkpoint, total_steps=1, evaluation=None)
     site.slurmrl("submit", str(site.write("ppo.yaml", config)), "--scheduler", "local", "--wait")
     source = site.folder / "source"
     for folder in (export, Path(site.status("ppo/1")["export"])):
