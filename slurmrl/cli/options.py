@@ -40,6 +40,18 @@ def trial_argument(command: F) -> F:
     return argument(command)
 
 
+def trials_argument(command: F) -> F:
+    """Add the argument ``names``: one trial or more."""
+    argument = click.argument(
+        "names",
+        nargs=-1,
+        required=True,
+        metavar="EXPERIMENT/TRIAL...",
+        shell_complete=completion.trials,
+    )
+    return argument(command)
+
+
 def newest_trial_argument(command: F) -> F:
     """Add the argument ``trial`` of a command that only reads; see `chosen_trial`."""
     argument = click.argument(

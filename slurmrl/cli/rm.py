@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import click
 
-from slurmrl.cli import completion
-from slurmrl.cli.options import common, examples
+from slurmrl.cli.options import common, examples, trials_argument
 
 
 @click.command(epilog=examples("slurmrl rm grpo/1", "slurmrl rm grpo/1 grpo/2 --yes"))
-@click.argument(
-    "names",
-    nargs=-1,
-    required=True,
-    metavar="EXPERIMENT/TRIAL...",
-    shell_complete=completion.trials,
-)
+@trials_argument
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @common
 def rm(names: tuple[str, ...], yes: bool, root: str | None) -> int:
-    """Remove trials that have no jobs: checkpoints, exports, metrics, logs, everything. Trials
-    whose files another trial's configuration names are kept."""
+    """Remove trials with all their files: checkpoints, exports, metrics, logs. Nothing is removed
+    if one of them has a job, or if the configuration of another trial names its files."""
     from slurmrl.submission import removing, trials
 
     folder = trials.root_folder(root)

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import click
 
-from slurmrl.cli import completion
-from slurmrl.cli.options import again, common, examples
+from slurmrl.cli.options import again, common, examples, trials_argument
 
 
 @click.command(epilog=examples("slurmrl stop grpo/1", "slurmrl stop grpo/1 --wait"))
-@click.argument(
-    "names",
-    nargs=-1,
-    required=True,
-    metavar="EXPERIMENT/TRIAL...",
-    shell_complete=completion.trials,
-)
+@trials_argument
 @click.option("--wait", is_flag=True, help="Return when their jobs have ended.")
 @common
 def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from slurmrl.cli import completion
-from slurmrl.cli.options import again, common, examples, submitting
+from slurmrl.cli.options import again, common, examples, submitting, trials_argument
 from slurmrl.cli.start import carry_out
 from slurmrl.submission.trials import root_folder
 
@@ -52,13 +51,7 @@ def submit(
 
 
 @click.command(epilog=examples("slurmrl cancel grpo/1", "slurmrl cancel grpo/1 grpo/2"))
-@click.argument(
-    "names",
-    nargs=-1,
-    required=True,
-    metavar="EXPERIMENT/TRIAL...",
-    shell_complete=completion.trials,
-)
+@trials_argument
 @common
 def cancel(names: tuple[str, ...], root: str | None) -> int:
     """End trials and their jobs at once. Their checkpoints stay, steps after the last one are lost.
