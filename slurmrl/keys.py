@@ -20,6 +20,16 @@ def incarnation(number: int) -> str:
     return f"incarnation/{number}"
 
 
+def attempt_failures(group: str) -> str:
+    """Root of the failures of a group's attempts."""
+    return f"failed/{group}"
+
+
+def attempt_failure(group: str, task: int, number: int) -> str:
+    """Why one start of a rollout task failed, as JSON."""
+    return f"{attempt_failures(group)}/{task}.{number}"
+
+
 def group_attempts(group: str) -> str:
     return f"attempt/{group}"
 

@@ -133,6 +133,7 @@ def rollouts(**changes: Any) -> dict[str, Any]:
         "trained": {"0": 80, "1": 16},
         "finished": {"0": 3},
         "dropped": {"stale": 2},
+        "failed": None,
         "refused": {"late": 1, "rolled back": 1},
         "damaged": 1,
         "aborted": 0,

@@ -237,6 +237,9 @@ def _no_rollouts(status: Status) -> Iterator[StatusFinding]:
     }
     why = f" ({', '.join(sorted(waiting))})" if waiting else ""
     text = f"the trainers wait {plain(rollouts['waits_for'])}: none runs{why}"
+    if failed := rollouts["failed"]:
+        host = f" on {failed['host']}" if failed["host"] else ""
+        text += f"; the last one ({failed['task']}{host}) failed: {failed['why']}"
     yield StatusFinding("rollouts", text)
 
 

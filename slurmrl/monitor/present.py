@@ -33,7 +33,7 @@ def describe(
         "warned": story.warning(newest.warned) if lives and newest and newest.warned else None,
         "waiting": _waiting(snapshot) if lives else None,
         "doing": list(snapshot.said.get("doing", [])) if lives else [],
-        "rollouts": _rollouts(snapshot.said) if lives else None,
+        "rollouts": _rollouts(snapshot) if lives else None,
         "link": _link(tasks, snapshot.now) if state == "RUNNING" else None,
         "pending": _pending(snapshot, tasks) if state == "PENDING" else None,
         "checkpoint_failures": _failed_commits(snapshot, newest) if newest else None,
@@ -57,9 +57,20 @@ def _waiting(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     return {**said, "hosts": list(dict.fromkeys(hosts)), "of": ranks, "explained": explained}
 
 
-def _rollouts(said: published.Said) -> dict[str, Any] | None:
-    view = published.rollouts(said)
-    return None if view is None else {**asdict(view), "tasks": list(map(_at, view.tasks))}
+def _rollouts(snapshot: TrialSnapshot) -> dict[str, Any] | None:
+    view = published.rollouts(snapshot.said)
+    if view is None:
+        return None
+    return {**asdict(view), "tasks": list(map(_at, view.tasks)), "failed": _failed(snapshot)}
+
+
+def _failed(snapshot: TrialSnapshot) -> dict[str, Any] | None:
+    """Return the newest failure of a rollout task."""
+    if not snapshot.task_failures:
+        return None
+    (group, task), (_, failure) = max(snapshot.task_failures.items(), key=lambda one: one[0])
+    words = story.attempt_failure_words(failure)
+    return {"task": f"{group}/{task}", "host": failure.host or "", "why": words}
 
 
 def _at(task: RolloutTaskView) -> dict[str, Any]:

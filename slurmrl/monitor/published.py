@@ -5,6 +5,7 @@ A trial continues without reports that are damaged (see `reports.Report`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ STATUS: Fields = {
     "rollouts": objects.shape(RolloutsView),
     "tasks": each(table({"host": TEXT, "attempt": COUNT, "lease_age_s": SECONDS}, ("host",))),
 }
+_PLACE = re.compile(r"/([0-9]{1,9})\.([0-9]{1,9})")
 D = TypeVar("D", bound=Dataclass)
 R = TypeVar("R", bound=Report)
 
@@ -109,6 +111,18 @@ def attempt(names: NameStore, group: str, task: int, number: int) -> Identity | 
     if identity.attempt != number:
         raise corrupt(key, f"does not hold the claim of attempt {number}")
     return identity
+
+
+def attempt_failure(names: NameStore, group: str, task: int, number: int) -> Failure | None:
+    """Return why an attempt at a rollout task failed, if it did."""
+    return _report(names, keys.attempt_failure(group, task, number), Failure)
+
+
+def failed_attempts(names: NameStore, group: str) -> list[tuple[int, int]]:
+    """Return task and number of each attempt of a group whose failure is published, in order."""
+    root = keys.attempt_failures(group)
+    found = map(_PLACE.fullmatch, (key.removeprefix(root) for key in names.find_subtree(root)))
+    return sorted((int(place[1]), int(place[2])) for place in found if place is not None)
 
 
 def attempt_numbers(names: NameStore, group: str, task: int) -> list[int]:

@@ -45,6 +45,8 @@ MORE_LINES = 200
 newest evaluation."""
 FIRST_STARTS = 5
 """First incarnations to search for the first one that became ready to train."""
+MOST_FAILURES = 100
+"""Newest failures of rollout tasks to read."""
 MOST_METRICS_BYTES = 32 * 1024 * 1024
 """Largest metrics file to sum up for the detailed status of a trial."""
 
@@ -128,6 +130,8 @@ class TrialSnapshot:
     """The last status of the current incarnation's master; empty before the first."""
     attempts: Mapping[tuple[str, int], Identity]
     """The newest attempt of each task that ever started, by group and task."""
+    task_failures: Mapping[tuple[str, int], tuple[int, Failure]]
+    """The newest failures of rollout tasks: attempt and reason by group and task."""
     incarnations: Sequence[Traces]
     """The newest ones, oldest first."""
     lines: Sequence[Mapping[str, Any]]
@@ -197,6 +201,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
     with make("file", directory=paths.names) as names:
         said = _said(names, state.incarnation)
         attempts = _attempts(names, groups)
+        task_failures = _task_failures(names, groups)
         leaders = _leaders(names, attempts, incarnations)
         traces = [_traces(paths, names, begun, leaders) for begun in state.begun]
     lines = metrics.read_latest(paths.metrics, LINES)
@@ -210,6 +215,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
         groups,
         said,
         attempts,
+        task_failures,
         traces,
         lines,
         {} if any(map(metrics.evaluates, lines)) else _evaluated(paths),
@@ -361,6 +367,18 @@ def _attempts(names: NameStore, groups: tuple[Group, ...]) -> dict[tuple[str, in
         (group, task): _attempt(names, group, task, number)
         for (group, task), number in sorted(newest.items())
     }
+
+
+def _task_failures(
+    names: NameStore, groups: tuple[Group, ...]
+) -> dict[tuple[str, int], tuple[int, Failure]]:
+    found: dict[tuple[str, int], tuple[int, Failure]] = {}
+    for group in (one.name for one in groups if one.name != TRAINERS):
+        for task, number in published.failed_attempts(names, group)[-MOST_FAILURES:]:
+            failure = published.attempt_failure(names, group, task, number)
+            if failure is not None:
+                found[group, task] = number, failure
+    return found
 
 
 def _numbers(names: NameStore, group: str) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,8 @@ This object is a contract: fields may be added, none is ever changed or removed.
         "name": "trainer",
         "links_left": 6,                      queued successors of the present link
         "tasks": [{"job_id": "41_1", "host": "n0", "state": "RUNNING", "attempt": 1,
-                   "lease_age_s": 0.4, "reason": ""}, …]
+                   "lease_age_s": 0.4, "reason": ""}, …]   the scheduler's reason; of a
+                                              rollout task that has failed, its own last error
       }],
       "reason": null,                         how it ended, or why it failed
       "traceback": null,                      of the first rank that failed
@@ -52,7 +53,8 @@ This object is a contract: fields may be added, none is ever changed or removed.
         "finished": {"0": 3},                 groups that wait for a step, by staleness
         "dropped": {"stale": 2},              groups that are never trained, by reason
         "refused": {"late": 1},               results that did not count, by reason
-        "damaged": 0, "aborted": 0, "given_back": 4, "lost": 2   groups that were queued again
+        "damaged": 0, "aborted": 0, "given_back": 4, "lost": 2,   groups that were queued again
+        "failed": {"task": "rollout/2", "host": "n7", "why": "…"} | null   newest failed task
       },
       "links_left": 6,                        queued successors, over all groups and arrays
       "link": {"job_id": "41_1", "time_left_s": 1200.0, "runs_s": 40.0} | null,
@@ -278,13 +280,16 @@ def _task(
     number = attempt.attempt if attempt is not None else None
     host, job_id = (attempt.host, attempt.job_id) if attempt is not None else ("", "")
     beats = state == "RUNNING" and said.get("attempt") == number
+    failed, failure = snapshot.task_failures.get((group.name, task), (None, None))
+    own = story.attempt_failure_words(failure) if failure and failed == number else ""
+    ends = element is not None and not element.state.active
     return {
         "job_id": element.job_id if element else job_id or None,
         "host": host or _host(element, 0 if group.elastic else task),
         "state": _task_state(snapshot, element, state),
         "attempt": number,
         "lease_age_s": said.get("lease_age_s") if beats else None,
-        "reason": element.reason if element else "",
+        "reason": (own if ends else "") or (element.reason if element else ""),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from slurmrl.history.record import Kind
@@ -39,6 +40,8 @@ PREEMPTED = "preempted ({signal})"
 CLOCKS_S = 5.0
 """Largest difference of two hosts' clocks."""
 SHOWN_FILES = 2
+MOST_WORDS = 200
+"""Characters of the failure of a rollout task."""
 REPEATS = "repeats"
 """The event of an incarnation about the steps that it does again: ``first``, ``last``."""
 GUESSED = ("preemption", "unknown")
@@ -251,6 +254,12 @@ def failure_words(failure: Failure) -> str:
             return f"cannot continue{host}: {reason}"
         case cause:
             return reason or cause
+
+
+def attempt_failure_words(failure: Failure) -> str:
+    """Return why an attempt at a rollout task failed, without its host, on one short line."""
+    words = failure_words(replace(failure, host="")) + failure.damage
+    return words if len(words) <= MOST_WORDS else f"{words[: MOST_WORDS - 1]}…"
 
 
 def _silence(failure: Failure, reason: str) -> str:

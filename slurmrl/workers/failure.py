@@ -19,7 +19,7 @@ from slurmrl.errors import (
     WaitTimeoutError,
 )
 from slurmrl.fsio import objects
-from slurmrl.monitor.reports import Cause, Failure, LostHost
+from slurmrl.monitor.reports import Cause, Failure, Identity, LostHost
 from slurmrl.name_resolve.base import NameStore
 
 logger = log.get(__name__)
@@ -79,6 +79,18 @@ def publish(names: NameStore, incarnation: int, failure: Failure) -> bool:
         logger.error("cannot publish the failure: %s", error)
         return False
     return True
+
+
+def publish_attempt(names: NameStore, identity: Identity, failure: Failure) -> None:
+    """Publish why an attempt at a rollout task failed. Raises EnvironmentFailure if the directory
+    does not answer."""
+    key = keys.attempt_failure(identity.group, identity.task, identity.attempt)
+    value = json.dumps(objects.to_json(failure))
+    retry(
+        "publish the failure",
+        lambda: names.add(key, value, replace=True, delete_on_exit=False),
+        timeout_s=PUBLISH_TIMEOUT_S,
+    )
 
 
 def publish_loss(names: NameStore, host: str, incarnation: int, job: str) -> None:

@@ -26,7 +26,7 @@ from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.symptoms import Symptoms
 from slurmrl.workers.agent.trainers import TrainersLease
 from slurmrl.workers.agent.witness import Witness
-from slurmrl.workers.failure import failed
+from slurmrl.workers.failure import failed, publish_attempt
 from slurmrl.workers.messages import Ready, Retire, Serve, StartRollout
 from slurmrl.workers.presence import LOOK_S
 
@@ -216,12 +216,21 @@ class RolloutTask:
             raise WaitTimeoutError("its workers have not exited in time and are killed")
 
     def fail(self, error: SlurmrlError) -> Failure:
-        """Record a failure of this task, with the stacks of its workers if they hang."""
+        """Record a failure of this task, with the stacks of its workers if they hang. Workers that
+        were told to retire were about to exit anyway: nobody needs to know why they failed."""
         host, failure = self.host, self.host.describe(error)
         host.write_failure(host.serving, failure)
+        if not self._told:
+            self._publish(failure)
         if failure.cause == Cause.HUNG:
             Witness(host).take(host.serving, 0, failure.reason, self._idle)
         return failure
+
+    def _publish(self, failure: Failure) -> None:
+        try:
+            publish_attempt(self.host.names, self.host.identity, failure)
+        except EnvironmentFailure as error:
+            logger.warning("the status will not show why this task failed: %s", error)
 
     def _idle(self, seconds: float) -> None:
         """Wait, but ignore failures: the task is over."""

@@ -2,8 +2,9 @@
 them (`TaskLeases`) and takes what they have finished.
 
 Tasks come and go as they like and outlive the incarnations of the trainers. None of it delays or
-ends an incarnation, except that a step waits until enough groups are finished. See "Leases of
-samples" and "Samples of rollout tasks" in docs/protocols.md.
+ends an incarnation, except that a step waits until enough groups are finished, and that the trial
+gives up if all tasks fail at their start in the same way (`FailedTasks`). See "Leases of samples"
+and "Samples of rollout tasks" in docs/protocols.md.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from slurmrl.workers.master.task_attempts import (
 )
 from slurmrl.workers.master.task_bells import TaskBells
 from slurmrl.workers.master.task_events import LEFT, LOST, TaskEvents
+from slurmrl.workers.master.task_failures import FailedTasks
 from slurmrl.workers.master.task_leases import TaskLeases
 from slurmrl.workers.master.task_numbers import TaskNumbers
 from slurmrl.workers.poll_intervals import SHORTEST_RESULTS_S
@@ -116,6 +118,7 @@ class RolloutTasks:
         self._checks.add(ledger.finished)
         self._snapshot: tuple[RolloutsRecord, LedgerRecord] | None = None
         """What the checkpoint holds that is being written."""
+        self._failed = FailedTasks(paths, inside=self._numbers.fixed)
         self._counts = SampleCounts(ledger)
         self._leases = TaskLeases(
             ledger,
@@ -145,11 +148,15 @@ class RolloutTasks:
         """When due, look for attempts, read what they say, and ask them for more.
 
         ``dead`` names the agents whose leases have expired, ``step`` is the last one trained.
+        Raises RunFailedError if no task can start.
         """
         self._leases.step = step
         if self._looks.due():
             self._find()
             self._numbers.look()
+            self._failed.look(self._attempts.values(), self._lives)
+            if self._wanted:
+                self._failed.judge(self._living.values(), self._lives, self._numbers.allowed)
         self._read()
         self._end_those(dead)
         for sample, reason in self._checks.look():
@@ -276,11 +283,14 @@ class RolloutTasks:
             tasks=tuple(
                 one.view(now, self._ledger.leased_by(one.name))
                 for one in self._living.values()
-                if one.record.agent is not None or self._starting.alive(one.name)
+                if self._lives(one)
             ),
         )
 
     # -- attempts ----------------------------------------------------------------------------
+
+    def _lives(self, attempt: RolloutAttempt) -> bool:
+        return attempt.record.agent is not None or self._starting.alive(attempt.name)
 
     def _joined(self) -> list[RolloutAttempt]:
         return [one for one in self._living.values() if one.record.agent is not None]

@@ -36,7 +36,8 @@ class TaskNumbers:
         """Tasks that may run now."""
         self.least = least
         self._paths = paths
-        self._planned, self._fixed = planned, fixed
+        self.fixed = fixed
+        self._planned = planned
         self._patience_s = patience_s
         self._clock = clock
         self._too_many_since: float | None = None
@@ -44,7 +45,7 @@ class TaskNumbers:
 
     def look(self) -> None:
         """Read the number that a user may have set, perhaps while the tasks were an array."""
-        if self._fixed:
+        if self.fixed:
             return
         try:
             self.allowed = scale.wanted(self._paths, ROLLOUTS, self._planned)

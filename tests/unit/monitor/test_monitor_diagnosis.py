@@ -65,6 +65,21 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "rollouts",
         "the trainers wait for a rollout task: none runs (Priority)",
     ),
+    "rollout tasks fail": (
+        status(
+            rollouts=rollouts(
+                tasks=[],
+                waits_for="for a rollout task",
+                failed={"task": "rollout/5", "host": "n1", "why": "rank 0: ValueError: x"},
+            ),
+            groups=[
+                {"name": "rollout", "tasks": [{"state": "PENDING", "reason": "JobArrayTaskLimit"}]}
+            ],
+        ),
+        "rollouts",
+        "the trainers wait for a rollout task: none runs (JobArrayTaskLimit); the last one "
+        "(rollout/5 on n1) failed: rank 0: ValueError: x",
+    ),
     "no rollout task is wanted": (
         status(rollouts=rollouts(tasks=[], wanted=0)),
         "rollouts",

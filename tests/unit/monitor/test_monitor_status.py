@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slurmrl import keys
 from slurmrl.cli import render
 from slurmrl.fsio import objects
 from slurmrl.history.record import END_OF_DATASET, Kind
@@ -72,6 +75,40 @@ def test_rollout_tasks_while_the_trial_runs(run: FakeRun) -> None:
     assert told == [("rollout/0", "works", 300.0), ("rollout/3", "starting", None)]
     run.end(Kind.CANCELLED)
     assert look(run, task(1, FAILED))["rollouts"] is None
+
+
+def test_rollout_tasks_have_their_own_last_error(run: FakeRun) -> None:
+    """That of the attempt that an element last made. Slurm has a reason of its own."""
+    groups = [
+        {"name": "trainer", "hosts": 1, "elastic": False},
+        {"name": "rollout", "hosts": 2, "elastic": True},
+    ]
+    run.paths.plan.write_text(json.dumps({"groups": groups}))
+    incarnation = run.begin()
+    run.attempt("41_1")
+    waits = RolloutsView(wanted=2, waits_for="for a rollout task")
+    run.say(incarnation, rollouts=objects.to_json(waits))
+    for number, (text, attempts) in enumerate([("first", 2), ("second", 1), ("third", 1)]):
+        for attempt in range(attempts):
+            place = {"task": number, "attempt": attempt, "host": "n7", "job": "42.0.0"}
+            key = keys.attempt("rollout", number, attempt)
+            run.name(key, group="rollout", job_id=f"42_{number}", **place)
+        if text != "third":
+            key = keys.attempt_failure("rollout", number, 0)
+            reason = f"ValueError: {text} {'x' * 300}\nmore"
+            run.name(key, cause="exception", rank=0, host="n7", exception=reason)
+    failed = {"group": "rollout", "reason": "NonZeroExitCode"}
+    elements = [replace(task(number, FAILED), job_id=f"42_{number}", **failed) for number in (0, 1)]
+    elements.append(replace(task(2, PENDING), group="rollout", reason="JobArrayTaskLimit"))
+    status = look(run, task(1, RUNNING, hosts=("n0",)), *elements, alive=True)
+    first, second, third = (one["reason"] for one in status["groups"][1]["tasks"])
+    assert (first, third) == ("NonZeroExitCode", "JobArrayTaskLimit")
+    assert second.startswith("rank 0: ValueError: second xxx")
+    assert (len(second), second[-1]) == (200, "…")
+    assert second in render.one(status)
+    assert (
+        "the last one (rollout/1 on n7) failed: rank 0: ValueError: second" in status["diagnosis"]
+    )
 
 
 def test_the_documented_object_of_a_running_trial(run: FakeRun, tmp_path: Path) -> None:

@@ -312,6 +312,10 @@ def test_the_end_of_its_worker_is_a_failure_of_the_task_only(bed: Bed) -> None:
     assert failure["reason"].endswith("was ended by SIGKILL")
     assert [record.kind for record in bed.host.history.read()] == [Kind.BEGIN]
     assert keys.failure(1) not in bed.host.names.find_subtree("incarnation")
+    with make("file", directory=bed.paths.names) as names:
+        told = published.attempt_failure(names, "rollout", 0, 0)
+        assert told is not None
+        assert (told.reason, told.world) == (failure["reason"], "rollout/0")
 
 
 def test_a_worker_that_exits_normally_was_told_to_by_the_master(bed: Bed) -> None:

@@ -17,18 +17,26 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from slurmrl import keys
 from slurmrl.channel import frame
 from slurmrl.channel.bell import TOKEN_BYTES, Bell
 from slurmrl.channel.follower import SPARE_LOOKS
 from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.data.ledger import LedgerRecord
-from slurmrl.errors import CorruptFileError, EnvironmentFailure, SampleFileError
+from slurmrl.errors import (
+    CorruptFileError,
+    EnvironmentFailure,
+    RunFailedError,
+    SampleFileError,
+)
 from slurmrl.fsio import objects
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.shapes import MOST_COUNT, wrong
 from slurmrl.history.lineage import Lineage
 from slurmrl.lease import Lease
 from slurmrl.monitor.events import EventWriter, read_all
+from slurmrl.monitor.reports import Cause, Failure, Identity
+from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings
@@ -36,6 +44,7 @@ from slurmrl.rollouts.sample_files import StoredGroup, read_group
 from slurmrl.scheduler import scale
 from slurmrl.weights.version import VersionId
 from slurmrl.workers import doorbell
+from slurmrl.workers.failure import publish_attempt
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.progress import STATE
 from slurmrl.workers.master.rollout_tasks import LEAVE_S, RolloutTasks
@@ -87,10 +96,16 @@ class Bed:
     """A master's side with a clock of its own; its incarnations follow each other."""
 
     def __init__(
-        self, paths: RunPaths, *, least: int = 1, bells: TaskBells | None = None, **bounds: int
+        self,
+        paths: RunPaths,
+        *,
+        least: int = 1,
+        allowed: int = MOST_COUNT,
+        bells: TaskBells | None = None,
+        **bounds: int,
     ) -> None:
         make_private_directory(paths.rollouts)
-        self.least = least
+        self.least, self.allowed = least, allowed
         self.bells = bells
         self.paths, self.now, self.step = paths, 0.0, 0
         self.admission = Admission(
@@ -122,7 +137,9 @@ class Bed:
             rollouts_of(state.get("rollouts", {}), "a commit"),
             look_s=LOOK_S,
             lease_ttl_s=TTL_S,
-            numbers=TaskNumbers(self.paths, least=self.least, clock=lambda: self.now),
+            numbers=TaskNumbers(
+                self.paths, planned=self.allowed, least=self.least, clock=lambda: self.now
+            ),
             bells=self.bells,
             clock=lambda: self.now,
         )
@@ -1078,3 +1095,54 @@ def test_the_first_task_does_not_get_all_prompts(beds: Callable[..., Bed]) -> No
     bed.begin(1, "0.1")
     leased = [one.leased for one in bed.tasks.view().tasks]
     assert leased[0] == leased[1] > 0
+
+
+def fail(paths: RunPaths, task: int, attempt: int, host: str, exception: str) -> None:
+    """An attempt at a task fails."""
+    place = Identity("rollout", task, attempt, host, "50.0.0", f"50_{task}", 1)
+    rank = Failure(cause=Cause.EXCEPTION, world=place.world, rank=0, exception=exception, host=host)
+    with make("file", directory=paths.names) as names:
+        claim = json.dumps(objects.to_json(place))
+        names.add(keys.attempt("rollout", task, attempt), claim, delete_on_exit=False)
+        publish_attempt(names, place, rank)
+
+
+FOREIGN = "OwnershipError: /dev/shm/slurmrl-7 belongs to another user (uid {})"
+
+
+def test_trial_gives_up_where_every_task_fails_in_the_same_way(beds: Callable[..., Bed]) -> None:
+    bed = beds(allowed=2)
+    bed.look()
+    assert bed.tasks.take(1, 2) is None
+    for number in range(3):
+        fail(bed.paths, number, 0, "r0", FOREIGN.format(number))
+        bed.look()
+    fail(bed.paths, 1, 1, "r0", FOREIGN.format(9))
+    with pytest.raises(RunFailedError, match=r"4 rollout tasks .* the last one") as caught:
+        bed.look()
+    assert "rank 0: OwnershipError: /dev/shm/slurmrl-7" in str(caught.value)
+    assert isinstance(caught.value.failure, Failure)
+    assert caught.value.failure.final
+
+
+@pytest.mark.parametrize("case", ["another works", "another host starts", "unlike", "earlier"])
+def test_trial_goes_on_with_failed_tasks_where_others_may_work(
+    beds: Callable[..., Bed], case: str
+) -> None:
+    bed = beds(allowed=1)
+    if case == "earlier":  # the user has mended it and resumed
+        for number in range(1, 6):
+            fail(bed.paths, number, 0, "r1", FOREIGN)
+    bed.look()
+    assert bed.tasks.take(1, 2) is None
+    if case == "another works":
+        bed.begin(7, "1.0")
+    elif case == "another host starts":
+        with make("file", directory=bed.paths.names) as names:
+            claim = json.dumps(objects.to_json(bed.begin(7).agent))
+            names.add(keys.attempt("rollout", 7, 0), claim, delete_on_exit=False)
+    for number in range(1, 6 if case != "earlier" else 1):
+        text = "".join(chr(97 + number) * 8) if case == "unlike" else FOREIGN
+        fail(bed.paths, number, 0, "r1", text)
+        bed.look()
+    bed.look()
