@@ -42,14 +42,15 @@ def initial_weights(
     config: ModelConfig, head: Head, *, seed: int, source: Path | None, keep: int = 1
 ) -> Iterator[BoxReader]:
     """Yield a reader of boxes of the built-in decoder's parameters: from the folder ``source``,
-    else random values that depend on (seed, name) only. The whole model is never in memory.
+    else random values that depend on (seed, name) only. The whole model is never in memory. The
+    reader raises UsageError for weights of the folder that are not finite.
 
     A value head that the source lacks is zero, so that values start at zero. Random tensors are
     drawn whole; the last ``keep`` of them are cached for further boxes.
     """
     if source is not None:
         with open_tensors(source) as files:
-            yield Weights(files, config, head).read
+            yield Weights(files, config, head).read_finite
         return
     shapes = parameter_shapes(config, head)
 

@@ -26,6 +26,10 @@ class FolderTensors(Protocol):
         """A box of a tensor, contiguous; bfloat16 as its bits (uint16)."""
         ...
 
+    def file(self, name: str) -> Path:
+        """Return the file that holds a tensor, or the folder if several files hold parts of it."""
+        ...
+
 
 def open_folder(folder: Path) -> FolderTensors:
     """Raises UsageError, CheckpointError or CorruptFileError if the folder has no readable
@@ -54,3 +58,6 @@ class SafetensorsFolder:
         values = file.flat(name).reshape(file.specs[name].shape)[box.slices].copy()
         file.release()
         return np.asarray(values, order="C")
+
+    def file(self, name: str) -> Path:
+        return self._files[name].path

@@ -27,6 +27,7 @@ from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import Decoder, build
+from slurmrl.models.finite import LARGEST, not_finite
 from slurmrl.models.headers import (
     SINGLE_FILE,
     Header,
@@ -211,6 +212,17 @@ class Weights:
             values[index] = row
         return values
 
+    def read_finite(self, name: str, box: Box) -> Tensor:
+        """Read a box like `read`. Raises UsageError if it has NaN or infinite values."""
+        values = self.read(name, box)
+        if not is_finite(values):
+            parts = self._storage(name, self._shapes[name])
+            stored = (stored_name(part.tensor, self._files) for part in parts)
+            folder = self._files.folder
+            problem = not_finite(folder, [found for found in stored if found is not None])
+            raise UsageError(problem or f"{folder} has changed while it was read")
+        return values
+
     def _part(self, stored: TensorSlice, box: Box) -> Tensor:
         place = stored.box(box)
         values = self._files.read(stored.tensor, place.start, place.size)
@@ -247,6 +259,15 @@ def to_hf(decoder: Decoder, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> 
     values = decoder.config.to_hf(head=decoder.head, dtype=specs[0][1].dtype)
     text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return whether a tensor has neither NaN nor infinite values, from its least and its greatest
+    one: that takes no memory, and less time than reading a file."""
+    if not values.numel() or not values.is_floating_point() or values.element_size() == 1:
+        return True
+    least, greatest = torch.aminmax(values)
+    return bool(least >= -LARGEST) and bool(greatest <= LARGEST)  # NaN is neither
 
 
 def as_array(tensor: Tensor) -> Array:

@@ -27,7 +27,8 @@ from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.models.base import PackedModel
 from slurmrl.models.config import Head
-from slurmrl.models.hf import open_tensors
+from slurmrl.models.finite import not_finite
+from slurmrl.models.hf import is_finite, open_tensors
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_head import only_multiplies
 from slurmrl.models.hf_session import HFSession
@@ -156,6 +157,7 @@ def _model(
             with inputs.reading(source):
                 settings = _without_dropout(AutoConfig.from_pretrained(source, **more))
                 model, report = _loaded(task, source, settings, dtype)
+            _require_finite(model, source)
             fresh = "score.weight" in report["missing_keys"]
         else:
             values = {k: deepcopy(v) for k, v in config.values.items() if k != "model_type"}
@@ -191,6 +193,21 @@ def _loaded(
         kind: Any = type(task.from_config(settings, dtype=dtype))
     made, report = kind.from_pretrained(None, state_dict=state, **options)
     return made, report
+
+
+def _require_finite(model: PreTrainedModel, source: Path) -> None:
+    """Raise UsageError if a parameter of a folder has NaN or infinite values, or a stored constant
+    has NaN. (Constants of masks may be infinite.)"""
+    parameters = dict(model.named_parameters())
+    for name, values in model.state_dict().items():
+        if is_finite(values) or (name not in parameters and not values.isnan().any()):
+            continue
+        with open_tensors(source) as files:
+            names = [name] if name in files else files.names()  # some are renamed or stacked
+        raise UsageError(
+            not_finite(source, names)
+            or f"{source}: '{name}' is not finite in {values.dtype}, although its file is"
+        )
 
 
 def refuse_dropout(model: nn.Module) -> None:

@@ -62,6 +62,10 @@ class PinnedTensors:
             target[place] = values.T if part.transposed else values
         return target
 
+    def file(self, name: str) -> Path:
+        """Return the folder: each rank's file holds a part of the tensor."""
+        return self._trained.directory
+
 
 def _opened(
     trained: RoleCheckpoint, origin: PinnedOrigin, values: dict[str, Any]

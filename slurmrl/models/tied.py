@@ -33,7 +33,7 @@ def other_projection(folder: Path, config: ModelConfig, head: Head) -> str | Non
             own, other = (
                 widened(tensors.read(each, box), specs[each].dtype) for each in (LM_HEAD, name)
             )
-            if not np.array_equal(own, other):
+            if not np.array_equal(own, other, equal_nan=True):
                 break
         else:
             return None

@@ -26,8 +26,9 @@ from slurmrl.data.remarks import Remarks
 from slurmrl.data.rows import DatasetRows
 from slurmrl.data.tokenizer import load_tokenizer, vocabulary
 from slurmrl.errors import ConfigError, Problem, SlurmrlError, UnreadableInputError, UsageError
-from slurmrl.models.config import ModelConfig
-from slurmrl.models.headers import mismatches, read_headers, unused
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.finite import small_not_finite
+from slurmrl.models.headers import Header, mismatches, read_headers, unused
 from slurmrl.models.pinned import PinnedTensors
 from slurmrl.models.shapes import VALUE_HEAD
 from slurmrl.models.tied import other_projection
@@ -138,10 +139,7 @@ class CheckProcess:
             headers, wrong = read_headers(Path(model.path))
             if model.implementation == "builtin" and not wrong:
                 config = ModelConfig.from_hf(config_values(model))
-                misfits = mismatches(headers, config, use.head)
-                if not misfits and (tied := other_projection(Path(model.path), config, use.head)):
-                    misfits = [tied]
-                wrong = [f"{model.path}: {misfit}" for misfit in misfits]
+                wrong = _wrong_weights(Path(model.path), headers, config, use.head)
                 if extra := unused(headers, config, use.head):
                     message = f"{model.path}: {len(extra)} tensors are not used, such as {extra[0]}"
                     yield Finding("weights", Weight.WARNING, message, key)
@@ -363,6 +361,18 @@ class CheckProcess:
             if self.config.total_steps is not None:
                 message += f" (total_steps {self.config.total_steps} is a limit)"
             yield Finding("steps", Weight.NOTE, message, "algorithm.batch_size")
+
+
+def _wrong_weights(
+    folder: Path, headers: Mapping[str, Header], config: ModelConfig, head: Head
+) -> list[str]:
+    """Return why the built-in decoder cannot start from a folder's weights."""
+    if misfits := mismatches(headers, config, head):
+        return [f"{folder}: {misfit}" for misfit in misfits]
+    if tied := other_projection(folder, config, head):
+        return [f"{folder}: {tied}"]
+    damage = small_not_finite(folder, config, head)
+    return [damage] if damage else []
 
 
 def _is_limited(dataset: DatasetConfig) -> bool:

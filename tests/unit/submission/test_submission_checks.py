@@ -589,3 +589,16 @@ def test_the_code_behind_a_users_own_algorithm_is_tried(
         [("algorithm", Weight.FAILED)] if message else []
     )
     assert message in "".join(one.message for one in found)
+
+
+def test_weights_with_nan_are_refused_by_file_and_tensor(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    decoder = build(ModelConfig.from_hf(ARCHITECTURE))
+    with torch.no_grad():
+        decoder.get_parameter("model.norm.weight")[3] = float("nan")
+    to_hf(decoder, model)
+    settings = settings_of(tmp_path, "actor.architecture=null", f"actor.path={model}")
+    (found,) = (each for each in look(tmp_path, settings) if each.subject == "weights")
+    assert (found.weight, found.key) == (Weight.FAILED, "actor.path")
+    assert "model.safetensors: tensor 'model.norm.weight' has 1 NaN and" in found.message
