@@ -47,8 +47,8 @@ SHOWN_CHARACTERS = 40
     "file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Score the completions of a JSONL file, such as one in samples/ of a run. Each object "
-    "has completion, and id unless the file is in the order of the rows.",
+    help="Score the completions of a JSONL file, such as 'slurmrl samples --json' prints. Each "
+    "object has completion, and id unless the file is in the order of the rows.",
 )
 @click.option(
     "--timeout",

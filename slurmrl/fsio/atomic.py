@@ -119,18 +119,20 @@ def read_needed(path: Path, *, calls: SystemCalls = REAL) -> bytes:
         raise corrupt(path, "is missing") from error
 
 
-def append(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> None:
-    """Append to a file with one writer at a time; create it if it is missing. A crash can leave
-    part of the data. Raises EnvironmentFailure."""
+def append(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> int:
+    """Append to a file with one writer at a time; create it if it is missing. Return the offset of
+    the data. A crash can leave part of it. Raises EnvironmentFailure."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     try:
         with opened(path, flags, calls) as descriptor:
             make_private(descriptor, calls)
+            offset = os.fstat(descriptor).st_size
             view = memoryview(data)
             while view:
                 view = view[calls.write(descriptor, view) :]
     except OSError as error:
         raise explain(error, "append to", path) from error
+    return offset
 
 
 def truncate(path: Path, size: int, *, calls: SystemCalls = REAL) -> None:

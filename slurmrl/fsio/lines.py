@@ -1,4 +1,4 @@
-"""Reading line files (metrics, events, logs) of any size in chunks, from either end.
+"""Line files (metrics, samples, events, logs): reading in chunks from either end, and appending.
 
 A last line without a line end is incomplete and is not returned. Overlong lines are skipped.
 """
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.fsio import primitives
+from slurmrl.fsio import atomic, primitives
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import MOVE_AWAY, unreadable
 
@@ -78,6 +78,29 @@ class LineFile:
 
     def _read(self, offset: int, count: int) -> bytes:
         return self._calls.pread(self._descriptor, count, offset)
+
+
+class LineWriter:
+    """Appends to a file that no other process writes and closes it after each write, so that other
+    hosts see the lines."""
+
+    def __init__(self, path: Path, *, calls: SystemCalls = REAL) -> None:
+        self.path = path
+        self.size = 0
+        """Size of the file after the last write."""
+        self._calls = calls
+        self._torn = False
+        """Whether the last write failed, perhaps in the middle of a line."""
+
+    def write(self, data: bytes) -> int:
+        """Append lines and return the offset at which they begin. Raises EnvironmentFailure; the
+        write can be retried."""
+        ended = b"\n" if self._torn else b""
+        self._torn = True
+        start = atomic.append(self.path, ended + data, calls=self._calls) + len(ended)
+        self._torn = False
+        self.size = start + len(data)
+        return start
 
 
 @contextmanager

@@ -55,6 +55,11 @@ class TrialState:
     ended_slot: int = -1
     """Slot of the newest end, resumed since or not."""
 
+    @property
+    def last_step(self) -> int:
+        """Step of `last_commit`; -1 without one."""
+        return self.last_commit.step if self.last_commit is not None else -1
+
 
 def fold(records: Iterable[Record]) -> TrialState:
     """Fold records into a state. Raises CorruptFileError if they contradict each other."""

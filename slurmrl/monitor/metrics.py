@@ -30,26 +30,20 @@ NO_STEP = 2**60
 
 
 class MetricsWriter:
-    """Appends to the file and closes it after each line, so that other hosts see the line. Each
-    line is one write: a reader sees complete lines and perhaps a torn last one."""
+    """Appends to the file. Each line is one write: a reader sees complete lines and perhaps a torn
+    last one."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._torn = False
-        """Whether the last write failed, perhaps in the middle of its line."""
+        self._file = lines.LineWriter(path)
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Raises EnvironmentFailure; the write can be retried."""
-        line = encode(values)
-        data = b"\n" + line if self._torn else line
-        self._torn = True
-        atomic.append(self._path, data)
-        self._torn = False
+        self._file.write(encode(values))
 
     def sync(self) -> None:
         """Flush all lines to disk: a commit must not be ahead of its metrics."""
-        if self._path.exists():
-            atomic.sync_file(self._path)
+        if self._file.path.exists():
+            atomic.sync_file(self._file.path)
 
 
 def encode(values: Mapping[str, Any]) -> bytes:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from slurmrl.errors import CorruptFileError, UsageError
-from slurmrl.fsio import atomic, documents, lines
+from slurmrl.fsio import documents, lines
 from slurmrl.fsio.shapes import (
     INTEGER,
     NUMBER,
@@ -21,6 +20,7 @@ from slurmrl.fsio.shapes import (
     list_of,
     table,
 )
+from slurmrl.monitor.samples import SamplePlace, places
 from slurmrl.report.contents import Samples
 
 MOST_ROWS = 10_000
@@ -50,23 +50,20 @@ FIELDS: Fields = {
     "turns": list_of(table({"wrote": TEXT, "read": TEXT})),
 }
 OF_TOKENS = ("tokens", "left_out", "values", "versions")
-_FILE = re.compile(r"(eval-)?step-[0-9]{8,}\.jsonl")
 
 
 def read_samples(folder: Path, most: int = MOST_ROWS) -> Samples:
     """Return at most ``most`` rows, those of evaluations after those of training and marked
     ``evaluation``; if there are both, at most half of each. With more, the steps between are left
-    out evenly: the first and the newest step are kept. Raises EnvironmentFailure."""
-    try:
-        found = [match for name in atomic.list_names(folder) if (match := _FILE.fullmatch(name))]
-    except FileNotFoundError:
-        found = []
-    training = sorted(match[0] for match in found if not match[1])
-    evaluations = sorted(match[0] for match in found if match[1])
+    out evenly: the first and the newest step are kept. Long texts are cut. Raises
+    EnvironmentFailure."""
+    training, evaluations = (
+        list(places(folder, evaluation=evaluation).values()) for evaluation in (False, True)
+    )
     if training and evaluations:
         most //= 2
-    rows, steps = _some(folder, training, most)
-    more, evaluated = _some(folder, evaluations, most)
+    rows, steps = _some(training, most)
+    more, evaluated = _some(evaluations, most)
     return Samples(
         rows=_with_values([*rows, *({**row, "evaluation": True} for row in more)]),
         steps=len(training) + len(evaluations),
@@ -77,30 +74,26 @@ def read_samples(folder: Path, most: int = MOST_ROWS) -> Samples:
 def of_step(folder: Path, step: int | None, *, evaluation: bool) -> list[Mapping[str, Any]]:
     """Return the rows of a step, None for the newest one. Raise UsageError with the steps on either
     side if it has none; EnvironmentFailure."""
-    prefix = "eval-step-" if evaluation else "step-"
-    try:
-        names = [name for name in atomic.list_names(folder) if _FILE.fullmatch(name)]
-    except FileNotFoundError:
-        names = []
-    steps = sorted(int(name[len(prefix) : -6]) for name in names if name.startswith(prefix))
+    found = places(folder, evaluation=evaluation)
+    steps = list(found)
     kind = "evaluation" if evaluation else "training"
     if not steps:
         raise UsageError(f"{folder}: no samples of {kind} yet (logging.samples)")
     chosen = steps[-1] if step is None else step
-    if chosen not in steps:
+    if chosen not in found:
         place = bisect(steps, chosen)
         near = " and ".join(str(one) for one in steps[max(place - 1, 0) : place + 1])
         raise UsageError(f"step {chosen} has no samples of {kind}; the nearest: {near}")
-    return list(_rows(folder / f"{prefix}{chosen:08d}.jsonl"))
+    return list(_rows(found[chosen]))
 
 
-def _some(folder: Path, names: list[str], most: int) -> tuple[list[Mapping[str, Any]], int]:
-    """Return at most ``most`` rows of files, and the number of files that they cover."""
-    if not names:
+def _some(steps: list[SamplePlace], most: int) -> tuple[list[Mapping[str, Any]], int]:
+    """Return at most ``most`` rows of steps, and the number of steps that they cover."""
+    if not steps:
         return [], 0
-    of_step = max(len(list(_rows(folder / names[-1]))), 1)
-    chosen = _spread(names, max(most // of_step, 2))
-    return [row for name in chosen for row in _rows(folder / name)][-most:], len(chosen)
+    of_step = max(len(list(_rows(steps[-1]))), 1)
+    chosen = _spread(steps, max(most // of_step, 2))
+    return [_cut(row) for place in chosen for row in _rows(place)][-most:], len(chosen)
 
 
 def _with_values(rows: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -113,20 +106,21 @@ def _with_values(rows: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return found[::-1]
 
 
-def _spread(names: list[str], most: int) -> list[str]:
-    if len(names) <= most:
-        return names
-    last = len(names) - 1
-    return [names[number * last // (most - 1)] for number in range(most)]
+def _spread(steps: list[SamplePlace], most: int) -> list[SamplePlace]:
+    if len(steps) <= most:
+        return steps
+    last = len(steps) - 1
+    return [steps[number * last // (most - 1)] for number in range(most)]
 
 
-def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def _rows(place: SamplePlace) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a step; damaged ones are left out."""
+    path = place.path
     try:
         with lines.opened(path) as file:
-            for raw in file.forward():
+            for raw in file.forward(place.start, place.stop):
                 try:
-                    yield _cut(documents.parse(raw, path, FIELDS, ("step", "prompt", "completion")))
+                    yield documents.parse(raw, path, FIELDS, ("step", "prompt", "completion"))
                 except CorruptFileError:
                     continue
     except FileNotFoundError:

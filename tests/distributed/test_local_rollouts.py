@@ -16,6 +16,7 @@ from slurmrl.config.schema import Lora
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
 from slurmrl.monitor import events
+from slurmrl.report.samples import read_samples
 from slurmrl.scheduler.submission import read_jobs
 from slurmrl.weights.inventory import COMPLETE, inventory
 from slurmrl.weights.records import read_manifest
@@ -84,9 +85,7 @@ def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
     assert (status["state"], status["incarnation"]) == ("COMPLETED", 3)
     assert outcome(site, trial) == outcome(site, "grpo/alone")
     assert all(line["rollout/judged"] == 1 for line in site.metrics(trial))
-    samples = site.paths(trial).samples.glob("step-*.jsonl")
-    rows = [json.loads(row) for file in samples for row in file.read_text().splitlines()]
-    texts = [row["completion"] for row in rows]
+    texts = [row["completion"] for row in read_samples(site.paths(trial).samples).rows]
     assert {text.find("5") == len(text) - 1 for text in texts if "5" in text} == {True}
     told = events.read_all(site.paths(trial))
     assert any(one["kind"] == "rollout_task" and one["state"] == "lost" for one in told)

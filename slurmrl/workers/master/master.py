@@ -28,6 +28,7 @@ from slurmrl.history.state import TrialState
 from slurmrl.history.writer import IncarnationWriter
 from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.recorder import MetricsRecorder
+from slurmrl.monitor.samples import KeptSampleWriter
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
@@ -139,6 +140,7 @@ class Master:
         self.recorder = recorder
         self.unscored = UnscoredSteps()
         self.fresh = state.last_commit is None
+        self.samples = KeptSampleWriter(paths.samples, writer.incarnation, state.last_step + 1)
         self.rows_left_out = 0
         """Rows of the training data that are too long."""
         self._told_unknown = False
@@ -182,6 +184,7 @@ class Master:
         self._wait_for_ranks()
         seconds = round(time.monotonic() - began, 3)
         self.events.write("ready", step=self.progress.step, seconds=seconds)
+        self._retry("begin the samples", self.samples.begin)
         self._publish()
         if self.fresh:
             self._start()
@@ -296,7 +299,7 @@ class Master:
             self._publish()
         self.results.finish_step()
         metrics.update(self._retry("read the recorded results", self.results.metrics))
-        self._write_samples(f"step-{step:08d}", step, executed.texts)
+        self._write_samples(step, executed.texts)
         self.timeline.add(step, executed.answered)
         if self.progress.evaluation_due():
             metrics.update(self._evaluate(step))
@@ -328,14 +331,16 @@ class Master:
 
     def _evaluate(self, step: int) -> dict[str, Any]:
         executed = self.steps.evaluate(step)
-        self._write_samples(f"eval-step-{step:08d}", step, executed.texts)
+        self._write_samples(step, executed.texts, evaluation=True)
         return executed.metrics
 
-    def _write_samples(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _write_samples(
+        self, step: int, rows: Sequence[Mapping[str, Any]], *, evaluation: bool = False
+    ) -> None:
         if rows:
             lines = step_metrics.sample_lines(step, rows)
-            path = self.paths.samples / f"{name}.jsonl"
-            self._retry("write samples", partial(step_metrics.write_samples, path, lines))
+            write = partial(self.samples.write, step, lines, evaluation=evaluation)
+            self._retry("write samples", write)
 
     def _retry(self, what: str, action: Callable[[], T]) -> T:
         """Retry while the directory does not accept it: the disk may be full of a failed

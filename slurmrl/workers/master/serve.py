@@ -132,7 +132,7 @@ def _prepare(
             paths, settings, plan, ledger, lineage, state.incarnation, committed, events
         )
     progress = Progress(settings, committed, ledger)
-    base = state.last_commit.step if state.last_commit is not None else -1
+    base = state.last_step
     logging = settings.config.logging
     recorder = MetricsRecorder(paths, logging, last_step=base, incarnation=writer.incarnation)
     if lost := recorder.repeated:

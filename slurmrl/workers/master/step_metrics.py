@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from slurmrl.config.schema import WHOLE
-from slurmrl.fsio import atomic
 from slurmrl.graph.call import Method
 from slurmrl.monitor.metrics import encode
 from slurmrl.plan.metrics import EVALUATION_S, evaluation_metric
@@ -97,10 +95,3 @@ def _each(
 def sample_lines(step: int, rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Readable samples as JSON lines, whatever numbers they hold."""
     return b"".join(encode({"step": step, **row}) for row in rows)
-
-
-def write_samples(path: Path, lines: bytes) -> None:
-    """Write a file of samples. Its folder is made again if a user or a purge of empty folders has
-    removed it. Raises EnvironmentFailure."""
-    atomic.make_private_directory(path.parent)
-    atomic.replace(path, lines, durable=False)

@@ -10,6 +10,7 @@ from slurmrl.config.schema import Config
 from slurmrl.fsio import atomic
 from slurmrl.history.record import Kind
 from slurmrl.monitor.collect import collect as collect_statuses
+from slurmrl.monitor.samples import KeptSampleWriter
 from slurmrl.report.collect import collect
 from slurmrl.report.contents import CallTime, Curve, TrialReport
 from slurmrl.report.curves import thinned
@@ -26,9 +27,12 @@ def report_of(run: FakeRun) -> TrialReport:
     return collect(run.paths, status)
 
 
-def write_samples(run: FakeRun, step: int, *rows: dict[str, Any] | str) -> None:
+def write_samples(
+    run: FakeRun, step: int, *rows: dict[str, Any] | str, evaluation: bool = False
+) -> None:
     lines = [row if isinstance(row, str) else json.dumps({"step": step, **row}) for row in rows]
-    (run.paths.samples / f"step-{step:08d}.jsonl").write_text("\n".join(lines) + "\n")
+    writer = KeptSampleWriter(run.paths.samples, 1, 0)
+    writer.write(step, ("\n".join(lines) + "\n").encode(), evaluation=evaluation)
 
 
 def test_a_trial_is_read_from_its_files(tmp_path: Path) -> None:
@@ -126,8 +130,7 @@ def test_samples_of_evaluations_follow_those_of_training_and_take_no_more_than_h
     run = FakeRun(tmp_path)
     for step in range(1, 13):
         write_samples(run, step, {"prompt": "p", "completion": "trained"})
-        text = json.dumps({"step": step, "prompt": "p", "completion": "judged"})
-        (run.paths.samples / f"eval-step-{step:08d}.jsonl").write_text(text + "\n")
+        write_samples(run, step, {"prompt": "p", "completion": "judged"}, evaluation=True)
     found = read_samples(run.paths.samples, most=10)
     assert (found.steps, found.shown, len(found.rows)) == (24, 10, 10)
     shown = [(row["completion"], row.get("evaluation")) for row in found.rows]

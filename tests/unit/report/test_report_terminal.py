@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.cli.main import main
+from slurmrl.monitor.samples import KeptSampleWriter
 from slurmrl.report.contents import Curve
 from slurmrl.report.curves import smoothed
 from slurmrl.report.terminal import chart
@@ -139,15 +140,16 @@ def test_samples_printed_by_prompt_with_rewards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = FakeRun(tmp_path)
+    writer = KeptSampleWriter(run.paths.samples, 1, 1)
     for step in (2, 5):
         rows = [
             sample(0, 1.0, "2", answer="2", rendered="<user>1+1=", parts={"short": 0.5}),
             sample(1, 0.0, "\x1b[2J" + "\n".join("abcdefghijklmn"), finished=False),
             sample(2, 0.0, "-") | {"reward": None},
-            sample(0, 0.25, f"other {step}") | {"id": "r@0"},
+            sample(0, 0.25, "x" * 9000 + f"other {step}") | {"id": "r@0"},
         ]
         text = "".join(json.dumps({"step": step, **row}) + "\n" for row in rows)
-        (run.paths.samples / f"step-{step:08d}.jsonl").write_text(text)
+        writer.write(step, text.encode(), evaluation=False)
     words = ["samples", "add/1", "--root", str(tmp_path)]
     assert main([*words, "-n", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -168,7 +170,7 @@ def test_samples_printed_by_prompt_with_rewards(
     assert all(line.isprintable() for line in lines)
     assert main([*words, "--step", "2", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["completion"][-7:] for row in rows][-1] == "other 2"
+    assert rows[-1]["completion"] == "x" * 9000 + "other 2"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,13 +113,3 @@ def test_an_evaluation_keeps_all_metrics_but_the_times_of_its_calls() -> None:
         "eval/loss": 1.0,
         "time/evaluation": 3.0,
     }
-
-
-def test_samples_written_into_removed_folder(tmp_path: Path) -> None:
-    """A purge of empty folders must not stop a run."""
-    path = tmp_path / "samples" / "step-00000001.jsonl"
-    for _ in range(2):
-        step_metrics.write_samples(path, b"{}\n")
-        assert path.read_bytes() == b"{}\n"
-        path.unlink()
-        path.parent.rmdir()
