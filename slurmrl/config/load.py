@@ -17,7 +17,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from slurmrl import log
 from slurmrl.config import overrides as command_line
-from slurmrl.config.problems import problems_from
+from slurmrl.config.problems import drop_removed, problems_from
 from slurmrl.config.schema import Config, Profile
 from slurmrl.config.schema.base import IsHubPath, IsPath
 from slurmrl.config.schema.model import TRIAL_PREFIX
@@ -51,6 +51,7 @@ def load(
         derive(source)
     command_line.apply(source, overrides)
     _clear(source.values, Config)
+    drop_removed(source.values)
     return source
 
 

@@ -43,6 +43,14 @@ OTHER_NAMES = {
     "model_path": "path",
 }
 """What other systems call a setting of the same section, and its name here."""
+REMOVED: Mapping[KeyPath, tuple[object, str]] = {
+    ("rollout", "server_updates"): (
+        "files",
+        "servers read new weights from files; remove it, and set rollout.server_weights to a "
+        "folder that they and the trainers see",
+    ),
+}
+"""Settings of earlier releases: the default, and what there is instead."""
 PLACES: Mapping[str, str] = {
     **dict.fromkeys(("lr", "learning_rate"), "actor.optimizer.lr"),
     **dict.fromkeys(
@@ -86,6 +94,14 @@ def problems_from(
         # (one message for both switches)
         if not (details["loc"][-1:] == ("bf16",) and (*details["loc"][:-1], "fp16") in places)
     ]
+
+
+def drop_removed(values: dict[Any, Any]) -> None:
+    """Leave out settings of earlier releases that have their defaults, which changed nothing."""
+    for (section, name), (default, _) in REMOVED.items():
+        within = values.get(section)
+        if isinstance(within, dict) and within.get(name, default) == default:
+            within.pop(name, None)
 
 
 def _problem(
@@ -137,6 +153,8 @@ def _unknown(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str
     owner = section_at(schema, location[:-1])
     known = sorted(key for key, _ in keys(owner)) if owner else []
     name = str(location[-1])
+    if removed := REMOVED.get((*prefix, *location)):
+        return f"is no longer a setting: {removed[1]}"
     if name in PRECISIONS and "dtype" in known:
         return "unknown key; write dtype: bfloat16 (fp16 is not supported) or float32"
     if (ours := OTHER_NAMES.get(name)) in known:

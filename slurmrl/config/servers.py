@@ -7,15 +7,12 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from slurmrl import env
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 
-ServerUpdates: TypeAlias = Literal["files", "broadcast", "tensors"]
-"""How servers that run already get new weights."""
 ADDRESSES = "http://HOST:PORT, https://HOST:PORT or unix:/PATH"
 MOST_KEYS = 2
 MOST_KEY_BYTES = 4096

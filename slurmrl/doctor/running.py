@@ -14,14 +14,12 @@ from slurmrl.config.servers import Address, ServerKeys, read_keys
 from slurmrl.doctor.check import Check, failed, guarded, ok, warning
 from slurmrl.doctor.servers import PACKAGES
 from slurmrl.engines.rollout.fitness import (
-    Receiver,
     ServedModel,
     check_context,
     check_sglang,
     check_vllm,
     check_vllm_reads,
     field_of,
-    vllm_ranks,
     without_dev_mode,
 )
 from slurmrl.errors import AllocationError, SlurmrlError, UsageError
@@ -58,7 +56,6 @@ def settings_of(config: Config) -> dict[str, Any] | None:
         "keys": rollout.server_keys,
         "model": asdict(needs),
         "context": least_context(config),
-        "updates": rollout.server_updates,
     }
 
 
@@ -139,9 +136,6 @@ async def _look(settings: Settings, address: Address, keys: ServerKeys) -> _Foun
             server = await get("/server_info")
             context = check_sglang(address.text, server, await get("/model_info"), needs)
             version = field_of(address.text, server, "version")
-            if (updates := settings["updates"]) != "files":
-                experts = shape is not None and shape.experts > 0
-                Receiver.of(address.text, server, updates, experts=experts)
         else:
             about = await get("/version")
             try:
@@ -150,10 +144,7 @@ async def _look(settings: Settings, address: Address, keys: ServerKeys) -> _Foun
                 raise without_dev_mode(address.text, error) from error
             context = check_vllm(address.text, about, server, await get("/v1/models"), needs)
             version = field_of(address.text, about, "version")
-            if (updates := settings["updates"]) == "files":
-                check_vllm_reads(address.text, server, needs)
-            else:
-                vllm_ranks(address.text, server, updates)
+            check_vllm_reads(address.text, server, needs)
         check_context(address.text, context, int(settings["context"]))
         try:
             listed = field_of(address.text, await get("/openapi.json"), "paths")

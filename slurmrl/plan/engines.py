@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, get_args
+from typing import Final
 
 from slurmrl.allocation import Allocation
 from slurmrl.allocation.allocation import AXIS_OF, BACKENDS
-from slurmrl.config.servers import ServerUpdates
 from slurmrl.errors import AllocationError
 
 
@@ -43,8 +42,6 @@ class EngineRules:
     """Whether generation can report the experts that read each token."""
     records_no_experts_of: tuple[str, ...] = ()
     """Kinds of models (``model_type``) of which it cannot."""
-    server_updates: tuple[ServerUpdates, ...] = ("files",)
-    """How servers that run already can get weights."""
     dense_layers: bool = True
     """Whether some layers of a model with experts may be dense."""
     experts_of_whole_sequences: bool = True
@@ -107,13 +104,11 @@ ENGINES: Final = {
         records_experts=True,
         records_no_experts_of=("mixtral",),
         dense_layers=False,
-        server_updates=get_args(ServerUpdates),
         module="sglang",
     ),
     "vllm": replace(
         SERVERS,
         records_support=False,
-        server_updates=("files", "broadcast"),
         module="vllm",
     ),
     "native": EngineRules(

@@ -25,7 +25,6 @@ MAY_CHANGE = frozenset(
         "rollout.python",
         "rollout.servers",
         "rollout.server_weights",
-        "rollout.server_updates",
         "rollout.server_keys",
         "rollout.server_args",
         "rollout.server_start_s",

@@ -48,7 +48,7 @@ OF_TRAINING: Final = ("path", "architecture", "optimizer", "lora", "ema", "cpu_o
 OF_ROLLOUTS: Final = ("tasks", "publish", "slurm")
 OF_ENGINES: Final = (
     *("backend", "gpus", "offload", "tensor_parallel_size", "pipeline_parallel_size"),
-    *("servers", "server_weights", "server_updates", "server_keys"),
+    *("servers", "server_weights", "server_keys"),
     *("python", "server_args", "server_start_s", "server_silence_s"),
 )
 """What of `rollout` is about an engine for generation alone, see `_actor_generates`."""

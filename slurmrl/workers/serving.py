@@ -38,16 +38,13 @@ def own_server(
 def running_servers(settings: Settings, paths: RunPaths) -> Running:
     """``rollout.servers``. Raises UsageError for keys that cannot be used, EnvironmentFailure."""
     rollout = settings.config.rollout
-    weights: Path | None = paths.weights
+    weights = paths.weights
     keys = Path(rollout.server_keys) if rollout.server_keys is not None else None
-    if rollout.server_updates != "files":
-        weights = None
-    elif rollout.server_weights is not None:  # other trials may use it, too
+    if rollout.server_weights is not None:  # other trials may use it, too
         weights = Path(rollout.server_weights) / f"{paths.trial}-{_digest(paths.run)}"
     return Running(
         addresses=tuple(map(Address, rollout.servers)),
         weights=weights,
-        updates=rollout.server_updates,
         keys=retry("read the keys of rollout.servers", lambda: read_keys(keys), timeout_s=READ_S),
         context=least_context(settings.config),
         text=rollout.needs_text,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -14,7 +13,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     PreTrainedModel,
@@ -29,7 +27,6 @@ from slurmrl.engines.rollout.base import (
     RolloutEngine,
     WeightVersion,
 )
-from slurmrl.engines.rollout.dialect import Dialect, Draw
 from slurmrl.engines.rollout.server import Patience
 from slurmrl.models.generate import GenerationOptions
 
@@ -191,33 +188,6 @@ def stale_logprobs(before: Path, after: Path, tokens: list[int], cached: int) ->
     past = old(torch.tensor([tokens[:cached]]), use_cache=True).past_key_values
     logits = new(torch.tensor([tokens[cached:]]), past_key_values=past).logits[0, :-1].float()
     return logits.log_softmax(-1)
-
-
-def with_another_shape(folder: Path, target: Path) -> Path:
-    """A copy of a checkpoint in which one of the last tensors has another shape."""
-    shutil.copytree(folder, target)
-    tensors = load_file(target / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"][1:]
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    return target
-
-
-async def load_in_turn(
-    speaker: Dialect, versions: dict[str, Path], *names: str
-) -> list[tuple[str, Completion]]:
-    """Connect to a server, and have it load versions; what it draws with each."""
-    await speaker.connect()
-    drawn = []
-    for name in names:
-        await speaker.pause()
-        await speaker.load(WeightVersion(name=name, folder=versions[name]))
-        await speaker.resume()
-        options = GenerationOptions(max_new_tokens=16)
-        draw = Draw(name=name, prompt=PROMPT, seed=1, options=options, priority=0)
-        made = await speaker.draw(draw)
-        assert set(made.versions) == {name}
-        drawn.append((name, made))
-    return drawn
 
 
 async def over_an_update(engine: RolloutEngine, versions: dict[str, Path]) -> list[Completion]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from slurmrl.config.servers import Address, ServerUpdates
+from slurmrl.config.servers import Address
 from slurmrl.engines.rollout import sglang_server
 from slurmrl.engines.rollout.base import Completion
 from slurmrl.engines.rollout.fitness import ServedModel
@@ -20,20 +18,14 @@ from slurmrl.engines.rollout.kept import KeptEngine
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.served import ServedEngine
 from slurmrl.engines.rollout.sglang import SglangDialect
-from slurmrl.engines.rollout.sglang_sender import SglangSender
-from slurmrl.engines.rollout.sglang_tensors import SglangTensors
-from slurmrl.errors import RunFailedError
 from tests.engines.conftest import (
     EXACT,
     PATIENCE,
-    PROMPT,
     VOCABULARY,
     Loop,
     SharedServer,
-    load_in_turn,
     logprobs,
     over_an_update,
-    with_another_shape,
 )
 
 
@@ -92,10 +84,9 @@ def dialect(
     vocabulary: int = VOCABULARY,
     *,
     stale_cache: bool = False,
-    updates: ServerUpdates = "files",
 ) -> SglangDialect:
     model = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=vocabulary)
-    return SglangDialect(client, model=model, stale_cache=stale_cache, updates=updates)
+    return SglangDialect(client, model=model, stale_cache=stale_cache)
 
 
 def check(
@@ -117,40 +108,3 @@ async def with_a_stale_cache(served: Served) -> list[Completion]:
         return drawn
     finally:
         await engine.close()
-
-
-def check_sent(
-    served: Served, updates: ServerUpdates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights come in buckets, from each client in turn. One that fails, because the server refuses
-    a tensor, and one that is lost without a word leave nothing that is in the way of the next."""
-    monkeypatch.setattr(SglangSender, "bucket_bytes", 20_000)
-    send = SglangTensors._send
-
-    async def lost(sender: SglangTensors, *bucket: Any) -> None:
-        if bucket[-1].get("weight_version") == "3.1":
-            raise RunFailedError("lost without a word")
-        await send(sender, *bucket)
-
-    monkeypatch.setattr(SglangTensors, "_send", lost)  # a tensor that it refuses ends the server
-    other = with_another_shape(served.versions["2.1"], tmp_path / "other")
-    versions = {**served.versions, "3.1": other}
-    speakers: list[SglangDialect] = []
-
-    async def load(*names: str) -> None:
-        speaker = dialect(HttpClient(Address(f"unix:{served.socket}")), updates=updates)
-        speakers.append(speaker)
-        for name, made in await load_in_turn(speaker, versions, *names):
-            check(versions[name], PROMPT, made)
-
-    async def close() -> None:
-        for speaker in speakers:
-            await speaker.close()
-
-    try:
-        served.loop.run(load("2.1", "1.1", "2.1"))
-        with pytest.raises(RunFailedError, match=r"from_distributed: .*Failed to update|lost"):
-            served.loop.run(load("1.1", "3.1"))
-        served.loop.run(load("1.1"))
-    finally:
-        served.loop.run(close())

@@ -19,13 +19,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from slurmrl.config.servers import Address, ServerUpdates
-from slurmrl.engines.rollout import sglang_broadcast
+from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
 from slurmrl.engines.rollout.dialect import Draw
 from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.server_group import Meeting
 from slurmrl.engines.rollout.sglang import SglangDialect
 from slurmrl.engines.rollout.sglang_checksums import on_gpu
 from slurmrl.engines.rollout.weight_checks import WeightChecks
@@ -44,7 +42,7 @@ from tests.engines.conftest import (
     midway,
     request,
 )
-from tests.engines.served_sglang import Served, check, check_sent, dialect, with_a_stale_cache
+from tests.engines.served_sglang import Served, check, dialect, with_a_stale_cache
 from tests.support.servers import load_once
 
 PYTHON = os.environ.get("SGLANG_PYTHON", "")
@@ -95,11 +93,6 @@ classes = {
     "/pause_generation": "PauseGenerationReqInput",
     "/continue_generation": "ContinueGenerationReqInput",
     "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
-    "/update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
-    "/update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
-    "/update_weight_version": "UpdateWeightVersionReqInput",
-    "/init_weights_update_group": "InitWeightsUpdateGroupReqInput",
-    "/destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
     "/weights_checker": "CheckWeightsReqInput",
     "/flush_cache": "FlushCacheReqInput",
     "/release_memory_occupation": "ReleaseMemoryOccupationReqInput",
@@ -142,7 +135,7 @@ class Recorder(HttpClient):
     async def post(self, path: str, body: object = None, **_: object) -> object:
         if "logit_bias" in str(body) and str(VOCABULARY) in str(body):
             raise UsageError("logit_bias")
-        value: Any = json.loads(b"".join(body)) if isinstance(body, tuple) else body
+        value: Any = body
         self.bodies.append((path, value))
         self.version = value.get("new_version") or value.get("weight_version") or self.version
         meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": []}
@@ -151,24 +144,7 @@ class Recorder(HttpClient):
         return {**answer, "success": True, "ranks": []}
 
 
-class NoGroup:
-    """Stands for `ServerGroup` where there is no server."""
-
-    @classmethod
-    async def meet(cls, invite: Any, address: Address, *, ranks: int) -> Any:
-        await invite(Meeting(host="127.0.0.1", port=1, ranks=1 + ranks))
-        return cls()
-
-    async def broadcast(self, tensor: torch.Tensor, answer: Any) -> None:
-        await answer
-
-    def close(self) -> None:
-        pass
-
-
-def test_bodies_are_those_of_sglangs_own_classes(
-    versions: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bodies_are_those_of_sglangs_own_classes(versions: dict[str, Path]) -> None:
     """Every field that is sent has a name and a value that this version of SGLang knows; it ignores
     fields with other names."""
 
@@ -190,13 +166,7 @@ def test_bodies_are_those_of_sglangs_own_classes(
         await speaker.resume()
         await speaker.sleep()
         await speaker.wake()
-        version = WeightVersion(name="1.1", folder=versions["1.1"])
-        monkeypatch.setattr(sglang_broadcast, "ServerGroup", NoGroup)
-        of_a_group = Recorder()
-        await load_once(dialect(of_a_group, updates="broadcast"), version)
-        of_tensors = Recorder()
-        await load_once(dialect(of_tensors, updates="tensors"), version)
-        return [*client.bodies, *of_a_group.bodies, *of_tensors.bodies]
+        return client.bodies
 
     bodies = asyncio.run(work())
     done = subprocess.run(
@@ -207,7 +177,7 @@ def test_bodies_are_those_of_sglangs_own_classes(
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(set(done.stdout.split())) == 14
+    assert len(set(done.stdout.split())) == 9
 
 
 def test_log_probabilities_are_those_of_transformers(
@@ -270,13 +240,6 @@ def test_a_server_whose_weights_are_not_those_of_its_version_is_found(
         with pytest.raises(RunFailedError, match=rf"2\.1: 1 of 17 parameters .*\({name}\)"):
             served.loop.run(_load_for(served, checks, folder, version))
     served.loop.run(_load_for(served, checks, served.versions["1.1"], before))
-
-
-@pytest.mark.parametrize("updates", ["broadcast", "tensors"])
-def test_weights_are_sent(
-    served: Served, updates: ServerUpdates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_sent(served, updates, tmp_path, monkeypatch)
 
 
 RUN_KERNEL = """

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from slurmrl.config.servers import Address, ServerUpdates
+from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.base import Completion
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.served import ServedEngine
@@ -27,7 +27,7 @@ from tests.engines.conftest import (
     over_an_update,
     request,
 )
-from tests.engines.served_sglang import Served, check_sent, dialect, with_a_stale_cache
+from tests.engines.served_sglang import Served, dialect, with_a_stale_cache
 
 PYTHON = Path(os.environ.get("SGLANG_PYTHON", "")).parent.parent / "newest" / "bin" / "python"
 pytestmark = pytest.mark.skipif(
@@ -198,11 +198,3 @@ def test_with_a_stale_cache_requests_go_on_with_what_older_weights_have_computed
 ) -> None:
     made, later = served.loop.run(with_a_stale_cache(served))
     check_stale_cache(served.versions, made, later)
-
-
-@pytest.mark.parametrize("updates", ["broadcast", "tensors"])
-def test_weights_are_sent(
-    served: Served, updates: ServerUpdates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the begin and the end of an update, also behind one that was not ended."""
-    check_sent(served, updates, tmp_path, monkeypatch)

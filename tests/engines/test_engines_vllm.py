@@ -6,11 +6,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -26,7 +24,7 @@ from slurmrl.config.servers import Address
 from slurmrl.engines.rollout import vllm_server
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
 from slurmrl.engines.rollout.dialect import Draw
-from slurmrl.engines.rollout.fitness import VLLM_RECEIVES, ServedModel
+from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.instance import InstanceLimits
 from slurmrl.engines.rollout.instances import Instances
@@ -34,7 +32,6 @@ from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.served import ServedEngine
 from slurmrl.engines.rollout.server import KeptServer
 from slurmrl.engines.rollout.vllm import VllmDialect, request_body
-from slurmrl.engines.rollout.vllm_broadcast import VllmBroadcast
 from slurmrl.engines.rollout.weight_checks import WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
@@ -49,20 +46,16 @@ from tests.engines.conftest import (
     Loop,
     SharedServer,
     check_stale_cache,
-    load_in_turn,
     logprobs,
     midway,
     over_an_update,
     request,
     until,
-    with_another_shape,
 )
-from tests.support.installs import pip
 from tests.support.servers import load_once
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="no vLLM: run scripts/test-engines")
-RECEIVES = shlex.split(VLLM_RECEIVES)
 LIMITS = InstanceLimits(probe_every_s=1.0, silence_s=20.0, control_s=60.0)
 MODEL = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=VOCABULARY)
 
@@ -70,8 +63,7 @@ MODEL = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=VOCABULARY)
 class VllmServer:
     """One server that is kept running."""
 
-    def __init__(self, name: str, folder: Path, model: Path, tokenizer: Path, site: Path) -> None:
-        """``site``: where slurmrl is installed."""
+    def __init__(self, name: str, folder: Path, model: Path, tokenizer: Path) -> None:
         self._folder = tempfile.TemporaryDirectory()  # a short path, with mode 0700
         socket = Path(self._folder.name) / "server.sock"
         self._address = Address(f"unix:{socket}")
@@ -82,11 +74,10 @@ class VllmServer:
                 model,
                 socket,
                 tokenizer=tokenizer,
-                options=(*vllm_server.CPU_FLAGS, "--dtype", "float32", *RECEIVES),
+                options=(*vllm_server.CPU_FLAGS, "--dtype", "float32"),
             ),
             environment={
                 **os.environ,
-                "PYTHONPATH": str(site),
                 "VLLM_API_KEY": "that of another server",
                 **vllm_server.ENVIRONMENT,
                 **vllm_server.CPU_ENVIRONMENT,
@@ -108,10 +99,6 @@ class VllmServer:
         client = HttpClient(self._address)
         dialect = VllmDialect(client, model=MODEL, health_s=10.0, stale_cache=stale_cache)
         return await ServedEngine.connect(dialect)
-
-    def sender(self) -> VllmDialect:
-        """Sends weights, instead of having the server read them."""
-        return VllmDialect(HttpClient(self._address), model=MODEL, updates="broadcast")
 
     async def _prepare(self) -> None:
         """Draw the first token: what the server compiles for it counts as part of the start."""
@@ -157,10 +144,8 @@ class Served(SharedServer):
     ) -> None:
         tokenizer.save_pretrained(logs / "tokenizer")
         super().__init__(loop, versions)
-        site = logs / "site"
-        pip("install", logs, "--target", str(site))
         self.servers = [
-            VllmServer(f"vllm-{number}", logs, versions["1.1"], logs / "tokenizer", site)
+            VllmServer(f"vllm-{number}", logs, versions["1.1"], logs / "tokenizer")
             for number in range(2)
         ]
         self.engine = loop.run(self._make(self.servers[:1]))
@@ -323,80 +308,6 @@ def test_with_a_stale_cache_requests_go_on_with_what_older_weights_have_computed
 
     made, later = served.loop.run(work())
     check_stale_cache(served.versions, made, later)
-
-
-LOST = """
-import asyncio, itertools, os, signal, sys
-from pathlib import Path
-from slurmrl.config.servers import Address
-from slurmrl.engines.rollout.base import WeightVersion
-from slurmrl.engines.rollout.fitness import ServedModel
-from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.server_group import ServerGroup
-from slurmrl.engines.rollout.vllm import VllmDialect
-from slurmrl.engines.rollout.vllm_broadcast import VllmBroadcast
-from tests.support.servers import load_once
-address, architecture, vocabulary, folder = sys.argv[1:]
-model = ServedModel(architecture=architecture, vocabulary=int(vocabulary))
-VllmBroadcast.bucket_bytes = 20_000
-send, sent = ServerGroup.send, itertools.count()
-async def lost(group, tensor):
-    if next(sent) == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    await send(group, tensor)
-ServerGroup.send = lost
-speaker = VllmDialect(HttpClient(Address(address)), model=model, updates="broadcast")
-asyncio.run(load_once(speaker, WeightVersion(name="lost", folder=Path(folder))))
-"""
-
-
-def test_weights_come_over_a_process_group(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In buckets, over the group of each client in turn. A tensor that the server refuses, weights
-    without a layer that it has, and a client that is killed while it sends leave nothing that is in
-    the way of the next update, from files or over a group."""
-    monkeypatch.setattr(VllmBroadcast, "bucket_bytes", 20_000)
-    versions, (server, _) = dict(served.versions), served.servers
-    versions["shape"] = with_another_shape(versions["2.1"], tmp_path / "shape")
-    versions["layer"] = shutil.copytree(versions["2.1"], tmp_path / "layer")
-    file = tmp_path / "layer/model.safetensors"
-    tensors = {name: each for name, each in load_file(file).items() if ".layers.1." not in name}
-    save_file(tensors, file, {"format": "pt"})
-    versions["head"] = shutil.copytree(versions["2.1"], tmp_path / "head")
-    tensors = load_file(tmp_path / "head/model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, tmp_path / "head/model.safetensors", {"format": "pt"})
-
-    async def load(*names: str, speaker: VllmDialect | None = None) -> None:
-        speaker = speaker or server.sender()
-        try:
-            for name, made in await load_in_turn(speaker, versions, *names):
-                check(versions[name], made, request().options, version=name)
-        finally:
-            await speaker.close()
-
-    async def work() -> None:
-        await load("2.1", "1.1", "2.1")
-        with pytest.raises(RunFailedError, match=r"rank 0 did not take the weights: .*Size\(\[63"):
-            await load("1.1", "shape")
-        await load()  # a token is drawn
-        with pytest.raises(RunFailedError, match=r"no weights came for .*layers\.1"):
-            await load("2.1", "layer")
-        with pytest.raises(RunFailedError, match=r"no weights came for 1 parameters: lm_head"):
-            await load("2.1", "head")
-        await load("1.1", speaker=VllmDialect(HttpClient(server._address), model=MODEL))
-        where = (server._address.text, MODEL.architecture, str(VOCABULARY), versions["2.1"])
-        words = ("-W", "ignore", "-c", LOST, *where)
-        lost = await asyncio.create_subprocess_exec(sys.executable, *words)
-        assert await lost.wait() == -signal.SIGKILL
-        await load("1.1", "2.1")
-
-    served.loop.run(served.engine.close())  # it would have the server load its own version again
-    try:
-        served.loop.run(work())
-    finally:
-        served.loop.run(served.start_first())
 
 
 def test_a_paused_request_waits_and_ends_as_if_it_had_not(served: Served) -> None:

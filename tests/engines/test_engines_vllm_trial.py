@@ -1,21 +1,16 @@
-"""Whole trials that generate with a real vLLM server, of the run's own or one that runs already;
-the server and a worker are killed."""
+"""A whole trial that generates with a real vLLM server of its own; the server and a worker are
+killed."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from slurmrl.engines.rollout import vllm_server
-from slurmrl.engines.rollout.fitness import VLLM_RECEIVES
-from tests.support.installs import pip
-from tests.support.served_trials import grpo, send_through_kills, site_with_reward
-from tests.support.servers import UsersServer, check_served, save_config, servers
+from tests.support.served_trials import grpo, site_with_reward
+from tests.support.servers import check_served, servers
 from tests.support.trials import (
     ARCHITECTURE,
     parent,
@@ -67,40 +62,3 @@ def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_i
     assert servers(run) == []
     assert not first.folder.exists()
     assert not second.folder.exists()
-
-
-TIED = {**ARCHITECTURE, "hidden_size": 64, "tie_word_embeddings": True}
-
-
-@pytest.fixture
-def users_server(tmp_path: Path) -> Iterator[UsersServer]:
-    """Two processes share the model."""
-    folder = tmp_path / "server"
-    folder.mkdir(mode=0o700)
-    save_config(folder / "model", TIED)
-    pip("install", folder, "--target", str(folder / "site"))
-    socket = folder / "server.sock"
-    command = vllm_server.command(
-        PYTHON,
-        folder / "model",
-        socket,
-        tensor_ranks=2,
-        options=(*vllm_server.CPU_FLAGS, "--dtype", "float32", *shlex.split(VLLM_RECEIVES)),
-    )
-    environment = {
-        **vllm_server.ENVIRONMENT,
-        **vllm_server.CPU_ENVIRONMENT,
-        "PYTHONPATH": str(folder / "site"),
-    }
-    made = UsersServer(socket, command, environment, folder / "vllm.log")
-    made.start()
-    yield made
-    made.kill()
-
-
-def test_a_trial_that_sends_its_weights_outlives_kills_of_the_server_and_of_a_worker(
-    tmp_path: Path, users_server: UsersServer
-) -> None:
-    """To all ranks of a server, of a model whose embedding is also its vocabulary projection. No
-    folder of the trial has weights for the server."""
-    send_through_kills(tmp_path, users_server, "vllm", "broadcast", TIED, steps=STEPS)

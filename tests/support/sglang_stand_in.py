@@ -9,28 +9,20 @@ ADDRESS is a path of a Unix socket or a port of this host. Further options: ``--
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
-import math
 import os
-import pickle
 import signal
 import sys
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from aiohttp import web
 from transformers import AutoConfig, AutoModelForCausalLM
 
-ADMIN = (
-    *("/pause_", "/continue_", "/abort_", "/update_", "/release_", "/resume_", "/flush_"),
-    *("/init_", "/destroy_"),
-)
+ADMIN = (*("/pause_", "/continue_", "/abort_", "/update_", "/release_", "/resume_", "/flush_"),)
 KEPT = 6
 """Tokens of the context that a prompt cannot have."""
 
@@ -47,8 +39,6 @@ class StandIn:
         self.running = asyncio.Event()
         self.running.set()
         self.aborts: dict[str, asyncio.Event] = {}
-        self.groups: dict[str, Any] = {}
-        self.received: dict[str, torch.Tensor] = {}
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard])
@@ -60,11 +50,6 @@ class StandIn:
             app.router.add_post(f"/{path.__name__}", path)
         for path in (self.release_memory_occupation, self.resume_memory_occupation):
             app.router.add_post(f"/{path.__name__}", path)
-        for path in (self.init_weights_update_group, self.destroy_weights_update_group):
-            app.router.add_post(f"/{path.__name__}", path)
-        app.router.add_post("/update_weights_from_distributed", self.update_from_distributed)
-        app.router.add_post("/update_weight_version", self.update_weight_version)
-        app.router.add_post("/update_weights_from_tensor", self.update_from_tensors)
         app.router.add_post("/flush_cache", self.flush_cache)
         return app
 
@@ -178,57 +163,6 @@ class StandIn:
             return web.json_response({"success": False, "message": str(error)}, status=400)
         self.model, self.folder = model.eval(), body["model_path"]
         self.version = body["weight_version"]
-        return web.json_response({"success": True, "message": "Succeeded"})
-
-    async def init_weights_update_group(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        store = dist.TCPStore(body["master_address"], body["master_port"], wait_for_workers=False)
-        name, ranks = body["group_name"], body["world_size"]
-        inside = dist.PrefixStore(
-            "cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
-        )
-        assert body["backend"] == "gloo"
-        assert name not in self.groups
-        self.groups[name] = await asyncio.to_thread(
-            dist.ProcessGroupGloo, inside, body["rank_offset"], ranks, timedelta(seconds=60)
-        )
-        return web.json_response({"success": True, "message": "Succeeded"})
-
-    async def destroy_weights_update_group(self, request: web.Request) -> web.Response:
-        if self.groups.pop((await request.json())["group_name"], None) is None:
-            return web.json_response({"success": False, "message": "no group"}, status=400)
-        return web.json_response({"success": True, "message": "Succeeded"})
-
-    async def update_from_distributed(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        assert body["load_format"] == "flattened_bucket"
-        dtypes = [getattr(torch, dtype) for dtype in body["dtypes"]]
-        pairs = list(zip(dtypes, body["shapes"], strict=True))
-        sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in pairs]
-        content = torch.empty(sum(sizes), dtype=torch.uint8)
-        work = self.groups[body["group_name"]].broadcast(content, 0)
-        await asyncio.to_thread(work.wait)
-        for name, part, (dtype, shape) in zip(
-            body["names"], content.split(sizes), pairs, strict=True
-        ):
-            self.received[name] = part.view(dtype).reshape(shape)
-        return self._received(body)
-
-    async def update_from_tensors(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        content = base64.b64decode(body["serialized_named_tensors"][0])
-        self.received.update(pickle.loads(content))  # noqa: S301 - as SGLang does
-        return self._received(body)
-
-    def _received(self, body: dict[str, Any]) -> web.Response:
-        if body["flush_cache"]:
-            self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval()
-            self.model.load_state_dict(self.received, strict=not self.config.tie_word_embeddings)
-            self.received, self.version = {}, body["weight_version"]
-        return web.json_response({"success": True, "message": "Succeeded"})
-
-    async def update_weight_version(self, request: web.Request) -> web.Response:
-        self.version = (await request.json())["new_version"]
         return web.json_response({"success": True, "message": "Succeeded"})
 
     async def flush_cache(self, request: web.Request) -> web.Response:

@@ -21,7 +21,7 @@ from slurmrl.config.schema.base import (
 )
 from slurmrl.config.schema.cluster import SlurmOfTasks
 from slurmrl.config.schema.episode import EpisodeSettings
-from slurmrl.config.servers import ADDRESSES, Address, ServerUpdates
+from slurmrl.config.servers import ADDRESSES, Address
 from slurmrl.errors import UsageError
 
 SAME_COMPLETIONS = "all completions of a prompt would be the same; use n 1, or sample"
@@ -132,11 +132,6 @@ class Rollout(Section):
     server_weights: PathText | None = None
     """Folder in which `servers` find new weights under the same path as the trainers. Default: in
     the run directory."""
-    server_updates: ServerUpdates = "files"
-    """How `servers` get new weights. `files`: they read them in `server_weights`. `broadcast`: the
-    trainers send them over a process group (gloo); vLLM needs slurmrl's receiver in the server.
-    `tensors`: they send them in the bodies of requests, which is slower; `sglang` only. With
-    `broadcast` and `tensors` servers see no folder of the trainers'."""
     server_keys: PathText | None = None
     """File with the API key of `servers`, and in a second line SGLang's admin key if it has one.
     Only you may have access to it (mode 0600). Default: SLURMRL_SERVER_KEY and

@@ -8,9 +8,7 @@ from dataclasses import dataclass, fields
 from itertools import takewhile
 from pathlib import Path
 
-from slurmrl.config.servers import ServerUpdates
 from slurmrl.engines.rollout.routed_experts import check_settings
-from slurmrl.engines.rollout.vllm_plugin import BACKEND
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.plan.engines import EXPERTS_NEED
@@ -18,8 +16,6 @@ from slurmrl.plan.estimates.shape import ModelShape
 from slurmrl.plan.estimates.shape import read as read_shape
 
 OLDEST_SGLANG = (0, 5, 20)
-SESSIONS_SINCE = (0, 5, 21)
-"""From then on SGLang takes weights that are sent to it within a session only."""
 OLDEST_VLLM = (0, 32)
 RETRACTING_SGLANG = (0, 5, 22)
 """0.5.20 cannot empty its cache while requests wait; 0.5.21 may queue one twice (DP attention)."""
@@ -35,14 +31,6 @@ update before the pause, so that its cache could not be emptied; or it may refus
 requests again."""
 VLLM_FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
 """Without these a server refuses requests, or reports log-probabilities before temperature."""
-VLLM_RECEIVES = f"--weight-transfer-config '{json.dumps({'backend': BACKEND})}'"
-"""With this a server has slurmrl's receiver of weights."""
-VLLM_UNTRIED: Mapping[str, str] = {
-    "pipeline_parallel_size": "pipeline stages (--pipeline-parallel-size)",
-    "data_parallel_size": "several copies of the model (--data-parallel-size)",
-    "prefill_context_parallel_size": "context ranks (--prefill-context-parallel-size)",
-}
-"""Settings with which weights that are sent to a server were not tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,55 +88,6 @@ class ServedModel:
                 f"{where}: the server's model does not have a vocabulary of {self.vocabulary} "
                 "token ids, as the weights have"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Receiver:
-    """How an SGLang server takes weights that are sent to it."""
-
-    ranks: int
-    """Tensor ranks."""
-    sessions: bool
-    """Whether it takes weights within a session only."""
-
-    @staticmethod
-    def of(where: str, server: object, updates: ServerUpdates, *, experts: bool) -> Receiver:
-        """From the answer of ``/server_info``. ``experts``: whether the model has any. Raises
-        UsageError if the server cannot take weights in this way."""
-        version = str(field_of(where, server, "version"))
-        assert isinstance(server, dict), "it has fields"
-        sessions, reason = has_sessions(where, server), ""
-        if server.get("pp_size", 1) != 1:
-            reason = "pipeline stages (--pp-size)"
-        elif server.get("dp_size", 1) != 1 and not server.get("enable_dp_attention"):
-            reason = "several copies of the model (--dp-size)"
-        elif server.get("speculative_algorithm"):
-            reason = "drafts (--speculative-algorithm), whose model would get the weights"
-        elif not sessions and (what := _kept_otherwise(server, experts)):
-            reason = f"{what} before 0.5.21: it is {version}"
-        if reason:
-            raise UsageError(
-                f"{where}: rollout.server_updates: {updates} is not possible with {reason}; "
-                "leave it out, and the server reads the weights from files"
-            )
-        return Receiver(ranks=int(server.get("tp_size", 1)), sessions=sessions)
-
-
-def has_sessions(where: str, server: object) -> bool:
-    """Whether an SGLang server takes weights that are sent to it within a session only."""
-    return numbers_of(str(field_of(where, server, "version"))) >= SESSIONS_SINCE
-
-
-def _kept_otherwise(server: Mapping[str, object], experts: bool) -> str:
-    """Because of what kernels may keep weights in another form; empty: they do not."""
-    if experts:
-        return "experts"
-    for setting in ("quantization", "torchao_config"):
-        if server.get(setting):
-            return f"--{setting.replace('_', '-')}"
-    if server.get("device") == "cpu" and server.get("dtype") != "float32":
-        return "--device cpu in half precision (--dtype)"  # AMX packs it
-    return ""
 
 
 def field_of(where: str, value: object, name: str) -> object:
@@ -221,37 +160,8 @@ def check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
     if on_cpu and needs.shape is not None and needs.shape.tied:
         raise UsageError(
             f"{where}: vLLM on CPUs takes no new weights from files for models with "
-            "tie_word_embeddings: use native or sglang, or a server of rollout.servers with "
-            "rollout.server_updates: broadcast"
+            "tie_word_embeddings: use native or sglang"
         )
-
-
-def vllm_ranks(where: str, server: object, updates: ServerUpdates) -> int:
-    """The ranks of a vLLM server that take weights, from the answer of ``/server_info``. Raises
-    UsageError if it cannot take them in this way."""
-    instead = "or leave rollout.server_updates out, and it reads the weights from files"
-    config = field_of(where, server, "vllm_config")
-    transfer = field_of(where, config, "weight_transfer_config")
-    if not isinstance(transfer, dict) or transfer.get("backend") != BACKEND:
-        raise UsageError(
-            f"{where}: for rollout.server_updates: {updates}, the server needs slurmrl's receiver: "
-            "install slurmrl in its environment (pip install --no-deps) and start it with "
-            f"{VLLM_RECEIVES}; {instead}"
-        )
-    quantization = field_of(where, field_of(where, config, "model_config"), "quantization")
-    if quantization is not None:
-        raise UsageError(
-            f"{where}: rollout.server_updates: {updates} is not possible with quantized weights "
-            f"({quantization}); start it without, {instead}"
-        )
-    parallel = field_of(where, config, "parallel_config")
-    for setting, what in VLLM_UNTRIED.items():
-        if isinstance(parallel, dict) and parallel.get(setting, 1) != 1:
-            raise UsageError(
-                f"{where}: rollout.server_updates: {updates} is not possible with {what}; start it "
-                f"without, {instead}"
-            )
-    return int(str(field_of(where, parallel, "tensor_parallel_size")))
 
 
 def without_dev_mode(where: str, error: UsageError) -> UsageError:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping
 
 from slurmrl.backoff import Backoff
 from slurmrl.config.servers import Address
@@ -23,11 +22,6 @@ except ImportError as error:
         f"servers of rollout.backend need the package aiohttp ({error}): pip install aiohttp"
     ) from error
 
-Body: TypeAlias = Mapping[str, object] | Sequence[bytes]
-"""Of a request: an object of JSON, or its text in pieces."""
-PIECE_BYTES = 2**20
-"""Sent at a time: other requests wait for it."""
-JSON = {"Content-Type": "application/json"}
 CONNECT_S = 10.0
 """For one attempt to connect."""
 BUSY = (429, 503)
@@ -62,7 +56,7 @@ class HttpClient:
     async def post(
         self,
         path: str,
-        body: Body | None = None,
+        body: Mapping[str, object] | None = None,
         *,
         timeout_s: float | None,
     ) -> object:
@@ -75,7 +69,7 @@ class HttpClient:
             await self._session.close()
 
     async def _repeat(
-        self, method: str, path: str, body: Body | None, timeout_s: float | None
+        self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float | None
     ) -> object:
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._patience_s
@@ -90,7 +84,7 @@ class HttpClient:
                 await asyncio.sleep(pause_s)
 
     async def _once(
-        self, method: str, path: str, body: Body | None, timeout_s: float | None
+        self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float | None
     ) -> object:
         where = f"{self.address.text} {method} {path.partition('?')[0]}"
         if self._closed:
@@ -98,7 +92,7 @@ class HttpClient:
         request = self._connected().request(
             method,
             self.address.url(path),
-            **_content(body),
+            json=body,
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S),
             allow_redirects=False,
         )
@@ -136,21 +130,6 @@ class HttpClient:
                 trust_env=False,
             )
         return self._session
-
-
-def _content(body: Body | None) -> dict[str, Any]:
-    """Arguments of a request. A large body is not copied."""
-    if body is None:
-        return {}
-    pieces = [json.dumps(body).encode()] if isinstance(body, Mapping) else body
-    size = sum(map(len, pieces))
-    return {"data": _slices(pieces), "headers": {**JSON, "Content-Length": str(size)}}
-
-
-async def _slices(pieces: Sequence[bytes]) -> AsyncIterator[memoryview]:
-    for piece in pieces:
-        for begin in range(0, len(piece), PIECE_BYTES):
-            yield memoryview(piece)[begin : begin + PIECE_BYTES]
 
 
 class _NotBegunError(ConnectionError):

@@ -11,7 +11,7 @@ from typing import Any
 
 from slurmrl import log
 from slurmrl.backoff import Backoff
-from slurmrl.config.servers import Address, ServerKeys, ServerUpdates
+from slurmrl.config.servers import Address, ServerKeys
 from slurmrl.engines.rollout.failed_starts import MOST_FAILED_STARTS, EndedStart, FailedStarts
 from slurmrl.engines.rollout.process import ServerProcess, ServerProgram
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
@@ -74,10 +74,8 @@ class Running:
     """Servers that run already."""
 
     addresses: tuple[Address, ...]
-    weights: Path | None
-    """A folder that they see under the same path, of this trial alone; None: they are sent the
-    weights."""
-    updates: ServerUpdates
+    weights: Path
+    """A folder that they see under the same path, of this trial alone."""
     keys: ServerKeys
     context: int
     """Tokens that a prompt and its completion may have together; a server must take as many."""

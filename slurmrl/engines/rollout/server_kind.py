@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slurmrl.checkpoint.export import write_json
-from slurmrl.config.servers import Address, ServerUpdates
+from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.dialect import Dialect
 from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
@@ -55,7 +55,6 @@ class ServerKind(ABC):
         self.model = ServedModel.of(config, dtype, text=serving.text, experts=serving.experts)
         self.checks = WeightChecks(device, own=isinstance(serving, Serving))
         self.stale_cache = isinstance(serving, Serving) and serving.stale_cache
-        self.updates: ServerUpdates = serving.updates if isinstance(serving, Running) else "files"
 
     @abstractmethod
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:

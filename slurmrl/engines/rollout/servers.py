@@ -77,17 +77,11 @@ class PlacedServer(Servers):
 
 
 class RunningServers(Servers):
-    """Servers that run already. They read weights from a directory that their hosts share, or this
-    process sends them those in its host's memory."""
+    """Servers that run already. They read weights from a directory that their hosts share."""
 
     def __init__(self, running: Running, speak: Speak) -> None:
         self._running, self._speak = running, speak
-        if running.weights is None:
-            in_memory = HostFolder()
-            self.folder, self._remove = in_memory.path, in_memory.close
-        else:
-            self.folder = _new_folder(running.weights)
-            self._remove = partial(shutil.rmtree, self.folder, ignore_errors=True)
+        self.folder = _new_folder(running.weights)
         patience = running.patience
         self._instances = Instances(
             {address.text: partial(self._connect, address) for address in running.addresses},
@@ -108,8 +102,6 @@ class RunningServers(Servers):
         try:
             await super().install(version)
         except UsageError as error:
-            if self._running.weights is None:
-                raise
             raise UsageError(
                 f"{error}; do the servers see {version.folder}? If not, set "
                 "rollout.server_weights to a folder that they do"
@@ -120,7 +112,7 @@ class RunningServers(Servers):
 
     async def close(self) -> None:
         await self._instances.close()
-        self._remove()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _new_folder(parent: Path) -> Path:

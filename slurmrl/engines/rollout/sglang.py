@@ -24,33 +24,23 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from slurmrl.config.servers import ServerUpdates
 from slurmrl.data.support import SampledSupport
 from slurmrl.engines.rollout.base import ABORTED, Completion, Finish, WeightVersion
 from slurmrl.engines.rollout.dialect import Dialect, Draw
 from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
 from slurmrl.engines.rollout.fitness import (
-    Receiver,
     ServedModel,
     check_sglang,
     field_of,
-    has_sessions,
     retracts,
 )
-from slurmrl.engines.rollout.http import Body, HttpClient
+from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.routed_experts import RoutedLayers
 from slurmrl.engines.rollout.server_check import ServerCheck
-from slurmrl.engines.rollout.sglang_broadcast import SglangBroadcast
 from slurmrl.engines.rollout.sglang_checksums import digest_of, dtype_of, read_checksums
-from slurmrl.engines.rollout.sglang_sender import SglangSender
-from slurmrl.engines.rollout.sglang_tensors import SglangTensors
 from slurmrl.engines.rollout.weight_checks import Held, WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
 
-SENDERS: Mapping[ServerUpdates, type[SglangSender[Any]]] = {
-    "broadcast": SglangBroadcast,
-    "tensors": SglangTensors,
-}
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 CONTROL_S = 60.0
 """Time limit of pausing, resuming, aborting: the server answers between two steps."""
@@ -226,13 +216,12 @@ class SglangDialect(Dialect):
         checks: WeightChecks | None = None,
         health_s: float = 30.0,
         stale_cache: bool = False,
-        updates: ServerUpdates = "files",
     ) -> None:
         """``control``: a client with the key for administration, if that is another one.
         ``model``: `connect` refuses servers of other models. ``routed``, ``full_logprobs``: see
         `read_reply`. ``checks``: those of all servers of this run. ``health_s``: time limit of
         `health`; at least the longest step of the model. ``stale_cache``: requests in flight keep
-        what older weights have computed. ``updates``: how the server gets weights."""
+        what older weights have computed."""
         self._client, self._control = client, control or client
         self._model = model
         self._routed = routed
@@ -240,9 +229,6 @@ class SglangDialect(Dialect):
         self._checks = checks or WeightChecks()
         self._check: ServerCheck | None = None
         self._health_s = health_s
-        self._updates = updates
-        self._sender: SglangSender[Any] | None = None
-        """None: the server reads files."""
         self._context = 0
         self._draws: dict[str, PiecewiseDraw] = {}
         self._running = asyncio.Event()
@@ -262,13 +248,6 @@ class SglangDialect(Dialect):
         digest = self._checks.digest(self.where, digest_of(info), self._model.dtype, dtype_of(info))
         self._check = ServerCheck(self._checks, self.where, digest, self._held)
         self._retracts, self._loaded = retracts(self.where, info), None
-        if self._updates != "files":
-            experts = self._routed is not None
-            receiver = Receiver.of(self.where, info, self._updates, experts=experts)
-            self._sender = SENDERS[self._updates](self._client.address, receiver, self)
-        if has_sessions(self.where, info):
-            with suppress(UsageError):  # there is none, unless a client was lost within an update
-                await self._post("/end_weight_update", {})
         await self.resume()  # a client that was lost during an update has left it paused
         await self._model.check_vocabulary(self.where, self._knows)
         return self._context
@@ -366,28 +345,22 @@ class SglangDialect(Dialect):
             await self._wait_until_idle()  # 0.5.20 would end, later versions refuse the update
         assert self._check is not None, "a server loads weights once it was connected to"
         await self._check.before_load(version)
-        if self._sender is not None:
-            await self._sender.send(version, held=await self.version())
-        else:
-            await self._read(version)
-        await self.check_version(version.name)
-        self._loaded = version.name
-        await self._check.after_load(version)
-
-    async def _read(self, version: WeightVersion) -> None:
         body = {
             "model_path": str(version.folder),
             "load_format": "auto",
             "weight_version": version.name,
             "flush_cache": self._mode != "in_place",
         }
-        await self.succeed("/update_weights_from_disk", body)
+        await self._succeed("/update_weights_from_disk", body)
+        await self.check_version(version.name)
+        self._loaded = version.name
+        await self._check.after_load(version)
 
     async def version(self) -> str:
         return str(field_of(self.where, await self._get("/model_info"), "weight_version"))
 
     async def _held(self) -> list[Held]:
-        reply = await self.succeed("/weights_checker", {"action": "checksum"})
+        reply = await self._succeed("/weights_checker", {"action": "checksum"})
         return read_checksums(self.where, reply)
 
     async def sleep(self) -> None:
@@ -411,12 +384,8 @@ class SglangDialect(Dialect):
     async def close(self) -> None:
         if self._check is not None:
             self._check.close()
-        try:
-            if self._sender is not None:
-                await self._sender.close()
-        finally:
-            await self._client.close()
-            await self._control.close()
+        await self._client.close()
+        await self._control.close()
 
     async def _info(self, timeout_s: float) -> object:
         """The settings of the server, with the state of the processes that compute, which they
@@ -426,10 +395,12 @@ class SglangDialect(Dialect):
     async def _get(self, path: str) -> object:
         return await self._client.get(path, timeout_s=CONTROL_S)
 
-    async def _post(self, path: str, body: Body, timeout_s: float | None = CONTROL_S) -> object:
+    async def _post(
+        self, path: str, body: Mapping[str, object], timeout_s: float | None = CONTROL_S
+    ) -> object:
         return await self._control.post(path, body, timeout_s=timeout_s)
 
-    async def succeed(self, path: str, body: Body) -> object:
+    async def _succeed(self, path: str, body: Mapping[str, object]) -> object:
         reply = await self._post(path, body, None)
         if field_of(self.where, reply, "success") is not True:
             raise RunFailedError(f"{self.where}{path}: {reply}")

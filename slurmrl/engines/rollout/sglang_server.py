@@ -114,7 +114,6 @@ class SglangServer(ServerKind):
             checks=self.checks,
             health_s=self.serving.patience.silence_s,
             stale_cache=self.stale_cache,
-            updates=self.updates,
         )
 
 

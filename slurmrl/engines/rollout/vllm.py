@@ -12,13 +12,13 @@ and the ban of stop tokens before ``min_new_tokens``. Those of greedy tokens are
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from slurmrl.config.servers import ServerUpdates
 from slurmrl.engines.rollout.base import Completion, Finish, WeightVersion
 from slurmrl.engines.rollout.dialect import Dialect, Draw
 from slurmrl.engines.rollout.fitness import (
@@ -27,13 +27,10 @@ from slurmrl.engines.rollout.fitness import (
     check_vllm,
     check_vllm_reads,
     field_of,
-    vllm_ranks,
     without_dev_mode,
 )
 from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.sending import in_part
 from slurmrl.engines.rollout.server_check import ServerCheck
-from slurmrl.engines.rollout.vllm_broadcast import VllmBroadcast
 from slurmrl.engines.rollout.vllm_checksums import digest_of, dtype_of, read_checksums
 from slurmrl.engines.rollout.weight_checks import Held, WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
@@ -161,22 +158,17 @@ class VllmDialect(Dialect):
         checks: WeightChecks | None = None,
         health_s: float = 30.0,
         stale_cache: bool = False,
-        updates: ServerUpdates = "files",
     ) -> None:
         """``control``: a client with the key for administration, if that is another one. ``model``:
         `connect` refuses servers of other models. ``checks``: those of all servers of this run.
         ``health_s``: time limit of `health`; at least the longest step of the model.
-        ``stale_cache``: requests in flight keep what older weights have computed. ``updates``: how
-        the server gets weights."""
+        ``stale_cache``: requests in flight keep what older weights have computed."""
         self._client, self._control = client, control or client
         self._model = model
         self._checks = checks or WeightChecks()
         self._check: ServerCheck | None = None
         self._health_s = health_s
         self._stale_cache = stale_cache
-        self._updates = updates
-        self._sender: VllmBroadcast | None = None
-        """None: the server reads files."""
         self._loaded: str | None = None
         """The last version that was loaded, since the server was connected to."""
         self.where = client.address.text
@@ -194,11 +186,7 @@ class VllmDialect(Dialect):
         )
         self._check = ServerCheck(self._checks, self.where, digest, self._held, first_only=True)
         self._loaded = None
-        if self._updates == "files":
-            check_vllm_reads(self.where, server, self._model)
-        else:
-            ranks = vllm_ranks(self.where, server, self._updates)
-            self._sender = VllmBroadcast(self._client.address, ranks, self._ask)
+        check_vllm_reads(self.where, server, self._model)
         await self.resume()  # a client that was lost during an update has left it paused
         await self._try()
         await self._model.check_vocabulary(self.where, self._knows)
@@ -265,13 +253,9 @@ class VllmDialect(Dialect):
             )
         assert self._check is not None, "a server loads weights once it was connected to"
         await self._check.before_load(version)
-        held = await self.version()
-        await self._name(in_part())
-        if self._sender is not None:
-            await self._sender.send(version, held=held)
-        else:
-            await self._call("update_config", overrides=LOADING)
-            await self._call("reload_weights", weights_path=str(version.folder))
+        await self._name(f"in part ({secrets.token_hex(8)})")  # if it breaks off, of no run
+        await self._call("update_config", overrides=LOADING)
+        await self._call("reload_weights", weights_path=str(version.folder))
         if not self._keeps_cache:
             await self._empty_cache()
         await self._name(version.name)
@@ -309,20 +293,12 @@ class VllmDialect(Dialect):
     async def close(self) -> None:
         if self._check is not None:
             self._check.close()
-        try:
-            if self._sender is not None:
-                await self._sender.close()
-        finally:
-            await self._client.close()
-            await self._control.close()
+        await self._client.close()
+        await self._control.close()
 
     async def _call(self, method: str, **arguments: object) -> None:
         """Call a method of the processes that compute."""
-        body = {"method": method, "kwargs": arguments}
-        await self._ask("/collective_rpc", body)
-
-    async def _ask(self, path: str, body: Mapping[str, object] | None = None) -> object:
-        return await self._post(path, body, timeout_s=None)
+        await self._post("/collective_rpc", {"method": method, "kwargs": arguments}, None)
 
     async def _get(self, path: str) -> object:
         return await self._client.get(path, timeout_s=CONTROL_S)

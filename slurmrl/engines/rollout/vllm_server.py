@@ -101,7 +101,6 @@ class VllmServer(ServerKind):
             checks=self.checks,
             health_s=self.serving.patience.silence_s,
             stale_cache=self.stale_cache,
-            updates=self.updates,
         )
 
 

@@ -22,7 +22,7 @@ from slurmrl.plan.placement import ROLLOUTS
 
 OF_OURS: Final = ("python", "server_args")
 """Settings of ``rollout`` that only servers of the run's own use."""
-OF_RUNNING: Final = ("servers", "server_weights", "server_updates", "server_keys")
+OF_RUNNING: Final = ("servers", "server_weights", "server_keys")
 """Those that only running ones use."""
 OF_ALL: Final = ("server_start_s", "server_silence_s")
 LEAST_TEMPERATURES: Final = {"sglang": 1e-6, "vllm": 0.01}
@@ -148,13 +148,6 @@ def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:
             read_keys(Path(rollout.server_keys))
         except UsageError as error:
             yield draft.problem((ROLLOUTS, "server_keys"), str(error))
-    if (updates := rollout.server_updates) != "files":
-        if updates not in (possible := ENGINES[backend].server_updates):
-            message = f"{updates} is not allowed with {backend}; allowed: {', '.join(possible)}"
-            yield draft.problem((ROLLOUTS, "server_updates"), message)
-        message = f"is not allowed with rollout.server_updates: {updates}, which needs no folder"
-        yield from _refused(draft, ("server_weights",), message)
-        return
     folder = rollout.server_weights
     if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
         message = f"'{folder}' is not allowed: there is no such folder, or it cannot be written to"

@@ -40,13 +40,8 @@ EXACT_FROM: Final = (2, 13)
 
 
 VERSIONS: Final = 2
-"""Whole copies of the weights in the host memory of the rank that keeps a server, or sends them to
-one, while that gets a new version; the one before is gone if the server has slept. As many in that
-of a rollout task."""
-
-
-PACKED: Final = 6
-"""Copies of a tensor while it is pickled and encoded, and the one before is sent (5.1 measured)."""
+"""Whole copies of the weights in the host memory of the rank that keeps a server, while that gets
+a new version; the one before is gone if the server has slept. As many in that of a rollout task."""
 
 
 def slot_bytes(checked: Checked, group: GroupPlan) -> int | None:
@@ -81,28 +76,15 @@ def worker_bytes(checked: Checked) -> int | None:
             on_rank[rank] = on_rank.get(rank, 0) + size
         loading = max(loading, _loading_bytes(checked.config, uses[name]))
     rollout = placed.get(ROLLOUTS)
-    settings = checked.config.rollout
-    read_here = not settings.servers or settings.server_updates != "files"
-    if rollout is not None and BACKENDS[rollout.allocation.backend].serves and read_here:
+    own = not checked.config.rollout.servers
+    if rollout is not None and BACKENDS[rollout.allocation.backend].serves and own:
         size = rollout.allocation.instance_size
         versions = 1 if ROLLOUTS in away else VERSIONS
         recorded = server_experts_bytes(checked)
         for number, rank in enumerate(rollout.ranks if rollout.group == TRAINERS else ()):
             copies = 0 if number % size else versions * size * sizes[ROLLOUTS].weights
-            packed = 0 if number else packed_bytes(checked)
-            on_rank[rank] = on_rank.get(rank, 0) + copies + recorded + packed
+            on_rank[rank] = on_rank.get(rank, 0) + copies + recorded
     return WORKER + max(max(on_rank.values(), default=0), loading)
-
-
-def packed_bytes(checked: Checked) -> int:
-    """Host memory of the rank that sends weights in the bodies of requests, for these: the largest
-    tensor goes to each server as a whole. 0 if it does not, or where the actor's architecture is
-    unknown."""
-    settings, actor = checked.config.rollout, checked.config.actor
-    if settings.server_updates != "tensors" or (shape := shape_of(actor)) is None:
-        return 0
-    largest = max(shape.vocabulary, shape.inner) * shape.hidden * BYTES[actor.dtype]
-    return len(settings.servers) * PACKED * largest
 
 
 def task_bytes(checked: Checked) -> int | None:

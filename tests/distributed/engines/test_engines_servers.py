@@ -198,8 +198,8 @@ def started() -> Iterator[list[Started]]:
         server.end()
 
 
-def running(addresses: Sequence[str], weights: Path | None, **options: Any) -> Running:
-    options = {"keys": ServerKeys(), "context": 16, "updates": "files", **options}
+def running(addresses: Sequence[str], weights: Path, **options: Any) -> Running:
+    options = {"keys": ServerKeys(), "context": 16, **options}
     return Running(
         addresses=tuple(map(Address, addresses)),
         weights=weights,
@@ -222,14 +222,11 @@ def served(settings: Running) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("updates", ["files", "broadcast", "tensors"])
 def test_running_servers_share_the_requests_and_get_every_version(
-    ranks: RankPool, tmp_path: Path, started: list[Started], updates: str
+    ranks: RankPool, tmp_path: Path, started: list[Started]
 ) -> None:
     """By TCP and by a Unix socket, each with its keys, one of which is for updates alone. A folder
-    with the weights holds those of this incarnation while it runs, and nothing afterwards; it is
-    not used if they are sent.
-    """
+    with the weights holds those of this incarnation while it runs, and nothing afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -240,8 +237,7 @@ def test_running_servers_share_the_requests_and_get_every_version(
     weights = tmp_path / "weights"
     (weights / "of-an-earlier-incarnation").mkdir(parents=True)
     keys = ServerKeys(api="the-key", admin="the-admin-key")
-    folder = weights if updates == "files" else None
-    settings = running(addresses, folder, keys=keys, updates=updates)
+    settings = running(addresses, weights, keys=keys)
     (results,) = ranks(1, f"{HERE}:served", settings)
     for rows in results:
         assert len(rows) == 2 * len(PROMPTS)
@@ -251,12 +247,10 @@ def test_running_servers_share_the_requests_and_get_every_version(
         for _, logprobs, prompt in results[1]
         for value in logprobs[prompt:]
     )
-    route = {"files": "disk", "broadcast": "distributed", "tensors": "tensor"}[updates]
-    assert all(server.count(f"/update_weights_from_{route}") == 2 for server in started)
+    assert all(server.count("/update_weights_from_disk") == 2 for server in started)
     tried = 2  # whether the vocabulary has a token
     assert all(server.count("/generate") > tried for server in started)
-    earlier = [] if updates == "files" else ["of-an-earlier-incarnation"]
-    assert [each.name for each in weights.iterdir()] == earlier
+    assert not any(weights.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -374,3 +374,18 @@ def test_null_clears_a_setting(tmp_path: Path, null: str) -> None:
     assert (config.actor.backend, config.seed, config.logging.csv) == ("", 1, False)
     with pytest.raises(ConfigError, match="experiment: null is not allowed"):
         parse(load(path, [f"experiment={null}"]))
+
+
+def test_removed_setting_is_left_out_with_its_default_and_refused_with_another_value(
+    tmp_path: Path,
+) -> None:
+    """A trial of an earlier release has written every setting."""
+    path = tmp_path / "config.yaml"
+    path.write_text("rollout:\n  server_updates: files\n")
+    assert load(path).values["rollout"] == {}
+    path.write_text("rollout:\n  server_updates: broadcast\n")
+    with pytest.raises(ConfigError) as caught:
+        parse(load(path))
+    (told,) = [each for each in caught.value.problems if each.key == "rollout.server_updates"]
+    assert told.where == f"{path}:2"
+    assert told.message.startswith("is no longer a setting: servers read new weights from files")

@@ -108,30 +108,6 @@ def test_a_server_that_can_be_used_is_described(address: str, tmp_path: Path) ->
     assert (found.name, found.state) == ("server keys", State.FAILED)
 
 
-def test_a_server_that_cannot_get_weights_over_a_process_group_is_found(address: str) -> None:
-    Handler.answers = changed(SGLANG, "/server_info", pp_size=2)
-    [found] = checks_of(address, max_new_tokens=8)
-    assert found.state is State.OK
-    [found] = checks_of(address, max_new_tokens=8, server_updates="broadcast")
-    assert found.state is State.FAILED
-    assert "not possible with pipeline stages (--pp-size)" in found.measured
-
-
-def test_a_vllm_server_without_the_receiver_of_weights_is_found(address: str) -> None:
-    Handler.answers = VLLM
-    [found] = checks_of(address, "vllm", max_new_tokens=8, server_updates="broadcast")
-    assert found.state is State.FAILED
-    assert "the server needs slurmrl's receiver" in found.measured
-    config = {
-        **VLLM["/server_info"]["vllm_config"],
-        "weight_transfer_config": {"backend": "slurmrl"},
-        "parallel_config": {"tensor_parallel_size": 2},
-    }
-    Handler.answers = changed(VLLM, "/server_info", vllm_config=config)
-    [found] = checks_of(address, "vllm", max_new_tokens=8, server_updates="broadcast")
-    assert found.measured == f"{address}: vllm 0.32.0, context 64"
-
-
 def test_vllm_on_a_port_is_a_warning(address: str) -> None:
     """Its key does not cover the routes that change weights."""
     Handler.answers = VLLM

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout import http
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.errors import RunFailedError, UsageError
 
@@ -112,28 +111,6 @@ def test_what_the_server_did_not_begin_is_repeated(tmp_path: Path, status: int) 
 
     assert asyncio.run(main()) == "text"
     assert answers == []
-
-
-def test_a_body_in_pieces_comes_whole_at_each_repetition(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http, "PIECE_BYTES", 3)
-    answers = [503, 200]
-    bodies = []
-
-    async def handler(request: bytes, writer: asyncio.StreamWriter) -> None:
-        head, _, body = request.partition(b"\r\n\r\n")
-        assert b"content-type: application/json" in head.lower()
-        bodies.append(json.loads(body))
-        respond(writer, answers.pop(0), "text")
-
-    async def main() -> object:
-        path = tmp_path / "s"
-        async with serving(path, handler), client_of(path, patience_s=60.0) as client:
-            return await client.post("/x", (b'{"name":', b' "', b"value", b'"}'), timeout_s=60)
-
-    assert asyncio.run(main()) == "text"
-    assert bodies == [{"name": "value"}] * 2
 
 
 def test_an_answer_that_breaks_off_is_not_requested_again(tmp_path: Path) -> None:

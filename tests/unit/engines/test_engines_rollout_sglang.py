@@ -19,7 +19,7 @@ from slurmrl.data.support import SampledSupport
 from slurmrl.engines.rollout.base import Completion, WeightVersion
 from slurmrl.engines.rollout.dialect import Draw
 from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
-from slurmrl.engines.rollout.fitness import Receiver, ServedModel
+from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.routed_experts import RoutedLayers
 from slurmrl.engines.rollout.sglang import SglangDialect, read_reply, request_body
@@ -581,39 +581,6 @@ def test_servers_that_hold_weights_in_another_form_are_not_checked(
     digest = digest_of(info)
     assert isinstance(digest, str) == (reason is not None)
     assert reason is None or reason in str(digest)
-
-
-@pytest.mark.parametrize(
-    ("info", "experts", "receiver"),
-    [
-        ({"tp_size": 4}, False, Receiver(ranks=4, sessions=False)),
-        ({"device": "cpu", "dtype": "float32"}, False, Receiver(ranks=1, sessions=False)),
-        ({"version": "0.5.21.post1"}, True, Receiver(ranks=1, sessions=True)),
-        ({"version": "0.6.0", "quantization": "fp8"}, False, Receiver(ranks=1, sessions=True)),
-        (
-            {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True},
-            False,
-            Receiver(ranks=8, sessions=False),
-        ),
-        ({}, True, "experts before 0.5.21: it is 0.5.20"),
-        ({"quantization": "fp8"}, False, "--quantization before 0.5.21: it is 0.5.20"),
-        ({"torchao_config": "int8wo"}, False, "--torchao-config before 0.5.21"),
-        ({"device": "cpu", "dtype": "auto"}, False, "--device cpu in half precision"),
-        ({"speculative_algorithm": "EAGLE"}, False, r"drafts \(--speculative-algorithm\)"),
-        ({"dp_size": 2}, False, r"several copies of the model \(--dp-size\)"),
-        ({"pp_size": 2, "version": "0.5.23"}, False, r"pipeline stages \(--pp-size\)"),
-    ],
-)
-def test_servers_that_cannot_get_weights_over_a_group_are_refused(
-    info: Mapping[str, Any], experts: bool, receiver: Receiver | str
-) -> None:
-    """0.5.20 would leave weights that its kernels keep in another form as they are sent."""
-    server = {"version": "0.5.20", "device": "cuda", **info}
-    if isinstance(receiver, Receiver):
-        assert Receiver.of("server", server, "broadcast", experts=experts) == receiver
-    else:
-        with pytest.raises(UsageError, match=f"broadcast is not possible with {receiver}"):
-            Receiver.of("server", server, "broadcast", experts=experts)
 
 
 @pytest.mark.parametrize("version", ["0.5.20", "0.5.21"])

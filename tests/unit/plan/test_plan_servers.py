@@ -14,7 +14,7 @@ from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks.memory import refusal
 from slurmrl.plan.estimates.gpus import share_of_server, trainers_gpus
 from slurmrl.plan.estimates.hardware import GIB, margin
-from slurmrl.plan.estimates.host import WORKER, packed_bytes, worker_bytes
+from slurmrl.plan.estimates.host import WORKER, worker_bytes
 from slurmrl.plan.estimates.lengths import least_context
 from slurmrl.plan.estimates.servers import computing, least, own_share
 from slurmrl.plan.precision import generating
@@ -140,19 +140,6 @@ def test_the_host_of_a_server_holds_one_version_if_it_sleeps(plan_ppo: Load) -> 
     assert sizes["true"] > WORKER + weights
     split = load(plan_ppo, "rollout.backend=sglang:d8t2", "rollout.gpus=0-15")
     assert worker_bytes(split) == pytest.approx(sizes["true"], rel=0.05)
-
-
-@pytest.mark.parametrize("way", ["broadcast", "tensors"])
-def test_weights_that_are_sent_to_running_servers_are_counted(plan_ppo: Load, way: str) -> None:
-    """Those that servers read are in a directory. Bodies of requests have whole tensors."""
-    read, sent = (
-        load(plan_ppo, *RUNNING, f"rollout.server_updates={updates}") for updates in ("files", way)
-    )
-    weights = trainers_gpus(sent).sizes["rollout"].weights
-    more = (worker_bytes(sent) or 0) - (worker_bytes(read) or 0)
-    packed = packed_bytes(sent)
-    assert more == 2 * weights + packed > packed
-    assert (packed > 0) == (way == "tensors")
 
 
 @pytest.mark.parametrize(

@@ -161,29 +161,13 @@ RUNNING = "rollout.servers=[http://host:30000]"
             "rollout.server_weights",
             "'/no/folder' is not allowed: there is no such folder",
         ),
-        *(
-            (
-                [
-                    *("rollout.backend=sglang:d1", "rollout.gpus=0", "rollout.python=/bin/sh"),
-                    f"rollout.{setting}={value}",
-                ],
-                f"rollout.{setting}",
-                "is not allowed without rollout.servers",
-            )
-            for setting, value in (("server_weights", "/tmp"), ("server_updates", "broadcast"))
-        ),
-        (
-            ["rollout.backend=vllm", RUNNING, "rollout.server_updates=tensors"],
-            "rollout.server_updates",
-            "tensors is not allowed with vllm; allowed: files, broadcast",
-        ),
         (
             [
-                *("rollout.backend=sglang", RUNNING, "rollout.server_updates=broadcast"),
+                *("rollout.backend=sglang:d1", "rollout.gpus=0", "rollout.python=/bin/sh"),
                 "rollout.server_weights=/tmp",
             ],
             "rollout.server_weights",
-            "is not allowed with rollout.server_updates: broadcast",
+            "is not allowed without rollout.servers",
         ),
         (
             ["rollout.backend=fsdp:d2"],
