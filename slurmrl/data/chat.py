@@ -86,6 +86,11 @@ class ChatTemplate:
                 targets.append((first, last))
         return MarkedText(whole, targets)
 
+    def writes(self, tools: Sequence[Any]) -> bool:
+        """Whether the template names all of these tools in a prompt."""
+        asked = self._whole([ASKED])
+        return bool(self._try(asked, tools)) and not left_out(asked, tools, self._try)
+
     def uses(self, name: str) -> bool:
         """Whether the template has a variable or a function of this name."""
         return name in self._template(None)
@@ -135,7 +140,7 @@ class ChatTemplate:
         if missing := left_out(messages, tools, self._try):
             raise ChatTemplateError(
                 f"the chat template leaves out {missing}: use a template that writes it "
-                "(dataset.chat_template: FILE), or remove it from the row"
+                "(dataset.chat_template: FILE), or remove it from the row or from dataset.tools"
             )
 
     def _try(self, messages: Sequence[Message], tools: Any) -> str:

@@ -15,6 +15,7 @@ from slurmrl.config.schema.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    Sequence,
     Word,
 )
 from slurmrl.config.template import Template
@@ -72,6 +73,17 @@ def _check_type(name: str) -> str:
 
 
 TypeName = Annotated[Word, AfterValidator(_check_type)]
+
+
+def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError("must be the JSON schema of a tool: {function: {name: NAME, …}}")
+    return tool
+
+
+ToolSchema = Annotated[dict[str, Any], AfterValidator(_check_tool)]
 OptionalPath = Annotated[Line, BeforeValidator(lambda path: path or ""), IsHubPath()]
 
 
@@ -157,6 +169,10 @@ class Dataset(Section):
     tools_key: Word = "tools"
     """Key of the tools (a list of JSON schemas) that the chat template describes to the model. Rows
     need not have it."""
+    tools: Sequence[ToolSchema] | None = None
+    """JSON schemas of the tools that the chat template describes in rows without tools; `[]`
+    describes none. Default: for type `prompt` the schemas of `rollout.episode.tools`, which
+    `submit` makes (docs/rollouts.md); else none."""
     chat_template: bool | PathText = False
     """`true` makes each prompt a conversation and applies the tokenizer's chat template, with the
     generation prompt. A path names a Jinja file to use instead of the tokenizer's template. Type

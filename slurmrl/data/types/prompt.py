@@ -84,9 +84,11 @@ def conversation(kind: RowType, row: Row) -> list[dict[str, Any]]:
     return [{"role": "user", "content": kind.filled("prompt_template", row)}]
 
 
-def tools(kind: RowType, row: Row) -> Any:
+def tools(kind: RowType, row: Row) -> list[Any] | None:
+    """The row's tools, or those of the dataset; None for no tools."""
     value = value_at(row, kind.config.tools_key)
-    return value if isinstance(value, list) and value else None
+    own = value if isinstance(value, list) else kind.config.tools
+    return list(own) if own else None
 
 
 def wrong_chat(kind: RowType, name: str, wrong_messages: Callable[[Any], str], value: Any) -> str:

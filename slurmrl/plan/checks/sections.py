@@ -120,7 +120,7 @@ def _no_data(path: Path) -> str:
 def dataset_chats(draft: Draft) -> Iterator[Problem]:
     """Settings that only a chat template uses."""
     for where, dataset in _sources(draft):
-        for name in ("system_prompt", "chat_template_options"):
+        for name in ("system_prompt", "chat_template_options", "tools"):
             if getattr(dataset, name) and not dataset.is_chat:
                 message = "is not allowed without a chat template: set chat_template to true"
                 yield draft.problem((*where, name), message)

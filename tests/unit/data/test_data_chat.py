@@ -123,6 +123,24 @@ def test_the_assistant_s_turns_up_to_their_end_token_are_targets(site: Site) -> 
 
 
 @pytest.mark.parametrize(
+    ("own", "named"),
+    [({}, "add"), ({"tools": None}, "add"), ({"tools": [{"name": "f"}]}, "f"), ({"tools": []}, "")],
+)
+def test_tools_of_the_dataset_described_in_rows_without_tools(
+    site: Site, own: dict[str, Any], named: str
+) -> None:
+    schema = {"name": "add", "parameters": {"type": "object"}}
+    rows = [{"prompt": "Hi", **own}, {"prompt": "Bye", "tools": [{"name": "f"}]}]
+    sample = site.sample(*rows, type="prompt", chat_template=True, tools=[schema])
+    shown = f"<|im_start|>tools\n{named}<|im_end|>\n" if named else ""
+    assert site.tokenizer.decode(sample.tensor("prompt_ids")) == (
+        f"{shown}<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>tools\nf<|im_end|>\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
     ("template", "text"),
     [(CHATML, " Hi, you"), (PARTS, "Hi,you"), (ONLY_PARTS, " Hi, you")],
     ids=["strings", "both", "parts"],

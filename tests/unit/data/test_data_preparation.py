@@ -94,7 +94,7 @@ def test_files_and_directories_are_private(site: Site) -> None:
     assert stat.S_IMODE(directory.stat().st_mode) == stat.S_IMODE(site.data.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("change", ["rows", "tokenizer", "settings", "same size"])
+@pytest.mark.parametrize("change", ["rows", "tokenizer", "settings", "same size", "tools"])
 def test_what_determines_the_tokens_leads_to_other_files(site: Site, change: str) -> None:
     first = site.prepare(1)
     settings: dict[str, Any] = {}
@@ -102,6 +102,8 @@ def test_what_determines_the_tokens_leads_to_other_files(site: Site, change: str
         site.write(ROWS[:-1])
     elif change == "same size":
         site.write([{**ROWS[0], "prompt": "0-0="}, *ROWS[1:]])
+    elif change == "tools":
+        settings["tools"] = [{"function": {"name": "search"}}]
     elif change == "tokenizer":
         (Path(site.tokenizer.name_or_path) / "tokenizer.json").write_text("{ }")
     else:

@@ -104,6 +104,14 @@ KINDS = {
         "'calc' is not allowed; allowed: calculator, python, or module:name of your own",
         "rollout.episode={name: multi_turn, environment: {name: tools}, tools: {calc: {}}}",
     ),
+    "a tool without a name": wrong(
+        "dataset.tools.0", "must be the JSON schema of a tool: {function: {name: NAME, …}}",
+        "dataset.tools=[{type: function, function: {}}]",
+    ),
+    "tools of prompts without a chat template": wrong(
+        "dataset.tools", "is not allowed without a chat template: set chat_template to true",
+        "dataset.tools=[{function: {name: add}}]",
+    ),
     "an environment of tools without any": wrong(
         "rollout.episode.tools", "is required with environment 'tools'",
         "rollout.episode={name: multi_turn, environment: {name: tools}}",
