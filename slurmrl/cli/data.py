@@ -84,12 +84,14 @@ def _report(config: Path, overrides: tuple[str, ...], root: str | None) -> DataR
     from slurmrl.submission import own_code, trials
     from slurmrl.submission.checks.run import Code
     from slurmrl.submission.data_report import DataReport
+    from slurmrl.submission.described_tools import described
 
     settings = load_settings(
         config, overrides, root=trials.chosen_root(root), planning=True, data=True
     )
-    code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
-    return DataReport(settings, Code(paths=code.paths))
+    found = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
+    code = Code(paths=found.paths)
+    return DataReport(described(settings, code), code)
 
 
 def _row(counts: DataCounts) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ ROWS: Final = 100
 """Most rows to look at."""
 WORD: Final = "The"
 """A word that may follow a prompt."""
+EXAMPLE: Final = {"description": "", "parameters": {"type": "object", "properties": {}}}
+"""The rest of a tool's schema."""
 DATE: Final = "strftime_now"
 """The function of chat templates that gives the date."""
 
@@ -48,11 +50,13 @@ class Remarks:
         self._kind = row_type(config)
         self._load = tokenizer
 
-    def all(self, called: Collection[str]) -> Iterator[Remark]:
-        """Return the remarks. ``called`` are the names of the episodes' tools. Raises ConfigError,
-        UsageError."""
+    def all(
+        self, called: Collection[str], without_schema: Callable[[str], str]
+    ) -> Iterator[Remark]:
+        """Return the remarks. ``called`` are the names of the episodes' tools; ``without_schema``
+        says why one has no JSON schema. Raises ConfigError, UsageError."""
         if called and self._config.kind == "prompt":
-            yield from self._tools(called)
+            yield from self._tools(called, without_schema)
         if self._config.is_chat:
             yield from self._template()
         elif "prompt_template" in self._kind.templates:
@@ -96,7 +100,9 @@ class Remarks:
                 warning=False,
             )
 
-    def _tools(self, called: Collection[str]) -> Iterator[Remark]:
+    def _tools(
+        self, called: Collection[str], without_schema: Callable[[str], str]
+    ) -> Iterator[Remark]:
         missing = list(called)
         for text in self._prompts():
             missing = [name for name in missing if not re.search(rf"\b{re.escape(name)}\b", text)]
@@ -104,11 +110,28 @@ class Remarks:
                 return
         names = ", ".join(f"'{name}'" for name in missing)
         yield Remark(
-            "tools_key" if self._config.is_chat else "prompt_template",
+            "tools" if self._config.is_chat else "prompt_template",
             f"none of the first {len(self._rows)} prompts names the tool {names} of "
-            "rollout.episode.tools, so only a model that was trained to call it does; describe "
-            "the tools in the rows' tools or in a system prompt",
+            "rollout.episode.tools, so only a model that was trained to call it does; "
+            f"{self._advice(missing, without_schema)}",
         )
+
+    def _advice(self, missing: Sequence[str], without_schema: Callable[[str], str]) -> str:
+        """How to describe tools to the policy."""
+        chat = Encoder(self._config, self._load()).chat
+        if chat is None:
+            return "describe the tools in prompt_template"
+        if not chat.writes([{"type": "function", "function": {"name": missing[0], **EXAMPLE}}]):
+            return (
+                "the chat template writes no tools: use another one (dataset.chat_template: FILE), "
+                "or describe the tools in a system prompt"
+            )
+        if reasons := [reason for name in missing if (reason := without_schema(name))]:
+            return (
+                f"no JSON schema can be made ({'; '.join(reasons)}): add what is missing, "
+                "or describe the tools in dataset.tools"
+            )
+        return "describe the tools in dataset.tools, the rows' tools or a system prompt"
 
     def _prompts(self) -> Iterator[str]:
         """The prompts as the policy reads them."""

@@ -22,6 +22,7 @@ from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.data.types.base import Row, RowTokens, TokenSequence
 from slurmrl.errors import ConfigError, SlurmrlError
 from slurmrl.plan.settings import load_resolved_settings
+from slurmrl.rollouts.tools.schemas import ToolSchemas
 from slurmrl.submission.checks.child import datasets
 from slurmrl.workers import process
 
@@ -92,7 +93,8 @@ class DataReader:
         counts = {"rows": rows, "left_out": reader.left_out, "tokens": tokens}
         counts |= {"targets": targets, "longest": longest, "equal_pairs": equal}
         found = Remarks(part, first, lambda: self._tokenizer)
-        remarks = [remark.message for remark in found.all(self.config.rollout.episode.tools)]
+        episode = self.config.rollout.episode
+        remarks = [each.message for each in found.all(episode.tools, ToolSchemas(episode).reason)]
         yield {"source": key, "path": part.path, "counts": {**counts, "remarks": remarks}}
 
     def _progress(self, what: str) -> None:

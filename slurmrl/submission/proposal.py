@@ -36,6 +36,7 @@ from slurmrl.submission import own_code, snapshot, trials
 from slurmrl.submission.checks import slurm
 from slurmrl.submission.checks.finding import Finding
 from slurmrl.submission.checks.run import Code, check
+from slurmrl.submission.described_tools import described
 from slurmrl.submission.prepare import is_prepared, trial_uuid
 from slurmrl.submission.record import ProvenanceWriter, recorded_folders
 
@@ -151,6 +152,7 @@ def propose(
         code = run_paths(settings).snapshot(snapshot.current(run_paths(settings)))
         settings = read([*overrides, *added, f"algorithm.name={name}"], folders=[code])
     own = _own_code(settings, settings.folders)
+    settings = described(settings, Code(paths=own.paths), begun(settings))
     return _planned(settings, scheduler, own, update_code=other)
 
 
@@ -213,10 +215,16 @@ def _needs_other_code(paths: RunPaths, config: Config) -> bool:
 def kept(settings: Settings) -> list[str]:
     """Return overrides that keep what the configuration leaves to a default that may have been
     another one when the trial began."""
+    before = begun(settings)
+    return [] if before is None else keep_precision(before, settings.config, settings.source)
+
+
+def begun(settings: Settings) -> Config | None:
+    """Return the configuration of the trial of this name, if that has a commit."""
     paths = run_paths(settings)
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is None:
-        return []
-    return keep_precision(load_resolved(paths.config), settings.config, settings.source)
+        return None
+    return load_resolved(paths.config)
 
 
 def _own_code(settings: Settings, folders: Sequence[Path]) -> own_code.OwnCode:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, Field, field_validator
@@ -205,6 +205,26 @@ class Config(Section):
             for suite, own in self.evaluations.items()
         }
         return {("dataset",): self.dataset, **held_out}
+
+    def with_datasets(self, changed: Callable[[KeyPath, Dataset], Dataset]) -> Config:
+        """The configuration with other datasets, which ``changed`` makes of a section's key and
+        each dataset."""
+        update: dict[str, Any] = {"dataset": changed(("dataset",), self.dataset)}
+        if (evaluation := self.evaluation) is not None:
+            own: dict[str, Any] = {
+                "suites": {
+                    name: suite.model_copy(
+                        update={
+                            "dataset": changed((*evaluation_key(name), "dataset"), suite.dataset)
+                        }
+                    )
+                    for name, suite in evaluation.suites.items()
+                }
+            }
+            if evaluation.dataset is not None:
+                own["dataset"] = changed((*evaluation_key(WHOLE), "dataset"), evaluation.dataset)
+            update["evaluation"] = evaluation.model_copy(update=own)
+        return self.model_copy(update=update)
 
     def rewards(self) -> dict[KeyPath, Reward]:
         """All rewards by the keys of their sections: the trial's, and those of suites."""

@@ -12,8 +12,11 @@ from slurmrl.config.schema.reward import PartName
 
 SINGLE_TURN: Final = "single_turn"
 MULTI_TURN: Final = "multi_turn"
+VERIFIERS: Final = "verifiers"
 EARNS_NOTHING: Final = "tools"
 """The environment whose turns earn no rewards of their own."""
+CALLS_IN_JSON: Final = "json"
+"""The default of that environment's option `format`."""
 OWN: Final = re.compile(r"[\w.]+:\w+")
 """The name of a user's own episode, environment or tool."""
 
@@ -77,6 +80,16 @@ class EpisodeSettings(Section):
     def cache_bytes(self) -> int | None:
         """``cache_gib`` in bytes."""
         return None if self.cache_gib is None else int(self.cache_gib * 2**30)
+
+    @property
+    def describes_tools(self) -> bool:
+        """Whether chat templates may describe the tools. Templates ask for calls in JSON, so not
+        where the environment reads another form. Environments of `verifiers` have their own tools.
+        """
+        environment = self.environment
+        calls = environment is not None and environment.name == EARNS_NOTHING
+        form = environment.options.get("format", CALLS_IN_JSON) if environment and calls else None
+        return bool(self.tools) and form in (None, CALLS_IN_JSON) and self.name != VERIFIERS
 
     @property
     def own(self) -> dict[str, str]:

@@ -33,9 +33,14 @@ class Calculator:
     """``+ - * / // % **`` and parentheses on integers and decimal numbers."""
 
     async def __call__(self, expression: str) -> str:
-        """
-        :raises UsageError: anything but such an expression, or a result that is too large.
-        """
+        """Compute an arithmetic expression.
+
+        Args:
+            expression: Numbers with + - * / // % ** and parentheses.
+
+        Raises:
+            UsageError: anything but such an expression, or a result that is too large.
+        """  # `tools.schemas` describes the tool with this text
         if not isinstance(expression, str) or len(expression) > MOST_CHARACTERS:
             raise UsageError(f"an expression is a text of up to {MOST_CHARACTERS} characters")
         try:

@@ -60,9 +60,14 @@ class PythonTool:
         self._threads: list[threading.Thread] = []
 
     async def __call__(self, code: str) -> str:
-        """
-        :raises UsageError: the program failed; the message is the last line of its errors.
-        """
+        """Run a Python program and return what it prints.
+
+        Args:
+            code: The program.
+
+        Raises:
+            UsageError: the program failed; the message is the last line of its errors.
+        """  # `tools.schemas` describes the tool with this text
         if not isinstance(code, str):
             raise UsageError("code is a text")
         while len(self._threads) < self._size:

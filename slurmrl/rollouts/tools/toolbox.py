@@ -89,15 +89,22 @@ def make_tools(choices: Mapping[str, ToolChoice]) -> Tools:
     return Tools({name: _made(name, choice) for name, choice in choices.items()})
 
 
-def _made(key: str, choice: ToolChoice) -> Callable[..., Any]:
+def find_tool(key: str, choice: ToolChoice) -> Callable[..., Any]:
+    """Return the function or the class that a tool's settings name. Raises as `make_tools`."""
     name = choice.name or key
     kind = import_own("tool", name) if ":" in name else TOOLS.load(name)
     if not callable(kind):
         raise UsageError(f"tool '{name}' is {type(kind).__name__}, not a function or a class")
+    return kind  # type: ignore[no-any-return]
+
+
+def _made(key: str, choice: ToolChoice) -> Callable[..., Any]:
+    name = choice.name or key
+    kind = find_tool(key, choice)
     if not inspect.isclass(kind):
         if choice.options:
             raise UsageError(f"tool '{name}' is a function, which takes no options; use a class")
-        return kind  # type: ignore[no-any-return]
+        return kind
     try:
         tool: Any = kind(**choice.options)
     except TypeError as error:

@@ -44,6 +44,7 @@ from slurmrl.rewards.reward import MODEL_SCORES
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 from slurmrl.rollouts.configured import make_episode, message_role
 from slurmrl.rollouts.dialogue import Dialogue
+from slurmrl.rollouts.tools.schemas import ToolSchemas
 from slurmrl.rollouts.tools.toolbox import make_tools
 from slurmrl.submission.checks.algorithm_code import wrong_code
 from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
@@ -326,12 +327,14 @@ class CheckProcess:
         if folder is None:
             return
         load = cache(lambda: load_tokenizer(Path(folder)))
+        episode = self.config.rollout.episode
+        without_schema = ToolSchemas(episode).reason
         for key, dataset in datasets(self.config):
             if key not in self.rows:
                 continue
             remarks = Remarks(dataset, self.rows[key].records.rows, load)
             with suppress(ConfigError):  # `_lengths` has told it
-                for remark in remarks.all(self.config.rollout.episode.tools):
+                for remark in remarks.all(episode.tools, without_schema):
                     weight = Weight.WARNING if remark.warning else Weight.NOTE
                     yield Finding("data", weight, remark.message, f"{key}.{remark.key}")
 

@@ -91,7 +91,7 @@ def _places(settings: Settings) -> list[Finding]:
     except SlurmrlError as error:
         findings.append(Finding("variables", Weight.FAILED, str(error), "cluster.variables_file"))
     name = config.notify.webhook
-    if name is not None and name not in _variables(settings):
+    if name is not None and name not in job_variables(settings):
         message = f"no notice will be sent: cluster.variables_file does not set {name}"
         findings.append(Finding("notify", Weight.WARNING, message, "notify.webhook"))
     return findings
@@ -131,7 +131,7 @@ def _in_child(
         folder = Path(name)
         (folder / CONFIG).write_text(dump(settings.config), encoding="utf-8")
         with (folder / "output").open("wb") as output:
-            environ = environment(folder, code, _variables(settings))
+            environ = environment(folder, code, job_variables(settings))
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", CHILD, *map(str, (folder, os.getpid())), *compared],
                 env=environ,
@@ -186,7 +186,7 @@ def empty(folder: Path) -> Path:
     return place
 
 
-def _variables(settings: Settings) -> dict[str, str]:
+def job_variables(settings: Settings) -> dict[str, str]:
     """Return ``cluster.env`` and the variables of ``variables_file``, if that can be read. (If not,
     another check reports it.)"""
     cluster = settings.config.cluster

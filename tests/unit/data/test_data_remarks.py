@@ -37,7 +37,7 @@ def words() -> Any:
 
 def remarks(tokenizer: Any, config: Dataset, *rows: Any, tools: tuple[str, ...] = ()) -> list[str]:
     found = Remarks(config, rows, lambda: tokenizer)
-    return [remark.message for remark in found.all(tools)]
+    return [remark.message for remark in found.all(tools, lambda name: "")]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_end_of_turn_not_told_for_prompts(words: Any) -> None:
 def test_template_that_writes_the_date_told(words: Any, kind: Any) -> None:
     words.chat_template = "{{ strftime_now('%d %b %Y') }}" + ENDED
     config = Dataset(type=kind, path="x", chat_template=True)
-    (found,) = Remarks(config, [{"prompt": "a"}], lambda: words).all([])
+    (found,) = Remarks(config, [{"prompt": "a"}], lambda: words).all([], str)
     assert (found.key, found.warning) == ("chat_template", False)
     assert "writes the date" in found.message
 
@@ -109,3 +109,32 @@ def test_tools_told_that_no_prompt_names(
     if told:
         named = "'add'" if "tools" in row else "'search', 'add'"
         assert f"names the tool {named} of rollout.episode.tools" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "reason", "advice"),
+    [
+        (WITH_TOOLS, {}, "", "describe the tools in prompt_template"),
+        (WITH_TOOLS, {"chat_template": True}, "", "in dataset.tools, the rows' tools or a system"),
+        (
+            WITH_TOOLS,
+            {"chat_template": True},
+            "no docstring",
+            "can be made (no docstring)",
+        ),
+        (ENDED, {"chat_template": True}, "no docstring", "the chat template writes no tools"),
+    ],
+)
+def test_advice_follows_what_keeps_tools_out_of_prompts(
+    words: Any, template: str, settings: dict[str, Any], reason: str, advice: str
+) -> None:
+    words.chat_template = template
+    config = Dataset(type="prompt", path="x", **settings)
+    (found,) = Remarks(config, [{"prompt": "Hi"}], lambda: words).all(["add"], lambda _: reason)
+    assert advice in found.message
+
+
+def test_tools_not_told_where_dataset_describes_them(words: Any) -> None:
+    words.chat_template = WITH_TOOLS
+    config = Dataset(type="prompt", path="x", chat_template=True, tools=(TOOL,))
+    assert not remarks(words, config, {"prompt": "Hi"}, tools=("search",))

@@ -1,0 +1,161 @@
+"""The schemas of an episode's tools in the configuration of a trial."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.cli.main import main
+from slurmrl.config.load import dump, load_resolved
+from slurmrl.config.schema import Config
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.writer import begin
+from slurmrl.paths import RunPaths
+from slurmrl.plan.settings import Settings, load_settings
+from slurmrl.submission import described_tools, tools_child
+from slurmrl.submission.checks.run import Code
+from slurmrl.submission.described_tools import described
+from slurmrl.submission.proposal import propose, propose_resume
+from slurmrl.submission.submit import submit
+from tests.fake_runs import CONFIG, FakeScheduler
+
+TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }}={% endfor %}"
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}<eos>"
+CALCULATOR = "environment: {name: tools}, tools: {calculator: {}}"
+HELD_OUT = "evaluation={suites: {sums: {dataset: {type: prompt, path: data.jsonl%s}}}}"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A trial whose policy may call a calculator."""
+    (tmp_path / "data.jsonl").write_text('{"id": "1", "prompt": "a", "answer": "b"}\n')
+    (tmp_path / "chat.jinja").write_text(TOOLS + PLAIN)
+    text = CONFIG.replace("name: sft", "name: grpo").replace(
+        "type: prompt_answer, path: data.jsonl",
+        "type: prompt, path: data.jsonl, chat_template: chat.jinja",
+    )
+    path = tmp_path / "grpo.yaml"
+    path.write_text(
+        f"{text}reward: {{name: exact_match}}\n"
+        f"rollout: {{episode: {{name: multi_turn, {CALCULATOR}}}}}\n"
+    )
+    return path
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make schemas in this process."""
+
+    def made(settings: Settings, code: Code) -> dict[str, Any]:
+        return tools_child.schemas_by_dataset(settings.config)
+
+    monkeypatch.setattr(described_tools, "_made", made)
+
+
+def of(path: Path, *overrides: str) -> Config:
+    settings = load_settings(path, overrides, root=path.parent / "runs")
+    return described(settings, Code()).config
+
+
+def names(config: Config) -> dict[str, list[str] | None]:
+    """The names of the tools by the first part of a dataset's key."""
+    return {
+        key[0]: None if part.tools is None else [each["function"]["name"] for each in part.tools]
+        for key, part in config.datasets().items()
+    }
+
+
+def test_data_show_prints_the_tools_of_episodes(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the processes that users have: one makes the schemas, one the prompts. Names are made of
+    the digits that the tokenizer knows."""
+    (config.parent / "data.jsonl").write_text(
+        '{"prompt": "1+1=", "answer": "2"}\n'
+        '{"prompt": "2+2=", "answer": "4", "tools": [{"function": {"name": "77"}}]}\n'
+    )
+    named = "rollout.episode.tools={'55': {name: calculator}}"
+    assert main(["data", "show", str(config), named, "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    shown = ["".join(run["text"] for run in row["sequences"][0]) for row in rows]
+    assert shown == ["55=1+1=<eos>", "77=2+2=<eos>"]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], {"dataset": ["calculator"]}),
+        (["dataset.tools=[]"], {"dataset": []}),
+        (["dataset.tools=[{function: {name: own}}]"], {"dataset": ["own"]}),
+        (["dataset.chat_template=false"], {"dataset": None}),
+        (["rollout.episode.environment.options.format=brackets"], {"dataset": None}),
+        (
+            [HELD_OUT % ", chat_template: chat.jinja"],
+            {"dataset": ["calculator"], "evaluation": ["calculator"]},
+        ),
+        ([HELD_OUT % ""], {"dataset": ["calculator"], "evaluation": None}),
+    ],
+)
+def test_datasets_get_schemas_by_default_where_a_template_writes_them(
+    config: Path,
+    overrides: list[str],
+    expected: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(config.parent)
+    assert names(of(config, *overrides)) == expected
+
+
+@pytest.mark.usefixtures("quick")
+def test_datasets_get_no_schemas_where_a_template_drops_tools(config: Path) -> None:
+    (config.parent / "chat.jinja").write_text(PLAIN)
+    assert names(of(config)) == {"dataset": None}
+
+
+def test_schemas_not_made_for_the_file_of_a_trial(config: Path) -> None:
+    settings = load_settings(config, root=config.parent / "runs")
+    file = config.parent / "config.yaml"
+    file.write_text(dump(settings.config))
+    assert names(of(file)) == {"dataset": None}
+
+
+def test_failed_child_leaves_prompts_without_tools_and_warns(
+    config: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(described_tools, "CHILD", "no_such_module")
+    assert names(of(config)) == {"dataset": None}
+    assert "prompts do not describe the tools" in caplog.text
+    assert "no_such_module" in caplog.text
+
+
+@pytest.mark.usefixtures("quick")
+def test_trial_with_a_commit_keeps_prompts_without_schemas(
+    config: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Submitted again and resumed: a release without schemas has begun it."""
+    root = str(config.parent / "runs")
+    paths = _submitted(config, root, monkeypatch)
+    assert names(propose(config, [], root=root, scheduler="local").settings.config) == {
+        "dataset": ["calculator"]
+    }
+    commit = {"step": 1, "directory": "step-00000001.1"}
+    begin(History(paths.history), {}).append(Kind.COMMIT, commit)
+    again = propose(config, [], root=root, scheduler="local")
+    resumed = propose_resume(paths, [], scheduler="local", update_code=True)
+    for proposal in (again, resumed):
+        assert names(proposal.settings.config) == {"dataset": None}
+        assert "tools" not in proposal.settings.config.dataset.rules(), "the recipe is the same"
+
+
+def _submitted(config: Path, root: str, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
+    """The run directory of a trial without schemas."""
+    with monkeypatch.context() as context:
+        context.setattr(described_tools, "_made", lambda settings, code: {})
+        paths = submit(propose(config, [], root=root, scheduler="local")).paths
+    assert load_resolved(paths.config).dataset.tools is None
+    return paths
