@@ -279,8 +279,10 @@ class ChatTemplate:
         try:
             template: str = self._tokenizer.get_chat_template(self._file, tools)
         except ValueError as error:
-            message = f"the tokenizer {self._tokenizer.name_or_path} has no chat template"
-            message = f"{message}: name a Jinja file in its place (chat_template: FILE)"
+            message = f"the tokenizer {self._tokenizer.name_or_path} has no chat template, which"
+            message = (
+                f"{message} messages need: name a Jinja file in its place (chat_template: FILE)"
+            )
             raise ConfigError((Problem("", "chat_template", message),)) from error
         return template
 
@@ -330,7 +332,7 @@ def stop_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def template_file(config: DatasetConfig) -> str | None:
     """Return the template in the file that the configuration names; None without a file. Raises
     ConfigError, UnreadableInputError."""
-    if isinstance(config.chat_template, bool):
+    if not isinstance(config.chat_template, str):
         return None
     try:
         return inputs.read(Path(config.chat_template)).decode()

@@ -125,7 +125,7 @@ def recipe(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _template_file(config: DatasetConfig) -> str:
     """The content of the chat template that the configuration names; "" for none."""
-    if isinstance(config.chat_template, bool):
+    if not isinstance(config.chat_template, str):
         return ""
     return inputs.read(Path(config.chat_template)).hex()
 

@@ -63,6 +63,7 @@ class Remarks:
             yield from self._white_space()
 
     def _template(self) -> Iterator[Remark]:
+        yield from self._texts()
         chat = Encoder(self._config, self._load()).chat
         assert chat is not None, "checked by the caller"
         if self._config.kind != "prompt" and not chat.turn_end.tokens:
@@ -77,6 +78,17 @@ class Remarks:
                 "chat_template",
                 f"the chat template writes the date ({DATE}): a trial of another day has other "
                 "prompts; compare trials with a template that writes a fixed date",
+                warning=False,
+            )
+
+    def _texts(self) -> Iterator[Remark]:
+        """Yield a remark where rows of text are between rows of messages."""
+        texts = sum(not self._kind.holds_messages(row) for row in self._rows)
+        if 0 < texts < len(self._rows):
+            yield Remark(
+                "chat_template",
+                f"{texts} of the first {len(self._rows)} rows have text and the others messages: "
+                "each text becomes a message of the user, or the assistant's turn",
                 warning=False,
             )
 

@@ -42,7 +42,10 @@ def kind_of(value: Any) -> str:
 
 def _advice(value: Any) -> str:
     if _is_messages(value):
-        return ": set dataset.chat_template to true, or write the rendered text into the line"
+        return (
+            ": set dataset.chat_template to true (it is false, or left out and the first row is "
+            "text), or write the rendered text into the line"
+        )
     if isinstance(value, int | float) and not isinstance(value, bool):
         return f': write "{json.dumps(value)}"'
     return ""

@@ -33,6 +33,7 @@ from slurmrl.plan.own_algorithm import (
 )
 from slurmrl.plan.resolve import (
     allocation_mode,
+    chat_templates,
     hardware_defaults,
     hub_references,
 )
@@ -142,6 +143,8 @@ def _checked(
         resolver = HubResolver(config, source, planning=planning, data=data)
         config = resolver.resolved()
         missing += resolver.problems
+        config, more = chat_templates.decided(config, source)
+        missing += more
         if algorithm is not None:
             kind = choose(scheduler or config.cluster.scheduler, asks_slurm=config.asks_slurm)
             config = hardware_defaults.with_precision(config, kind)

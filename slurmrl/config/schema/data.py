@@ -145,16 +145,16 @@ class Dataset(Section):
     answer_template: TemplateText = "{answer}"
     """Template of an answer, in the same syntax. The end-of-text token is appended to it."""
     prompt_key: Word = "prompt"
-    """Key whose value `{prompt}` inserts. With `chat_template` the value may be a list of messages
-    instead of a string."""
+    """Key whose value `{prompt}` inserts. The value may be a list of messages instead of a string;
+    these need a chat template."""
     answer_key: Word = "answer"
-    """Key whose value `{answer}` inserts. With `chat_template` the value may be a list of messages
-    that begins with the assistant's. For type `prompt` it holds the reference answer for the
+    """Key whose value `{answer}` inserts. The value may be a list of messages that begins with the
+    assistant's; these need a chat template. For type `prompt` it holds the reference answer for the
     reward; if one line has it, every line must have it, as a string."""
     chosen_key: Word = "chosen"
     """For type `preference`: key of the preferred answer, or of a list of them. Lines may also have
-    the keys `pos_answers` and `neg_answers`. With `chat_template` an answer may be a list of
-    messages: the turns after the prompt, or the whole conversation."""
+    the keys `pos_answers` and `neg_answers`. An answer may be a list of messages, which need a chat
+    template: the turns after the prompt, or the whole conversation."""
     rejected_key: Word = "rejected"
     """For type `preference`: key of the answer that is not preferred, or of a list of as many as
     there are chosen ones. The first of one list and the first of the other are a pair, and so
@@ -173,10 +173,12 @@ class Dataset(Section):
     """JSON schemas of the tools that the chat template describes in rows without tools; `[]`
     describes none. Default: for type `prompt` the schemas of `rollout.episode.tools`, which
     `submit` makes (docs/rollouts.md); else none."""
-    chat_template: bool | PathText = False
+    chat_template: bool | PathText | None = None
     """`true` makes each prompt a conversation and applies the tokenizer's chat template, with the
-    generation prompt. A path names a Jinja file to use instead of the tokenizer's template. Type
-    `messages` always applies a chat template."""
+    generation prompt; `false` refuses messages. A path names a Jinja file to use instead of the
+    tokenizer's template. Default: true if the first row has messages, false if it has text (and for
+    a type of your own); the trial's `config.yaml` holds the decision. Type `messages` always
+    applies a chat template."""
     chat_template_options: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template (`enable_thinking: false`)."""
     system_prompt: str | None = None
@@ -260,12 +262,14 @@ class Dataset(Section):
     @property
     def is_chat(self) -> bool:
         """Whether a chat template makes the texts."""
-        return self.kind == "messages" or self.chat_template is not False
+        return self.kind == "messages" or self.chat_template not in (None, False)
 
     def rules(self) -> dict[str, Any]:
         """What determines the rows except the file, as JSON values. Settings that slurmrl 1 did not
-        have are left out at their defaults, so that fingerprints in older commits stay valid."""
-        values = self.model_dump(mode="json", exclude={"path", "shuffle"})
+        have are left out at their defaults, so that fingerprints in older commits stay valid.
+        `chat_template: false` was the default before the rows decided."""
+        plain = {"chat_template"} if self.chat_template is False else set()
+        values = self.model_dump(mode="json", exclude={"path", "shuffle", *plain})
         fields = type(self).model_fields
         return {
             name: value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from datetime import date, datetime, time
 from decimal import Decimal
 from pathlib import Path
@@ -33,7 +33,7 @@ class ArrowFiles(RowSource):
 
     _first: list[int]
 
-    def rows(self) -> Iterator[SourceRow]:
+    def rows(self) -> Generator[SourceRow]:
         pyarrow = _pyarrow(self.path)
         self._first = []
         """The number of the first row of each file."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ class RowSource(ABC):
         self._most_bytes = most_bytes
 
     @abstractmethod
-    def rows(self) -> Iterator[SourceRow]:
+    def rows(self) -> Generator[SourceRow]:
         """Yield the rows.
 
         :raises ConfigError: the rest of the file cannot be understood.

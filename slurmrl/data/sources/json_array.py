@@ -6,7 +6,7 @@ import codecs
 import json
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from hashlib import blake2b
 from io import BufferedReader
 from pathlib import Path
@@ -59,7 +59,7 @@ class JsonArray(RowSource):
         self._lines = array("q")
         """The line of each element."""
 
-    def rows(self) -> Iterator[SourceRow]:
+    def rows(self) -> Generator[SourceRow]:
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class JsonLines(RowSource):
         super().__init__(path, files, most_bytes)
         self._digest = blake2b(digest_size=16)
 
-    def rows(self) -> Iterator[SourceRow]:
+    def rows(self) -> Generator[SourceRow]:
         for number, line in enumerate(self._lines(), start=1):
             if len(line) > ROW_BYTES:
                 message = f"the line is longer than {ROW_BYTES >> 20} MiB; a row is one line"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.template import Template
 from slurmrl.data.fields import value_at
-from slurmrl.data.row_fields import RowField, template_fields
+from slurmrl.data.messages import is_messages
+from slurmrl.data.row_fields import KEYS, RowField, template_fields
 from slurmrl.errors import Problem
 
 if TYPE_CHECKING:
@@ -85,6 +86,18 @@ class RowType(ABC):
     def fields(self) -> list[RowField]:
         """The keys of a row. Default: those of the templates."""
         return [field for _, fields in self._filled.values() for field in fields]
+
+    def holds_messages(self, row: Row) -> bool:
+        """Whether a row has messages where the type allows them."""
+        values = (field.value(row) for field in self.message_fields())
+        return any(
+            is_messages(value) or (isinstance(value, list) and any(map(is_messages, value)))
+            for value in values
+        )
+
+    def message_fields(self) -> list[RowField]:
+        """The keys whose values may be messages."""
+        return [field for field in RowType.fields(self) if field.name in KEYS]
 
     def difficulty(self, row: Row) -> float:
         """The number of a checked row by which a curriculum orders it."""

@@ -55,6 +55,10 @@ class Preferences(PromptAnswers):
             ]
         return [*fields, self._chosen, self._rejected]
 
+    def message_fields(self) -> list[RowField]:
+        fields = [field for field in super().message_fields() if field.name != "answer"]
+        return [*fields, self._chosen, self._rejected]
+
     def wrong_settings(self) -> Iterator[Problem]:
         if all(field.name != "answer" for field in super().fields()):
             message = "must contain {answer}: chosen and rejected answers would be the same"

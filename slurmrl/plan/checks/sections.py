@@ -121,7 +121,8 @@ def dataset_chats(draft: Draft) -> Iterator[Problem]:
     """Settings that only a chat template uses."""
     for where, dataset in _sources(draft):
         for name in ("system_prompt", "chat_template_options", "tools"):
-            if getattr(dataset, name) and not dataset.is_chat:
+            undecided = dataset.chat_template is None
+            if getattr(dataset, name) and not dataset.is_chat and not undecided:
                 message = "is not allowed without a chat template: set chat_template to true"
                 yield draft.problem((*where, name), message)
 

@@ -8,15 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurmrl import log
-from slurmrl.config.schema import (
-    WHOLE,
-    Config,
-    Dataset,
-    Evaluation,
-    Model,
-    evaluation_key,
-    role_key,
-)
+from slurmrl.config.schema import Config, Dataset, Model, role_key
 from slurmrl.config.source import KeyPath, Source, read
 from slurmrl.errors import EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import inputs
@@ -60,30 +52,15 @@ class HubResolver:
 
     def resolved(self) -> Config:
         """The configuration with folders."""
-        config = self._config
-        update: dict[str, Any] = {"dataset": self._dataset(("dataset",), config.dataset)}
-        if config.evaluation is not None:
-            update["evaluation"] = self._evaluation(config.evaluation)
+        config = self._config.with_datasets(self._dataset)
         models = {
             role: self._model(role_key(role), model)
             for role in config.roles
             if (model := config.find_model(role)) is not None
         }
-        return config.model_copy(update=update).with_models(models)
+        return config.with_models(models)
 
     # -- sections ----------------------------------------------------------------------------
-
-    def _evaluation(self, evaluation: Evaluation) -> Evaluation:
-        if evaluation.dataset is not None:
-            held_out = self._dataset((*evaluation_key(WHOLE), "dataset"), evaluation.dataset)
-            return evaluation.model_copy(update={"dataset": held_out})
-        suites = {
-            name: suite.model_copy(
-                update={"dataset": self._dataset((*evaluation_key(name), "dataset"), suite.dataset)}
-            )
-            for name, suite in evaluation.suites.items()
-        }
-        return evaluation.model_copy(update={"suites": suites})
 
     def _dataset(self, key: KeyPath, dataset: Dataset) -> Dataset:
         update: dict[str, Any] = {"path": self._rows(key, dataset.path, dataset.subset)}

@@ -138,3 +138,12 @@ def test_tools_not_told_where_dataset_describes_them(words: Any) -> None:
     words.chat_template = WITH_TOOLS
     config = Dataset(type="prompt", path="x", chat_template=True, tools=(TOOL,))
     assert not remarks(words, config, {"prompt": "Hi"}, tools=("search",))
+
+
+@pytest.mark.parametrize(("texts", "told"), [(0, False), (1, True), (2, False)])
+def test_rows_of_text_among_messages_told(words: Any, texts: int, told: bool) -> None:
+    words.chat_template = ENDED
+    config = Dataset(type="prompt", path="x", chat_template=True)
+    rows = [{"prompt": "Hi" if place < texts else SAID[:1]} for place in range(2)]
+    found = remarks(words, config, *rows)
+    assert [each[:33] for each in found] == ["1 of the first 2 rows have text a"] * told
