@@ -95,6 +95,12 @@ class RecordReader:
         if not self.rows and not self._problems:
             self._problems.append(Problem(str(self.source.path), "", "the file holds no rows"))
         problems = [*self._problems, *self._ids.problems(self.where)]
+        if self._ids.are_null:
+            message = (
+                f"'{self._ids.key}' is null in every row of {self.source.path}: remove the key, so "
+                "that line numbers are the ids, or name another key"
+            )
+            problems.append(Problem("", "id_key", message))
         if problems:
             raise ConfigError(listed(problems))
 
@@ -162,7 +168,7 @@ class _Ids:
     def __init__(self, path: Path, key: str, split: str | None, convert: Convert | None) -> None:
         self._convert = convert
         self._path = path
-        self._key = key
+        self.key = key
         self._split = split
         self._named = False
         """Whether any row has the key."""
@@ -172,8 +178,8 @@ class _Ids:
         """The first rows without an id, and those with a value that is none."""
 
     def add(self, number: int, row: Mapping[str, Any]) -> None:
-        self._named = self._named or has(row, self._key)
-        name = value_at(row, self._key)
+        self._named = self._named or has(row, self.key)
+        name = value_at(row, self.key)
         if name is ABSENT or name is None:
             if len(self._missing) < MOST_PROBLEMS:
                 self._missing.append(number)
@@ -184,14 +190,19 @@ class _Ids:
         elif len(self._wrong) < MOST_PROBLEMS:
             self._wrong.append((number, message))
 
+    @property
+    def are_null(self) -> bool:
+        """Whether rows have the key, but none has a value."""
+        return self._named and not self._hashes and not self._wrong
+
     def problems(self, where: Callable[[int], str]) -> list[Problem]:
         """The first ones, in the order of rows."""
-        if not self._named:
+        if not self._named or self.are_null:
             return []
         missing = [(number, "missing here, though other rows have it") for number in self._missing]
         twice = islice(self._duplicates(where), MOST_PROBLEMS)
         return [
-            Problem(where(number), self._key, message)
+            Problem(where(number), self.key, message)
             for number, message in sorted([*self._wrong, *missing, *twice])
         ]
 
@@ -201,12 +212,12 @@ class _Ids:
         often = frozenset(hashes[counts > 1].tolist())
         first: dict[str, int] = {}
         for record in self._again() if often else ():
-            name = str(value_at(record.row, self._key))
+            name = str(value_at(record.row, self.key))
             if hash(name) in often and first.setdefault(name, record.number) != record.number:
                 yield record.number, f"'{name}' is already the id of {_short(where(first[name]))}"
 
     def _again(self) -> RecordReader:
-        return RecordReader(self._path, self._key, self._split, convert=self._convert)
+        return RecordReader(self._path, self.key, self._split, convert=self._convert)
 
 
 def listed(problems: Sequence[Problem]) -> tuple[Problem, ...]:

@@ -13,8 +13,6 @@ from slurmrl.data.sources.json_array import JsonArray, begins_array
 from slurmrl.data.sources.jsonl import JsonLines
 from slurmrl.errors import ConfigError, Problem
 
-LINES = (".jsonl", ".ndjson")
-
 
 def open_source(
     path: Path, split: str | None = None, *, most_bytes: int | None = None
@@ -37,6 +35,6 @@ def open_source(
         raise ConfigError((Problem("", "split", message),))
     if message := wrong_beginning(path):
         raise ConfigError((Problem(str(path), "", message),))
-    if path.suffix not in LINES and begins_array(path):
+    if begins_array(path):
         return JsonArray(path, (path,), most_bytes)
     return JsonLines(path, (path,), most_bytes)

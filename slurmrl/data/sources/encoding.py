@@ -8,16 +8,22 @@ from typing import Final
 from slurmrl.data.sources.base import unreadable
 
 _COMPRESSED: Final = "is compressed with {0}; decompress it first ({0} -d)"
-_UTF_16: Final = "is UTF-16 text; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)"
+_UTF: Final = "is {0} text; convert it to UTF-8 (iconv -f {0} -t UTF-8)"
 BEGINNINGS: Final = {
     b"\x1f\x8b": _COMPRESSED.format("gzip"),
     b"\x28\xb5\x2f\xfd": _COMPRESSED.format("zstd"),
     b"\xfd7zXZ\x00": _COMPRESSED.format("xz"),
     b"BZh": _COMPRESSED.format("bzip2"),
-    b"PK\x03\x04": "is a ZIP archive; unpack it first",
+    b"PK\x03\x04": "is a ZIP archive, or a workbook; unpack it first, or save it as CSV",
     b"PAR1": "is a Parquet file; rename it to *.parquet",
-    b"\xff\xfe": _UTF_16,
-    b"\xfe\xff": _UTF_16,
+    b"ARROW1": "is an Arrow file; save it as Parquet",
+    b"SQLite format 3": "is a database of SQLite; export its rows as JSONL",
+    b"\xff\xfe\x00\x00": _UTF.format("UTF-32"),
+    b"\x00\x00\xfe\xff": _UTF.format("UTF-32"),
+    b"\xff\xfe": _UTF.format("UTF-16"),
+    b"\xfe\xff": _UTF.format("UTF-16"),
+    b'{\x00"\x00': _UTF.format("UTF-16LE"),
+    b'\x00{\x00"': _UTF.format("UTF-16BE"),
 }
 """What is wrong with a file, by its first bytes."""
 

@@ -12,6 +12,7 @@ from slurmrl.registry import near
 
 SPLITS, SAVED = "dataset_dict.json", "state.json"
 NAMES_OF_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _SHARD = re.compile(r"(.+?)(-\d+-of-\d+)?\.parquet")
 
 
@@ -35,11 +36,20 @@ def arrow_files(path: Path, split: str | None) -> Sequence[Path]:
         return _saved(path)
     shards = {name: _split_of(match) for name in sorted(names) if (match := _SHARD.fullmatch(name))}
     if not shards:
-        message = f"'{path}' is not allowed: the folder has no {SPLITS}, {SAVED} or *.parquet"
-        raise ConfigError((Problem("", "path", message),))
+        raise ConfigError((Problem("", "path", f"'{path}' is not allowed: {no_dataset(path)}"),))
     splits = [name or "(others)" for name in dict.fromkeys(shards.values())]
     _check_split(path, split, splits if any(shards.values()) else [])
     return [path / name for name, of in shards.items() if split in (None, of)]
+
+
+def no_dataset(path: Path) -> str:
+    """Return why a folder is no dataset; "" if it may be one. Raises UnreadableInputError."""
+    names = sorted(inputs.list_names(path))
+    if any(name in (SPLITS, SAVED) or _SHARD.fullmatch(name) for name in names):
+        return ""
+    files = [name for name in names if name.endswith(ROWS)]
+    remedy = f"; name one of its files, such as {files[0]}, or several as sources" if files else ""
+    return f"it is a folder without {SPLITS}, {SAVED} or *.parquet{remedy}"
 
 
 def _split_of(match: re.Match[str]) -> str:

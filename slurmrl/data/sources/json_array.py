@@ -21,6 +21,7 @@ from slurmrl.data.sources.base import (
     unreadable,
 )
 from slurmrl.data.sources.encoding import not_utf_8
+from slurmrl.data.sources.other_forms import NULS
 from slurmrl.errors import ConfigError, Problem
 
 SPACE = " \t\r\n"
@@ -80,7 +81,8 @@ class JsonArray(RowSource):
             self._step(1)
         else:
             while True:
-                self._next(file)
+                if self._next(file) == "]":
+                    raise self._wrong("not JSON: ',' before ']'; remove the comma")
                 self._lines.append(self._line)
                 yield self._element(file)
                 if self._expect(file, ",]") == "]":
@@ -120,7 +122,8 @@ class JsonArray(RowSource):
         present = self._next(file)
         if not present or present not in allowed:
             wanted = " or ".join(map(repr, allowed))
-            raise self._wrong(f"not JSON: expected {wanted}, found {present or 'the end'!r}")
+            found = repr(present) if present else "the end of the file, which may be cut"
+            raise self._wrong(f"not JSON: expected {wanted}, found {found}")
         self._step(1)
         return present
 
@@ -148,6 +151,9 @@ class JsonArray(RowSource):
             raise self._wrong(not_utf_8(error, " after this line")) from error
         self._text = self._text[self._at :] + text
         self._at = 0
+        if (place := text.find("\0")) >= 0:
+            self._step(len(self._text) - len(text) + place)
+            raise self._wrong(NULS)
         return bool(data)
 
     def _step(self, characters: int) -> None:

@@ -35,16 +35,15 @@ from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.precision import rounds_to
 from slurmrl.registry import near, resolve
 
-SAVED_DATA: Final = ("dataset_dict.json", "state.json")
-"""Files of folders that Hugging Face `datasets` saves."""
-
 MOST_SUPPORT: Final = 1024
 """Token ids of a recorded support: 4 KiB for each token of a completion."""
 RATES: Final = re.compile(r"eval/([^/]+/)?(pass|maj)@")
 """What evaluations of several completions report."""
 
 REWARDS: Final = "slurmrl.rewards:REWARDS"
-"""The table of rewards. It is in a layer above the plan, so it is resolved by name."""
+NO_DATASET: Final = "slurmrl.data.sources.folder:no_dataset"
+"""The table of rewards, and what says why a folder is no dataset. They are in layers above the
+plan, so they are resolved by name."""
 
 
 def _datasets(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, Sequence[str]]]:
@@ -111,10 +110,7 @@ def _no_data(path: Path) -> str:
         return ""
     if not path.is_dir():
         return "there is no such file or folder"
-    names = os.listdir(path)
-    if any(name in SAVED_DATA or name.endswith(".parquet") for name in names):
-        return ""
-    return f"it is a folder without {', '.join(SAVED_DATA)} or *.parquet"
+    return str(resolve(NO_DATASET)(path))
 
 
 def dataset_chats(draft: Draft) -> Iterator[Problem]:

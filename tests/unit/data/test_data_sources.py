@@ -116,7 +116,7 @@ def test_an_array_is_parsed_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
         ('[\n{"a": 1}\n{"a": 2}]', r"rows\.json:3: not JSON: expected ',' or '\]', found '{'"),
         ('[{"a": 1},\n', r"rows\.json:2: not JSON: Expecting value"),
         ('[{"a": "x', r"rows\.json:1: not JSON: Unterminated string"),
-        ('[{"a": 1}', r"rows\.json:1: not JSON: expected ',' or '\]', found 'the end'"),
+        ('[{"a": 1}', r"rows\.json:1: not JSON: expected ',' or '\]', found the end of the file"),
         ('[{"a": 1}]\n\n{"a": 2}', r"rows\.json:3: '{' after the end of the array"),
         ('[{"a": 1},\n3, "x"]', r"rows\.json:2: must be a JSON object\n.*json:2: must be a JSON"),
         ('[{"a": "\udcff"}]', r"rows\.json:1: not UTF-8 text"),
@@ -223,7 +223,7 @@ def test_files_of_a_folder_follow_each_other(tmp_path: Path) -> None:
     assert records.ids == ("a", "b")
     assert records.where(2) == f"{tmp_path}/part-1.parquet, row 1"
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"the folder has no dataset_dict\.json"):
+    with pytest.raises(ConfigError, match=r"it is a folder without dataset_dict\.json"):
         read_records(tmp_path / "empty", "id")
     with pytest.raises(ConfigError, match="is a single file, which has no splits"):
         read_records(write(tmp_path, "jsonl", ROWS), "id", "train")

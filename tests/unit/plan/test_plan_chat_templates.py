@@ -19,7 +19,7 @@ TEXT = '{"id": "1", "prompt": "1+1=", "answer": "2"}\n'
     ("content", "given", "decision"),
     [
         (MESSAGES, "null", True),
-        (f"\n[1]\n{MESSAGES}", "null", True),
+        (f"\n5\n{MESSAGES}", "null", True),
         (f"[\n {MESSAGES}]", "null", True),
         (TEXT, "null", False),
         (MESSAGES, "false", False),
