@@ -123,8 +123,8 @@ class Dataset(Section):
     type: TypeName
     """`prompt` feeds generation (the answer goes to the reward), `prompt_answer` and `messages`
     (conversations) feed SFT, `preference` (pairs of answers) feeds DPO and reward models, `kto`
-    (labelled answers) KTO. `package.module:Class` is a type of your own (docs/data.md), which needs
-    `like`."""
+    (labelled answers) KTO. `FILE.py:Class` or `package.module:Class` is a type of your own
+    (docs/data.md), which needs `like`."""
     like: BuiltIn | None = None
     """For a type of your own: the built-in type that it is derived from."""
     path: OptionalPath = ""

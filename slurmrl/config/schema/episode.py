@@ -25,7 +25,7 @@ class EnvironmentChoice(Section):
     """What answers the policy's turns."""
 
     name: Word
-    """`tools` calls the tools that a turn asks for, `guess_number` is a game, or
+    """`tools` calls the tools that a turn asks for, `guess_number` is a game, or `FILE.py:Class` or
     `package.module:Class` of your own (docs/rollouts.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Its keyword arguments."""
@@ -35,8 +35,8 @@ class ToolChoice(Section):
     """A tool that the policy may call."""
 
     name: Word | None = None
-    """`calculator`, `python` (a sandbox), or `package.module:name` of your own function or class.
-    Default: the name under which the policy calls it."""
+    """`calculator`, `python` (a sandbox), or `FILE.py:name` or `package.module:name` of your own
+    function or class. Default: the name under which the policy calls it."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Its keyword arguments."""
 
@@ -47,7 +47,7 @@ class EpisodeSettings(Section):
 
     name: Word = SINGLE_TURN
     """`single_turn`; `multi_turn`, with an `environment`; `verifiers`, an environment of that
-    package; or `package.module:name` of your own function or class."""
+    package; or `FILE.py:name` or `package.module:name` of your own function or class."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `verifiers` or of your own."""
     environment: EnvironmentChoice | None = None

@@ -68,8 +68,8 @@ class RewardPart(Section):
     """One function of a reward that is a sum."""
 
     name: Word
-    """A built-in reward (`exact_match`, `math`, `code`), or `package.module:name` of your own
-    function or class (docs/rewards.md)."""
+    """A built-in reward (`exact_match`, `math`, `code`), or `FILE.py:name` or `package.module:name`
+    of your own function or class (docs/rewards.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of that reward."""
     pool: RewardPool | None = None
@@ -102,8 +102,8 @@ class Reward(Section):
     """The reward that scores completions: one function (`name`), or a weighted sum (`parts`)."""
 
     name: Word | None = None
-    """A built-in reward (`exact_match`, `math`, `code`), or `package.module:name` of your own
-    function or class (docs/rewards.md)."""
+    """A built-in reward (`exact_match`, `math`, `code`), or `FILE.py:name` or `package.module:name`
+    of your own function or class (docs/rewards.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of that reward."""
     pool: RewardPool | None = None
