@@ -6,7 +6,8 @@ The working thread updates it; the thread of the pulse reads and sends it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 IDLE = ""
@@ -50,6 +51,16 @@ class Activity:
     def phase(self, name: str, part: int = 0, parts: int = 0) -> None:
         """Set the phase of the current call, and its micro-batch ``part`` of ``parts`` if any."""
         self._doing = self._doing._replace(phase=name, part=part, parts=parts, awaited=None)
+
+    @contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """Set another phase of the current call, and restore the one before at the end."""
+        before = self._doing
+        self.phase(name)
+        try:
+            yield
+        finally:
+            self._doing = before
 
     def await_from(self, rank: int, what: str) -> None:
         """Set what the current call waits for, until its next phase."""

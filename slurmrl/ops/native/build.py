@@ -16,6 +16,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,6 +41,10 @@ LOG_LINES = 30
 
 Compile = Callable[[Recipe, Path], Path]
 """(recipe, empty folder) -> the library in it."""
+Building = Callable[[], AbstractContextManager[object]]
+building: ContextVar[Building] = ContextVar("building", default=nullcontext)
+"""Makes the context in which a process builds, or waits for another one that builds. A rank sets it
+to show that to people."""
 
 
 def cache_folder() -> Path:
@@ -68,7 +74,7 @@ def library(recipe: Recipe, cache: Path, host: Path, *, run: Compile | None = No
     _make_ours(host)
     began = time.time()
     try:
-        with FileLock(host / f"{recipe.key}.lock", timeout=LOCK_TIMEOUT_S):
+        with building.get()(), FileLock(host / f"{recipe.key}.lock", timeout=LOCK_TIMEOUT_S):
             if not path.exists():
                 _raise_if_failed(_failure(recipe, host), began)
                 _build(recipe, path, host, run or run_compiler)

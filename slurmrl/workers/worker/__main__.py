@@ -8,17 +8,21 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+from functools import partial
 from pathlib import Path
 
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
 from slurmrl.fsio import umask
 from slurmrl.monitor.hang import PendingCollective, RankProgress
+from slurmrl.ops.native import build
 from slurmrl.parallel.activity import Activity
 from slurmrl.workers import output, pulse, stacks
 from slurmrl.workers.messages import FROM_FORK_SERVER, ImportFailed, Pulse
 from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, allow_tracing, ignore_signals
 from slurmrl.worlds import RankId, group_of
+
+COMPILING = "compiling the operators of slurmrl, once for this cache"
 
 
 def main() -> int:
@@ -52,6 +56,7 @@ def main() -> int:
         return 0
     allow_tracing()
     activity = Activity()
+    build.building.set(partial(activity.aside, COMPILING))
     collectives = Collectives()
 
     def describe() -> Pulse:

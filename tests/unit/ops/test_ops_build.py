@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,10 +24,13 @@ import torch
 from filelock import FileLock
 
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UsageError
+from slurmrl.monitor.hang import RankProgress, describe
 from slurmrl.ops.gae import packed_gae
 from slurmrl.ops.native import build, load, recipe, toolchain
 from slurmrl.ops.native.recipe import Half, Recipe
 from slurmrl.ops.native.toolchain import Toolchain
+from slurmrl.parallel.activity import Activity
+from slurmrl.workers.worker.__main__ import COMPILING
 from tests.support.installs import pip
 from tests.support.trials import wait_until
 
@@ -461,3 +465,34 @@ def test_build_is_announced_in_the_log_with_the_command_that_does_it_before(
     assert first.startswith("compiling the operators of slurmrl into")
     assert "python -m slurmrl.ops.native" in first
     assert second.startswith("compiled the operators in")
+
+
+def test_rank_shows_that_it_compiles_or_waits_for_a_compilation(
+    cache: Path, host: Path, made: Recipe
+) -> None:
+    """Only while it does, and then what it did before, whether the build fails or not."""
+    activity = Activity()
+    activity.begin("actor_gen", 3)
+    activity.phase("forward", 2, 8)
+    before, shown = activity.current()[0], []
+
+    def compile_there(recipe: Recipe, folder: Path) -> Path:
+        shown.append(activity.current()[0].phase)
+        if len(shown) == 1:
+            raise EnvironmentFailure("no compiler")
+        path = folder / "library.so"
+        path.write_bytes(b"built")
+        return path
+
+    token = build.building.set(partial(activity.aside, COMPILING))
+    try:
+        with pytest.raises(EnvironmentFailure):
+            build.library(made, cache, host, run=compile_there)
+        assert activity.current()[0] == before
+        build.library(made, cache, host, run=compile_there)
+    finally:
+        build.building.reset(token)
+    assert shown == [COMPILING, COMPILING]
+    assert activity.current()[0] == before
+    progress = RankProgress(rank=0, call="actor_gen", step=3, phase=COMPILING, since_s=70.0)
+    assert describe(progress) == f"has been in actor_gen for 70 s ({COMPILING})"
