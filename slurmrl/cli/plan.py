@@ -103,6 +103,7 @@ def _report(
     with_moves: bool,
 ) -> dict[str, Any]:
     from slurmrl.graph.graph import unread
+    from slurmrl.plan import processor
     from slurmrl.plan.build import make_plan
     from slurmrl.plan.checks import devices, inventory
     from slurmrl.plan.report.values import report
@@ -126,6 +127,8 @@ def _report(
     planned = make_plan(settings, scheduler=kind, hosts=hosts)
     unread_keys = unread(planned.calls, settings.config.dataset.kind)
     warnings = [f"key {line}" for line in unread_keys]
+    if slow := processor.slow_bfloat16(processor.bfloat16_models(config, planned, planned.groups)):
+        warnings.append(slow if kind == "local" else f"{slow}; {processor.ELSEWHERE}")
     made = report(settings, planned, [*warnings, *inventory.scarce(planned, settings, hosts)])
     made["missing"] += inventory.lacking(planned, settings.config, hosts)
     made["missing"] += map(str, devices.lacking_gpus(settings, planned))

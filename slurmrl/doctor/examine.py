@@ -15,6 +15,7 @@ from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks import inventory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.plan.processor import bfloat16_models
 from slurmrl.plan.settings import Settings
 from slurmrl.scheduler import choose
 from slurmrl.scheduler.client import SlurmClient
@@ -65,6 +66,8 @@ def examine(what: Examination, say: Say) -> list[Check]:
     if running_servers is not None and not what.job:
         checks += running.check(running_servers, elsewhere=kind != "local")
     checks += [*login.scheduler(requested, kind, settings, plan, hosts), *login.machine()]
+    narrow = bfloat16_models(config, plan, plan.groups) if config and plan else []
+    checks += software.processor(narrow)
     root = Path(config.root) if config else what.root or what.fallback
 
     def look_at_root() -> list[Check]:
@@ -76,7 +79,9 @@ def examine(what: Examination, say: Say) -> list[Check]:
                 advice = "fix the configuration first: it determines where and as whom the job runs"
                 return _here([*beside, failed("job", "was not submitted", advice)])
             shape = _shape(kind, cluster, plan)
-            job = ProbeJob(paths, kind, cluster, shape, what.timeout_s, say, running_servers)
+            job = ProbeJob(
+                paths, kind, cluster, shape, what.timeout_s, say, running_servers, narrow
+            )
             return [*_here(beside), *job.run()]
 
     more = guarded("root", login.ROOT_ADVICE, look_at_root)

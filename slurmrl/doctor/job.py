@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +87,10 @@ class ProbeJob:
         timeout_s: float,
         say: Say,
         servers: Mapping[str, Any] | None = None,
+        narrow: Sequence[str] = (),
     ) -> None:
-        """``servers``: those of `running.settings_of`, which the job's first host must reach."""
+        """``servers``: those of `running.settings_of`, which the job's first host must reach;
+        ``narrow``: models that compute in bfloat16 on processors."""
         self.paths = paths
         self.kind = kind
         self.cluster = cluster
@@ -96,6 +98,7 @@ class ProbeJob:
         self.timeout_s = timeout_s
         self.say = say
         self.servers = servers
+        self.narrow = list(narrow)
         self.folder = paths.run / "probe"
 
     def run(self) -> list[Check]:
@@ -168,6 +171,7 @@ class ProbeJob:
             "slurm": self.cluster.slurm.model_dump(include={"container", "container_python"}),
             "script": str(script) if script else None,
             "servers": self.servers,
+            "narrow": self.narrow,
             "content": hashlib.sha256(content).hexdigest(),
         }
         atomic.replace(self.folder / directory.ASK, json.dumps(request).encode())

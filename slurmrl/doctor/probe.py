@@ -51,6 +51,7 @@ def look(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
         *limits.check(),
         *guarded("gpus", gpus.ADVICE, lambda: _gpus(expected)),
         software.driver(expected > 0),
+        *software.processor(request["narrow"]),
         software.python(),
         *(software.packages(expected > 0) if settings.container is None else ()),
         *guarded("temporary space", "set TMPDIR", _temporary),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from slurmrl.doctor.check import Check, failed, ok, warning
 from slurmrl.errors import OwnershipError
 from slurmrl.ops.native import build
 from slurmrl.ops.native.recipe import Half
 from slurmrl.parallel.driver import LEAST_DRIVER, driver_version, newest_cuda
+from slurmrl.plan.processor import slow_bfloat16
 from slurmrl.submission.versions import interpreter, torch_build, version_of
 
 LEAST_PYTHON = (3, 11)
@@ -81,6 +83,16 @@ def operators() -> Check:
         return ok("compiled operators", f"in {folder}")
     measured = f"none in {folder}: the first job compiles them, which takes 20 to 90 s"
     return ok("compiled operators", f"{measured}; to do so before: {build.COMMAND}")
+
+
+def processor(models: Sequence[str]) -> list[Check]:
+    """Whether the processor of this host has instructions for ``models``, which compute in bfloat16
+    on processors."""
+    if not models:
+        return []
+    if slow := slow_bfloat16(models):
+        return [warning("processor", slow, "set dtype: float32 (the default on CPUs)")]
+    return [ok("processor", f"nothing known against bfloat16 ({', '.join(models)})")]
 
 
 def driver(gpus: bool) -> Check:

@@ -31,6 +31,7 @@ from slurmrl.parallel import device
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.device import Accelerator
 from slurmrl.paths import RunPaths
+from slurmrl.plan import processor
 from slurmrl.plan.checks import memory
 from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.model_files import stop_tokens
@@ -64,6 +65,8 @@ def build_rollout(
     if group.gpus_per_worker:
         refuse = partial(memory.refusal_in_task, settings)
         gpus.take(group, refuse, activity, exclusive=start.exclusive)
+    elif rank == 0:
+        processor.log_slow_bfloat16(settings.config, plan, group)
     device.set_up(
         accelerator,
         threads=group.threads_per_worker,

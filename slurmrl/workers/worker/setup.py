@@ -29,6 +29,7 @@ from slurmrl.parallel import device, groups
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.paths import RunPaths
+from slurmrl.plan import processor
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks import memory
 from slurmrl.plan.estimates.gpus import share_of_server
@@ -132,10 +133,11 @@ def build_trainer(
     group = plan.trainers
     cores = max(1, len(os.sched_getaffinity(0)) // group.workers_per_host)
     accelerator = device.choose(group.gpus_per_worker)
-    if accelerator.device.type == "cuda":
-        # with a checkpoint, the models have fitted before
+    if accelerator.device.type == "cuda":  # with a checkpoint, the models have fitted before
         refuse = partial(memory.refusal, settings) if start.base is None else _accept
         gpus.take(group, refuse, activity, exclusive=start.exclusive)
+    elif rank % group.workers_per_host == 0:
+        processor.log_slow_bfloat16(settings.config, plan, group)
     deterministic = settings.config.deterministic
     device.set_up(
         accelerator,
