@@ -172,6 +172,9 @@ VISIBLE_DEVICES: Variable[str] = Variable(
     SLURM,
     "GPUs that the scheduler assigned: indices, UUIDs or MIG ids.",
 )
+SLURM_CONF: Variable[str] = Variable(
+    "SLURM_CONF", str, "", SITE, "Slurm's configuration file, where it is not in its usual place."
+)
 ROUND: Variable[int] = Variable(
     "SLURMRL_ROUND", int, 0, SLURMRL, "How often the agents were restarted in this start of a job."
 )

@@ -37,7 +37,7 @@ MOST_HOSTS = 4
 @click.option(
     "--scheduler",
     type=click.Choice(["auto", "local", "slurm"]),
-    help="Where to run the job. Default: cluster.scheduler; auto is slurm if sbatch responds.",
+    help="Where to run the job. Default: cluster.scheduler; auto is slurm on a cluster.",
 )
 @checking
 @json_option

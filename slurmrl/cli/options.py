@@ -107,7 +107,7 @@ def submitting(command: F) -> F:
     scheduler = click.option(
         "--scheduler",
         type=click.Choice(["auto", "local", "slurm"]),
-        help="Where to run. Default: cluster.scheduler; auto is slurm if sbatch responds.",
+        help="Where to run. Default: cluster.scheduler; auto is slurm on a cluster.",
     )
     wait = click.option(
         "--wait/--detach",

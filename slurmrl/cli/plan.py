@@ -24,7 +24,7 @@ from slurmrl.cli.options import common, examples
 @click.option(
     "--scheduler",
     type=click.Choice(["auto", "local", "slurm"]),
-    help="Plan for this scheduler. Default: cluster.scheduler; auto is slurm if sbatch responds.",
+    help="Plan for this scheduler. Default: cluster.scheduler; auto is slurm on a cluster.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(

@@ -5,6 +5,7 @@ A new one is a file in this package and a line in ``SCHEDULERS``.
 
 from __future__ import annotations
 
+from slurmrl import env
 from slurmrl.errors import SchedulerError
 from slurmrl.registry import Registry
 from slurmrl.scheduler.base import Scheduler
@@ -18,7 +19,9 @@ SCHEDULERS = Registry(
 )
 AUTO = "auto"
 PROBE_S = 10.0
-"""How long a controller may take to answer before ``auto`` chooses the local scheduler."""
+"""How long ``auto`` waits for a controller."""
+_UNCONFIGURED = "Could not establish a configuration source"
+"""Words of Slurm's commands where they find no configuration: the machine is in no cluster."""
 
 
 def make(name: str) -> Scheduler:
@@ -28,11 +31,11 @@ def make(name: str) -> Scheduler:
 
 
 def choose(name: str, *, asks_slurm: bool) -> str:
-    """Resolve ``auto``: ``slurm`` if the configuration asks for it or if sbatch is on PATH and a
-    controller answers, else ``local``.
+    """Resolve ``auto``: ``slurm`` if the configuration asks for it or if this machine belongs to a
+    cluster, else ``local``.
 
-    A configuration with Slurm's settings must not run on a login node while its controller is
-    down: `Scheduler.check` rejects its submission.
+    Nothing may run on a login node because its controller does not answer: then `Scheduler.check`
+    rejects the submission.
     """
     if name != AUTO:
         SCHEDULERS.reference(name)
@@ -47,6 +50,7 @@ def choose(name: str, *, asks_slurm: bool) -> str:
 
     try:
         SlurmClient(timeout_s=PROBE_S).ping()
-    except SchedulerError:
-        return "local"
+    except SchedulerError as error:
+        if _UNCONFIGURED in str(error) and not env.SLURM_CONF.get():
+            return "local"
     return "slurm"

@@ -21,6 +21,7 @@ from slurmrl.config.schema import Dataset, Reward
 from slurmrl.data.continuation import Continuations
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.errors import ConfigError, SlurmrlError, UsageError
+from slurmrl.registry import describe
 from slurmrl.rewards.reward import MODEL_SCORES
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 from slurmrl.submission.found_rows import FoundRows, Item, Selection, find_items
@@ -45,8 +46,9 @@ def main() -> int:
         json.dump({"problems": [list(problem) for problem in error.problems]}, results)
         results.flush()
         return 2
-    except SlurmrlError as error:
-        json.dump({"error": str(error)}, results)
+    except (SlurmrlError, SystemExit) as error:
+        ends = f"the reward ends the process: {describe(error)}"
+        json.dump({"error": ends if isinstance(error, SystemExit) else str(error)}, results)
         results.flush()
         return 2
     json.dump(result, results)
@@ -58,7 +60,7 @@ def _try(request: dict[str, Any]) -> dict[str, Any]:
     rows = FoundRows(Dataset.model_validate(request["dataset"]))
     items = find_items(rows, Selection(**request["selection"]))
     began = time.monotonic()
-    with closing(make_reward(Reward.model_validate(request["reward"]))) as reward:
+    with closing(_made(Reward.model_validate(request["reward"]))) as reward:
         extras = _extras(items)
         if MODEL_SCORES in reward.wanted():
             raise UsageError(NO_MODELS)
@@ -80,6 +82,16 @@ def _try(request: dict[str, Any]) -> dict[str, Any]:
         ]
         times = {"made_s": made - began, "scored_s": scored - made}
         return {"items": judged, "stats": reward.stats(), **times}
+
+
+def _made(settings: Reward) -> WeightedReward:
+    """Raises UsageError, with the line, for whatever the user's module or class raises."""
+    try:
+        return make_reward(settings)
+    except SlurmrlError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"reward '{settings.title}': {describe(error)}") from error
 
 
 def _score(

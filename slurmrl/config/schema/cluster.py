@@ -195,7 +195,8 @@ class Cluster(Section):
 
     scheduler: Literal["auto", "local", "slurm"] = "auto"
     """`auto` selects Slurm if `cluster.slurm` has other settings than `links` and `continue`, or if
-    sbatch is on the PATH and responds. Otherwise it selects this machine."""
+    sbatch is on the PATH and this machine belongs to a cluster. Otherwise it selects this machine.
+    A controller that does not answer ends the submission."""
     hosts: PositiveInt | None = None
     """Maximum number of hosts for the trainers. Default: as many as the layouts need."""
     workers_per_host: PositiveInt | None = None

@@ -43,6 +43,20 @@ def asks(prompts, completions, rows, *, token_ids, indices, siblings, sample_ids
     return [float(len(tokens)) for tokens in token_ids]
 
 
+def exits(prompts, completions, rows):
+    raise SystemExit(0)
+
+
+class Unready:
+    def __init__(self):
+        open("/nowhere/weights")
+
+
+class Unlicensed:
+    def __init__(self):
+        raise SystemExit("no licence")
+
+
 def hangs(prompts, completions, rows):
     while True:
         pass
@@ -169,6 +183,9 @@ def test_completion_of_file_has_no_answer_if_truncated(
         ("mine:jugde", 2, "mine has no 'jugde'; did you mean 'judge'"),
         ("mien:judge", 2, "there is no module 'mien'"),
         ("mine:raises", 1, "reward 'mine:raises' failed, see above"),
+        ("mine:exits", 2, "the reward ends the process: SystemExit: 0 (mine.py:29)"),
+        ("mine:Unready", 2, "'mine:Unready': FileNotFoundError: [Errno 2] No such file"),
+        ("mine:Unlicensed", 2, "'mine:Unlicensed': SystemExit: no licence (mine.py:39)"),
         ("mine:hangs", 1, "took longer than 1 s; raise the limit with --timeout"),
     ],
 )

@@ -110,12 +110,35 @@ def test_a_job_inherits_settings_of_nccl() -> None:
     assert environment.of_job({}, environment.inheritance(environ)) == given
 
 
+UNCONFIGURED = "scontrol: fatal: Could not establish a configuration source"
+
+
 def test_auto_is_local_without_slurm(commands: Path) -> None:
     assert choose("auto", asks_slurm=False) == "local"
     install(commands, "sbatch", "exit 0")
-    install(commands, "scontrol", "exit 1")
+    install(commands, "scontrol", f"echo '{UNCONFIGURED}' >&2; exit 1")
     assert choose("auto", asks_slurm=False) == "local"
     install(commands, "scontrol", "exit 0")
+    assert choose("auto", asks_slurm=False) == "slurm"
+
+
+@pytest.mark.parametrize(
+    ("conf", "words"),
+    [
+        ("", "slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)"),
+        ("", "Slurmctld(primary) at head is DOWN"),
+        ("", "scontrol: fatal: Unable to process configuration file"),
+        ("/nowhere/slurm.conf", UNCONFIGURED),
+        ("/nowhere/slurm.conf", "error: s_p_parse_file: cannot stat file /nowhere/slurm.conf"),
+    ],
+)
+def test_auto_is_slurm_on_machine_of_cluster_without_controller(
+    commands: Path, monkeypatch: pytest.MonkeyPatch, conf: str, words: str
+) -> None:
+    """Nothing runs on a login node because its controller does not answer."""
+    monkeypatch.setenv("SLURM_CONF", conf)
+    install(commands, "sbatch", "exit 0")
+    install(commands, "scontrol", f"echo '{words}' >&2; exit 1")
     assert choose("auto", asks_slurm=False) == "slurm"
 
 
