@@ -7,6 +7,7 @@ skip lines that are not events.
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from typing import Any
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents, lines
+from slurmrl.fsio.failures import cause
 from slurmrl.fsio.shapes import COUNT, INTEGER, NUMBER, SECONDS, TEXT, Fields, list_of
 from slurmrl.paths import RunPaths
 
@@ -53,9 +55,20 @@ class EventWriter:
         """``data`` is JSON; it cannot have the keys ``time``, ``writer`` and ``kind``."""
         event = {"time": time.time(), "writer": self._writer, "kind": kind, **data}
         try:
-            atomic.append(self._path, json.dumps(event).encode() + b"\n")
+            self._append(json.dumps(event).encode() + b"\n")
         except EnvironmentFailure as error:  # a missing line is no reason to end the run
             logger.warning("event %s was not written: %s", kind, error)
+
+    def _append(self, line: bytes) -> None:
+        """Append to the file, whose folder a user or a purge of empty folders may have removed. Of
+        a removed trial nothing is made again."""
+        try:
+            atomic.append(self._path, line)
+        except EnvironmentFailure as error:
+            if cause(error) != errno.ENOENT:
+                raise
+            atomic.make_private_directory(self._path.parent, parents=False)
+            atomic.append(self._path, line)
 
 
 def read_all(paths: RunPaths) -> list[Event]:
@@ -114,7 +127,9 @@ class EventReader:
         path = self._paths.event_file(name.removesuffix(SUFFIX))
         try:
             with lines.opened(path) as file:
-                found = _parse(file.forward(self._offsets.get(name, 0)), path)
+                read = self._offsets.get(name, 0)
+                begin = read if read <= file.size else 0  # another file, made after a deletion
+                found = _parse(file.forward(begin), path)
                 self._offsets[name] = file.offset
         except FileNotFoundError:
             return []  # the listing is older than a deletion by hand

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from slurmrl.monitor import events
@@ -35,3 +36,21 @@ def test_a_torn_event_is_passed_over(tmp_path: Path) -> None:
 
 def test_no_events_yet(tmp_path: Path) -> None:
     assert events.read_all(RunPaths(tmp_path)) == []
+
+
+def test_events_are_written_after_their_folder_was_removed(tmp_path: Path) -> None:
+    """A reader that follows sees them, although their file is shorter than the one before."""
+    paths = RunPaths(tmp_path / "trial")
+    paths.events.mkdir(parents=True)
+    writer, reader = events.EventWriter(paths, "master.1"), events.EventReader(paths)
+    for step in range(3):
+        writer.write("commit", step=step)
+    assert [event["step"] for event in reader.read()] == [0, 1, 2]
+    shutil.rmtree(paths.events)
+    writer.write("commit", step=3)
+    assert [event["step"] for event in reader.read()] == [3]
+    assert paths.events.stat().st_mode & 0o777 == 0o700
+    assert [event["step"] for event in events.read_all(paths)] == [3]
+    shutil.rmtree(paths.run)
+    writer.write("commit", step=4)
+    assert not paths.run.exists()
