@@ -96,6 +96,7 @@ TORCH_FREE = (
     "data",
     "data.meta",
     "data.order",
+    "data.row_sizes",
     "data.ledger",
     "data.leases",
     "rewards",

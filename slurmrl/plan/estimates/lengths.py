@@ -10,9 +10,12 @@ from slurmrl.config.schema import Config, Dataset, evaluation_key
 from slurmrl.config.source import KeyPath
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
+from slurmrl.registry import resolve
 
 KEPT_BY_SERVERS: Final = 8
 """Tokens of a model's context that a server may keep for itself: 5 of SGLang's."""
+LONGEST_ROW: Final = "slurmrl.data.row_sizes:longest_row"
+"""Its layer is above the plan's, so it is resolved by name."""
 TRAINING: Final = ("dataset",)
 """The key of the training dataset."""
 
@@ -43,6 +46,18 @@ def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -
     if shape is None or shape.positions is None:
         return None
     return Lengths(sequences, max(shape.positions, new), new, assumed=True, group=group)
+
+
+def as_long_as_rows(config: Config, algorithm: Algorithm) -> Config:
+    """Return the configuration with the longest row of the training data as the limit of lengths,
+    if it allows longer ones: no micro-batch holds more than the data can fill."""
+    dataset = config.dataset
+    rows = resolve(LONGEST_ROW)(dataset)
+    allowed = lengths_of(config, algorithm, shape_of(config.actor))
+    if rows is None or allowed is None or rows + allowed.new_tokens >= allowed.longest:
+        return config
+    key = "max_prompt_tokens" if dataset.kind == "prompt" else "max_tokens"
+    return config.model_copy(update={"dataset": dataset.model_copy(update={key: rows})})
 
 
 def bounded_parts(config: Config) -> Iterator[tuple[KeyPath, Dataset, int]]:

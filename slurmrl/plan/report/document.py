@@ -148,7 +148,9 @@ def _fullest(report: Mapping[str, Any]) -> str:
     if memory["without_adapters_bytes"]:
         fullest += f" (with all weights trained {binary_size(memory['without_adapters_bytes'])})"
     if not report["gpus"]:
-        return fullest
+        longest = memory["longest_row"]
+        why = f", with the rows of the data: at most {longest} tokens in a sequence"
+        return fullest + (why if longest else "")
     fullest += f" and a margin of {binary_size(memory['margin_bytes'])}"
     if memory["gpu_bytes"]:
         fullest += f", of {binary_size(memory['gpu_bytes'])}"

@@ -18,7 +18,7 @@ from slurmrl.plan.checks.fit import Fit, padded_vocabulary
 from slurmrl.plan.estimates import costs, hardware, servers
 from slurmrl.plan.estimates.gpus import fullest_gpu, trainers_gpus
 from slurmrl.plan.estimates.host import server_experts_bytes, worker_bytes
-from slurmrl.plan.estimates.lengths import lengths_of
+from slurmrl.plan.estimates.lengths import as_long_as_rows, lengths_of
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.estimates.parameters import parameters, trained_shard
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
@@ -33,7 +33,8 @@ from slurmrl.worlds import TRAINERS
 
 def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """The report of a plan; ``warnings`` are added to its own."""
-    memories = costs.memories(settings)
+    sized = _sized(settings, plan)
+    memories = costs.memories(sized)
     placed = placements(
         settings.config, [use.role for use in uses_of(settings.config, settings.algorithm)]
     )
@@ -53,11 +54,14 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
             name: _model(settings, plan, model, memories.get(name))
             for name, model in plan.models.items()
         },
-        "calls": _calls(settings, plan, placed, memories),
+        "calls": _calls(settings, plan, placed),
         "episode": _episode(settings),
         "process_groups": [asdict(group) for group in groups],
         "process_group_counts": dict(Counter(use for group in groups for use in group.uses)),
-        "memory": _fullest(settings, placed.get(ROLLOUTS)),
+        "memory": {
+            **_fullest(sized, placed.get(ROLLOUTS)),
+            "longest_row": None if sized.config is settings.config else _longest(sized),
+        },
         "warnings": [*_warnings(plan), *warnings],
         "notes": list(settings.notes),
         "missing": [str(problem) for problem in settings.missing],
@@ -66,20 +70,34 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
 
 def figures(settings: Settings, plan: Plan) -> dict[str, Any]:
     """The estimates of a plan alone: of the fullest GPU, and of the calls by name."""
-    memories = costs.memories(settings)
+    sized = _sized(settings, plan)
     placed = placements(
         settings.config, [use.role for use in uses_of(settings.config, settings.algorithm)]
     )
-    calls = _calls(settings, plan, placed, memories)
+    calls = _calls(settings, plan, placed)
     lengths = lengths_of(settings.config, settings.algorithm, shape_of(settings.config.actor))
     return {
         "gpus": sum(group.workers * group.gpus_per_worker for group in plan.groups),
-        "memory": _fullest(settings, placed.get(ROLLOUTS)),
+        "memory": _fullest(sized, placed.get(ROLLOUTS)),
         "tokens": None if lengths is None else lengths.sequences * lengths.longest,
         "calls": {
             call["name"]: {name: call[name] for name in ("flops", "seconds")} for call in calls
         },
     }
+
+
+def _sized(settings: Settings, plan: Plan) -> Settings:
+    """The same with sequences no longer than the rows of the data make them. A plan with GPUs
+    counts what the configuration allows, as the check that refuses what does not fit."""
+    if _uses_gpus(plan):
+        return settings
+    return replace(settings, config=as_long_as_rows(settings.config, settings.algorithm))
+
+
+def _longest(settings: Settings) -> int | None:
+    """Tokens of the longest sequence."""
+    lengths = lengths_of(settings.config, settings.algorithm, shape_of(settings.config.actor))
+    return None if lengths is None else lengths.longest
 
 
 def _group(plan: Plan, group: GroupPlan) -> dict[str, Any]:
@@ -164,12 +182,7 @@ def _uses_gpus(plan: Plan) -> bool:
     return any(group.gpus_per_worker for group in plan.groups)
 
 
-def _calls(
-    settings: Settings,
-    plan: Plan,
-    placed: dict[str, Placement],
-    memories: dict[str, Memory],
-) -> list[dict[str, Any]]:
+def _calls(settings: Settings, plan: Plan, placed: dict[str, Placement]) -> list[dict[str, Any]]:
     """The calls of a step, with FLOPs of all ranks together and seconds where the GPU is known."""
     config = settings.config
     by_name: dict[str, Call] = {call.name: call for call in settings.algorithm.calls(config)}
