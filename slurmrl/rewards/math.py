@@ -13,7 +13,7 @@ from slurmrl.errors import UnusableRowError, UsageError
 from slurmrl.rewards.base import RewardFunction
 from slurmrl.rewards.judge import JudgeProgram, Verdict
 from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
-from slurmrl.rewards.math_answer import marked_answer
+from slurmrl.rewards.math_answer import BOX, marked_answer
 
 logger = log.get(__name__)
 
@@ -28,6 +28,8 @@ PROGRAM = JudgeProgram(
 )
 PLAIN_NUMBER = re.compile(r"-?\$?\d+(,\d{3})*(\.\d+)?%?")
 """A plain number, which is a valid reference. No judge needs to check it."""
+BRACKETS = re.compile(r"(?<!\\)\[((?:[^\[\]]|\[[^\[\]]*\])+)\]")
+"""Square brackets, which may hold a pair of others, as in ``[\\sqrt[3]{8}]``; no ``\\[…\\]``."""
 
 
 class MathReward(RewardFunction):
@@ -43,6 +45,8 @@ class MathReward(RewardFunction):
     :param tail_characters: length of the end of a longer text that is searched.
     :param literal: whether a reference that is a plain number must be stated as a number in a box
         or after the marker too: there ``21 + 33`` is no answer for 54 then.
+    :param brackets: whether a completion without a box and marker has its final answer in its last
+        square brackets (Geometry3K's ``[72]``), if it has some.
     """
 
     needs_answers: ClassVar[bool] = True
@@ -56,6 +60,7 @@ class MathReward(RewardFunction):
         marker: str = "####",
         tail_characters: int = 2000,
         literal: bool = False,
+        brackets: bool = False,
     ) -> None:
         if tail_characters < 1:
             raise UsageError(f"tail_characters {tail_characters} must be positive")
@@ -64,6 +69,7 @@ class MathReward(RewardFunction):
         self._marker = marker
         self._tail = tail_characters
         self._literal = literal
+        self._brackets = brackets
         if not batch_timeout_s > 0:
             raise UsageError(f"batch_timeout_s {batch_timeout_s} must be positive")
         self._batch_timeout_s = batch_timeout_s
@@ -128,6 +134,9 @@ class MathReward(RewardFunction):
         self, completion: str, row: Mapping[str, Any], finished: bool
     ) -> dict[str, str | bool]:
         answer, marked = self._answer(completion)
+        if self._brackets and not marked and not BOX.search(answer):
+            found = BRACKETS.findall(answer)
+            answer, marked = (found[-1].strip(), True) if found else (answer, False)
         return {
             "reference": self._answer(row["answer"])[0],
             "completion": answer,

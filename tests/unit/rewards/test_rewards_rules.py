@@ -106,6 +106,27 @@ def test_math_agrees_with_verdicts_by_hand(judged: MathReward) -> None:
     assert wrong == []
 
 
+BRACKETED = (
+    Pair("brackets", 1, "90", "First I tried [60], but it is [ 90 ]."),
+    Pair("brackets", 0, "60", "First I tried [60], but it is [90]."),
+    Pair("brackets", 1, "90", "The answer is 90 degrees."),
+    Pair("brackets", 1, "0.5", "The ratio is [1/2]."),
+    Pair("brackets", 1, "5", r"[$\sqrt{3^2 + 4^2}$]"),
+    Pair("brackets", 1, "2", r"The side is [$\sqrt[3]{8}$]."),
+    Pair("brackets", 1, "5", r"\[ 2x = 10 \] So x = [5 cm]"),
+    Pair("brackets", 1, "7", "It is in (2, 9], so [7]."),
+    Pair("brackets", 1, "7", r"As [1] says, \boxed{7}."),
+    Pair("brackets", 1, "7", "As [1] says,\n#### 7"),
+    Pair("brackets", 0, "7", "7, see [8]"),
+)
+
+
+def test_math_takes_answer_from_last_brackets_with_the_option() -> None:
+    with closing(MathReward(timeout_s=60.0, processes=1, brackets=True)) as reward:
+        assert wrong_verdicts(reward, BRACKETED, finished=True) == []
+        assert wrong_verdicts(reward, BRACKETED[:2], finished=False) == []
+
+
 @pytest.mark.parametrize("blank", [" ", "\n", " \n"])
 def test_answer_found_in_flood_of_white_space(judged: MathReward, blank: str) -> None:
     flood = blank * 3000
