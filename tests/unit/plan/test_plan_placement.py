@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from slurmrl.allocation.gpus import parse_gpus
 from slurmrl.errors import ConfigError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks import inventory
@@ -186,6 +187,30 @@ def test_a_tensor_group_that_lies_on_two_hosts_is_reported(plan_ppo: Load) -> No
         plan_ppo, *text, "ref.backend=fsdp:d2", "ref.gpus=6-7", "cluster.workers_per_host=4"
     )
     assert split_over_hosts(halves) == ["critic"]
+
+
+@pytest.mark.parametrize(
+    ("placement", "hosts"),
+    [
+        ({"actor": "0-7", "rollout": "8-11"}, {"actor": {0, 1}, "rollout": {2}}),
+        ({"actor": "0-7", "rollout": "0-3"}, {"actor": {0, 1}, "rollout": {0}}),
+        ({"actor": "4-7", "rollout": "0-3,8-11"}, {"actor": {1}, "rollout": {0, 2}}),
+        ({"actor": "0-11", "rollout": "0,4,8"}, {"actor": {0, 1, 2}, "rollout": {0, 1, 2}}),
+    ],
+)
+def test_roles_are_on_hosts_of_their_gpus(
+    plan_ppo: Load, placement: dict[str, str], hosts: dict[str, set[int]]
+) -> None:
+    """GPUs are numbered across hosts, of four GPUs here."""
+    backends = {"actor": "fsdp", "rollout": "native"}
+    given = [f"{role}.gpus={gpus}" for role, gpus in placement.items()]
+    given += [
+        f"{role}.backend={engine}:d{len(parse_gpus(placement[role]))}"
+        for role, engine in backends.items()
+    ]
+    found = plan(plan_ppo, *given, "cluster.workers_per_host=4", "algorithm.batch_size=48")
+    on = {role: {row.host for row in rows(found, found.models[role])} for role in hosts}
+    assert on == hosts
 
 
 def test_every_rank_of_a_table_is_where_the_topology_says(plan_ppo: Load) -> None:
