@@ -70,21 +70,17 @@ Definitions = Mapping[str, Definition]
 def runnable(code: str, entry_point: Any) -> tuple[str, str]:
     """Return test code, and code after it that calls the tests that it defines and does not call.
 
-    :param entry_point: name of the function that HumanEval's ``check`` gets; None if the row has
-        none.
+    :param entry_point: name of the function that HumanEval's ``check`` gets, and that other code
+        calls ``candidate``; None if the row has none.
     :raises UsageError: the code is not Python, a test cannot be called, or nothing of the program
         is tested.
     """
-    code = _without_pytest_main(code)
+    code = _with_candidate(_without_pytest_main(code), entry_point)
     tree = _parsed(code)
     defined = {node.name: node for node in tree.body if isinstance(node, Definition)}
     run = _reached((node for node in tree.body if not _only_defines(node)), defined)
     if "check" in defined and defined["check"] not in run:
-        if not isinstance(entry_point, str) or not ENTRY_POINT.fullmatch(entry_point):
-            raise UsageError(
-                "they define check(…), so the row needs the name of a function: entry_point"
-            )
-        call = f"assert check({entry_point}) is not False"
+        call = f"assert check({_function(entry_point, 'define check(…)')}) is not False"
         code += f"\n{call}\n"
         run = _reached(_parsed(call).body, defined, run)
     tests = [node for node in defined.values() if node not in run and _is_test(node, defined)]
@@ -112,6 +108,26 @@ def _without_pytest_main(code: str) -> str:
         if not isinstance(node, Definition) and "pytest.main(" in "\n".join(text):
             lines[place] = [""] * len(text)
     return "\n".join(lines)
+
+
+def _with_candidate(code: str, entry_point: Any) -> str:
+    """Give the entry point the name ``candidate`` if code uses that name and does not define it."""
+    if entry_point is None or "candidate" not in code:
+        return code
+    tree = _parsed(code)
+    if "candidate" not in _names(code, set())[1]:
+        return code
+    future = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    ends = [node.end_lineno or 0 for node in future if node.module == "__future__"]
+    lines = code.split("\n")
+    lines.insert(max(ends, default=0), f"candidate = {_function(entry_point, 'use candidate')}")
+    return "\n".join(lines)
+
+
+def _function(entry_point: Any, why: str) -> str:
+    if not isinstance(entry_point, str) or not ENTRY_POINT.fullmatch(entry_point):
+        raise UsageError(f"they {why}, so the row needs the name of a function: entry_point")
+    return entry_point
 
 
 def _parsed(code: str) -> ast.Module:

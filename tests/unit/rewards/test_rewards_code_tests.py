@@ -101,6 +101,34 @@ def test_check_gets_a_method(reward: CodeReward, test: str) -> None:
     assert reward(["p"] * 3, [*programs, PASS], [row] * 3) == [1.0, 0.0, 0.0]
 
 
+CALL = TEST.replace("add", "candidate")
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        CALL,
+        [CALL, "assert candidate(2, 2) == 4"],
+        f"def test_a():\n  {CALL}",
+        f"from __future__ import annotations\n{CALL}",
+        f"import unittest\nclass A(unittest.TestCase):\n  def test_a(self): {CALL}",
+        f"candidate = add\n{CALL}",
+    ],
+)
+def test_candidate_is_the_entry_point_in_other_tests(reward: CodeReward, tests: Any) -> None:
+    """A program may have a helper of that name."""
+    row = {"tests": tests, "entry_point": "add"}
+    programs = [f"def candidate(): pass\n{RIGHT}", RIGHT, WRONG, f"{PASS}\ncandidate = sum"]
+    assert reward.check_rows([row]) == [""]
+    assert reward(["p"] * 4, programs, [row] * 4) == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("entry_point", ["", "add two", 3])
+def test_row_is_refused_where_the_entry_point_is_no_name(entry_point: Any) -> None:
+    [problem] = CodeReward().check_rows([{"tests": CALL, "entry_point": entry_point}])
+    assert "they use candidate, so the row needs the name of a function: entry_point" in problem
+
+
 def test_function_of_python_must_be_the_programs(reward: CodeReward) -> None:
     """Python's own functions pass tests of a function with the same name."""
     row = {"tests": ["assert pow(2, 3) == 8"]}
