@@ -138,7 +138,8 @@ class Remarks:
                 "the chat template writes no tools: use another one (dataset.chat_template: FILE), "
                 "or describe the tools in a system prompt"
             )
-        if reasons := [reason for name in missing if (reason := without_schema(name))]:
+        reasons = [reason for name in missing if (reason := without_schema(name))]
+        if reasons and self._config.tools != ():  # `[]` asks for no schemas
             return (
                 f"no JSON schema can be made ({'; '.join(reasons)}): add what is missing, "
                 "or describe the tools in dataset.tools"

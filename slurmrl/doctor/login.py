@@ -19,7 +19,8 @@ from slurmrl.scheduler import AUTO
 from slurmrl.submission import own_code
 from slurmrl.submission.checks.finding import Finding, Weight
 from slurmrl.submission.checks.run import Code, check
-from slurmrl.submission.proposal import Proposal, run_paths
+from slurmrl.submission.described_tools import described
+from slurmrl.submission.proposal import Proposal, begun, run_paths
 from slurmrl.submission.record import ProvenanceWriter
 
 ROOT_ADVICE = "choose a folder of yours on a directory that all hosts share: --root or SLURMRL_ROOT"
@@ -59,10 +60,12 @@ def trial(
     settings: Settings, plan: Plan, timeout_s: float, scheduler: str = "local"
 ) -> list[Check]:
     """What ``submit`` looks at before it queues the trial of a configuration."""
-    code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
-    recorder = ProvenanceWriter(settings.config, settings.source.path, code, scheduler)
+    found = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
+    code = Code(paths=found.paths)
+    settings = described(settings, code, begun(settings))
+    recorder = ProvenanceWriter(settings.config, settings.source.path, found, scheduler)
     said = Proposal(settings, plan, run_paths(settings), scheduler, recorder).ask_slurm()
-    findings = check(settings, plan, Code(paths=code.paths), timeout_s=timeout_s, more=said)
+    findings = check(settings, plan, code, timeout_s=timeout_s, more=said)
     checks = [_check_of(finding) for finding in findings]
     fine = ok("trial", "data, weights, tokenizer, reward and disk space are ready for the run")
     return checks if any(one.state != State.OK for one in checks) else [*checks, fine]

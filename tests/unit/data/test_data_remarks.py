@@ -122,6 +122,7 @@ def test_tools_told_that_no_prompt_names(
             "no docstring",
             "can be made (no docstring)",
         ),
+        (WITH_TOOLS, {"chat_template": True, "tools": []}, "no docstring", "the rows' tools or a"),
         (ENDED, {"chat_template": True}, "no docstring", "the chat template writes no tools"),
     ],
 )

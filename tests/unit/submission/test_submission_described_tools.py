@@ -11,12 +11,15 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.config.schema import Config
+from slurmrl.doctor import login
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.writer import begin
 from slurmrl.paths import RunPaths
+from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.submission import described_tools, tools_child
+from slurmrl.submission.checks.finding import Finding
 from slurmrl.submission.checks.run import Code
 from slurmrl.submission.described_tools import described
 from slurmrl.submission.proposal import propose, propose_resume
@@ -150,6 +153,20 @@ def test_trial_with_a_commit_keeps_prompts_without_schemas(
     for proposal in (again, resumed):
         assert names(proposal.settings.config) == {"dataset": None}
         assert "tools" not in proposal.settings.config.dataset.rules(), "the recipe is the same"
+
+
+@pytest.mark.usefixtures("quick")
+def test_doctor_checks_a_trial_with_schemas(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+
+    def check(settings: Settings, *rest: Any, **more: Any) -> list[Finding]:
+        checked.append(names(settings.config))
+        return []
+
+    monkeypatch.setattr(login, "check", check)
+    settings = load_settings(config, root=config.parent / "runs", planning=True)
+    login.trial(settings, make_plan(settings, scheduler="local"), 1.0)
+    assert checked == [{"dataset": ["calculator"]}]
 
 
 def _submitted(config: Path, root: str, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
