@@ -54,6 +54,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._options = config.chat_template_options
         self._system = config.system_prompt
+        self._tools = list(config.tools or ()) or None
         self._file = template_file(config)
         if not tokenizer.is_fast and config.kind != "prompt":
             message = f"the tokenizer {tokenizer.name_or_path} has no tokenizer.json, without which"
@@ -93,14 +94,14 @@ class ChatTemplate:
 
     def uses(self, name: str) -> bool:
         """Whether the template has a variable or a function of this name."""
-        return name in self._template(None)
+        return name in self._template(self._tools)
 
     @cached_property
     def turn_end(self) -> EndOfTurn:
         """How the template ends a turn whose content is a text."""
         with suppress(ChatTemplateError):
             said = {"role": ASSISTANT, "content": TURN_TEXT}
-            alone = self._render(with_system([ASKED, said], self._system), None)
+            alone = self._render(with_system([ASKED, said], self._system), self._tools)
             following = [self.around_messages(["user"])[0]]
             with suppress(ChatTemplateError):  # a template without tools
                 following.append(self.around_messages(["tool"])[0])
@@ -122,7 +123,7 @@ class ChatTemplate:
             {"role": ASSISTANT, "content": TURN_TEXT},
             *({"role": role, "content": text} for role, text in zip(roles, texts, strict=True)),
         ]
-        rest = self._render(with_system(messages, self._system), None, generate=True)
+        rest = self._render(with_system(messages, self._system), self._tools, generate=True)
         pieces = []
         for text in (TURN_TEXT, *texts):
             piece, found, rest = rest.partition(text)

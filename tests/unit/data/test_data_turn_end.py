@@ -120,6 +120,24 @@ def test_end_of_a_turn_is_the_token_that_follows_its_content(
     assert ChatTemplate(config, tokenizer).turn_end == (tuple(tokens), by_next)
 
 
+@pytest.mark.parametrize(
+    ("tools", "end", "between"),
+    [
+        ((), "<|im_end|>", "<|im_end|>\n<|im_start|>assistant\n"),
+        (({"name": "add"},), "<|end|>", "<|end|>\n<|assistant|>\n"),
+    ],
+)
+def test_end_of_turn_is_of_the_template_for_tools_where_the_dataset_has_some(
+    tokenizer: Any, tools: Any, end: str, between: str
+) -> None:
+    """A tokenizer may have a template of its own for tools."""
+    tokenizer.chat_template = {"default": CHATML, "tool_use": "{{ tools[0].name }}" + CLOSED}
+    config = Dataset(type="prompt", path="rows.jsonl", chat_template=True, tools=tools)
+    chat = ChatTemplate(config, tokenizer)
+    assert chat.turn_end.tokens == (end,)
+    assert chat.around_messages(["tool"])[-1] == between
+
+
 def test_next_role_s_token_is_trained_if_it_ends_the_turn(tokenizer: Any) -> None:
     """A conversation ends with the token that generation stops at."""
     text = marked(tokenizer, NEXT_ROLE, USER, CALL, TOOL, SAID, USER, SAID)
