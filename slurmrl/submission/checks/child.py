@@ -47,6 +47,7 @@ from slurmrl.rollouts.dialogue import Dialogue
 from slurmrl.rollouts.tools.schemas import ToolSchemas
 from slurmrl.rollouts.tools.toolbox import make_tools
 from slurmrl.submission.checks.algorithm_code import wrong_code
+from slurmrl.submission.checks.changed_data import changed_data
 from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
 from slurmrl.workers import process
 
@@ -81,6 +82,7 @@ class CheckProcess:
             "algorithm": ("importing the algorithm", self._algorithm),
             "weights": ("reading the headers of the weights", self._weights),
             "data": ("reading the data", self._data),
+            "changes": ("comparing the data with those of the last commit", self._changed),
             "reward": ("importing and making the reward", self._reward),
             "episode": ("importing and making the episode", self._episode),
             "tokenizer": ("reading the tokenizer", self._tokenizer),
@@ -183,6 +185,9 @@ class CheckProcess:
                     "were checked; the run checks the others when it starts"
                 )
                 yield Finding("data", Weight.WARNING, message, f"{key}.path")
+
+    def _changed(self) -> Iterator[Finding]:
+        yield from changed_data(self.config)
 
     def _reward(self) -> Iterator[Finding]:
         for where, reward in self.config.rewards().items():

@@ -14,6 +14,7 @@ from slurmrl.config.schema import WHOLE, Config
 from slurmrl.data.arrangement import order_of
 from slurmrl.data.ledger import Ledger, LedgerRecord
 from slurmrl.data.order import ItemOrder
+from slurmrl.data.prepared import read_manifest
 from slurmrl.errors import CheckpointError, CorruptFileError
 from slurmrl.fsio import objects
 from slurmrl.fsio.failures import corrupt
@@ -69,7 +70,9 @@ _TIMES = table({"step": COUNT, "epoch": COUNT}, ("step", "epoch"))
 STATE: Fields = {
     "step": COUNT,
     "ledger": FieldType("a ledger in which no item occurs twice", _is_ledger),
-    "dataset": table({"size": SIZE, "fingerprint": TEXT}, ("size", "fingerprint")),
+    "dataset": table(
+        {"size": SIZE, "fingerprint": TEXT, "sources": each(TEXT)}, ("size", "fingerprint")
+    ),
     "metrics": each(FieldType("any value", lambda value: True)),
     "controller": each(NUMBER),
     "commits": _TIMES,
@@ -202,17 +205,35 @@ class Progress:
             CheckpointError: it differs from the dataset that the last commit's ledger is about.
             CorruptFileError, EnvironmentFailure: the order cannot be made from the prepared rows.
         """
-        dataset = {"size": size, "fingerprint": fingerprint}
-        if self.dataset is not None and self.dataset != dataset:
+        dataset = {"size": size, "fingerprint": fingerprint, "sources": self._sources(directories)}
+        before = self.dataset
+        if before is not None and (before["size"], before["fingerprint"]) != (size, fingerprint):
             raise CheckpointError(
-                f"the dataset {self.config.dataset.title} has changed since the last commit: "
-                f"{self.dataset['size']} items then, {size} now; the data order cannot be kept"
+                f"the dataset {self._changed(before, dataset)} has changed since the last commit "
+                f"({before['size']} items then, {size} now), so the order of its items cannot be "
+                "kept: put the old content back and resume, or submit a new trial"
             )
         self.dataset = dataset
         self.held_out = held_out
         self._order = order_of(
             self.config.dataset, self.config.seed, self.batch_size, size, directories
         )
+
+    def _sources(self, directories: Sequence[Path]) -> dict[str, str]:
+        """Return the fingerprint of each source's files, by the source's name."""
+        manifests = (read_manifest(directory) for directory in directories)
+        named = zip(self.config.dataset.parts, manifests, strict=False)
+        return {name: manifest.source for name, manifest in named if manifest is not None}
+
+    def _changed(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+        """Return the files that differ, or all files if the commit does not know its sources."""
+        then = before.get("sources") or {}
+        paths = [
+            part.path
+            for name, part in self.config.dataset.parts.items()
+            if name in then and then[name] != now["sources"].get(name)
+        ]
+        return ", ".join(paths) or self.config.dataset.title
 
     @property
     def order(self) -> ItemOrder:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slurmrl.checkpoint.manifest import read_state, write_manifest
+from slurmrl.config.schema.data import DataSource
 from slurmrl.data.ledger import LedgerRecord
 from slurmrl.data.order import DataOrder
 from slurmrl.errors import CheckpointError, CorruptFileError, DamagedCheckpointError
@@ -196,8 +197,24 @@ def test_changed_dataset_is_refused(make_settings: Any, size: int, fingerprint: 
     progress = start(make_settings())
     step(progress)
     again = Progress(make_settings(), committed(progress))
-    with pytest.raises(CheckpointError, match=f"{SIZE} items then, {size} now"):
+    with pytest.raises(CheckpointError, match=rf"\({SIZE} items then, {size} now\)"):
         again.use_dataset(size, fingerprint, {"": 7})
+
+
+def test_changed_file_named_where_the_commit_knows_its_sources(
+    make_settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress = start(make_settings())
+    step(progress)
+    state = committed(progress)
+    state["dataset"]["sources"] = {"one": "a", "two": "b"}
+    again = Progress(make_settings(), state)
+    sources = {name: DataSource(path=f"{name}.jsonl") for name in ("one", "two")}
+    dataset = again.config.dataset.model_copy(update={"path": "", "sources": sources})
+    again.config = again.config.model_copy(update={"dataset": dataset})
+    monkeypatch.setattr(again, "_sources", lambda directories: {"one": "a", "two": "c"})
+    with pytest.raises(CheckpointError, match=r"the dataset two\.jsonl has changed since the last"):
+        again.use_dataset(SIZE, "f2", {"": 7})
 
 
 def test_order_needs_the_dataset(make_settings: Any) -> None:

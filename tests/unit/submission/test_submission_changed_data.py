@@ -1,0 +1,102 @@
+"""Data that have changed since the last commit of a trial."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.checkpoint.manifest import write_manifest
+from slurmrl.data.sources.base import fingerprint_of, state_of
+from slurmrl.history.record import Kind
+from slurmrl.plan.settings import load_settings
+from slurmrl.submission.checks.changed_data import changed_data
+from slurmrl.submission.checks.finding import Finding, Weight
+from tests.fake_runs import FakeRun, write_config
+
+ROW = '{"id": "1", "prompt": "a", "answer": "b"}\n'
+OTHER = '{"id": "1", "prompt": "a", "answer": "c"}\n'
+"""As many bytes, and as many rows."""
+
+
+class Site:
+    """A trial of two sources, one of which may change."""
+
+    def __init__(self, folder: Path) -> None:
+        config = write_config(folder)
+        self.files = {"one": folder / "data.jsonl", "two": folder / "two.jsonl"}
+        self.files["two"].write_text(ROW)
+        sources = {name: {"path": str(path)} for name, path in self.files.items()}
+        given = ("dataset.path=", f"dataset.sources={json.dumps(sources)}")
+        settings = load_settings(config, given, root=folder / "runs")
+        self.config = settings.config
+        self.run = FakeRun(folder / "runs")
+        self.run.paths.config.write_text("")
+        self.run.submission()
+        self.run.begin()
+
+    def commit(self, **state: Any) -> None:
+        directory = self.run.paths.checkpoint(3, 1)
+        directory.mkdir()
+        write_manifest(directory, step=3, files=[], state=state)
+        self.run.commit(3)
+
+    def sources(self) -> dict[str, str]:
+        return {
+            name: fingerprint_of([path], lambda share: None) for name, path in self.files.items()
+        }
+
+    def findings(self) -> list[Finding]:
+        return list(changed_data(self.config))
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def test_changed_file_named_after_a_commit(site: Site) -> None:
+    site.commit(dataset={"size": 2, "fingerprint": "f", "sources": site.sources()})
+    assert site.findings() == []
+    site.files["two"].write_text(OTHER)
+    (found,) = site.findings()
+    assert (found.weight, found.key) == (Weight.FAILED, "dataset.sources.two.path")
+    assert found.message.startswith(f"{site.files['two']} has changed since step 3 of the trial")
+
+
+def test_changed_file_accepted_before_the_first_commit(site: Site) -> None:
+    site.files["two"].write_text(OTHER)
+    assert site.findings() == []
+
+
+@pytest.mark.parametrize("state", [{}, {"dataset": None}, {"dataset": {"size": 2}}])
+def test_commit_of_an_older_version_says_nothing_of_files(site: Site, state: Any) -> None:
+    site.commit(**state)
+    site.files["two"].write_text(OTHER)
+    assert site.findings() == []
+
+
+def test_changed_file_is_a_warning_for_a_finished_trial(site: Site) -> None:
+    site.commit(dataset={"size": 2, "fingerprint": "f", "sources": site.sources()})
+    site.run.append(Kind.FINISHED, step=6, reason="total_steps")
+    site.files["one"].write_text(OTHER)
+    assert [found.weight for found in site.findings()] == [Weight.WARNING]
+    longer = site.config.model_copy(update={"total_steps": 9})
+    assert [found.weight for found in changed_data(longer)] == [Weight.FAILED]
+
+
+def test_file_is_not_read_again_if_prepared_rows_have_its_state(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.commit(dataset={"size": 2, "fingerprint": "f", "sources": site.sources()})
+    monkeypatch.setattr("slurmrl.data.sources.base.SETTLED_NS", 0)
+    for number, (name, path) in enumerate(site.files.items()):
+        directory = site.run.paths.data / f"recipe.{number}"
+        directory.mkdir(parents=True)
+        values = {"version": 4, "recipe": "r", "source": site.sources()[name]}
+        values |= {"source_state": state_of([path]), "rows": 1, "left_out": 0, "token_bytes": 2}
+        (directory / "manifest.json").write_text(json.dumps({**values, "row_bytes": 1}))
+    monkeypatch.setattr("slurmrl.submission.checks.changed_data.fingerprint_of", None)
+    assert site.findings() == []
