@@ -24,12 +24,16 @@ SAME_ANSWER = re.compile(
     r"|\\(?:text|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}|[A-Za-z](?:_\{?\w+\}?)?\s*=)*"
 )
 """Text between two boxes of one answer: separators, names as in ``x_2 =``, words and "and"."""
+BRACKETED = re.compile(r"(?<!\\)\[\s*(\$[^$]+\$)\s*\][\s.*]*\Z")
+"""A formula in brackets at the end, the answers of Geometry3K."""
 FINAL = re.compile(r"final answer\b[^\n]{0,100}?\bis:?\s*\**[$\\\d-]", re.IGNORECASE)
 """math-verify prefers the answer after this to a box."""
 NUMBERED = re.compile(r"[\s*_]*\d+(?:\.\d+)*[.):]\s")
 """The begin of a numbered heading."""
 VALUE = re.compile(r"[\s*_$=-]*(?:\\|[€£¥₹]|US\$)?\.?(?:\d|(?<=\\))")
 """The begin of a number or a formula."""
+STEP = re.compile(r"[\s*_]*(?:step|part|case)\s*\d", re.IGNORECASE)
+"""The begin of a heading above a part of the work."""
 TITLE = re.compile(r"\b(?:answer|solution|result|conclusion)\W*\Z", re.IGNORECASE)
 """The end of a heading above the answer."""
 QUOTED = r"\\(?:text\w*|mbox|math(?:rm|bf|it|sf)|operatorname|begin|end)\s*\{[^{}]*\}"
@@ -80,7 +84,8 @@ def marked_answer(text: str, marker: str) -> str | None:
         return lines[-1]
     if BOX.search(before) or TITLE.search(lines[-1]):
         return None
-    return next((line for line in reversed(lines) if not is_heading(line)), lines[-1])
+    last = None if STEP.match(lines[-1]) else lines[-1]
+    return next((line for line in reversed(lines) if not is_heading(line)), last)
 
 
 def is_heading(line: str) -> bool:
@@ -122,13 +127,18 @@ def _braced(text: str, begin: int) -> tuple[str, int]:
 def stated(text: str) -> str:
     """A text with its calculations removed: of a formula only the number after the last ``=`` is
     left, and numbers with operators between them are dropped."""
-    text = FORMULA.sub(lambda match: _last_number("".join(filter(None, match.groups()))), text)
+    text = FORMULA.sub(lambda match: _last_number(formula_of(match)), text)
     text = FORMULA.sub(lambda match: _last_number(match[0].strip("$")), mark_formulas(text))
     text = APPROXIMATELY.sub(" = ", text.replace(r"\$", "$").replace("-$", "$-"))
     text = MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{m[3]}", text)
     text = WRITTEN.sub(lambda match: f"{number(match[0], plain=True)} ", text)
     text = CALCULATION.sub(lambda match: f" {number(match[0].strip('()[]'), plain=True)} ", text)
     return re.sub(r"\s+(?=[.,;:!?](?:\s|\Z))", "", OPENING.sub(" ", text))
+
+
+def formula_of(match: re.Match[str]) -> str:
+    """What stands inside an environment."""
+    return "".join(filter(None, match.groups()))
 
 
 def _last_number(formula: str) -> str:
@@ -144,7 +154,7 @@ def only_formula(text: str, *, plain: bool = False) -> str | None:
     None if there are several. ``plain``: it is compared with a plain number."""
     text = text.strip().removeprefix("=")
     if FORMULA.search(text):
-        return the_only(["".join(groups) for groups in FORMULA.findall(text)])
+        return the_only([formula_of(match) for match in FORMULA.finditer(text)])
     if value := number(text, plain=plain):
         return value.replace("%", r"\%")
     text = CURRENCIES.sub("", text).strip().strip("*").rstrip(".,;:").strip()
@@ -154,7 +164,7 @@ def only_formula(text: str, *, plain: bool = False) -> str | None:
     several_lines = "\n" in text and r"\begin" not in text
     if not several_lines and not is_prose(bare(text)):
         return NAMED.sub(r"\\\1", text) if len(text) <= LONGEST_FORMULA else None
-    formulas = ["".join(groups) for groups in FORMULA.findall(mark_formulas(text))]
+    formulas = [formula_of(match) for match in FORMULA.finditer(mark_formulas(text))]
     if formulas or NO_PROSE.search(NUMBER.sub("", text)):
         return the_only(formulas)
     return the_only([match.group() for match in NUMBER.finditer(text)])

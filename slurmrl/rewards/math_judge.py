@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import logging
 import re
+from dataclasses import replace
 from decimal import Decimal
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from slurmrl.rewards.function_judge import send
@@ -21,16 +22,18 @@ from slurmrl.rewards.judge_process import end_with_parent, take_pipes
 from slurmrl.rewards.math_answer import (
     APPROXIMATELY,
     BOX,
+    BRACKETED,
     FORMULA,
     LONGEST_FORMULA,
     NUMBER,
     boxed,
+    formula_of,
     mark_formulas,
     only_formula,
     stated,
     too_long,
 )
-from slurmrl.rewards.math_notation import RESIDUE, number, rewritten
+from slurmrl.rewards.math_notation import ALL_TEXT, RESIDUE, number, rewritten, without_units
 
 Reading = list[Any]
 """Expressions that math-verify has read, and the text from which it has read them."""
@@ -87,9 +90,11 @@ def correct(request: dict[str, Any], reference: Reading) -> bool:
     text, completion = request["reference"], request["completion"]
     box = boxed(completion)
     inside = box or (completion if request["marked"] else "")
-    if not inside and not request["finished"]:
-        return False
-    content = boxed(text) or text
+    if not inside:
+        if not request["finished"]:
+            return False
+        inside = "".join(BRACKETED.findall(completion))
+    content = boxed(text) or ALL_TEXT.sub(r"\1", text)
     plain = bool(number(only_formula(rewritten(content)) or "", plain=False))
     if plain and (request["literal"] or not inside):
         answers = [read_stated(inside or completion)]
@@ -108,7 +113,9 @@ def correct(request: dict[str, Any], reference: Reading) -> bool:
 
 
 def _same(one: str, other: str) -> bool:
-    return "".join(one.split()).strip("$") == "".join(other.split()).strip("$")
+    """Whether two formulas are one text, apart from dollars and white space around operators."""
+    one, other = (re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", text).strip("$") for text in (one, other))
+    return one == other
 
 
 @lru_cache(maxsize=64)  # the completions of a prompt have the same reference
@@ -118,8 +125,19 @@ def read(text: str, *, plain: bool = False) -> Reading:
 
     prepared = prepare(text, plain=plain)
     mode = "first_match" if BOX.search(prepared) else "any_match"  # nothing outside a box counts
-    reading: Reading = parse(prepared, extraction_mode=mode, parsing_timeout=None)
+    reading: Reading = parse(prepared, targets(), extraction_mode=mode, parsing_timeout=None)
     return reading
+
+
+@cache
+def targets() -> list[Any]:
+    """What math-verify reads: formulas and numbers. It does not remove units, among which it counts
+    most letters and pairs such as ``bc``."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig
+
+    formulas = LatexExtractionConfig()
+    normalization = replace(formulas.normalization_config, units=False)
+    return [replace(formulas, normalization_config=normalization), ExprExtractionConfig()]
 
 
 def read_stated(text: str) -> Reading:
@@ -139,9 +157,13 @@ def prepare(text: str, *, plain: bool = False) -> str:
     formula = only_formula(content or text, plain=plain) or content
     if value := number(formula, plain=False):
         return value  # math-verify reads LaTeX slowly
-    if FORMULA.search(text) and not content:
-        return text
-    return rf"\boxed{{{formula}}}" if formula else mark_formulas(text)
+    marked = FORMULA.search(text)
+    if formula and (content or not marked):
+        return rf"\boxed{{{formula}}}"
+    text = text if marked else mark_formulas(text)
+    for each in map(formula_of, FORMULA.finditer(text)):
+        text = text.replace(each, without_units(each, plain=plain))
+    return text
 
 
 def refusal(text: str, reference: Reading) -> str:

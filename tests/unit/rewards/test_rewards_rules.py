@@ -98,7 +98,7 @@ def test_math_agrees_with_verdicts_by_hand(judged: MathReward) -> None:
     truncated = [pair for pair in pairs if pair.kind.startswith("truncated:")]
     literal = [pair for pair in pairs if pair.kind.startswith("literal:")]
     others = [pair for pair in pairs if pair not in (*truncated, *literal)]
-    assert len(pairs) > 600
+    assert len(pairs) > 800
     wrong = wrong_verdicts(judged, truncated, finished=False)
     wrong += wrong_verdicts(judged, others, finished=True)
     with closing(MathReward(timeout_s=60.0, literal=True)) as strict:
