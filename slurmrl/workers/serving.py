@@ -9,13 +9,19 @@ from slurmrl.backoff import READ_S, retry
 from slurmrl.config.schema import Rollout
 from slurmrl.config.servers import Address, read_keys
 from slurmrl.engines.rollout.server import Patience, Running, Serving
+from slurmrl.monitor.events import EventWriter
 from slurmrl.paths import RunPaths
 from slurmrl.plan.estimates.lengths import least_context
 from slurmrl.plan.settings import Settings
 
 
 def own_server(
-    settings: Settings, log: Path, *, memory_bytes: int | None, sleeps: bool = False
+    settings: Settings,
+    log: Path,
+    events: EventWriter | None = None,
+    *,
+    memory_bytes: int | None,
+    sleeps: bool = False,
 ) -> Serving:
     """A server of the run's own; arguments as of `Serving`."""
     rollout, tokenizer = settings.config.rollout, settings.config.actor.tokenizer
@@ -27,6 +33,7 @@ def own_server(
         tokenizer=Path(tokenizer) if rollout.needs_text else None,
         patience=_patience(rollout),
         log=log,
+        events=events,
         context=least_context(settings.config, assumed=False),
         memory_bytes=memory_bytes,
         sleeps=sleeps,

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from slurmrl import log
+from slurmrl.engines.rollout.warden import LIST, remove_shared
 from slurmrl.fsio.failures import explain
 
 logger = log.get(__name__)
@@ -42,7 +43,7 @@ class HostFolder:
 
     def close(self) -> None:
         """Remove it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         os.close(self._descriptor)
 
 
@@ -97,6 +98,13 @@ def _remove_unlocked(parent: Path) -> None:
         except BlockingIOError:
             continue  # its process lives
         else:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
         finally:
             os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, and what its servers have left in shared memory."""
+    for listed in folder.rglob(LIST):
+        remove_shared(str(listed))
+    shutil.rmtree(folder, ignore_errors=True)

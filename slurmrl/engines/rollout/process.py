@@ -15,6 +15,7 @@ from pathlib import Path
 from slurmrl import log
 from slurmrl.engines.rollout.server_log import ServerLog, read_end
 from slurmrl.fsio.atomic import open_log
+from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.words import exit_words
 
 logger = log.get(__name__)
@@ -37,6 +38,8 @@ class ServerProgram:
     """Its output is appended to this file, which only the user can read."""
     more: Callable[[], Sequence[str]] = tuple
     """Further arguments, made at each start."""
+    events: EventWriter | None = None
+    """Where its end is told."""
 
 
 class ServerProcess:

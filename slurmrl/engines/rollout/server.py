@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from slurmrl import log
 from slurmrl.backoff import Backoff
@@ -15,9 +16,12 @@ from slurmrl.config.servers import Address, ServerKeys
 from slurmrl.engines.rollout.failed_starts import MOST_FAILED_STARTS, EndedStart, FailedStarts
 from slurmrl.engines.rollout.process import ServerProcess, ServerProgram
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
+from slurmrl.monitor.events import EventWriter
 
 logger = log.get(__name__)
 
+SERVER_ENDED: Final = "server_ended"
+"""The event of a server that has ended by itself or was ended because it hung."""
 RESTART_S = (0.5, 30.0)
 """First and longest pause before another start."""
 PROBE_S = 0.25
@@ -52,6 +56,8 @@ class Serving:
     """None where requests need no text."""
     patience: Patience
     log: Path
+    events: EventWriter | None = None
+    """Where ends of the server are told."""
     context: int = 0
     """Tokens that a prompt and its completion may have together; the server must take as many."""
     memory_bytes: int | None = None
@@ -206,12 +212,20 @@ class KeptServer:
                 lost = f"{self.name} cannot be used: {error}"
                 return await self._now(None, lost=UsageError(lost))
             failed.add(ending)
+            await self._tell(ending, again=not failed.enough)
             if failed.enough:
                 return await self._now(None, lost=self._given_up(failed, ending.reason))
             if failed.count == 1:
                 backoff.reset()
             logger.warning("%s is started again: %s", self.name, ending.reason)
             await asyncio.sleep(backoff.next_s())
+
+    async def _tell(self, ending: EndedStart, *, again: bool) -> None:
+        """Write the event; the directory may take its time."""
+        if self._program.events is not None:
+            data = {"server": self.name, "reason": ending.reason, "served_s": ending.served_s}
+            write = partial(self._program.events.write, SERVER_ENDED, **data, again=again)
+            await asyncio.to_thread(write)
 
     def _given_up(self, failed: FailedStarts, reason: str) -> SlurmrlError:
         if failed.hopeless:

@@ -91,6 +91,7 @@ class ServerKind(ABC):
             environment={**inherited, **own, **self.environment()},
             log=serving.log,
             more=partial(self._share_of_memory, serving.memory_bytes),
+            events=serving.events,
         )
         address = Address(f"unix:{folder / SOCKET}")
         return KeptEngine(

@@ -5,6 +5,10 @@ pipe that its owner holds open and never writes to. When the pipe ends, because 
 or died, or when the server ends, the warden kills every process that the server has started,
 daemons with sessions of their own included, and exits with the server's code (128 + n for signal
 n). If the warden itself is killed, the kernel kills the server.
+
+Killed processes of SGLang and of Python's multiprocessing leave files in /dev/shm. The warden
+removes those that processes of this server have mapped. It lists them in the server's folder of
+temporary files, for whoever removes that folder if the warden is killed first.
 """
 
 from __future__ import annotations
@@ -25,6 +29,12 @@ IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 OWNER = 0
 """Descriptor of the pipe."""
 POLL_S = 0.002
+LOOKS_S = (1.0, 60.0)
+"""First and longest pause between two looks for files in shared memory."""
+SHARED = "/dev/shm/"
+KINDS = ("sglang_loads_", "sem.mp-")
+"""How the names of files begin that a killed server leaves in shared memory."""
+LIST = "shared-memory"
 TRACKER_S = 1.0
 """How long a resource tracker may outlive all others."""
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -46,11 +56,20 @@ def main(command: list[str]) -> int:
     poller = select.poll()
     poller.register(OWNER, select.POLLIN)
     poller.register(pidfd, select.POLLIN)
-    poller.poll()
+    temporary = os.environ.get("TMPDIR")
+    listed = os.path.join(temporary, LIST) if temporary else os.devnull
+    remove_shared(listed)  # of a server whose warden was killed
+    held: set[str] = set()
+    pause_s, longest_s = LOOKS_S
+    while not poller.poll(1000 * pause_s):
+        held = note_shared(listed, held)
+        pause_s = min(2 * pause_s, longest_s)
     ended = server.poll() is not None
+    note_shared(listed, held)
     server.kill()
     code = server.wait()
     end_children()
+    remove_shared(listed)
     if not ended:
         return 0
     return code if code >= 0 else 128 - code
@@ -87,6 +106,51 @@ def child_pids() -> list[int]:
             return [int(pid) for pid in file.read().split()]
     except FileNotFoundError:
         return []
+
+
+def descendants(pid: str = "self") -> list[str]:
+    """All processes below one, whose children are listed by thread."""
+    found: list[str] = []
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                found += file.read().split()
+    return found + [each for child in found for each in descendants(child)]
+
+
+def note_shared(listed: str, known: set[str]) -> set[str]:
+    """Return the ``known`` files of `KINDS` and those that a process of the server has mapped now,
+    as lines with inode and name. Write the list if it has grown.
+
+    Inodes decide: a semaphore is mapped under another name before it has its own.
+    """
+    mapped: set[str] = set()
+    for pid in descendants():
+        with suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8") as file:
+            mapped.update(line.split(maxsplit=5)[4] for line in file if SHARED in line)
+    mine: list[tuple[str, str]] = []
+    with suppress(OSError), os.scandir(SHARED) as entries:
+        mine = [(str(each.inode()), each.name) for each in entries if each.name.startswith(KINDS)]
+    found = known | {f"{inode} {name}\n" for inode, name in mine if inode in mapped}
+    if found != known:
+        with suppress(OSError), open(listed, "w", encoding="utf-8") as file:
+            file.writelines(sorted(found))
+    return found
+
+
+def remove_shared(listed: str) -> None:
+    """Remove the files of a list, which their server has left, unless another file has the name."""
+    try:
+        with open(listed, encoding="utf-8") as file:
+            lines = [line.split() for line in file]
+    except (OSError, UnicodeDecodeError):
+        return
+    for inode, name in (line for line in lines if len(line) == 2):
+        if name.startswith(KINDS) and "/" not in name:
+            with suppress(OSError):
+                status = os.lstat(SHARED + name)
+                if status.st_uid == os.getuid() and str(status.st_ino) == inode:
+                    os.unlink(SHARED + name)
 
 
 def is_resource_tracker(pid: int) -> bool:

@@ -22,6 +22,7 @@ from slurmrl.engines.rollout.server_kind import VISIBLE, ServerKind
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.parallel.split import WHOLE, Axis, Split
+from slurmrl.monitor.events import EventWriter
 from slurmrl.plan.estimates.servers import own_share, share_in_task
 from slurmrl.plan.model import ModelPlan
 from slurmrl.plan.settings import Settings
@@ -49,10 +50,16 @@ def native(
 
 
 def served(
-    settings: Settings, model: ModelPlan, config: ModelConfig, device: torch.device, log: Path
+    settings: Settings,
+    model: ModelPlan,
+    config: ModelConfig,
+    device: torch.device,
+    log: Path,
+    events: EventWriter,
 ) -> MakeEngine:
-    """A server on all GPUs of this worker, of which ``device`` is one, that writes to ``log``."""
-    serving = own_server(settings, log, memory_bytes=_share(settings, device))
+    """A server on all GPUs of this worker, of which ``device`` is one, that writes to ``log``. Its
+    ends are told in ``events``."""
+    serving = own_server(settings, log, events, memory_bytes=_share(settings, device))
     make: type[ServerKind] = ENGINES.load(model.engine).kind
     size = model.sizes["tp"]
     kind = make(config, settings.config.actor.dtype, serving, tensor_ranks=size, device=device)

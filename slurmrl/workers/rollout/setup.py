@@ -27,6 +27,7 @@ from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.engines.rollout.server_kind import weights_config
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
+from slurmrl.monitor.events import EventWriter
 from slurmrl.parallel import device
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.device import Accelerator
@@ -83,7 +84,8 @@ def build_rollout(
         assert start.world_size == 1, "one worker keeps the server of a task"
         agent = start.agent
         log = paths.logs / group.name / f"{model.engine}.{agent.task}.{agent.attempt}.log"
-        make = served(settings, model, config, accelerator.device, log)
+        events = EventWriter(paths, f"{model.engine}.{group.name}.{agent.task}.{agent.attempt}")
+        make = served(settings, model, config, accelerator.device, log, events)
     else:
         peers = _peers(paths, start, rank, accelerator, settings.config.step_timeout_s)
         decoder = undefined_decoder(config, dtype, accelerator.device, peers)

@@ -25,6 +25,7 @@ from slurmrl.engines.base import Engine, TrainEngine
 from slurmrl.engines.rollout.server import Running, Serving
 from slurmrl.errors import DamagedCheckpointError, UsageError
 from slurmrl.fsio import inputs
+from slurmrl.monitor.events import EventWriter
 from slurmrl.parallel import device, groups
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
@@ -297,6 +298,7 @@ def _serving(
         "serving": own_server(
             settings,
             paths.logs / TRAINERS / f"{engine}.{context.dp_rank}.log",
+            EventWriter(paths, f"{engine}.{TRAINERS}.{context.dp_rank}"),
             memory_bytes=_share_of_gpu(settings, context.device),
             sleeps=context.role in plan.offloaded,
         )

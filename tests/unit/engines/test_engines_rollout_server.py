@@ -9,14 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slurmrl.engines.rollout import server as server_module
+from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.process import ServerProcess, ServerProgram
 from slurmrl.engines.rollout.server import KeptServer, Patience
+from slurmrl.engines.rollout.warden import LIST, descendants
 from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.monitor.events import EventWriter, read_all
+from slurmrl.paths import RunPaths
 
 DEADLINE_S = 60.0
 FAMILY = """
@@ -32,6 +37,19 @@ for name, pid in (("daemon", own.pid), ("child", child.pid), ("server", os.getpi
     (folder / f".{name}").write_text(str(pid))
     (folder / f".{name}").rename(folder / name)
 print("last words", flush=True)
+time.sleep(600)
+"""
+MAPPING = """
+import mmap, os, sys, time
+from multiprocessing import get_context
+lock = get_context("spawn").Lock()
+with open(f"/dev/shm/sglang_loads_{os.getpid()}_test.shm", "w+b") as file:
+    file.write(b"0" * 4096)
+    file.flush()
+    held = mmap.mmap(file.fileno(), 4096)
+with open(sys.argv[1] + "/.left", "w") as file:
+    file.write(f"sem.{lock._semlock.name[1:]} sglang_loads_{os.getpid()}_test.shm")
+os.rename(sys.argv[1] + "/.left", sys.argv[1] + "/left")
 time.sleep(600)
 """
 OWNER = """
@@ -115,6 +133,41 @@ def test_nothing_outlives_a_kill(tmp_path: Path, killed: str) -> None:
         owner.wait()
 
 
+@pytest.mark.parametrize("killed", ["nothing", "server", "everything"])
+def test_shared_memory_of_server_is_removed_and_no_other(tmp_path: Path, killed: str) -> None:
+    """Also of one that was killed together with its warden, by the next process that makes a folder
+    on the host. Files of other servers stay, whatever their names."""
+    folder, temporary = HostFolder(tmp_path), "tmp"
+    (folder.path / temporary).mkdir()
+    other = Path(f"/dev/shm/sglang_loads_{os.getpid()}_other.shm")
+    other.write_bytes(b"0" * 4096)
+    environment = {**os.environ, "TMPDIR": str(folder.path / temporary)}
+    process = ServerProcess(replace(program(tmp_path, MAPPING), environment=environment))
+    try:
+        wait_for("its files", (tmp_path / "left").exists)
+        left = [Path("/dev/shm", name) for name in (tmp_path / "left").read_text().split()]
+        assert [path.name[:7] for path in left] == ["sem.mp-", "sglang_"]
+        listed = folder.path / temporary / LIST
+        if killed != "nothing":
+            wait_for("the list", lambda: listed.exists() and len(listed.read_text().split()) == 4)
+        if killed == "everything":
+            os.kill(process._warden.pid, signal.SIGKILL)
+            wait_for("the end", lambda: process.ended)
+            assert left[1].exists()
+            os.close(folder._descriptor)  # as if this process was killed
+            HostFolder(tmp_path).close()
+        elif killed == "server":
+            (server,) = descendants(str(process._warden.pid))[:1]
+            os.kill(int(server), signal.SIGKILL)
+            wait_for("the end", lambda: process.ended)
+        process.close()
+        assert [path for path in left if path.exists()] == []
+        assert other.exists()
+    finally:
+        process.close()
+        other.unlink()
+
+
 def test_a_killed_warden_takes_the_server_with_it(tmp_path: Path) -> None:
     """The kernel ends the server, and closing what runs in its session. (A daemon would be ended by
     the fork server of the rank, which adopts it.)"""
@@ -178,8 +231,14 @@ def test_a_killed_server_is_started_and_prepared_again(
 
     async def test() -> None:
         life = Life(tmp_path)
+        paths = RunPaths(tmp_path / "run")
+        paths.events.mkdir(parents=True)
+        writer = EventWriter(paths, "sglang.rollout.0.0")
         server = KeptServer(
-            program(tmp_path), probe=life.probe, prepare=life.prepare, patience=Patience()
+            replace(program(tmp_path), events=writer),
+            probe=life.probe,
+            prepare=life.prepare,
+            patience=Patience(),
         )
         assert await server.up() == 1
         assert life.prepared == 1
@@ -194,6 +253,9 @@ def test_a_killed_server_is_started_and_prepared_again(
         pids = family(tmp_path)
         await server.close()
         assert not any(map(runs, pids.values()))
+        (told,) = read_all(paths)
+        assert (told["kind"], told["server"], told["again"]) == ("server_ended", "server 0", True)
+        assert told["reason"].startswith("server 0 ended (SIGKILL)")
         with pytest.raises(RunFailedError, match="closed"):
             await server.up()
 
