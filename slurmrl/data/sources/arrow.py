@@ -59,6 +59,9 @@ class ArrowFiles(RowSource):
             reason = (str(error).splitlines() or ["damaged"])[0]
             message = f"not a whole {path.suffix.removeprefix('.')} file: {reason}"
             raise ConfigError((Problem(str(path), "", message),)) from error
+        except pyarrow.ArrowNotImplementedError as error:
+            message = f"pyarrow cannot read it: {error}; save the rows as JSONL"
+            raise ConfigError((Problem(str(path), "", message),)) from error
         except OSError as error:
             raise unreadable(self.path, error) from error
 

@@ -91,7 +91,8 @@ class JsonArray(RowSource):
                     self.whole = False
                     return
         if left := self._next(file):
-            raise self._wrong(f"{left!r} after the end of the array")
+            lists = "; each line has a list, but a row is an object" if left == "[" else ""
+            raise self._wrong(f"{left!r} after the end of the array{lists}")
 
     def _element(self, file: BufferedReader) -> SourceRow:
         """Parse the element at the present place, and read on until it is complete."""

@@ -47,6 +47,11 @@ TABLE = 'prompt,answer\n"1+1=, or so","2\n3"\n1+2=,3\n'
         ("rows.json", json.dumps(ROWS)[:-1], "or ']', found the end of the file, which may be cut"),
         ("rows.json", f"[{json.dumps(ROWS[0])},\n]", ":2: not JSON: ',' before ']'; remove the"),
         ("rows.jsonl", f"{json.dumps(ROWS[0])},\n", ":1: not JSON: .* a comma follows the object"),
+        (
+            "rows.jsonl",
+            '[{"role": "user"}]\n[{}]\n',
+            ":2: .* each line has a list, but a row is an",
+        ),
         ("rows.jsonl", f"{ROWS[0]}\n", ":1: not JSON: .* Python printed this object"),
         ("rows.jsonl", LINES.replace("\n", "\r"), ":1: not JSON: .* carriage returns alone"),
     ],

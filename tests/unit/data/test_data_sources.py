@@ -164,6 +164,17 @@ def test_columns_become_json(tmp_path: Path) -> None:
         read_records(path, "id")
 
 
+def test_form_that_pyarrow_cannot_read_is_one_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> Any:
+        raise pyarrow.ArrowNotImplementedError("nested data")
+
+    monkeypatch.setattr("slurmrl.data.sources.arrow._batches", refuse)
+    with pytest.raises(ConfigError, match=r"parquet: pyarrow cannot read it: nested data; save"):
+        read_records(write(tmp_path, "parquet", ROWS), "id")
+
+
 def test_tools_and_calls_have_no_other_row_s_keys_from_arrow(tmp_path: Path) -> None:
     """A null that means something stays: everywhere else, and in lists."""
 
