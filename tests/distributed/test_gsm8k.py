@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import REPOSITORY, Site, kill_one
 
 DATA = Path(os.environ.get("GSM8K_DIR") or REPOSITORY.parent / "shared" / "data" / "gsm8k")
@@ -50,9 +52,13 @@ def test_sft_then_ppo_through_a_kill(tmp_path: Path) -> None:
     assert losses[-1] <= losses[0] * 2 / 3
     assert len(losses) < 200
 
+    hold = Hold(site)
+    hold.allow(2)
+    held = {**hold.reward("gsm8k-ppo/1"), "weight": 0}
     submit(
         site,
         "gsm8k_ppo.yaml",
+        f"reward={json.dumps({'parts': {'held': held, 'math': {'name': 'math'}}})}",
         "total_steps=4",
         "algorithm.batch_size=16",
         "rollout.max_new_tokens=48",
@@ -62,6 +68,7 @@ def test_sft_then_ppo_through_a_kill(tmp_path: Path) -> None:
     )
     site.wait_for_step("gsm8k-ppo/1", 2, timeout_s=600)
     kill_one(site.paths("gsm8k-ppo/1").run, "worker", 1)
+    hold.allow(NO_LIMIT)
     ended = site.wait_for_end("gsm8k-ppo/1", timeout_s=900)
     assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 4, 2)
     steps = [line["step"] for line in site.metrics("gsm8k-ppo/1")]

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from tests.support import apptainer
+from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import Site, kill_one, processes, sft_config, wait_until
 
 pytestmark = pytest.mark.long
 
 
-def start(folder: Path, *options: str, packed: bool, steps: int) -> Site:
-    """A trial of two ranks whose agent has a token in its environment; it has made some steps."""
+def start(folder: Path, *options: str, packed: bool) -> Site:
+    """A trial of two ranks whose agent has a token in its environment; held at its third step."""
     tokens = folder / "tokens"
     tokens.touch(0o600)
     tokens.write_text("MY_TOKEN=handed-on\n")
@@ -26,7 +27,9 @@ def start(folder: Path, *options: str, packed: bool, steps: int) -> Site:
         "slurm": apptainer.cluster(folder, *options, packed=packed),
     }
     site = Site(folder)
-    config = site.write("sft.yaml", sft_config(cluster=cluster, total_steps=steps))
+    hold = Hold(site)
+    hold.allow(3)
+    config = site.write("sft.yaml", hold.sft(sft_config(cluster=cluster)))
     site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
     site.wait_for_step("sft/1", 3)
     return site
@@ -56,7 +59,7 @@ def test_what_dies_in_a_container_comes_back(
     tmp_path: Path, packed: bool, options: tuple[str, ...], token: bool
 ) -> None:
     """Kill a worker, which its fork server survives, and then the container's parent process."""
-    site = start(tmp_path, *options, packed=packed, steps=150)
+    site = start(tmp_path, *options, packed=packed)
     run = site.paths("sft/1").run
     (agent,) = processes(run)["agent"]
     workers = processes(run)["worker"]
@@ -71,8 +74,9 @@ def test_what_dies_in_a_container_comes_back(
     workers = processes(run)["worker"]
     os.kill(apptainer.above(fork_servers[0], agent)[-1], 9)
     wait_until("a new worker", lambda: len(set(processes(run)["worker"]) - set(workers)) == 2)
+    Hold(site).allow(NO_LIMIT)
     ended = site.wait_for_end("sft/1")
-    assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 150, 3)
+    assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 8, 3)
     wait_until("all processes to leave", lambda: not any(processes(run).values()))
 
 
@@ -80,7 +84,7 @@ def test_what_dies_in_a_container_comes_back(
     "options", [pytest.param((), marks=pytest.mark.soak), ("--pid",)], ids=["", "own pids"]
 )
 def test_cancel_ends_containers(tmp_path: Path, options: tuple[str, ...]) -> None:
-    site = start(tmp_path, *options, packed=False, steps=10_000)
+    site = start(tmp_path, *options, packed=False)
     run = site.paths("sft/1").run
     (agent,) = processes(run)["agent"]
     runtimes = {

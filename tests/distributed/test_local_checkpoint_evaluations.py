@@ -9,6 +9,7 @@ import pytest
 
 from slurmrl.monitor import evaluated
 from slurmrl.paths import RunPaths
+from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import ADDITION, Site, kill_one, ppo_config, wait_until
 
 SAMPLES, COMPLETIONS = 16, 2
@@ -24,14 +25,18 @@ def test_each_checkpoint_has_its_results_once_whoever_was_killed(tmp_path: Path)
         "dataset": {"type": "prompt", "path": str(ADDITION / "heldout.jsonl")},
         "samples": SAMPLES,
         "n": COMPLETIONS,
+        "pass_score": 1,
         "tasks": {"backend": "fsdp:d1"},
     }
     config = ppo_config(total_steps=4, trial="1", evaluation=evaluation, logging={"csv": True})
-    file = site.write("config.yaml", config)
+    hold = Hold(site)
+    hold.allow(4)  # evaluations wait once the fourth step is trained
+    file = site.write("config.yaml", hold.judged(config, "HeldMatch"))
     site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
     paths = site.paths("ppo/1")
     trials = [f"ppo-eval/ppo-1-step-{step}" for step in (2, 4)]
     kill_one(site.paths(trials[1]).run, "worker")
+    hold.allow(NO_LIMIT)
     for trial in trials:
         assert site.wait_for_end(trial)["state"] == "COMPLETED"
     for step, line in zip((2, 4), evaluated.read(paths), strict=True):
@@ -48,7 +53,7 @@ def test_each_checkpoint_has_its_results_once_whoever_was_killed(tmp_path: Path)
             assert merged[step - 1][f"eval/{metric}"] == summary["estimates"][name]["value"]
     assert "eval/pass@2" in site.status("ppo/1")["metrics"]
     wait_until("both results in evaluations.csv", lambda: arrived(paths) == ["2", "4"])
-    assert list(paths.being_evaluated.iterdir()) == [], "the checkpoints are not kept"
+    wait_until("the checkpoints to be let go", lambda: not [*paths.being_evaluated.iterdir()])
 
 
 def arrived(paths: RunPaths) -> list[str]:

@@ -20,22 +20,18 @@ from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
 from slurmrl.monitor import events
-from tests.support.trials import (
-    ARCHITECTURE,
-    Site,
-    processes,
-    sft_config,
-    wait_until,
-)
+from tests.support.held import NO_LIMIT, Hold
+from tests.support.trials import ARCHITECTURE, Site, processes, sft_config, wait_until
 
 TRIAL = "sft/1"
-STEPS = 80
+HELD, STEPS = 9, 80
 
 
-def config(**checkpoint: Any) -> dict[str, Any]:
-    """Checkpoints of 1 MB, far more than everything else that a run writes."""
+def config(site: Site, **checkpoint: Any) -> dict[str, Any]:
+    """The configuration of a trial that is held. Its checkpoints have 1 MB, far more than all else
+    that a run writes."""
     kept = {"every_steps": 2, "keep_last": 3, **checkpoint}
-    found = sft_config(total_steps=STEPS, checkpoint=kept)
+    found = Hold(site).sft(sft_config(total_steps=STEPS, checkpoint=kept))
     larger = {**ARCHITECTURE, "hidden_size": 64, "intermediate_size": 128}
     return {**found, "actor": {**found["actor"], "architecture": larger}}
 
@@ -44,16 +40,18 @@ def config(**checkpoint: Any) -> dict[str, Any]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Outcome of an undisturbed run that waits for its checkpoints."""
     site = Site(tmp_path_factory.mktemp("undisturbed"))
-    path = site.write("config.yaml", config(asynchronous=False))
+    Hold(site).allow(NO_LIMIT)
+    path = site.write("config.yaml", config(site, asynchronous=False))
     site.slurmrl("submit", str(path), "--scheduler", "local", "--wait")
     return site.outcome(TRIAL)
 
 
 @contextmanager
 def started(folder: Path, *options: str, **checkpoint: Any) -> Iterator[Site]:
-    """A trial that has just started; its remaining processes are killed at the end."""
+    """A trial that is held after the step `HELD`; its remaining processes are killed at the end."""
     found = Site(folder)
-    path = found.write("config.yaml", config(**checkpoint))
+    Hold(found).allow(HELD)
+    path = found.write("config.yaml", config(found, **checkpoint))
     found.slurmrl("submit", str(path), "--scheduler", "local", "--detach", *options)
     try:
         yield found
@@ -95,6 +93,7 @@ def stop_while_it_writes(site: Site, worker: int) -> int:
     size = complete.stat().st_size
     for step in range(committed(site)[-1] + 2, STEPS, 2):
         directory = site.paths(TRIAL).checkpoint(step, 1)
+        Hold(site).allow(step)
         while not directory.exists() and step not in committed(site):
             time.sleep(0.0005)
         os.kill(worker, signal.SIGSTOP)
@@ -108,8 +107,8 @@ def stop_while_it_writes(site: Site, worker: int) -> int:
 def test_killed_while_a_checkpoint_is_written(site: Site, undisturbed: dict[str, Any]) -> None:
     """Nothing is committed, and the trial resumes from the previous commit."""
     paths = site.paths(TRIAL)
-    site.wait_for_step(TRIAL, 3)
-    wait_until("the first commit", lambda: committed(site))
+    site.wait_for_step(TRIAL, HELD)
+    wait_until("the commits", lambda: committed(site)[-1:] == [HELD - 1])
     worker = rank_one(paths.run)
     step = stop_while_it_writes(site, worker)
     directory = paths.checkpoint(step, 1)
@@ -117,6 +116,7 @@ def test_killed_while_a_checkpoint_is_written(site: Site, undisturbed: dict[str,
     before = committed(site)
     assert before[-1] < step
     os.kill(worker, signal.SIGKILL)
+    Hold(site).allow(NO_LIMIT)
     status = site.wait_for_end(TRIAL)
     assert (status["state"], status["incarnation"]) == ("COMPLETED", 2)
     begun = [r for r in History(paths.history).read() if r.kind is Kind.BEGIN]
@@ -145,8 +145,9 @@ def test_damaged_checkpoints_are_passed_over(site: Site, undisturbed: dict[str, 
     """A wrong size shows before the workers start. A wrong checksum shows when the ranks load,
     which costs a start: so the newest is tried, and then the third. A directory that is hidden for
     a while is awaited: nothing in it counts as damaged."""
-    site.wait_for_step(TRIAL, 9)
+    site.wait_for_step(TRIAL, HELD)
     os.kill(processes(site.paths(TRIAL).run)["chain"][0], signal.SIGUSR2)
+    Hold(site).release_after_warning(TRIAL)
     assert site.wait_for_end(TRIAL)["state"] == "INTERRUPTED"
     good, truncated, flipped = committed(site)
     for step, damage in ((truncated, cut), (flipped, flip)):
@@ -237,6 +238,8 @@ def goes_on_without_room(
         failed = [event["step"] for event in happened(site, "checkpoint_failed")]
         return failed.count(STEPS) >= 2
 
+    shortage.fill()
+    Hold(site).allow(NO_LIMIT)
     wait_until("the last checkpoint to be tried twice", tried_last)
     reason = happened(site, "checkpoint_failed")[-1]["reason"]
     assert shortage.said in reason
@@ -261,12 +264,12 @@ def goes_on_without_room(
 def test_a_full_disk_leaves_the_run_going(small_disk: Path, undisturbed: dict[str, Any]) -> None:
     # with fewer checkpoints a deletion frees space, and the check would refuse so small a disk
     with started(small_disk, "--no-check", keep_last=STEPS) as site:
-        site.wait_for_step(TRIAL, 5)
+        site.wait_for_step(TRIAL, HELD)
         goes_on_without_room(site, SmallDisk(site), undisturbed)
 
 
 @pytest.mark.soak
 def test_a_quota_leaves_the_run_going(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     with started(tmp_path, keep_last=STEPS) as site:
-        site.wait_for_step(TRIAL, 5)
+        site.wait_for_step(TRIAL, HELD)
         goes_on_without_room(site, Quota(site), undisturbed)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.workers.process import IGNORED
+from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import Site, kill_one, processes, sft_config, wait_until
 
 APPTAINER = """\
@@ -48,7 +49,9 @@ def test_a_trial_whose_workers_live_in_containers(tmp_path: Path) -> None:
         "slurm": {"container": container, "container_python": sys.executable},
     }
     site = Site(tmp_path)
-    config = site.write("sft.yaml", sft_config(cluster=cluster, total_steps=100))
+    hold = Hold(site)
+    hold.allow(3)
+    config = site.write("sft.yaml", hold.sft(sft_config(cluster=cluster)))
     site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
     run = site.paths("sft/1").run
     site.wait_for_step("sft/1", 3)
@@ -59,8 +62,9 @@ def test_a_trial_whose_workers_live_in_containers(tmp_path: Path) -> None:
     (agent,) = processes(run)["agent"]
     assert f"MY_TOKEN={token}".encode() in Path(f"/proc/{agent}/environ").read_bytes()
     kill_one(run, "worker")
+    hold.allow(NO_LIMIT)
     ended = site.wait_for_end("sft/1")
-    assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 100, 2)
+    assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 8, 2)
     wait_until("all processes to leave", lambda: not any(processes(run).values()))
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path != tokens]
     assert not [path for path in files if token.encode() in path.read_bytes()]

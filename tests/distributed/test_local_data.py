@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slurmrl.paths import RunPaths
+from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import Site, kill_one, processes, sft_config, wait_until
 
 ROWS = 120_000
@@ -41,7 +42,9 @@ def test_a_killed_rank_0_is_replaced_and_the_data_is_tokenised_once(tmp_path: Pa
     """Killed while it tokenises, and again when the data is there; then the user damages it."""
     site, trial = Site(tmp_path), "sft/1"
     data = large(tmp_path / "large.jsonl")
-    config: dict[str, Any] = sft_config(total_steps=40, checkpoint={"every_steps": 2})
+    hold = Hold(site)
+    hold.allow(3)
+    config: dict[str, Any] = hold.sft(sft_config())
     config["dataset"] |= {"path": str(data), "max_tokens": 60}
     file = site.write("config.yaml", config)
     site.slurmrl("submit", str(file), "--scheduler", "local", "--detach")
@@ -56,10 +59,11 @@ def test_a_killed_rank_0_is_replaced_and_the_data_is_tokenised_once(tmp_path: Pa
     wait_until(
         "the next workers", lambda: set(processes(paths.run)["worker"]).isdisjoint(before) or None
     )
+    hold.allow(NO_LIMIT)
     site.wait_for_end(trial)
     assert list(paths.data.iterdir()) == [directory]
     assert len(log_lines(paths.run, f"tokenised {ROWS} rows")) == 1
     shutil.rmtree(directory)
-    site.slurmrl("resume", trial, "total_steps=42", "--wait")
-    assert site.status(trial)["step"] == 42
+    site.slurmrl("resume", trial, "total_steps=10", "--wait")
+    assert site.status(trial)["step"] == 10
     assert len(log_lines(paths.run, f"tokenised {ROWS} rows")) == 2

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support import paced
+from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import Site, ppo_config, processes, sft_config, wait_until
 
 BROKEN_REWARD = '''
@@ -213,11 +214,14 @@ def test_command_of_workers_that_does_not_exist_fails_the_trial(
 def test_interrupted_trial_resumes_to_the_same_outcome(make_site: Callable[[str], Site]) -> None:
     """Ctrl-C in a followed run: it stops at a step, commits, and continues when resumed."""
     left_alone = make_site("left_alone")
-    config = left_alone.write("config.yaml", sft_config(total_steps=80))
+    Hold(left_alone).allow(NO_LIMIT)
+    config = left_alone.write("config.yaml", Hold(left_alone).sft(sft_config(total_steps=40)))
     left_alone.slurmrl("submit", str(config), "--scheduler", "local", "--wait")
 
     site = make_site("interrupted")
-    config = site.write("config.yaml", sft_config(total_steps=80))
+    hold = Hold(site)
+    hold.allow(3)
+    config = site.write("config.yaml", hold.sft(sft_config(total_steps=40)))
     watching = subprocess.Popen(
         [sys.executable, "-m", "slurmrl", "submit", str(config), "--scheduler", "local"],
         cwd=site.folder,
@@ -229,6 +233,7 @@ def test_interrupted_trial_resumes_to_the_same_outcome(make_site: Callable[[str]
     try:
         site.wait_for_step("sft/1", 3)
         watching.send_signal(signal.SIGINT)
+        hold.release_after_warning("sft/1")
         out, err = watching.communicate(timeout=120)
     finally:
         watching.kill()
@@ -236,7 +241,7 @@ def test_interrupted_trial_resumes_to_the_same_outcome(make_site: Callable[[str]
     assert "slurmrl resume sft/1" in out
     status = site.status("sft/1")
     assert status["state"] == "INTERRUPTED"
-    assert 3 <= status["checkpoint"]["step"] < 80
+    assert 3 <= status["checkpoint"]["step"] < 40
     assert status["step"] == status["checkpoint"]["step"] == site.metrics("sft/1")[-1]["step"]
 
     site.slurmrl("resume", "sft/1", "--wait")

@@ -14,6 +14,7 @@ from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.monitor.events import read_all
 from slurmrl.paths import RunPaths
+from tests.support.held import NO_LIMIT, Hold
 from tests.support.sink_readers import ALL_SINKS, READERS
 from tests.support.trials import (
     Site,
@@ -30,19 +31,19 @@ CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {
     "ppo": ppo_config,
     "generate": generate_config,
 }
-STEPS = {"sft": 60, "ppo": 20, "generate": 80}
-"""Enough steps that a run has not ended when it is killed at its third."""
+STEPS = 10
 
 
-def config_of(kind: str) -> dict[str, Any]:
+def config_of(kind: str, site: Site) -> dict[str, Any]:
     """PPO with every call that it can have, and groups of completions of which a filter drops more
     than half."""
-    config = CONFIGS[kind](total_steps=STEPS[kind], checkpoint={"every_steps": 2})
+    config = CONFIGS[kind](total_steps=STEPS, checkpoint={"every_steps": 2})
     if kind == "ppo":
         more = {"recompute_logprobs": True, "max_truncated": 0.5}
         config["algorithm"] = {**config["algorithm"], **more}
         config["rollout"] = {**config["rollout"], "n": 2}
-    return config
+    hold = Hold(site)
+    return hold.sft(config) if kind == "sft" else hold.judged(config, "HeldMatch")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
     def outcome(kind: str) -> dict[str, Any]:
         if kind not in outcomes:
             site = Site(tmp_path_factory.mktemp(f"undisturbed-{kind}"))
-            config = site.write("config.yaml", config_of(kind))
+            Hold(site).allow(NO_LIMIT)
+            config = site.write("config.yaml", config_of(kind, site))
             site.slurmrl("submit", str(config), "--scheduler", "local", "--wait")
             outcomes[kind] = site.outcome(f"{kind}/1")
         return outcomes[kind]
@@ -77,10 +79,12 @@ def begun_by(site: Site, trial: str) -> list[tuple[int, str]]:
 
 
 def started(site: Site, kind: str, logging: Any = None, **cluster: Any) -> Path:
-    """The run directory of a detached trial that has reached its third step."""
+    """The run directory of a detached trial that has reached its third step, and waits there until
+    `check_end`."""
     changes = {"cluster": {"gpus_per_worker": 0, **cluster}} if cluster else {}
     changes |= {"logging": logging} if logging else {}
-    config = site.write("config.yaml", {**config_of(kind), **changes})
+    Hold(site).allow(3)
+    config = site.write("config.yaml", {**config_of(kind, site), **changes})
     site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
     site.wait_for_step(f"{kind}/1", 3)
     return site.paths(f"{kind}/1").run
@@ -88,9 +92,10 @@ def started(site: Site, kind: str, logging: Any = None, **cluster: Any) -> Path:
 
 def check_end(site: Site, kind: str, undisturbed: Callable[[str], dict[str, Any]]) -> None:
     trial = f"{kind}/1"
+    Hold(site).allow(NO_LIMIT)
     status = site.wait_for_end(trial)
     assert status["state"] == "COMPLETED"
-    assert status["step"] == STEPS[kind]
+    assert status["step"] == STEPS
     assert site.outcome(trial) == undisturbed(kind)
     wait_until("all processes to leave", lambda: not any(processes(site.paths(trial).run).values()))
 
@@ -180,7 +185,7 @@ def test_user_code_that_raises_once_is_tried_again(
     (modules / "once.py").write_text(ONCE)
     site = Site(tmp_path)
     config = {
-        **config_of("ppo"),
+        **config_of("ppo", site),
         "reward": {"name": "once:Once", "options": {"folder": str(tmp_path)}},
         "cluster": {
             "gpus_per_worker": 0,
@@ -271,11 +276,8 @@ def test_chain_killed_resume_finishes(
     tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]]
 ) -> None:
     site = Site(tmp_path)
-    config = site.write("config.yaml", config_of("sft"))
-    site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
-    site.wait_for_step("sft/1", 3)
-    kill_one(site.paths("sft/1").run, "chain")
+    run = started(site, "sft")
+    kill_one(run, "chain")
     assert site.wait_for_end("sft/1")["state"] == "INTERRUPTED"
-    site.slurmrl("resume", "sft/1", "--wait")
-    assert site.status("sft/1")["state"] == "COMPLETED"
-    assert site.outcome("sft/1") == undisturbed("sft")
+    site.slurmrl("resume", "sft/1", "--detach")
+    check_end(site, "sft", undisturbed)

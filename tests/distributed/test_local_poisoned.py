@@ -11,6 +11,7 @@ from typing import IO
 
 import pytest
 
+from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import Site, processes, sft_config, wait_until
 
 pytestmark = pytest.mark.long
@@ -85,7 +86,9 @@ def test_trial_trains_on_while_another_user_writes_into_its_ports(
     tmp_path: Path, attacker: subprocess.Popen[str]
 ) -> None:
     site = Site(tmp_path)
-    path = site.write("sft.yaml", sft_config(total_steps=30))
+    hold = Hold(site)
+    hold.allow(3)
+    path = site.write("sft.yaml", hold.sft(sft_config()))
     site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
     run, found = site.paths("sft/1").run, set[int]()
     stdin: IO[str] | None = attacker.stdin
@@ -99,8 +102,9 @@ def test_trial_trains_on_while_another_user_writes_into_its_ports(
         return any(line["step"] >= 3 for line in site.metrics("sft/1"))
 
     wait_until("step 3", attacked)
+    hold.allow(NO_LIMIT)
     ended = site.wait_for_end("sft/1")
-    assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 30, 1)
+    assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 8, 1)
     assert found, "gloo listens"
     assert attacker.poll() is None
     attacker.kill()

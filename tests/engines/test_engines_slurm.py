@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.beds import bed
 from tests.support.disturbed_examples import STEPS_EACH, Disturbed
-from tests.support.held_examples import NO_LIMIT, PLACES, HeldForms, engine_of
+from tests.support.held import NO_LIMIT
+from tests.support.held_examples import PLACES, HeldForms, engine_of
 from tests.support.nodes import slurm, wait_for_empty_queue
 from tests.support.rollout_trials import trained
 from tests.support.servers import check_served, servers

@@ -15,6 +15,7 @@ from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.slurm import SlurmScheduler
 from tests.scheduler_contract import STAY, pids, request_of, state, submitted
 from tests.support.beds import bed, run_bed
+from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import Site, sft_config, wait_until
 
 pytestmark = pytest.mark.long
@@ -44,11 +45,13 @@ def config(**more: Any) -> dict[str, Any]:
         "lease_ttl_s": 20,
         "slurm": {"partition": "main", "time": "30", **more},
     }
-    return {**sft_config(total_steps=300), "cluster": cluster}
+    return {**sft_config(), "cluster": cluster}
 
 
 def start(site: Site, trial: str, **more: Any) -> None:
-    path = site.write("sft.yaml", config(**more))
+    """Start a trial that is held after its third step."""
+    Hold(site).allow(3)
+    path = site.write("sft.yaml", Hold(site).sft(config(**more)))
     site.slurmrl("submit", str(path), "--scheduler", "slurm")
     site.wait_for_step(trial, 3)
 
@@ -89,8 +92,9 @@ def test_a_trial_survives_the_loss_of_the_network_of_one_host(
     start(site, "sft/1")
     hosts = [task["host"] for group in site.status("sft/1")["groups"] for task in group["tasks"]]
     run_bed("cut", hosts[1], "--dir", str(network_bed))
+    Hold(site).allow(NO_LIMIT)
     ended = site.wait_for_end("sft/1", 400)
-    assert (ended["state"], ended["step"]) == ("COMPLETED", 300)
+    assert (ended["state"], ended["step"]) == ("COMPLETED", 8)
     assert ended["incarnation"] >= 2
     steps = [line["step"] for line in site.metrics("sft/1")]
     assert steps == sorted(set(steps))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slurmrl.monitor import events
-from tests.support.held_examples import NO_LIMIT, Hold
+from tests.support.held import NO_LIMIT, Hold
 from tests.support.nodes import wait_for_empty_queue
 from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
 
@@ -148,7 +148,9 @@ def test_two_trials_share_nodes(site: Site) -> None:
     """Both run on the same two nodes at once, on different devices, and neither sees the other."""
     site = with_fake_gpus(site)
     nodes = {"partition": "main", "time": "30", "nodelist": "n[0-1]", "setup": [USE_FAKE_GPUS]}
-    config = on_slurm(sft_config(total_steps=200), gpus_per_worker=1, slurm=nodes)
+    hold = Hold(site)
+    hold.allow(1)
+    config = on_slurm(hold.sft(sft_config()), gpus_per_worker=1, slurm=nodes)
     submit(site, {**config, "trial": "a"})
     submit(site, {**config, "trial": "b", "seed": 2})
     for trial in ("sft/a", "sft/b"):
@@ -161,9 +163,10 @@ def test_two_trials_share_nodes(site: Site) -> None:
     ]
     assert len(set(used)) == len(used) == 4
     assert {host for host, _ in used} == {"n0", "n1"}
+    hold.allow(NO_LIMIT)
     for trial in ("sft/a", "sft/b"):
         ended = site.wait_for_end(trial)
-        assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 200, 1)
+        assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 8, 1)
 
 
 def test_pending_job_shows_why(site: Site) -> None:

@@ -1,15 +1,10 @@
-"""Short forms of the GRPO examples that train no further than the test allows.
-
-So no trial can end before it is disturbed, on a machine of any speed.
-"""
+"""Short forms of the GRPO examples that train no further than the test allows."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tests.distributed.test_examples import (
@@ -19,30 +14,8 @@ from tests.distributed.test_examples import (
     references,
     settings_of,
 )
-from tests.support.trials import Site
+from tests.support.held import Hold
 
-REWARD = """
-import time
-from pathlib import Path
-
-from slurmrl.monitor import metrics
-from slurmrl.rewards.base import RewardFunction
-
-
-class Held(RewardFunction):
-    def __init__(self, *, allowed, metrics):
-        self.allowed, self.metrics = Path(allowed), Path(metrics)
-
-    def __call__(self, prompts, completions, rows):
-        while self._trained() >= int(self.allowed.read_text()):
-            time.sleep(0.02)
-        return [float(len(set(completion))) for completion in completions]
-
-    def _trained(self):
-        latest = metrics.read_latest(self.metrics, 1) if self.metrics.exists() else []
-        return latest[0]["step"] if latest else 0
-"""
-NO_LIMIT = 1_000_000
 PLACES: dict[str, dict[str, Any]] = {
     "shared": {"actor.backend": "fsdp:d2", "rollout.gpus": "'0'"},
     "apart": {"actor.backend": "fsdp:d1", "rollout.gpus": "'1'"},
@@ -61,34 +34,6 @@ by a rollout task in an array, by one in the trainers' job."""
 def engine_of(config: str) -> str:
     backend: str = settings_of(config).get("rollout", {}).get("backend", "native")
     return backend.partition(":")[0]
-
-
-@dataclass(frozen=True)
-class Hold:
-    """A reward that keeps a trial from training beyond the allowed step."""
-
-    site: Site
-
-    @property
-    def _allowed(self) -> Path:
-        return self.site.folder / "allowed"
-
-    def allow(self, step: int) -> None:
-        new = self._allowed.with_suffix(".new")
-        new.write_text(str(step))
-        new.replace(self._allowed)
-
-    def settings(self, trial: str) -> dict[str, str]:
-        """Write the reward's code into the folder. Return the settings with which ``trial`` uses
-        it, and all code that is there."""
-        folder = self.site.folder
-        (folder / "held.py").write_text(REWARD)
-        options = {"allowed": str(self._allowed), "metrics": str(self.site.paths(trial).metrics)}
-        return {
-            "code": json.dumps(sorted(map(str, folder.glob("*.py")))),
-            "reward.name": "held:Held",
-            "reward.options": json.dumps(options),
-        }
 
 
 @dataclass(frozen=True)

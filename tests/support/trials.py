@@ -20,6 +20,7 @@ from slurmrl.monitor import metrics
 from slurmrl.monitor.metrics import TIME
 from slurmrl.paths import RunPaths
 from slurmrl.plan.checks.sections import known_metrics
+from slurmrl.plan.own_algorithm import importable
 from slurmrl.plan.settings import load_run_settings
 
 T = TypeVar("T")
@@ -135,7 +136,8 @@ class Site:
         commit = fold(History(paths.history).read()).last_commit
         assert commit is not None, f"{trial} has no commit"
         last = paths.checkpoints / commit.directory
-        settings = load_run_settings(paths)
+        with importable([paths.code]):
+            settings = load_run_settings(paths)
         known = known_metrics(settings.config, settings.algorithm)
         unknown = {name for line in self.metrics(trial) for name in line}.difference(known, [TIME])
         assert not unknown, f"metrics that stop_when would refuse: {sorted(unknown)}"
