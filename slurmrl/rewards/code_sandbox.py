@@ -90,14 +90,14 @@ class Sandbox:
             _enter_own_users(wanted)
         elif LIBC.unshare(wanted) != 0:
             return
-        die_with_parent()  # a change of credentials has undone it
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of credentials has undone it
         child = os.fork()
         if child:
             os.close(0)
             os.close(1)
             _, status = os.waitpid(child, 0)
             os._exit(os.waitstatus_to_exitcode(status) & 0x7F)
-        die_with_parent()
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         self.process_table = self.network = True
 
     def _find_memory_folders(self) -> list[str]:
@@ -294,7 +294,7 @@ class Sandbox:
         LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
         LIBC.capset(header, (ctypes.c_uint32 * 6)())
-        die_with_parent()
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @cache
@@ -330,7 +330,9 @@ def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> in
             atexit._run_exitfuncs()
             _flush(space)
         return 0
+    names = dict(vars(builtins))
     _execute_text(program, "main.py", space)
+    vars(builtins).update(names)  # tests need their own AssertionError
     if kind == "check":
         _run_tests(case["check"], module)
         answer = None
@@ -357,6 +359,8 @@ def _run_tests(code: str, module: types.ModuleType) -> None:
     module.__name__ = "__main__"
     sys.modules.update(__main__=module, solution=module)
     if "unittest" in code:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "unittest"]:
+            del sys.modules[name]  # which the program may have changed
         _check_unittest()
     _execute_text(code, "tests.py", module.__dict__)
 
@@ -405,10 +409,6 @@ def _result(
         return {"value": json.loads(data[len(nonce) :])}
     except ValueError:
         return {"failed": "its result is not JSON"}
-
-
-def die_with_parent() -> None:
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _folders_of_interpreter() -> set[str]:
@@ -478,7 +478,7 @@ def _threads_of_user() -> int:
 
 def main(settings: dict[str, Any]) -> None:
     """Answer until the input ends."""
-    die_with_parent()
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -62,6 +62,24 @@ def _call_tests(tests):
 """Runs functions and classes as pytest does. Programs lose names of `code_sandbox.preamble` that
 occur in test code, so none of these may occur here."""
 
+CHECK_EQUALITY: Final = """
+
+def _check_equality():
+    import gc
+
+    for each in gc.get_objects():
+        equals = vars(each).get("__eq__") if isinstance(each, type) else None
+        if getattr(getattr(equals, "__code__", None), "co_filename", "") == "main.py":
+            try:
+                equal = equals(None, object())
+            except Exception:
+                continue
+            assert equal is not True, f"objects of {each} equal everything"
+
+_check_equality()
+"""
+"""Fails if a class of the program has objects that pass every comparison."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
 Definitions = Mapping[str, Definition]
@@ -90,7 +108,7 @@ def runnable(code: str, entry_point: Any) -> tuple[str, str]:
         run = _reached(cases, defined, run)
     run = _reached(tests, defined, run)
     _check_comparisons(run)
-    calls = _check_of_names(code, run, defined)
+    calls = _check_of_names(code, run, defined) + CHECK_EQUALITY
     if tests:
         _check_callable(defined, tests)
         calls += f"{CALL_TESTS}_call_tests([{', '.join(node.name for node in tests)}])\n"

@@ -314,6 +314,31 @@ def test_unittest_decides_however_it_is_run(make: Make, end: str) -> None:
     assert judge(make(), row, programs) == [1.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        "class Any:\n  def __eq__(self, other): return True\ndef add(a, b): return Any()",
+        "def add(a, b):\n  class Any(int):\n    __eq__ = lambda *given: True\n  return Any(0)",
+        "import builtins\nbuiltins.AssertionError = KeyError\nbuiltins.exec = print",
+        "import unittest\nunittest.TestCase.assertEqual = lambda *given: None",
+        "import unittest\nunittest.main = unittest.TestCase.run = lambda *given: None",
+    ],
+)
+def test_tests_fail_where_a_program_makes_them_pass(make: Make, cheat: str) -> None:
+    programs = [f"def add(a, b): return 0\n{cheat}"]
+    for tests in (["assert add(1, 2) == 3"], UNITTEST + "unittest.main()"):
+        assert judge(make(), {"tests": tests}, programs) == [0.0]
+
+
+def test_tests_pass_where_a_class_compares_its_objects(make: Make) -> None:
+    program = (
+        "class Point:\n"
+        "  def __init__(self, x): self.x = x\n"
+        "  def __eq__(self, other): return isinstance(other, Point) and self.x == other.x"
+    )
+    assert judge(make(), {"tests": ["assert Point(1) == Point(1)"]}, [program]) == [1.0]
+
+
 def test_a_pool_of_processes_works_in_a_program(make: Make) -> None:
     """Its semaphores are files in /dev/shm."""
     program = (

@@ -12,7 +12,7 @@ from slurmrl.rewards.code import CodeReward
 from slurmrl.rewards.code_blocks import program_of
 from slurmrl.rewards.code_cases import cases_of
 from slurmrl.rewards.code_sandbox import MODULES, preamble
-from slurmrl.rewards.code_tests import CALL_TESTS
+from slurmrl.rewards.code_tests import CALL_TESTS, CHECK_EQUALITY
 
 RIGHT = "def add(a, b): return a + b"
 WRONG = "def add(a, b): return a - b"
@@ -145,7 +145,7 @@ def test_skipped_tests_pass_no_program(reward: CodeReward) -> None:
 
 
 def test_calls_of_tests_take_no_names_from_programs() -> None:
-    assert not (preamble().keys() - MODULES) & set(re.findall(r"\w+", CALL_TESTS))
+    assert not (preamble().keys() - MODULES) & set(re.findall(r"\w+", CALL_TESTS + CHECK_EQUALITY))
 
 
 def test_block_is_the_one_that_tests_import() -> None:
