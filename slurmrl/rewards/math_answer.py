@@ -28,6 +28,15 @@ BRACKETED = re.compile(r"(?<!\\)\[\s*(\$[^$]+\$)\s*\][\s.*]*\Z")
 """A formula in brackets at the end, the answers of Geometry3K."""
 FINAL = re.compile(r"final answer\b[^\n]{0,100}?\bis:?\s*\**[$\\\d-]", re.IGNORECASE)
 """math-verify prefers the answer after this to a box."""
+LETTER = re.compile(r"(?:\\(?:text|math)\w*\s*\{\s*)?\(?([A-J])\)?\s*\}?")
+LABEL = re.compile(
+    r"\s*(?:(?i:option|choice|answer)\W+)?\(?\s*([A-J])\s*(?:\Z|[).:](?!.*\b[A-J]\b))", re.DOTALL
+)
+ANSWER_IS = re.compile(
+    r"(?i:\b(?:answer|option|choice)\b(?:\s+is)?(?:\s+(?:option|choice))?)[\s:_(]*"
+    r"([A-J])(?=[\s_)]*(?:[.,;:)\n]|\Z))"
+)
+"""The letter of a multiple choice: a reference, in a box or behind the marker, and in a text."""
 NUMBERED = re.compile(r"[\s*_]*\d+(?:\.\d+)*[.):]\s")
 """The begin of a numbered heading."""
 VALUE = re.compile(r"[\s*_$=-]*(?:\\|[€£¥₹]|US\$)?\.?(?:\d|(?<=\\))")
@@ -134,6 +143,14 @@ def stated(text: str) -> str:
     text = WRITTEN.sub(lambda match: f"{number(match[0], plain=True)} ", text)
     text = CALCULATION.sub(lambda match: f" {number(match[0].strip('()[]'), plain=True)} ", text)
     return re.sub(r"\s+(?=[.,;:!?](?:\s|\Z))", "", OPENING.sub(" ", text))
+
+
+def chosen(text: str, *, inside: bool) -> str:
+    """The letter that a text chooses, "" if none. ``inside``: it is an answer without prose."""
+    text = re.sub(r"\\(?:text|math)\w*|\\[ ,;]|[{}$*]", " ", text)
+    if inside and (label := LABEL.match(text)):
+        return label[1]
+    return "".join(ANSWER_IS.findall(text)[-1:])
 
 
 def formula_of(match: re.Match[str]) -> str:

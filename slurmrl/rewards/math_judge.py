@@ -24,9 +24,11 @@ from slurmrl.rewards.math_answer import (
     BOX,
     BRACKETED,
     FORMULA,
+    LETTER,
     LONGEST_FORMULA,
     NUMBER,
     boxed,
+    chosen,
     formula_of,
     mark_formulas,
     only_formula,
@@ -95,6 +97,9 @@ def correct(request: dict[str, Any], reference: Reading) -> bool:
             return False
         inside = "".join(BRACKETED.findall(completion))
     content = boxed(text) or ALL_TEXT.sub(r"\1", text)
+    letter = LETTER.fullmatch(content)
+    if letter and (choice := chosen(inside or completion, inside=bool(inside))):
+        return choice == letter[1]
     plain = bool(number(only_formula(rewritten(content)) or "", plain=False))
     if plain and (request["literal"] or not inside):
         answers = [read_stated(inside or completion)]
