@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from slurmrl.config.descriptions import descriptions
 from slurmrl.config.problems import keys, names_sections, section_of
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.base import IsPath
@@ -73,16 +74,17 @@ def _sections(schema: type[BaseModel], path: str) -> Iterator[tuple[str, type[Ba
 def _chapter(section: type[BaseModel], heading: str) -> str:
     lines = [f"## {heading}", "", _text(section.__doc__), ""]
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-    lines += [_row(name, field) for name, field in keys(section)]
+    texts = zip(keys(section), map(descriptions(section).get, section.model_fields), strict=True)
+    lines += [_row(name, field, text or "") for (name, field), text in texts]
     return "\n".join([*lines, ""])
 
 
-def _row(name: str, field: FieldInfo) -> str:
+def _row(name: str, field: FieldInfo, text: str) -> str:
     below = section_of(field.annotation)
     kind = "section" if below else kind_of(field.annotation, field.metadata)
     if names_sections(field.annotation):
         kind = "sections by name"
-    meaning = field.description or (below.__doc__ if below else "")
+    meaning = text or (below.__doc__ if below else "")
     return (
         f"| `{name}` | {kind} | {_default(field)} | {_text(meaning).replace('|', chr(92) + '|')} |"
     )

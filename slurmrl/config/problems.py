@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from slurmrl.config.descriptions import descriptions
 from slurmrl.config.source import KeyPath, Source, dotted
 from slurmrl.errors import Problem
 from slurmrl.registry import near
@@ -144,8 +145,8 @@ def show(value: Any) -> str:
 
 def _missing(schema: type[BaseModel], location: KeyPath) -> str:
     owner = section_at(schema, location[:-1])
-    field = owner.model_fields.get(str(location[-1])) if owner else None
-    text = " ".join((field.description or "").split()) if field else ""
+    text = descriptions(owner).get(str(location[-1]), "") if owner else ""
+    text = " ".join(text.split())
     return f"is required. {text}".rstrip()
 
 

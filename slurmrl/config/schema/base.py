@@ -26,7 +26,6 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
         serialize_by_alias=True,
         validate_default=False,
     )

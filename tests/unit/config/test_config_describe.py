@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from slurmrl.config.describe import reference
+from slurmrl.config.descriptions import descriptions
 from slurmrl.config.problems import paths, section_of
 from slurmrl.config.schema import Config, Section
 from slurmrl.plan.algorithms import ALGORITHMS
@@ -23,7 +24,7 @@ def fields_without_description(schema: type[BaseModel]) -> list[str]:
         section = section_of(field.annotation)
         if section is not None:
             found += fields_without_description(section)
-        if not (field.description or (section and section.__doc__)):
+        if not (descriptions(schema)[name] or (section and section.__doc__)):
             found.append(f"{schema.__name__}.{name}")
     return found
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from slurmrl.config.descriptions import descriptions
 from slurmrl.config.schema.optimizer import LEFT_OUT, MOMENTS, USERS, Kind, Optimizer
 from slurmrl.engines.optimizers import OPTIMIZERS
 from slurmrl.engines.optimizers.base import ShardOptimizer
@@ -186,6 +187,6 @@ def test_settings_that_are_not_used_are_known_and_described() -> None:
     assert Optimizer(name="adagrad", rho=0.8, alpha=0.8, eps=1e-3).unused == ("alpha", "rho")
     assert all(options_of(kind).unused == () for kind in KINDS)
     for field, users in USERS.items():
-        text = Optimizer.model_fields[field].description or ""
+        text = descriptions(Optimizer)[field]
         named = {kind for kind in get_args(Kind) if f"`{kind}`" in text}
         assert named == set(users) or field == "eps"
