@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from slurmrl.errors import UsageError
@@ -196,6 +197,12 @@ COMPLETE: Variable[str] = Variable(
 VARIABLES: tuple[Variable[Any], ...] = tuple(
     value for value in tuple(vars().values()) if isinstance(value, Variable)
 )
+
+
+def cache_folder(name: str) -> Path:
+    """Return the folder of one of slurmrl's caches of this user."""
+    home = os.path.expanduser("~")
+    return Path(XDG_CACHE_HOME.get() or f"{home}/.cache").absolute() / "slurmrl" / name
 
 
 def reference() -> str:

@@ -81,7 +81,8 @@ def _line_of(error: BaseException) -> str:
 
 def _is_of_others(file: str) -> bool:
     """Whether a file is part of slurmrl or of Python's import system."""
-    others = (Path(__file__).parent, Path(importlib.__file__).parent)
+    ours = Path(describe.__code__.co_filename).parent  # in a trial, not the place of the file
+    others = (ours, Path(importlib.__file__).parent)
     return file.startswith("<frozen importlib") or any(map(Path(file).is_relative_to, others))
 
 

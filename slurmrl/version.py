@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Final
 
-PACKAGE: Final = Path(__file__).parent
+from slurmrl import package
+
 COMMIT_FILE: Final = "commit.txt"
 """What the build of a wheel leaves in the package (see setup.py)."""
 
@@ -14,6 +14,6 @@ def built_commit() -> str:
     """The commit that an installed package was built from, with ``+changes`` if the checkout had
     any; empty where it is unknown, and in a checkout, which may change."""
     try:
-        return (PACKAGE / COMMIT_FILE).read_text(encoding="ascii", errors="replace").strip()
+        return package.read(COMMIT_FILE).decode("ascii", errors="replace").strip()
     except OSError:
         return ""

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 OTHER = """\
-import runpy, sys, traceback
+import runpy, sys, traceback, zlib
 sys.argv[0] = "slurmrl"
 try:
     runpy.run_module("slurmrl", run_name="__main__")
-except (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError) as error:
+except (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError, EOFError,
+        zlib.error) as error:
     if "--debug" in sys.argv:
         raise
     where = traceback.extract_tb(error.__traceback__)[-1]

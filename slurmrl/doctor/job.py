@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import slurmrl
 from slurmrl.config.schema import Cluster
 from slurmrl.doctor import directory, probe
 from slurmrl.doctor.check import Check, failed, guarded, ok
@@ -25,7 +24,7 @@ from slurmrl.paths import RunPaths, user_name
 from slurmrl.scheduler import make
 from slurmrl.scheduler.base import Continue, GroupRequest, JobState, SubmissionRequest, TaskState
 from slurmrl.scheduler.client import SRUN
-from slurmrl.submission import copying
+from slurmrl.submission import package_copy
 from slurmrl.submission.live import Jobs, clear_away
 
 FOLDER = ".doctor"
@@ -159,7 +158,7 @@ class ProbeJob:
         """Write what the job reads: this package, the request, and content to compare."""
         for folder in (*self.paths.directories(), self.folder):
             atomic.make_private_directory(folder)
-        copying.copy(Path(slurmrl.__file__).parent, self.paths.code / "slurmrl")
+        package_copy.copy(self.paths.code / "slurmrl")
         content = os.urandom(CONTENT_BYTES)
         atomic.replace(self.folder / directory.CONTENT, content)
         script = self.paths.submission_script(1, "doctor") if self.kind != "local" else None

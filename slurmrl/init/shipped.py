@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from slurmrl import package
 from slurmrl.errors import EnvironmentFailure, UsageError
 from slurmrl.fsio import atomic
 from slurmrl.submission import copying
-from slurmrl.version import PACKAGE
 
-FOLDER: Final = PACKAGE / "examples"
+FOLDER: Final = package.FOLDER / "examples"
 FETCHED: Final = ("data",)
 """What the user of a checkout has put there."""
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from slurmrl import package
 from slurmrl.errors import UsageError
 from slurmrl.plan.algorithms import POLICY_GRADIENTS
 from slurmrl.registry import near
 
-TEMPLATES: Final = Path(__file__).parent / "templates"
 REWARD: Final = "reward.txt"
 PLAIN: Final = re.compile(r"[\w.][\w.+-]*(?: [\w.+-]+)*")
 RULE: Final = "its name may have letters, digits, '.', '_', '-', '+' and single spaces"
@@ -75,7 +75,7 @@ def files(kind: str, output: Path) -> dict[Path, str]:
 
 
 def _filled(template: str, words: dict[str, str]) -> str:
-    text = (TEMPLATES / template).read_text(encoding="utf-8")
+    text = package.read(f"init/templates/{template}").decode()
     for name, value in words.items():
         text = text.replace(f"@{name}@", value)
     return text

@@ -6,16 +6,14 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from math import inf
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-from slurmrl import log
+from slurmrl import log, package
 from slurmrl.errors import UsageError
 from slurmrl.rewards.judge import JudgeProgram
 
 logger = log.get(__name__)
 
-SANDBOX = Path(__file__).with_name("code_sandbox.py")
 LOADER = """\
 import json, os
 line = b""
@@ -61,7 +59,7 @@ def sandbox_program(
         "namespaces": namespaces != "off",
     }
     interpreter = python or ("python3" if prefix else sys.executable)
-    source = SANDBOX.read_text(encoding="utf-8")
+    source = package.read("rewards/code_sandbox.py").decode()
     return JudgeProgram(
         "the sandbox of programs",
         [*prefix, interpreter, "-I", "-c", LOADER],

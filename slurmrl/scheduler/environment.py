@@ -22,8 +22,8 @@ LOCAL = (*EXPORTED, "CUDA_VISIBLE_DEVICES", "TMPDIR")
 
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 """Set where Python runs a snapshot: the snapshot stays as it was submitted, and hosts that start
-together do not all write the same files to a shared directory. Compiling the modules again takes a
-process a few tenths of a second."""
+together do not all write the same files to a shared directory. A snapshot has the bytecode of this
+package; a process compiles only the user's own modules at its start."""
 
 OPTION_PREFIXES = ("SBATCH_", "SCANCEL_", "SLURM_", "SQUEUE_")
 """Variables that change options of Slurm's commands, or belong to the job in which we may run."""

@@ -15,8 +15,9 @@ hosts are not excluded for it.
 from __future__ import annotations
 
 import shlex
-from importlib import resources
 from pathlib import Path
+
+from slurmrl import package
 
 FIRST_S = 5
 LONGEST_S = 300
@@ -65,7 +66,7 @@ def functions(
 
 
 def _text() -> str:
-    return resources.files(__package__).joinpath("leave.sh").read_text().rstrip()
+    return package.read("scheduler/leave.sh").decode().rstrip()
 
 
 def shortened(script: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurmrl import version
+from slurmrl import package, version
 
 TIMEOUT_S = 20.0
 MOST_STATUS_BYTES = 256 * 2**10
@@ -84,8 +84,8 @@ def commit_of_package() -> str:
     repository that only has the environment below it, where slurmrl is installed, says nothing."""
     if commit := version.built_commit():
         return commit
-    repository = look(version.PACKAGE)
-    if isinstance(repository, str) or repository.root != version.PACKAGE.parent.resolve():
+    repository = look(package.FOLDER)
+    if isinstance(repository, str) or repository.root != package.FOLDER.parent.resolve():
         return ""
     return repository.commit + ("+changes" if repository.diff else "")
 

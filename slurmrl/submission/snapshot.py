@@ -15,18 +15,16 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-import slurmrl
+from slurmrl import package
 from slurmrl.errors import EnvironmentFailure, UsageError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.shapes import COUNT
 from slurmrl.monitor.snapshot import submission_numbers
 from slurmrl.paths import RunPaths
-from slurmrl.submission import copying
+from slurmrl.submission import copying, package_copy
 from slurmrl.submission.own_code import OwnCode
 
 PACKAGE = "slurmrl"
-NO_CODE = ("examples",)
-"""What a package has beside the code that a run executes."""
 MOST_COPIES = 3
 """Attempts to copy code that changes meanwhile."""
 PAUSE_S = 1.0
@@ -87,14 +85,8 @@ def following(paths: RunPaths) -> int:
 def is_this_code(folder: Path) -> bool:
     """Return whether the slurmrl in a snapshot equals the running one byte for byte. True for a
     snapshot without slurmrl."""
-    kept, here = folder / PACKAGE, Path(slurmrl.__file__).parent
-    if not kept.is_dir() or kept.samefile(here):
-        return True
-    there = dict(copying.files(kept, NO_CODE))
-    ours = dict(copying.files(here, NO_CODE))
-    return there.keys() == ours.keys() and all(
-        path.read_bytes() == ours[name].read_bytes() for name, path in there.items()
-    )
+    kept = folder / PACKAGE
+    return not kept.is_dir() or package_copy.is_equal(kept)
 
 
 def _build(paths: RunPaths, code: OwnCode, record: Record) -> Path:
@@ -104,7 +96,7 @@ def _build(paths: RunPaths, code: OwnCode, record: Record) -> Path:
     would mix two versions.
     """
     sources: dict[Path, Collection[str]] = dict.fromkeys(code.paths, ())
-    sources[Path(slurmrl.__file__).parent] = NO_CODE
+    sources[package.FOLDER] = package_copy.NO_CODE
     changed: list[Path] = []
     for attempt in range(MOST_COPIES):
         if attempt:
@@ -131,7 +123,7 @@ def _build(paths: RunPaths, code: OwnCode, record: Record) -> Path:
 
 def _fill(copy: Path, code: OwnCode, record: Record) -> None:
     atomic.make_private_directory(copy)
-    copying.copy(Path(slurmrl.__file__).parent, copy / PACKAGE, NO_CODE)
+    package_copy.copy(copy / PACKAGE)
     for path in code.paths:
         copying.copy(path, copy / path.name)
     record(copy)

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -93,6 +94,8 @@ def test_the_wheel_in_an_environment_of_its_own(tmp_path: Path) -> None:
     assert "uPlot" in (work / "report.html").read_text()
     (run,) = (work / "runs").glob("*/addition-sft/1")
     assert json.loads((run / "code/environment.json").read_text())["slurmrl_commit"] == commit
-    assert not (run / "code/slurmrl/examples").exists()
-    assert (run / "code/slurmrl/cuda").is_dir()
+    with ZipFile(run / "code/slurmrl/modules.zip") as archive:
+        folders = {name.partition("/")[0] for name in archive.namelist()}
+    assert "cuda" in folders
+    assert "examples" not in folders
     assert contents(package) == before, "something was written to the installed package"

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmrl import log
+from slurmrl import log, package
 from slurmrl.engines.rollout.server_log import ServerLog, read_end
 from slurmrl.fsio.atomic import open_log
 from slurmrl.monitor.events import EventWriter
@@ -20,7 +20,7 @@ from slurmrl.monitor.words import exit_words
 
 logger = log.get(__name__)
 
-WARDEN = Path(__file__).with_name("warden.py")
+WARDEN = package.program("engines/rollout/warden.py")
 ENDING_S = 10.0
 """How long the processes of a server may take to end after SIGKILL."""
 

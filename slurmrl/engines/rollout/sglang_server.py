@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from slurmrl import package
 from slurmrl.engines.rollout.dialect import Dialect
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.routed_experts import FLAG, RoutedLayers
@@ -14,7 +15,7 @@ from slurmrl.engines.rollout.server_kind import ServerKind
 from slurmrl.engines.rollout.sglang import SglangDialect
 from slurmrl.plan.estimates.servers import computing
 
-LAUNCHER = Path(__file__).with_name("launch_sglang.py")
+LAUNCHER = package.program("engines/rollout/launch_sglang.py")
 FLAGS = (
     "--enable-priority-scheduling",
     "--schedule-low-priority-values-first",

@@ -23,10 +23,10 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from slurmrl import env, log
+from slurmrl import env, log, package
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic, ownership
-from slurmrl.ops.native.recipe import Half, Recipe, stem
+from slurmrl.ops.native.recipe import Half, Recipe, inputs, stem
 
 logger = log.get(__name__)
 
@@ -36,7 +36,7 @@ BUILD_TIMEOUT_S = 3600.0
 """Compiling takes a minute and a half on an idle machine, and many times that on a busy one."""
 LOCK_TIMEOUT_S = 2 * BUILD_TIMEOUT_S
 """The longest that two builds in a row may take."""
-PROGRAM = Path(__file__).with_name("compile.py")
+PROGRAM = "ops/native/compile.py"
 LOG_LINES = 30
 
 Compile = Callable[[Recipe, Path], Path]
@@ -52,8 +52,7 @@ def cache_folder() -> Path:
     chosen = env.OPS_CACHE.get()
     if chosen:
         return Path(chosen).absolute()
-    home = os.path.expanduser("~")
-    return Path(env.XDG_CACHE_HOME.get() or f"{home}/.cache").absolute() / "slurmrl" / "ops"
+    return env.cache_folder("ops")
 
 
 def host_folder() -> Path:
@@ -99,8 +98,15 @@ def run_compiler(recipe: Recipe, folder: Path) -> Path:
     """Compile in a separate process, which also tries to load the result."""
     search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     environ = {**os.environ, "PATH": search, "CXX": recipe.cxx}  # ninja is installed beside python
+    program, sources = folder / "compile.py", folder / "sources"
+    program.write_bytes(package.read(PROGRAM))
+    for name, content in inputs(recipe.half).items():
+        path = sources / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    spec = json.dumps(_spec(recipe, sources))
     process = subprocess.Popen(
-        [sys.executable, "-P", str(PROGRAM), str(folder)],
+        [sys.executable, "-P", str(program), str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -110,7 +116,7 @@ def run_compiler(recipe: Recipe, folder: Path) -> Path:
     )
     with process:
         try:
-            output, _ = process.communicate(json.dumps(_spec(recipe)), timeout=BUILD_TIMEOUT_S)
+            output, _ = process.communicate(spec, timeout=BUILD_TIMEOUT_S)
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
@@ -123,8 +129,9 @@ def run_compiler(recipe: Recipe, folder: Path) -> Path:
     return folder / f"{recipe.name}.so"
 
 
-def _spec(recipe: Recipe) -> dict[str, object]:
-    return {**asdict(recipe), "name": recipe.name}
+def _spec(recipe: Recipe, sources: Path) -> dict[str, object]:
+    paths = [str(sources / name) for name in recipe.sources]
+    return {**asdict(recipe), "name": recipe.name, "sources": paths}
 
 
 def _build(recipe: Recipe, path: Path, host: Path, run: Compile) -> None:

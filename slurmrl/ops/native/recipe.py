@@ -7,13 +7,13 @@ import json
 import platform
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from pathlib import Path
+from pathlib import PurePath
 
-import slurmrl
+from slurmrl import package
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.ops.native.toolchain import Toolchain
 
-SOURCES = Path(slurmrl.__file__).parent / "cuda"
+SOURCES = "cuda"
 """A link to the repository's ``cuda/``; a folder of the wheel."""
 
 ABI_TARGET = "0x020b000000000000"
@@ -63,6 +63,7 @@ class Recipe:
 
     half: Half
     sources: tuple[str, ...]
+    """Names among those of `inputs`."""
     cxx: str
     cxx_flags: tuple[str, ...]
     nvcc: str
@@ -91,9 +92,9 @@ def stem(half: Half) -> str:
     """
     flags = (CXX_FLAGS, NVCC_FLAGS, ABI_TARGET, platform.machine())
     digest = hashlib.sha256(json.dumps(flags).encode())
-    for path in _inputs(half):
-        digest.update(f"{path.relative_to(SOURCES)} ".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    for name, content in inputs(half).items():
+        digest.update(f"{name} ".encode())
+        digest.update(hashlib.sha256(content).digest())
     return f"slurmrl_{half}-{digest.hexdigest()[:16]}"
 
 
@@ -108,7 +109,7 @@ def make(half: Half, toolchain: Toolchain) -> Recipe:
         nvcc_flags = (*NVCC_FLAGS, *toolchain.architecture_flags())
     return Recipe(
         half=half,
-        sources=tuple(str(SOURCES / name) for name in FILES[half]),
+        sources=FILES[half],
         cxx=toolchain.cxx,
         cxx_flags=(*CXX_FLAGS, f"-DTORCH_TARGET_VERSION={ABI_TARGET}"),
         nvcc=nvcc,
@@ -118,9 +119,15 @@ def make(half: Half, toolchain: Toolchain) -> Recipe:
     )
 
 
-def _inputs(half: Half) -> list[Path]:
-    """The half's own files and the shared headers, in a fixed order."""
-    if not SOURCES.is_dir():
-        raise EnvironmentFailure(f"the operators' sources are missing: no folder {SOURCES}")
-    folder = Path(FILES[half][0]).parent
-    return sorted([*SOURCES.glob("*.h"), *(p for p in (SOURCES / folder).iterdir() if p.is_file())])
+def inputs(half: Half) -> dict[str, bytes]:
+    """The half's own files and the shared headers by name, in a fixed order.
+
+    Raises EnvironmentFailure if they are missing.
+    """
+    own = f"{SOURCES}/{PurePath(FILES[half][0]).parent}"
+    try:
+        shared = [name for name in package.names(SOURCES) if name.endswith(".h")]
+        chosen = sorted(map(PurePath, [*shared, *package.names(own)]))
+        return {str(path.relative_to(SOURCES)): package.read(str(path)) for path in chosen}
+    except OSError as error:
+        raise EnvironmentFailure(f"the operators' sources are missing: {error}") from error

@@ -79,7 +79,6 @@ def test_the_snapshot_is_this_package_and_works_alone(proposal: Proposal) -> Non
     make(proposal)
     copy = proposal.paths.code / "slurmrl"
     assert list(copy.rglob("__pycache__")) == []
-    assert (copy / "py.typed").exists()
     code = "import slurmrl, json; print(json.dumps([slurmrl.__file__, slurmrl.__version__]))"
     output = subprocess.run(
         [sys.executable, "-P", "-c", code],

@@ -13,6 +13,7 @@ from slurmrl.errors import ConfigError, EnvironmentFailure, UsageError
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.writer import begin, end
+from slurmrl.package import ARCHIVE
 from slurmrl.paths import RunPaths
 from slurmrl.submission import copying, git, own_code, snapshot
 from slurmrl.submission.proposal import Proposal, propose, propose_resume
@@ -194,7 +195,7 @@ def test_a_trial_of_another_slurmrl_reads_none_of_our_settings(
     paths = submit(proposed(user)).paths
     end(History(paths.history), Kind.CANCELLED, {})
     scheduler.tasks = []
-    (paths.code / "slurmrl" / "config" / "load.py").write_text("raise ImportError('too old')\n")
+    (paths.code / "slurmrl" / ARCHIVE).write_bytes(b"not readable")
     proposal = proposed(user)
     assert proposal.check(60.0) == []
     with pytest.raises(UsageError, match="was submitted with another slurmrl"):

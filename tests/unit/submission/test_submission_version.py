@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl import version
+from slurmrl import package, version
 from slurmrl.submission import git
 
 
@@ -18,38 +18,44 @@ def in_git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
+def use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a folder the place of the running package."""
+    monkeypatch.setattr(package, "FOLDER", folder)
+    monkeypatch.setattr(package, "read", lambda name: (folder / name).read_bytes())
+
+
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made = tmp_path / "slurmrl"
     made.mkdir()
     (made / "a.py").write_text("a = 1\n")
-    monkeypatch.setattr(version, "PACKAGE", made)
+    use(made, monkeypatch)
     return made
 
 
-def test_the_commit_of_a_checkout(package: Path) -> None:
+def test_the_commit_of_a_checkout(checkout: Path) -> None:
     assert git.commit_of_package() == ""  # no repository
-    in_git(package.parent, "init", "-q")
-    in_git(package.parent, "add", "-A")
-    in_git(package.parent, "commit", "-qm", "one")
-    commit = in_git(package.parent, "rev-parse", "HEAD")
+    in_git(checkout.parent, "init", "-q")
+    in_git(checkout.parent, "add", "-A")
+    in_git(checkout.parent, "commit", "-qm", "one")
+    commit = in_git(checkout.parent, "rev-parse", "HEAD")
     assert git.commit_of_package() == commit
-    (package / "a.py").write_text("a = 2\n")
+    (checkout / "a.py").write_text("a = 2\n")
     assert git.commit_of_package() == f"{commit}+changes"
 
 
-def test_the_commit_of_a_build_comes_first(package: Path) -> None:
-    (package / "commit.txt").write_text("abc\n")
+def test_the_commit_of_a_build_comes_first(checkout: Path) -> None:
+    (checkout / "commit.txt").write_text("abc\n")
     assert version.built_commit() == git.commit_of_package() == "abc"
 
 
 def test_a_repository_around_the_environment_says_nothing(
-    package: Path, monkeypatch: pytest.MonkeyPatch
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = package.parent / "venv/lib/site-packages/slurmrl"
+    installed = checkout.parent / "venv/lib/site-packages/slurmrl"
     installed.mkdir(parents=True)
-    monkeypatch.setattr(version, "PACKAGE", installed)
-    in_git(package.parent, "init", "-q")
-    in_git(package.parent, "add", "-A")
-    in_git(package.parent, "commit", "-qm", "one")
+    use(installed, monkeypatch)
+    in_git(checkout.parent, "init", "-q")
+    in_git(checkout.parent, "add", "-A")
+    in_git(checkout.parent, "commit", "-qm", "one")
     assert git.commit_of_package() == ""

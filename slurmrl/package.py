@@ -1,0 +1,44 @@
+"""The files of this package.
+
+A trial's copy has its modules and data in an archive, with the bytecode of the modules
+(`submission.package_copy` makes it); only `PROGRAMS` are plain files there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, Protocol, cast
+
+import slurmrl
+
+FOLDER: Final = Path(slurmrl.__file__).parent
+ARCHIVE: Final = "modules.zip"
+PROGRAMS: Final = ("engines/rollout/launch_sglang.py", "engines/rollout/warden.py")
+"""Programs that Python runs by their path, without this package."""
+
+
+class _Loader(Protocol):
+    def get_data(self, path: str) -> bytes: ...
+
+
+def read(name: str) -> bytes:
+    """Return the content of a file, by its path in the package. Raises OSError."""
+    assert __spec__ is not None
+    return cast(_Loader, __spec__.loader).get_data(str(Path(__file__).parent / name))
+
+
+def names(folder: str) -> list[str]:
+    """Return the files of a folder of data, by their paths in the package. Raises OSError."""
+    archive = FOLDER / ARCHIVE
+    if not archive.exists():
+        return [f"{folder}/{path.name}" for path in (FOLDER / folder).iterdir() if path.is_file()]
+    from zipfile import ZipFile  # slow, and only compilers of the operators need it
+
+    with ZipFile(archive) as file:
+        return [name for name in file.namelist() if name.rpartition("/")[0] == folder]
+
+
+def program(name: str) -> Path:
+    """Return the path of one of `PROGRAMS`."""
+    assert name in PROGRAMS, f"{name} is not a plain file in a trial"
+    return FOLDER / name
