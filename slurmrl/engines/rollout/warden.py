@@ -29,8 +29,11 @@ IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 OWNER = 0
 """Descriptor of the pipe."""
 POLL_S = 0.002
-LOOKS_S = (1.0, 60.0)
-"""First and longest pause between two looks for files in shared memory."""
+LOOK_S = 1.0
+"""Between two looks for files in shared memory: what all of a server's processes had mapped is
+unknown once they have ended."""
+NEW_S = 60.0
+"""Age of files whose mappings are looked for: a server maps a file as soon as it has made it."""
 SHARED = "/dev/shm/"
 KINDS = ("sglang_loads_", "sem.mp-")
 """How the names of files begin that a killed server leaves in shared memory."""
@@ -60,10 +63,8 @@ def main(command: list[str]) -> int:
     listed = os.path.join(temporary, LIST) if temporary else os.devnull
     remove_shared(listed)  # of a server whose warden was killed
     held: set[str] = set()
-    pause_s, longest_s = LOOKS_S
-    while not poller.poll(1000 * pause_s):
+    while not poller.poll(1000 * LOOK_S):
         held = note_shared(listed, held)
-        pause_s = min(2 * pause_s, longest_s)
     ended = server.poll() is not None
     note_shared(listed, held)
     server.kill()
@@ -124,18 +125,31 @@ def note_shared(listed: str, known: set[str]) -> set[str]:
 
     Inodes decide: a semaphore is mapped under another name before it has its own.
     """
+    named = {f"{inode} {name}\n": inode for inode, name in new_files()}
     mapped: set[str] = set()
-    for pid in descendants():
+    for pid in descendants() if named.keys() - known else ():
         with suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8") as file:
             mapped.update(line.split(maxsplit=5)[4] for line in file if SHARED in line)
-    mine: list[tuple[str, str]] = []
-    with suppress(OSError), os.scandir(SHARED) as entries:
-        mine = [(str(each.inode()), each.name) for each in entries if each.name.startswith(KINDS)]
-    found = known | {f"{inode} {name}\n" for inode, name in mine if inode in mapped}
+    found = known | {line for line, inode in named.items() if inode in mapped}
     if found != known:
         with suppress(OSError), open(listed, "w", encoding="utf-8") as file:
             file.writelines(sorted(found))
     return found
+
+
+def new_files() -> list[tuple[str, str]]:
+    """Inodes and names of this user's new files of `KINDS`."""
+    try:
+        with os.scandir(SHARED) as entries:
+            chosen = [each for each in entries if each.name.startswith(KINDS)]
+            found = [(each.name, each.stat(follow_symlinks=False)) for each in chosen]
+    except OSError:  # one of them was removed, or there is no such folder
+        return []
+    return [
+        (str(status.st_ino), name)
+        for name, status in found
+        if status.st_uid == os.getuid() and time.time() - status.st_ctime < NEW_S
+    ]
 
 
 def remove_shared(listed: str) -> None:
