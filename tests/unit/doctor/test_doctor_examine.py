@@ -125,9 +125,12 @@ def test_a_slurm_that_does_not_answer_is_not_passed_over(
     for name in ("sbatch", "scontrol"):
         (tmp_path / name).chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert look(tmp_path / "r", scheduler="auto")["scheduler"].state is State.WARNING
     assert look(tmp_path / "r", scheduler="local")["scheduler"].state is State.OK
-    assert look(tmp_path / "r", scheduler="slurm")["scontrol"].state is State.FAILED
+    for scheduler in ("auto", "slurm"):
+        assert look(tmp_path / "r", scheduler=scheduler)["scontrol"].state is State.FAILED
+    error = "fatal: Could not establish a configuration source"
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho '{error}' >&2\nexit 1\n")
+    assert look(tmp_path / "r", scheduler="auto")["scheduler"].state is State.WARNING
 
 
 @pytest.fixture
