@@ -88,7 +88,7 @@ def scheduler(
     ``requested`` stands for; ``hosts`` are the cluster's."""
     advice = "see whether Slurm's commands work in your shell (module load slurm, SLURM_CONF)"
     if kind == "local" and requested == AUTO and shutil.which("sbatch"):
-        return [warning("scheduler", "local: sbatch is here, but no controller answers", advice)]
+        return [warning("scheduler", "local: sbatch is here, but finds no configuration", advice)]
     if kind == "local":
         return [ok("scheduler", "local: this machine alone")]
     checks = [
