@@ -1,5 +1,6 @@
 """What a link executes in tests in place of the supervisor: it trains nothing, but writes and
-obeys what a real master does. ``stand_in.py RUN_DIR STEPS train|fail|stubborn``"""
+obeys what a real master does. ``stand_in.py RUN_DIR STEPS train|fail|held|stubborn``: ``held``
+trains its second step once there is a file ``go`` in RUN_DIR."""
 
 from __future__ import annotations
 
@@ -44,6 +45,8 @@ def main(run: str, total: str, mode: str) -> int:
     while step < int(total) and (not warned or mode == "stubborn"):
         lease.beat()
         time.sleep(0.1)
+        if mode == "held" and step == 1 and not (paths.run / "go").exists():
+            continue
         step += 1
         line = {"step": step, "reward": step / int(total), "tokens_per_s": 10.0}
         metrics.write(line)

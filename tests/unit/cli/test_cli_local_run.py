@@ -104,9 +104,16 @@ def wait(condition: Callable[[], bool]) -> None:
 
 
 def test_a_run_is_watched_to_its_end(desk: Desk) -> None:
-    code, out, err = desk.submit()
-    assert (code, err) == (0, "")
-    lines = out.splitlines()
+    process = desk.start("submit", str(desk.config), "--scheduler", "local", mode="held")
+    assert process.stdout is not None
+    lines = []
+    while not (lines and lines[-1].startswith("step 1/")):
+        lines.append(process.stdout.readline())
+        assert lines[-1], "it ended"
+    (desk.paths.run / "go").touch()
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, err) == (0, "")
+    lines = "".join([*lines, out]).splitlines()
     assert "RUNNING" in lines
     assert lines[0].startswith("add/1 submitted to local (trainer: local-")
     assert [line for line in lines if line.startswith("step ")] == [
