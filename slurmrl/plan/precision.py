@@ -86,8 +86,7 @@ def unlike_training(config: Config) -> str:
 
 
 def rounds_to(config: Config) -> str | None:
-    """Return the narrower type to which generation rounds the actor's float32 weights; None if it
-    rounds none, if only the server knows, and for adapters, which it merges with rounded
-    weights."""
+    """Return the narrower type to which generation rounds the actor's float32 weights, or their sum
+    with adapters; None if it rounds none, and if only the server knows."""
     dtype = generating(config).dtype
-    return dtype if dtype in NARROW and config.actor.lora is None else None
+    return dtype if dtype in NARROW else None

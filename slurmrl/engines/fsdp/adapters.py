@@ -96,6 +96,18 @@ class MergedWeights(Mapping[str, Tensor]):
             self._last = name, merged
         return self._last[1]
 
+    @torch.no_grad()
+    def sample(self, most: int) -> list[Tensor]:
+        """Return equally spaced rows of the adapted weights [rows, i] as float32 values that are
+        not rounded: about ``most`` elements, at least a row of each weight."""
+        every = sum(self._weights[name].numel() for name in self._rows) // most | 1
+        sampled = []
+        for name, b in self._rows.items():
+            a = self._inner[name]
+            weight = self._weights[name][::every].to(a.device, torch.float32)
+            sampled.append(weight.addmm(b[::every].to(a.device), a, alpha=self._scale))
+        return sampled
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
 

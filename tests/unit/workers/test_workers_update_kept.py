@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.config.schema import Config
+from slurmrl.engines.fsdp.adapters import MergedWeights
 from slurmrl.graph.call import Method
 from slurmrl.plan.precision import rounds_to
 from slurmrl.weights.survival import survival
@@ -119,3 +120,28 @@ def test_type_is_that_of_the_engine_that_generates(
         engine: Any = Held(w=weights())
         measured = UpdateKept.of(settings, plan).before(TRAIN, engine)
         assert (measured is not None) == bool(wanted)
+
+
+def test_share_with_adapters_is_that_of_their_sums_with_the_weights() -> None:
+    """The weights are frozen; what generates are the sums, rounded."""
+    draw = torch.Generator().manual_seed(4)
+    a = torch.randn(2, 64, generator=draw)
+    layer = {
+        "q_proj.weight": weights(48 * 64).view(48, 64).bfloat16(),
+        "q_proj.lora_B": torch.zeros(48, 2),
+        "q_proj.lora_A": a,
+        "norm.weight": torch.ones(64).bfloat16(),
+    }
+    adapters: Any = SimpleNamespace(scale=0.5, rank=2)
+    context: Any = SimpleNamespace(axis_size=lambda axis: 1, device=torch.device("cpu"))
+    engine: Any = SimpleNamespace(storages=lambda: MergedWeights(layer, adapters, context))
+    measure = UpdateKept("bfloat16")
+    before = measure.before(TRAIN, engine)
+    assert before is not None
+    b = 1e-4 * torch.randn(48, 2, generator=draw)
+    layer["q_proj.lora_B"].add_(b)
+    start = layer["q_proj.weight"].float()
+    wanted = survival(start.numpy(), (start + 0.5 * b @ a).numpy(), "bfloat16").share
+    assert wanted is not None
+    assert 0.1 < wanted < 0.9
+    assert measure.stats(before, engine)["update_kept"][0] == pytest.approx(wanted, rel=1e-3)
