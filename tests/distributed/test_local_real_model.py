@@ -45,7 +45,8 @@ def trial(name: str, algorithm: dict[str, Any], **changes: Any) -> dict[str, Any
 
 def run(site: Site, config: dict[str, Any]) -> None:
     name = config["experiment"]
-    site.slurmrl("submit", str(site.write(f"{name}.yaml", config)), "--scheduler", "local")
+    path = site.write(f"{name}.yaml", config)
+    site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
     state = site.wait_for_end(f"{name}/1", timeout_s=3000.0)
     assert state["state"] == "COMPLETED", state
 
@@ -72,11 +73,12 @@ def test_reward_model_scores_completions_where_it_was_trained(site: Site) -> Non
     trained = site.metrics("rm/1")[-1]
     assert trained["eval/accuracy"] == 1.0
 
-    short = [f"Repeat this word and nothing else: {word}" for word in ("yes", "no", "one", "two")]
-    prompts = rows(site.folder / "prompts.jsonl", [{"prompt": p} for p in short])
+    short = ("Hi", "What is 2 + 2?", "What is the capital of France?")  # answered in 12 tokens
+    asked = [{"prompt": each} for each in (*short, "Describe the sea.")]
+    prompts = rows(site.folder / "prompts.jsonl", asked)
     config = trial("judged", {"name": "generate", "batch_size": 4})
     config |= {
-        "rollout": {"n": 2, "max_new_tokens": 12},
+        "rollout": {"n": 1, "max_new_tokens": 12, "greedy": True},
         "reward": {"name": "model"},
         "reward_model": {"path": "trial:rm/1"},
         "dataset": {"type": "prompt", "path": prompts, "chat_template": True},
@@ -101,14 +103,14 @@ def test_reward_model_scores_completions_where_it_was_trained(site: Site) -> Non
     ]
     assert sum(margin > 0 for margin in margins) / len(pairs) == trained["eval/accuracy"]
     assert sum(margins) / len(pairs) == pytest.approx(trained["eval/margin"], rel=0.02)
-    ended = 0
+    ended = []
     for line in results(site, "judged"):
         for completion in line["completions"]:
             end = "<|im_end|>" if completion["finished"] else ""
-            ended += completion["finished"]
+            ended.append(completion["finished"])
             wanted = score(line["prompt"], completion["text"] + end)
             assert completion["reward"] == pytest.approx(wanted, abs=2e-3)
-    assert ended > 0
+    assert sorted(ended) == [False, True, True, True]
 
 
 def test_default_export_keeps_the_gain_of_small_updates(site: Site) -> None:
