@@ -9,7 +9,7 @@ first token of a sequence; ``values[t]`` is the value after reading token t.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -45,6 +45,12 @@ TOKENS = "input_ids"
 PROMPTS = "prompt_ids"
 
 
+def spaced(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
+    """Return equally spaced elements of each tensor, at most about ``most`` in all."""
+    every = sum(each.numel() for each in tensors) // most | 1  # odd, so not a column of matrices
+    return [each.detach().reshape(-1)[::every] for each in tensors]
+
+
 class Engine(ABC):
     """One model of one role, spread over the ranks of ``context``.
 
@@ -78,6 +84,12 @@ class Engine(ABC):
     def trained_storages(self) -> Mapping[str, Tensor]:
         """This rank's tensors of `trained_layout`, as `storages`. Collective."""
         return self.storages()
+
+    def updated(self, most: int) -> list[Tensor]:
+        """Return equally spaced float32 values, about ``most`` in all, of the weights that this
+        rank updates; with adapters, of the sums of both. Collective."""
+        held = self.storages().values()
+        return spaced([each for each in held if each.dtype == torch.float32], most)
 
     @abstractmethod
     def offload(self) -> None:

@@ -98,14 +98,15 @@ class MergedWeights(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def sample(self, most: int) -> list[Tensor]:
-        """Return equally spaced rows of the adapted weights [rows, i] as float32 values that are
-        not rounded: about ``most`` elements, at least a row of each weight."""
+        """Return equally spaced rows of the adapted weights as flat float32 values that are not
+        rounded: about ``most`` in all, at least a row of each weight."""
         every = sum(self._weights[name].numel() for name in self._rows) // most | 1
         sampled = []
         for name, b in self._rows.items():
             a = self._inner[name]
             weight = self._weights[name][::every].to(a.device, torch.float32)
-            sampled.append(weight.addmm(b[::every].to(a.device), a, alpha=self._scale))
+            merged = weight.addmm(b[::every].to(a.device), a, alpha=self._scale)
+            sampled.append(merged.flatten())
         return sampled
 
     def __iter__(self) -> Iterator[str]:

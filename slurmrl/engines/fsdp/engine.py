@@ -450,6 +450,12 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         self._offload.check()
         return self._shards.trained()
 
+    def updated(self, most: int) -> list[Tensor]:
+        storages = self.storages()
+        if isinstance(storages, MergedWeights):
+            return storages.sample(most)
+        return super().updated(most)
+
     def offload(self) -> None:
         if not self._shards.plan.offload:  # with cpu_offload they are in host memory already
             state = {} if self._optimizer is None else self._state()

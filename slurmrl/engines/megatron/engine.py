@@ -17,7 +17,16 @@ from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import random_state
-from slurmrl.engines.base import OUTPUTS, TOKENS, LossFn, OutputFn, Outputs, TrainEngine, Veto
+from slurmrl.engines.base import (
+    OUTPUTS,
+    TOKENS,
+    LossFn,
+    OutputFn,
+    Outputs,
+    TrainEngine,
+    Veto,
+    spaced,
+)
 from slurmrl.engines.host import HostCopies
 from slurmrl.engines.initial_weights import initial_weights, model_config
 from slurmrl.engines.megatron import transformer_engine
@@ -312,6 +321,10 @@ class MegatronEngine(TrainEngine):
     def storages(self) -> Mapping[str, Tensor]:
         self._offload.check()
         return {name: tensor for name, (tensor, _) in self._state.weights().items()}
+
+    def updated(self, most: int) -> list[Tensor]:
+        self._offload.check()
+        return spaced([each for each, _ in self._state.shards(moments=False).values()], most)
 
     def offload(self) -> None:
         self._offload.take(self._state.tensors(), self._state.gradients())

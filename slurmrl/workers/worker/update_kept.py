@@ -13,7 +13,6 @@ import torch
 
 from slurmrl.algorithms.base import Stats
 from slurmrl.engines.base import Engine
-from slurmrl.engines.fsdp.adapters import MergedWeights
 from slurmrl.graph.call import Method
 from slurmrl.layout.copy import Array
 from slurmrl.plan.metrics import UPDATE_KEPT
@@ -54,15 +53,7 @@ class UpdateKept:
 
 
 def _part_of(engine: Engine) -> Array:
-    """Return about `MOST` of this rank's float32 weights, with adapters of their sums. Collective,
-    as their storages are."""
-    storages = engine.storages()
-    if isinstance(storages, MergedWeights):
-        parts = [each.flatten() for each in storages.sample(MOST)]
-    else:
-        held = [each for each in storages.values() if each.dtype == torch.float32]
-        every = sum(each.numel() for each in held) // MOST | 1  # odd, so not a column of matrices
-        parts = [each.detach().reshape(-1)[::every] for each in held]
+    parts = engine.updated(MOST)
     joined = torch.cat(parts) if parts else torch.empty(0)
     array: Array = joined.clone().cpu().numpy()
     return array

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from slurmrl.config.schema.model import Model
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import TrainEngine
 from slurmrl.errors import UsageError
+from slurmrl.graph.call import Method
 from slurmrl.layout.layout import Layout
 from slurmrl.parallel.groups import build
+from slurmrl.workers.worker.update_kept import UpdateKept
 from tests.distributed.engines.cases import batch, denominator, loss
 from tests.support import megatron_cpu, transformer_engine_cpu
 
@@ -130,6 +133,18 @@ def offloaded(case: Case) -> tuple[int, int, list[dict[str, float]], list[dict[s
     engine.onload()
     first.append(step(engine, 1))
     return before, during, first, [step(kept, 0), step(kept, 1)]
+
+
+def kept(case: Case) -> tuple[bool, float]:
+    """Whether the weights that are compared are float32 ones, and the share of a step's update that
+    remains in bfloat16."""
+    engine, measure = make(case), UpdateKept("bfloat16")
+    trains: Any = SimpleNamespace(method=Method.TRAIN_STEP, role="actor")
+    before = measure.before(trains, engine)
+    assert before is not None
+    step(engine, 0)
+    wide = not torch.equal(values := torch.from_numpy(before), values.bfloat16().float())
+    return wide, measure.stats(before, engine)["update_kept"][0]
 
 
 def held_bytes(engine: Any) -> int:

@@ -250,3 +250,11 @@ def test_sequences_beyond_all_positions_are_refused(ranks: RankPool) -> None:
     case = Case(placed(), model(architecture=architecture, **BUDGET))
     with pytest.raises(RankError, match=r"a sequence of 12 tokens .* has positions for 10"):
         ranks(1, f"{HERE}:outputs", case, deadline_s=300.0)
+
+
+def test_share_of_an_update_is_that_of_the_float32_weights(ranks: RankPool) -> None:
+    """The optimizer's, of which each rank updates a part; the model's own are rounded."""
+    settings = model(architecture=EVEN, dtype="bfloat16", **BUDGET)
+    for wide, share in ranks(2, f"{HERE}:kept", Case(placed(dp=2), settings)):
+        assert wide
+        assert 0.0 < share < 1.0

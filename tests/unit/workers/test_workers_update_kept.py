@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.config.schema import Config
+from slurmrl.engines.base import Engine
 from slurmrl.engines.fsdp.adapters import MergedWeights
 from slurmrl.graph.call import Method
 from slurmrl.plan.precision import rounds_to
@@ -33,6 +34,8 @@ class Held:
 
     def storages(self) -> dict[str, Tensor]:
         return self.tensors
+
+    updated = Engine.updated
 
 
 def kept(engine: Any, update: Tensor, dtype: str = "bfloat16") -> float | None:
@@ -134,7 +137,9 @@ def test_share_with_adapters_is_that_of_their_sums_with_the_weights() -> None:
     }
     adapters: Any = SimpleNamespace(scale=0.5, rank=2)
     context: Any = SimpleNamespace(axis_size=lambda axis: 1, device=torch.device("cpu"))
-    engine: Any = SimpleNamespace(storages=lambda: MergedWeights(layer, adapters, context))
+    engine: Any = SimpleNamespace(
+        updated=lambda most: MergedWeights(layer, adapters, context).sample(most)
+    )
     measure = UpdateKept("bfloat16")
     before = measure.before(TRAIN, engine)
     assert before is not None
