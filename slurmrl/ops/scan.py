@@ -37,6 +37,21 @@ def discounted_sums(
     return sums
 
 
+def discounted_returns(
+    rewards: Tensor, cu_seqlens: Tensor, gamma: float, bootstrap_values: Tensor | None = None
+) -> Tensor:
+    """R_t = r_t + gamma R_{t+1} [T]; beyond a sequence's end R is ``bootstrap_values`` [S] or 0."""
+    check_first("rewards", rewards, FLOATS)
+    check_offsets("cu_seqlens", cu_seqlens, len(rewards), rewards.device)
+    check_share("gamma", gamma)
+    if bootstrap_values is not None:
+        sequences = len(cu_seqlens) - 1
+        check_vector(
+            "bootstrap_values", bootstrap_values, sequences, (rewards.dtype,), rewards.device
+        )
+    return discounted_sums(rewards, cu_seqlens, gamma, tail=bootstrap_values)
+
+
 @torch.library.custom_op("slurmrl::scan", mutates_args=())
 def _scan(
     x: Tensor, cu_seqlens: Tensor, decay: Tensor | None, tail: Tensor | None, factor: float

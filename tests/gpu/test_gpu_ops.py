@@ -16,7 +16,6 @@ from torch import Tensor
 
 from slurmrl.ops.gae import packed_gae, reference
 from slurmrl.ops.intervals import Intervals, gather, scatter
-from slurmrl.ops.returns import padded_gae, padded_gae_overlapping, vtrace
 from slurmrl.ops.scan import discounted_sums
 from slurmrl.ops.scan import reference as scan_reference
 
@@ -228,25 +227,6 @@ def test_cuda_graphs() -> None:
             tensor.zero_()
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, wanted, strict=True))
-
-
-def test_what_is_made_with_the_scan() -> None:
-    x, _, cu_seqlens, truncated = batch(SHAPES["short"], torch.float32)
-    ends, ratios = torch.randn(len(truncated), device="cuda"), torch.randn_like(x) / 4
-    arguments = (ratios, x, x.flip(0), cu_seqlens, ends)
-    found = vtrace(*arguments, 0.99)
-    wanted = vtrace(
-        *(one.cpu().double() if one.is_floating_point() else one.cpu() for one in arguments), 0.99
-    )
-    rows, flags = x[:6000].view(60, 100), torch.rand(60, 101, device="cuda") < 0.1
-    values = torch.randn(60, 101, device="cuda")
-    for function in (padded_gae, padded_gae_overlapping):
-        given = (rows, values, flags, flags.roll(1, 0))
-        found += function(*given, 0.99, 0.95)
-        wide = (rows.cpu().double(), values.cpu().double(), flags.cpu(), flags.roll(1, 0).cpu())
-        wanted += function(*wide, 0.99, 0.95)
-    for one, other in zip(found, wanted, strict=True):
-        close(one, other)
 
 
 def test_opcheck() -> None:

@@ -28,7 +28,7 @@ from slurmrl.algorithms.policy.shaping import shape_scores
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
 from slurmrl.ops.gae import packed_gae
-from slurmrl.ops.returns import discounted_returns
+from slurmrl.ops.scan import discounted_returns
 
 
 @dataclass(frozen=True)
