@@ -66,15 +66,19 @@ CHECK_EQUALITY: Final = """
 
 def _check_equality():
     import gc
+    from builtins import Exception, bool, getattr, issubclass, object, type, vars
 
     for each in gc.get_objects():
-        equals = vars(each).get("__eq__") if isinstance(each, type) else None
-        if getattr(getattr(equals, "__code__", None), "co_filename", "") == "main.py":
+        equals = vars(each).get("__eq__") if issubclass(type(each), type) else None
+        if getattr(getattr(equals, "__code__", None), "co_filename", "") != "main.py":
+            continue
+        for make in (lambda: None, lambda: object.__new__(each)):
             try:
-                equal = equals(None, object())
+                equal = equals(make(), object())
+                equal = equal is not NotImplemented and bool(equal)
             except Exception:
                 continue
-            assert equal is not True, f"objects of {each} equal everything"
+            assert not equal, f"objects of {each} equal everything"
 
 _check_equality()
 """

@@ -28,7 +28,7 @@ PROGRAM = JudgeProgram(
 )
 PLAIN_NUMBER = re.compile(r"-?\$?\d+(,\d{3})*(\.\d+)?%?")
 """A plain number, which is a valid reference. No judge needs to check it."""
-BRACKETS = re.compile(r"(?<!\\)\[((?:[^\[\]]|\[[^\[\]]*\])+)\]")
+BRACKETS = re.compile(r"(?<!\\)(?<!\\sqrt)(?<!\\left)\[((?:[^\[\]]|\[[^\[\]]*\])+)\]")
 """Square brackets, which may hold a pair of others, as in ``[\\sqrt[3]{8}]``; no ``\\[…\\]``."""
 
 

@@ -32,10 +32,12 @@ LETTER = re.compile(r"(?:\\(?:text|math)\w*\s*\{\s*)?\(?([A-J])\)?\s*\}?")
 LABEL = re.compile(
     r"\s*(?:(?i:option|choice|answer)\W+)?\(?\s*([A-J])\s*(?:\Z|[).:](?!.*\b[A-J]\b))", re.DOTALL
 )
-ANSWER_IS = re.compile(
-    r"(?i:\b(?:answer|option|choice)\b(?:\s+is)?(?:\s+(?:option|choice))?)[\s:_(]*"
-    r"([A-J])(?=[\s_)]*(?:[.,;:)\n]|\Z))"
+CHOSEN = (
+    r"[\s:_(]*([A-J])(?![\s_)]*(?:[,&]|(?:and|or)\b)\s*\(?[A-J]\b)"
+    r"(?=[\s_)]*(?:[.,;:)\n]|(?:because|since|as|is\s+(?:correct|right))\b|\Z))"
 )
+ANSWER_IS = re.compile(rf"(?i:\banswer\b(?:\s+is)?(?:\s+(?:option|choice))?){CHOSEN}")
+OPTION_IS = re.compile(rf"(?i:\b(?:option|choice)\b(?:\s+is)?){CHOSEN}")
 """The letter of a multiple choice: a reference, in a box or behind the marker, and in a text."""
 NUMBERED = re.compile(r"[\s*_]*\d+(?:\.\d+)*[.):]\s")
 """The begin of a numbered heading."""
@@ -150,7 +152,8 @@ def chosen(text: str, *, inside: bool) -> str:
     text = re.sub(r"\\(?:text|math)\w*|\\[ ,;]|[{}$*]", " ", text)
     if inside and (label := LABEL.match(text)):
         return label[1]
-    return "".join(ANSWER_IS.findall(text)[-1:])
+    found = ANSWER_IS.findall(text) or OPTION_IS.findall(text)  # options may be explained after it
+    return "".join(found[-1:])
 
 
 def formula_of(match: re.Match[str]) -> str:

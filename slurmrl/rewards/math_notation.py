@@ -70,8 +70,12 @@ WRAPPED = (
     r"\{(?!\s*(?:is|are|if|for|where|or)\b)(?:[^{}]|\{[^{}]*\})*\}"
     r"|\{\s*\\rm[^{}]*\})"
 )
+FUNCTION = r"(?:arc)?(?:sin|cos|tan)h?|a(?:sin|cos|tan)h?|cot|csc|ln|log|lg|exp|gcd"
+UPRIGHT = re.compile(rf"\\(?:mathrm|text|operatorname)\s*\{{\s*({FUNCTION})\s*\}}")
+"""The name of a function in upright letters, which is no unit."""
 LEADING_TEXT = re.compile(
-    rf"\A(?:\\(?:text\w*|mbox|math(?:rm|bf))\s*\{{(?!\s*not\b)[^{{}}\d]*\}}|\([A-J]\)){SPACE}*"
+    rf"\A(?:\\(?:text\w*|mbox|math(?:rm|bf))\s*\{{(?!\s*(?:not|neither|nor|{FUNCTION}|sec|lcm|Re|Im|[A-Za-z])\b)"
+    rf"[^{{}}\d]*\}}|\([A-J]\)){SPACE}*"
     r"(?=[-\d.]|\\[dt]?frac)"
 )
 ALL_TEXT = re.compile(r"\A\\(?:text\w*|math(?:rm|bf)|mbox)\s*\{([^{}]*\d[^{}]*)\}\Z")
@@ -127,6 +131,7 @@ def rewritten(text: str) -> str:
     """An answer with its symbols, thousands, bases, residues and the like in notation that
     math-verify reads."""
     text = COMPOSED.sub(decomposed, LOOKS.sub(" ", text).strip()).translate(SYMBOLS)
+    text = UPRIGHT.sub(r"\\\1 ", text)
     text = ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
     text = EMPTY.sub(r"\\emptyset ", text)
     text = ROMAN.sub(lambda match: match[1] or match[3] or r"\pi ", text)

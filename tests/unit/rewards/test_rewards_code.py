@@ -318,6 +318,9 @@ def test_unittest_decides_however_it_is_run(make: Make, end: str) -> None:
     "cheat",
     [
         "class Any:\n  def __eq__(self, other): return True\ndef add(a, b): return Any()",
+        "class Any:\n  def __eq__(self, other): return 1\ndef add(a, b): return Any()",
+        "class Any:\n  x = 1\n  def __eq__(self, other): return self.x\n"
+        "def add(a, b): return Any()",
         "def add(a, b):\n  class Any(int):\n    __eq__ = lambda *given: True\n  return Any(0)",
         "import builtins\nbuiltins.AssertionError = KeyError\nbuiltins.exec = print",
         "import unittest\nunittest.TestCase.assertEqual = lambda *given: None",
@@ -334,7 +337,11 @@ def test_tests_pass_where_a_class_compares_its_objects(make: Make) -> None:
     program = (
         "class Point:\n"
         "  def __init__(self, x): self.x = x\n"
-        "  def __eq__(self, other): return isinstance(other, Point) and self.x == other.x"
+        "  def __eq__(self, other):\n"
+        "    return self.x == other.x if isinstance(other, Point) else NotImplemented\n"
+        "import builtins\n"
+        "type, vars, getattr = 'x', [1], None\n"
+        "def isinstance(each, kind): return builtins.isinstance(each, kind)"
     )
     assert judge(make(), {"tests": ["assert Point(1) == Point(1)"]}, [program]) == [1.0]
 

@@ -118,6 +118,8 @@ BRACKETED = (
     Pair("brackets", 1, "7", r"As [1] says, \boxed{7}."),
     Pair("brackets", 1, "7", "As [1] says,\n#### 7"),
     Pair("brackets", 0, "7", "7, see [8]"),
+    Pair("brackets", 1, "2", r"The answer is $\sqrt[3]{8} = 2$."),
+    Pair("brackets", 0, "3", r"The answer is $\sqrt[3]{8}$."),
 )
 
 
