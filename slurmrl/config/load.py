@@ -77,6 +77,7 @@ def _read_profile(path: Path) -> tuple[Source, Profile | None]:
     for warning in ownership.check_file(path):
         logger.warning("profile: %s", warning)
     source = read(path)
+    drop_removed(source.values)
     profile, problems = validate(Profile, source)
     source.problems += problems
     return source, profile

@@ -22,6 +22,8 @@ PROBE_S = 10.0
 """How long ``auto`` waits for a controller."""
 _UNCONFIGURED = "Could not establish a configuration source"
 """Words of Slurm's commands where they find no configuration: the machine is in no cluster."""
+_UNREACHED = "failed to fetch remote configs"
+"""They say this besides on a machine that gets its configuration from a controller."""
 
 
 def make(name: str) -> Scheduler:
@@ -51,6 +53,7 @@ def choose(name: str, *, asks_slurm: bool) -> str:
     try:
         SlurmClient(timeout_s=PROBE_S).ping()
     except SchedulerError as error:
-        if _UNCONFIGURED in str(error) and not env.SLURM_CONF.get():
+        unconfigured = _UNCONFIGURED in str(error) and _UNREACHED not in str(error)
+        if unconfigured and not env.SLURM_CONF.get():
             return "local"
     return "slurm"

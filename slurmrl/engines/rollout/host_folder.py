@@ -105,6 +105,7 @@ def _remove_unlocked(parent: Path) -> None:
 
 def _remove(folder: Path) -> None:
     """Remove a folder, and what its servers have left in shared memory."""
-    for listed in folder.rglob(LIST):
-        remove_shared(str(listed))
+    for place, _, names in os.walk(folder):  # others may be removing it, too
+        if LIST in names:
+            remove_shared(os.path.join(place, LIST))
     shutil.rmtree(folder, ignore_errors=True)

@@ -128,7 +128,7 @@ def note_shared(listed: str, known: set[str]) -> set[str]:
     named = {f"{inode} {name}\n": inode for inode, name in new_files()}
     mapped: set[str] = set()
     for pid in descendants() if named.keys() - known else ():
-        with suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8") as file:
+        with suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as file:
             mapped.update(line.split(maxsplit=5)[4] for line in file if SHARED in line)
     found = known | {line for line, inode in named.items() if inode in mapped}
     if found != known:

@@ -22,6 +22,8 @@ logger = log.get(__name__)
 STARTS: Final = 2
 """Failures in the same way for each task that may run, after which the trial gives up."""
 FEWEST: Final = 3
+OF_ONE_HOST: Final = 4
+"""How many times as many it takes if all were on one host, which may be what is wrong."""
 _NUMBER = re.compile(r"\d+")
 
 
@@ -68,12 +70,16 @@ class FailedTasks:
     ) -> None:
         """Raise RunFailedError if nothing but such failures is to be expected of the ``allowed``
         tasks that may run at a time: there are enough of them, and each attempt that still starts
-        is at a task or on a host where one has failed."""
+        is on a host, or at a task of the trainers' job, where one has failed."""
         alike: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for place, failure in self._failures.items():
             alike[_NUMBER.sub("", story.attempt_failure_words(failure))].append(place)
         places = max(alike.values(), key=len, default=[])
-        if not allowed or len(places) < max(STARTS * allowed, FEWEST):
+        hosts = {self._failures[place].host for place in places}
+        enough = max(STARTS * allowed, FEWEST)
+        if not self._inside and len(hosts) == 1:
+            enough *= OF_ONE_HOST
+        if not allowed or len(places) < enough:
             return
         if any(self._may_work(one) for one in living if lives(one)):
             return
@@ -87,10 +93,8 @@ class FailedTasks:
 
     def _may_work(self, attempt: RolloutAttempt) -> bool:
         """Whether an attempt that has not failed is another case than those that have."""
-        if any(task == attempt.task for task, _ in self._failures):
-            return False
         if self._inside:
-            return True
+            return all(task != attempt.task for task, _ in self._failures)
         try:
             claim = published.attempt(self._names, ROLLOUTS, attempt.task, attempt.number)
         except (EnvironmentFailure, CorruptFileError):

@@ -128,6 +128,7 @@ def test_auto_is_local_without_slurm(commands: Path) -> None:
         ("", "slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)"),
         ("", "Slurmctld(primary) at head is DOWN"),
         ("", "scontrol: fatal: Unable to process configuration file"),
+        ("", f"error: _fetch_child: failed to fetch remote configs\n{UNCONFIGURED}"),
         ("/nowhere/slurm.conf", UNCONFIGURED),
         ("/nowhere/slurm.conf", "error: s_p_parse_file: cannot stat file /nowhere/slurm.conf"),
     ],

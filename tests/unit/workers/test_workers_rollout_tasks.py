@@ -1115,7 +1115,7 @@ def test_trial_gives_up_where_every_task_fails_in_the_same_way(beds: Callable[..
     bed.look()
     assert bed.tasks.take(1, 2) is None
     for number in range(3):
-        fail(bed.paths, number, 0, "r0", FOREIGN.format(number))
+        fail(bed.paths, number, 0, f"r{number}", FOREIGN.format(number))
         bed.look()
     fail(bed.paths, 1, 1, "r0", FOREIGN.format(9))
     with pytest.raises(RunFailedError, match=r"4 rollout tasks .* the last one") as caught:
@@ -1125,7 +1125,23 @@ def test_trial_gives_up_where_every_task_fails_in_the_same_way(beds: Callable[..
     assert caught.value.failure.final
 
 
-@pytest.mark.parametrize("case", ["another works", "another host starts", "unlike", "earlier"])
+def test_trial_gives_up_where_tasks_fail_again_and_again_on_the_only_host(
+    beds: Callable[..., Bed],
+) -> None:
+    bed = beds(allowed=1)
+    bed.look()
+    assert bed.tasks.take(1, 2) is None
+    for number in range(11):
+        fail(bed.paths, number, 0, "r0", FOREIGN)
+    bed.look()
+    fail(bed.paths, 11, 0, "r0", FOREIGN)
+    with pytest.raises(RunFailedError, match=r"12 rollout tasks failed in the same way"):
+        bed.look()
+
+
+@pytest.mark.parametrize(
+    "case", ["another works", "another host starts", "unlike", "earlier", "one host"]
+)
 def test_trial_goes_on_with_failed_tasks_where_others_may_work(
     beds: Callable[..., Bed], case: str
 ) -> None:
@@ -1143,6 +1159,6 @@ def test_trial_goes_on_with_failed_tasks_where_others_may_work(
             names.add(keys.attempt("rollout", 7, 0), claim, delete_on_exit=False)
     for number in range(1, 6 if case != "earlier" else 1):
         text = "".join(chr(97 + number) * 8) if case == "unlike" else FOREIGN
-        fail(bed.paths, number, 0, "r1", text)
+        fail(bed.paths, number, 0, "r1" if case == "one host" else f"r{number}", text)
         bed.look()
     bed.look()
