@@ -97,8 +97,8 @@ class RecordReader:
         problems = [*self._problems, *self._ids.problems(self.where)]
         if self._ids.are_null:
             message = (
-                f"'{self._ids.key}' is null in every row of {self.source.path}: remove the key, so "
-                "that line numbers are the ids, or name another key"
+                f"'{self._ids.key}' is null wherever rows of {self.source.path} have it: remove "
+                "the key, so that line numbers are the ids, or name another key"
             )
             problems.append(Problem("", "id_key", message))
         if problems:

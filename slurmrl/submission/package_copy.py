@@ -98,14 +98,18 @@ def _archive(contents: Mapping[str, bytes]) -> bytes:
     for name, content in contents.items():
         digest.update(f"\n{name} {len(content)}\n".encode() + content)
     path = env.cache_folder("code") / f"{digest.hexdigest()}.zip"
-    with suppress(OSError, SlurmrlError):
+    with suppress(OSError, SlurmrlError, BadZipFile, zlib.error):
         ownership.check(path.parent)
-        return path.read_bytes()
+        kept = path.read_bytes()
+        with ZipFile(io.BytesIO(kept)) as file:
+            damaged = file.testzip()
+        if damaged is None:
+            return kept
     made = _packed(contents)
     with suppress(OSError, SlurmrlError):  # a full or read-only home directory
         atomic.make_private_directory(path.parent)
         ownership.check(path.parent)
-        atomic.exclusive_create(path, made)
+        atomic.replace(path, made)
         for old in sorted(path.parent.glob("*.zip"), key=lambda one: one.stat().st_mtime)[:-KEPT]:
             old.unlink()
     return made

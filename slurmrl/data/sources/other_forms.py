@@ -34,6 +34,8 @@ def other_form(path: Path) -> str:
     except OSError as error:
         raise unreadable(path, error) from error
     lines = head.decode("utf-8-sig", errors="replace").lstrip().splitlines()
+    if not lines:  # white space only, as far as it was looked at
+        return ""
     first = lines[0].rstrip()
     if first.startswith(POINTER):
         return "is a pointer of Git LFS, not the file: run git lfs pull in its folder"

@@ -31,7 +31,13 @@ def useless_pattern(pattern: str, key: str) -> str:
 
 
 def notes(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """What the evaluations of a trial leave out."""
+    """What the evaluations of a trial leave out, and how their prompts differ from training."""
+    for place, dataset in config.datasets().items():
+        if config.dataset.is_chat and not dataset.is_chat:
+            yield (
+                f"{dotted(place)}: its prompts are text, those of training get the chat template; "
+                f"set {dotted((*place, 'chat_template'))}: true if they should, too"
+            )
     for suite, own in config.evaluations.items():
         evaluation = own.evaluation
         if evaluation is not None and evaluation.n > 1 and evaluation.pass_score is None:

@@ -94,7 +94,9 @@ def test_rows_are_read_whatever_the_name_and_the_line_ends(
     assert list(read_records(path, "id").rows) == ROWS
 
 
-@pytest.mark.parametrize("content", ["no, it is\n", "no, it is: {\n", 'x\n{"a": 1, "b": 2}\n'])
+@pytest.mark.parametrize(
+    "content", ["no, it is\n", "no, it is: {\n", 'x\n{"a": 1, "b": 2}\n', "\xa0\n"]
+)
 def test_mistake_in_first_row_is_no_other_form(tmp_path: Path, content: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(content + LINES)
@@ -125,7 +127,7 @@ def test_ids_that_are_all_null_are_one_problem(tmp_path: Path, key: str, named: 
         read_records(path, key)
     (problem,) = caught.value.problems
     assert (problem.where, problem.key) == ("", "id_key")
-    assert problem.message.startswith(f"{named} is null in every row of {path}")
+    assert problem.message.startswith(f"{named} is null wherever rows of {path} have it")
 
 
 def test_folder_of_rows_names_a_file_to_choose(tmp_path: Path) -> None:

@@ -59,6 +59,9 @@ def test_suites_decide_for_themselves(load_ppo: Load, folder: Path) -> None:
     config = load_ppo(*overrides).config
     found = {name: own.held_out.chat_template for name, own in config.evaluations.items()}
     assert found == {"a": True, "b": False}
+    notes = load_ppo(*overrides, f"dataset.path={folder / 'chat.jsonl'}").notes
+    told = [note for note in notes if "chat template" in note]
+    assert [note.partition(":")[0] for note in told] == ["evaluation.suites.b.dataset"]
 
 
 def test_sources_that_differ_need_a_decision(load_ppo: Load, folder: Path) -> None:

@@ -66,6 +66,14 @@ def test_changed_file_named_after_a_commit(site: Site) -> None:
     assert found.message.startswith(f"{site.files['two']} has changed since step 3 of the trial")
 
 
+def test_damaged_commit_is_left_to_the_job(site: Site) -> None:
+    """It goes back to the commit before it."""
+    site.commit(dataset={"size": 2, "fingerprint": "f", "sources": site.sources()})
+    for path in site.run.paths.checkpoint(3, 1).iterdir():
+        path.write_text("{")
+    assert site.findings() == []
+
+
 def test_changed_file_accepted_before_the_first_commit(site: Site) -> None:
     site.files["two"].write_text(OTHER)
     assert site.findings() == []

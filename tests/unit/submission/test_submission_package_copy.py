@@ -136,6 +136,18 @@ def test_cache_keeps_the_newest_archives(
     assert len(list((tmp_path / "slurmrl" / "code").iterdir())) == package_copy.KEPT
 
 
+def test_damaged_archive_in_cache_is_made_again(copied: Path, cache: Path, tmp_path: Path) -> None:
+    (kept,) = cache.iterdir()
+    whole = kept.read_bytes()
+    middle = len(whole) // 2
+    for damaged in (whole[:-1000], whole[:middle] + bytes(64) + whole[middle + 64 :], b""):
+        kept.write_bytes(damaged)
+        target = tmp_path / str(len(list(tmp_path.iterdir())))
+        package_copy.copy(target)
+        assert (target / ARCHIVE).read_bytes() == whole
+        assert kept.read_bytes() == whole
+
+
 @pytest.mark.parametrize("fault", ["a file", "writable by others"])
 def test_unusable_cache_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
