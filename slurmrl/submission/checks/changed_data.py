@@ -14,7 +14,12 @@ from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.prepared import read_manifest
 from slurmrl.data.sources import open_source
 from slurmrl.data.sources.base import fingerprint_of, state_of
-from slurmrl.errors import ConfigError, CorruptFileError, DamagedCheckpointError
+from slurmrl.errors import (
+    ConfigError,
+    CorruptFileError,
+    DamagedCheckpointError,
+    EnvironmentFailure,
+)
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import TrialState, fold
@@ -34,8 +39,8 @@ def changed_data(config: Config) -> Iterator[Finding]:
         return
     try:
         committed = read_state(paths.checkpoints / state.last_commit.directory).get("dataset") or {}
-    except DamagedCheckpointError:  # the job goes back to the commit before it
-        return
+    except (DamagedCheckpointError, EnvironmentFailure):
+        return  # the job waits for it, or goes back to the commit before
     known: dict[str, Any] = committed.get("sources") or {}
     for name, part in config.dataset.parts.items():
         if name not in known or _is_same(part, known[name], paths.data):

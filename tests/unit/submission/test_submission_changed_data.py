@@ -66,11 +66,15 @@ def test_changed_file_named_after_a_commit(site: Site) -> None:
     assert found.message.startswith(f"{site.files['two']} has changed since step 3 of the trial")
 
 
-def test_damaged_commit_is_left_to_the_job(site: Site) -> None:
+@pytest.mark.parametrize("gone", [False, True])
+def test_damaged_commit_is_left_to_the_job(site: Site, gone: bool) -> None:
     """It goes back to the commit before it."""
     site.commit(dataset={"size": 2, "fingerprint": "f", "sources": site.sources()})
-    for path in site.run.paths.checkpoint(3, 1).iterdir():
+    checkpoint = site.run.paths.checkpoint(3, 1)
+    for path in checkpoint.iterdir():
         path.write_text("{")
+    if gone:
+        checkpoint.rename(checkpoint.with_name("away"))
     assert site.findings() == []
 
 
