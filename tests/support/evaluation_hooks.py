@@ -35,7 +35,7 @@ def processes_die_once() -> None:
 
     def recorded(self: MetricsRecorder, line: Mapping[str, Any]) -> None:
         if line["step"] == MASTER_STEP:
-            run = RunPaths(self._file._path.parent)
+            run = RunPaths(self._file._file.path.parent)
             die_with(run.evaluation(MASTER_STEP, SUITES[-1]), "master")
         record(self, line)
 

@@ -22,7 +22,8 @@ def python(folder: Path, record: Path | None = None, options: str = "") -> str:
     program = folder / "python"
     more = f"{options} --record '{record}'" if record else options
     program.write_text(
-        f'#!/bin/sh\nexec env -u PYTHONWARNINGS "{sys.executable}" "{STAND_IN}" "$@" {more}\n'
+        '#!/bin/sh\n[ "$1" = -c ] && exit  # has it the package?\n'
+        f'exec env -u PYTHONWARNINGS "{sys.executable}" "{STAND_IN}" "$@" {more}\n'
     )
     program.chmod(0o700)
     return str(program)
