@@ -332,7 +332,7 @@ def test_training_reports_share_of_update_in_type_of_generation(
     (executor,) = ranks.executors
     executor._kept = UpdateKept("bfloat16")
     weights = torch.ones(6)
-    monkeypatch.setattr(FakeEngine, "storages", lambda _: {"w": weights}, raising=False)
+    monkeypatch.setattr(FakeEngine, "updated", lambda _, most: [weights], raising=False)
 
     def train(self: FakeInterface, *_: Any) -> CallResult:
         weights.add_(torch.tensor([1e-4, 1e-4, 1e-4, 1e-4, 1e-4, 0.25]))
