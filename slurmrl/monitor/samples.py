@@ -23,7 +23,8 @@ from slurmrl.monitor.metrics import encode
 FILE_BYTES = 64 << 20
 """Size from which on the samples of later steps go to another file."""
 FIELDS: Fields = {"step": SIZE, "file": FILE_NAME, "start": SIZE, "stop": SIZE}
-"""Of a line of an index: the bytes from ``start`` to ``stop`` of a file are a step's lines."""
+"""The fields of a line of an index. The lines of the step are the bytes from ``start`` to ``stop``
+of the file."""
 _INDEX = re.compile(r"([0-9]{8,})\.([0-9]+)\.index")
 
 

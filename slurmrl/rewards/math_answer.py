@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 import string
 
-from slurmrl.rewards.math_notation import ALL_TEXT, EUROPEAN, SCIENTIFIC, number, without_units
+from slurmrl.rewards.math_notation import (
+    ALL_TEXT,
+    EUROPEAN,
+    FUNCTION,
+    SCIENTIFIC,
+    number,
+    without_units,
+)
 
 FORMULA = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\A\$([^$\n]+)\$\Z"
@@ -50,8 +57,8 @@ TITLE = re.compile(r"\b(?:answer|solution|result|conclusion)\W*\Z", re.IGNORECAS
 QUOTED = r"\\(?:text\w*|mbox|math(?:rm|bf|it|sf)|operatorname|begin|end)\s*\{[^{}]*\}"
 COMMAND = re.compile(r"\\[A-Za-z]+")
 PROSE = re.compile(
-    r"(?<!\S)[(\"'*]*((?=[A-Za-z]*[a-z])(?=[A-Za-z]*[aeiouyAEIOUY])(?!(?:a?(?:sin|cos|tan)h?"
-    r"|arc(?:sin|cos|tan)|cot|sec|csc|log|exp|sqrt|and|mod|gcd|lcm|det|min|max|lim|inf|infty"
+    rf"(?<!\S)[(\"'*]*((?=[A-Za-z]*[a-z])(?=[A-Za-z]*[aeiouyAEIOUY])(?!(?:{FUNCTION}"
+    r"|sec|sqrt|and|mod|lcm|det|min|max|lim|inf|infty"
     r"|infinity|percent|percentage|pct|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi"
     r")(?![A-Za-z]))[A-Za-z]{3,}|is|of|so|we|to|it|be|an|as|if|at|by)(?![^\s.,;:!?)\"'*-])"
 )

@@ -30,7 +30,7 @@ from slurmrl.package import ARCHIVE, FOLDER, PROGRAMS
 from slurmrl.submission import copying
 
 NO_CODE: Final = ("examples",)
-"""What the package has beside the code that a run executes."""
+"""Folders of the package that no run needs."""
 FIRST: Final = "__init__.py"
 """The file that tells Python where the other modules are."""
 PLACE: Final = f"""

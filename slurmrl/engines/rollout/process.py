@@ -39,7 +39,7 @@ class ServerProgram:
     more: Callable[[], Sequence[str]] = tuple
     """Further arguments, made at each start."""
     events: EventWriter | None = None
-    """Where its end is told."""
+    """Gets an event when the server ends."""
 
 
 class ServerProcess:

@@ -57,7 +57,7 @@ class Serving:
     patience: Patience
     log: Path
     events: EventWriter | None = None
-    """Where ends of the server are told."""
+    """Gets an event each time the server ends."""
     context: int = 0
     """Tokens that a prompt and its completion may have together; the server must take as many."""
     memory_bytes: int | None = None
