@@ -8,15 +8,18 @@ import pytest
 
 from tests.distributed.test_local_elastic import assert_close, config_of
 from tests.distributed.test_local_layouts import REWARDED
-from tests.support.hooks import hooked
+from tests.support.hooks import ROOT, hooked, write_hook
 from tests.support.trials import Site
 
 
 def let_megatron_compute_here(
     site: Site, folder: Path, trial: str, kind: str = "sft"
 ) -> dict[str, str]:
-    """The part of ``cluster`` with which megatron-core works on a CPU."""
-    install = "tests.support.megatron_cpu:install"
+    """The part of ``cluster`` with which megatron-core works on a CPU; commands of ``site`` accept
+    it there."""
+    accept, install = (f"tests.support.megatron_cpu:{name}" for name in ("accept", "install"))
+    write_hook(folder / f"{trial}.submit", "slurmrl.plan.checks.devices", accept)
+    site.environment["PYTHONPATH"] = f"{folder / f'{trial}.submit'}:{ROOT}"
     return hooked(site, folder, f"{kind}.{trial}", "slurmrl.engines.megatron.entry", install)
 
 

@@ -27,11 +27,17 @@ def hooked(site: Site, folder: Path, trial: str, module: str, function: str) -> 
     """The part of ``cluster`` with which the trial's processes call ``function`` (of this
     repository, ``package:name``) when they import ``module``."""
     hook, variables = folder / f"{trial}.hook", folder / f"{trial}.variables"
-    hook.mkdir()
-    package, _, name = function.partition(":")
-    text = HOOK.format(module=module, package=package, function=name)
-    (hook / "sitecustomize.py").write_text(text)
+    write_hook(hook, module, function)
     code = site.paths(trial.replace(".", "/")).code
     variables.write_text(f"PYTHONPATH={code}:{hook}:{ROOT}\n{FOLDER}={folder}\n")
     variables.chmod(0o600)
     return {"variables_file": str(variables)}
+
+
+def write_hook(hook: Path, module: str, function: str) -> None:
+    """Make a folder with which, in PYTHONPATH, a process calls ``function`` when it imports
+    ``module``."""
+    hook.mkdir()
+    package, _, name = function.partition(":")
+    text = HOOK.format(module=module, package=package, function=name)
+    (hook / "sitecustomize.py").write_text(text)

@@ -14,9 +14,12 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
+
+from slurmrl.plan import engines
 
 FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like")
 MODULES = (
@@ -146,6 +149,11 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def accept() -> None:
+    """Have the commands of this process accept megatron where workers have no GPU."""
+    engines.ENGINES["megatron"] = replace(engines.ENGINES["megatron"], needs_gpu=False)  # type: ignore[index]
 
 
 def install() -> None:

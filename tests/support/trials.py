@@ -62,7 +62,7 @@ class Site:
     """A root folder of runs, and the command line that works on it."""
 
     folder: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def root(self) -> Path:
