@@ -19,7 +19,7 @@ from slurmrl.history.state import fold
 from slurmrl.history.writer import begin, end, resume
 from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.metrics import MetricsWriter
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.scheduler.base import JobIds, JobState, Scheduler, SubmissionRequest, TaskState
 from slurmrl.workers.master.results import summary_text
@@ -84,7 +84,7 @@ class FakeRun:
         self, job_id: str, *, task: int = 0, number: int = 0, host: str = "n0", job: str = ""
     ) -> None:
         value = {"group": "trainer", "task": task, "attempt": number, "host": host, "job": job}
-        with make("file", directory=self.paths.names) as names:
+        with FileNameStore(self.paths.names) as names:
             names.add(
                 keys.attempt("trainer", task, number),
                 json.dumps({**value, "job_id": job_id}),
@@ -92,12 +92,12 @@ class FakeRun:
             )
 
     def say(self, incarnation: int, **said: Any) -> None:
-        with make("file", directory=self.paths.names) as names:
+        with FileNameStore(self.paths.names) as names:
             value = {"incarnation": incarnation, **said}
             names.add(keys.status(), json.dumps(value), replace=True, delete_on_exit=False)
 
     def name(self, key: str, **value: Any) -> None:
-        with make("file", directory=self.paths.names) as names:
+        with FileNameStore(self.paths.names) as names:
             names.add(key, json.dumps(value), delete_on_exit=False)
 
     def event(self, writer: str, kind: str, **data: Any) -> None:

@@ -39,7 +39,7 @@ from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.history.writer import begin
 from slurmrl.lease import Lease
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.workers.agent.identity import claim
 from slurmrl.workers.poll_intervals import PollIntervals
@@ -63,7 +63,7 @@ def poll(look: Callable[[], Any], intervals: PollIntervals) -> Any:
 
 def agent(paths: RunPaths, task: int, workers: int, intervals: PollIntervals, start: Any) -> None:
     start.wait()
-    names = make("file", directory=paths.names)
+    names = FileNameStore(paths.names)
     environ = {"SLURM_NODEID": str(task), "SLURM_JOB_ID": "1", "SLURMD_NODENAME": f"host{task}"}
     identity = claim(names, GROUP, elastic=False, environ=environ)
     Lease(paths.lease(GROUP, identity.task, identity.attempt)).beat()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Name stores beside torch's TCPStore and FileStore, and redis where it is installed.
+"""The name store next to torch's TCPStore and FileStore.
 
 scripts/bench/store.py [--directory DIR ...] [--clients 1 4 16 64] [--operations 200] [--rounds 5]
 
@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,8 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from torch.distributed import FileStore, TCPStore
 
-from slurmrl.errors import MissingDependencyError
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 
 FORK = get_context("fork")
 VALUE = "x" * 64
@@ -49,8 +46,8 @@ class Client:
 Connect = Callable[[], Client]
 
 
-def of_names(kind: str, **options: Any) -> Client:
-    store = make(kind, **options)
+def of_names(folder: Path) -> Client:
+    store = FileNameStore(folder)
     return Client(store.add, store.get)
 
 
@@ -64,15 +61,12 @@ def of_files(path: str) -> Client:
     return Client(lambda key, value: store.compare_set(key, "", value), store.get)
 
 
-def stores(folder: Path, port: int, redis: str | None) -> dict[str, Connect]:
-    found: dict[str, Connect] = {
+def stores(folder: Path, port: int) -> dict[str, Connect]:
+    return {
         "torch TCPStore": partial(of_tcp, port),
-        "file": partial(of_names, "file", directory=folder),
+        "file": partial(of_names, folder),
         "torch FileStore": partial(of_files, str(folder / ".filestore")),
     }
-    if redis is not None:
-        found["redis"] = partial(of_names, "redis", url=redis, prefix=str(folder))
-    return found
 
 
 def serve_client(connect: Connect, name: str, operations: int, barrier: Any, figures: Any) -> None:
@@ -113,33 +107,16 @@ def serve_tcp(ports: Any) -> None:
     time.sleep(3600)
 
 
-def start_redis(folder: str) -> tuple[subprocess.Popen[bytes], str] | None:
-    program = shutil.which("redis-server")
-    if program is None:
-        return None
-    options = ["--port", "0", "--unixsocket", f"{folder}/redis.sock", "--save", "", "--dir", folder]
-    server = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
-    url = f"unix://{folder}/redis.sock"
-    try:
-        make("redis", url=url).refresh()
-    except MissingDependencyError:
-        server.kill()
-        return None
-    return server, url
-
-
 Round = dict[str, tuple[float, float]]
 """By kind of store: microseconds of an add and of a get."""
 
 
-def one_round(
-    directory: Path, clients: int, operations: int, port: int, redis: str | None
-) -> Round:
+def one_round(directory: Path, clients: int, operations: int, port: int) -> Round:
     with tempfile.TemporaryDirectory(dir=directory) as name:
         folder = Path(name)
         return {
             kind: measure(connect, folder, clients, operations)
-            for kind, connect in stores(folder, port, redis).items()
+            for kind, connect in stores(folder, port).items()
         }
 
 
@@ -166,21 +143,13 @@ def main() -> None:
     tcp = FORK.Process(target=serve_tcp, args=(ports,), daemon=True)
     tcp.start()
     port = ports.get()
-    with tempfile.TemporaryDirectory() as short:
-        redis = start_redis(short)
-        try:
-            for directory in options.directory or [Path("/dev/shm"), Path(tempfile.gettempdir())]:
-                for clients in options.clients:
-                    url = redis[1] if redis is not None else None
-                    rounds = [
-                        one_round(directory, clients, options.operations, port, url)
-                        for _ in range(options.rounds)
-                    ]
-                    show(directory, clients, rounds)
-        finally:
-            if redis is not None:
-                redis[0].kill()
-                redis[0].wait()
+    for directory in options.directory or [Path("/dev/shm"), Path(tempfile.gettempdir())]:
+        for clients in options.clients:
+            rounds = [
+                one_round(directory, clients, options.operations, port)
+                for _ in range(options.rounds)
+            ]
+            show(directory, clients, rounds)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from slurmrl.errors import UnknownNameError
 from slurmrl.history.recent import begin_of
 from slurmrl.monitor import published
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.registry import near
 from slurmrl.worlds import MASTER, TRAINERS
@@ -99,7 +99,7 @@ def serving(paths: RunPaths, incarnation: int) -> Attempts:
     if begin is None:
         raise UnknownNameError(f"incarnation {incarnation} has not begun; see slurmrl status")
     found = {}
-    with make("file", directory=paths.names) as names:
+    with FileNameStore(paths.names) as names:
         for attempt in published.attempts(names):
             if attempt.job == begin.data.get("job"):
                 found[attempt.group, attempt.task] = attempt.attempt

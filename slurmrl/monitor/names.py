@@ -8,7 +8,7 @@ from typing import Any
 
 from slurmrl.lease import LeaseBoard
 from slurmrl.monitor.snapshot import newest_submission
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 
 HEARTBEATS = 1.5
@@ -28,7 +28,7 @@ def collect(
     (how long the lease was seen not to move). Clocks of other hosts are not trusted, so the call
     takes up to 1.5 heartbeats if a lease does not move.
     """
-    entries = make("file", directory=paths.names).entries(prefix)
+    entries = FileNameStore(paths.names).entries(prefix)
     owners = sorted({entry.owner for entry in entries.values() if entry.owner})
     ages = _watch(paths, owners, sleep, clock)
     return [

@@ -16,7 +16,7 @@ from slurmrl.fsio.failures import corrupt
 from slurmrl.monitor.log_files import serving
 from slurmrl.monitor.reports import StacksRequest
 from slurmrl.monitor.snapshot import read_groups
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.worlds import TRAINERS
 
@@ -86,7 +86,7 @@ def _ask(paths: RunPaths, incarnation: int, rank: int | None) -> int:
     """Publish the request and return its number."""
     ranks = None if rank is None else (rank,)
     value = json.dumps(objects.to_json(StacksRequest(ranks, time.time())))
-    with make("file", directory=paths.names) as names:
+    with FileNameStore(paths.names) as names:
         for number in itertools.count(1):
             try:
                 names.add(keys.stacks(incarnation, number), value, delete_on_exit=False)

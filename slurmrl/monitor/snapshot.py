@@ -27,8 +27,8 @@ from slurmrl.history.recent import Begun, Recent, recent
 from slurmrl.monitor import evaluated, events, metrics, published, throughput
 from slurmrl.monitor.events import Event
 from slurmrl.monitor.reports import Failure, Hang, Identity, Warned
-from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import hosts, stopping, submitter
 from slurmrl.scheduler.hosts import BadHost
@@ -198,7 +198,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
         groups = read_groups(paths)
     except CorruptFileError:
         groups = ()  # as if it were missing: only the tables of tasks need it
-    with make("file", directory=paths.names) as names:
+    with FileNameStore(paths.names) as names:
         said = _said(names, state.incarnation)
         attempts = _attempts(names, groups)
         task_failures = _task_failures(names, groups)

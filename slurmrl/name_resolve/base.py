@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import posixpath
 import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import NamedTuple
+from urllib.parse import quote, unquote
 
 from slurmrl.backoff import Backoff, retry
-from slurmrl.errors import NameExistsError, NameNotFoundError, WaitTimeoutError
+from slurmrl.errors import InvalidNameError, NameExistsError, NameNotFoundError, WaitTimeoutError
 from slurmrl.fsio import documents
-from slurmrl.fsio.shapes import TEXT, Fields, FieldType
-from slurmrl.name_resolve.names import below, checked_value, normalise, normalise_root
+from slurmrl.fsio.shapes import FILE_NAME_BYTES, TEXT, Fields, FieldType
 
 NONCE = FieldType("letters and digits", lambda value: isinstance(value, str) and value.isalnum())
 OWNER = FieldType(
@@ -59,7 +60,7 @@ def nobody_dies(owner: str) -> bool:
 
 
 class NameStore(ABC):
-    """Keys are paths like ``attempt/trainer/0/1`` (see `names` for form and limits); a key can be
+    """Keys are paths like ``attempt/trainer/0/1`` (see `normalise`); a key can be
     a value and a prefix of others at once. Values are strings.
 
     Keys added with ``delete_on_exit`` live as long as their process: `reset` deletes them. If the
@@ -266,3 +267,69 @@ class NameStore(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.reset()
+
+
+VALUE_BYTES = 1 << 20
+"""Limit on a value in UTF-8: a name store holds addresses and short notes, not data."""
+
+
+def normalise(name: str) -> str:
+    """Return the normal form of a key: ``a/``, ``./a`` and ``/a`` are ``a``, ``a//b`` is ``a/b``.
+
+    Raises InvalidNameError.
+    """
+    if not isinstance(name, str):
+        raise InvalidNameError(f"a key is a string, not {name!r}")
+    key = posixpath.normpath(name.strip("/")) if name.strip("/") else "."
+    if key == ".":
+        raise InvalidNameError(f"empty key {name[:80]!r}")
+    if ".." in name.split("/"):
+        raise InvalidNameError(f"key {name[:80]!r}: '..' is not allowed")
+    if not name.isprintable():
+        raise InvalidNameError(f"key {name[:80]!r}: unprintable characters are not allowed")
+    encode(key)
+    return key
+
+
+def normalise_root(root: str) -> str:
+    """Like `normalise`, and the empty string (all keys) for ``""``, ``"/"`` and ``"."``."""
+    return "" if isinstance(root, str) and root.strip("/") in ("", ".") else normalise(root)
+
+
+def below(key: str, root: str) -> bool:
+    """Return whether a key is ``root`` itself or below ``root/``."""
+    return not root or key == root or key.startswith(f"{root}/")
+
+
+@lru_cache(maxsize=4096)
+def encode(key: str) -> str:
+    """Return the file name of a key (one to one). Raises InvalidNameError if it is too long."""
+    name = quote(key, safe="/").replace("/", "+")
+    if name.startswith("."):
+        name = "%2E" + name[1:]
+    if len(name) > FILE_NAME_BYTES:
+        raise InvalidNameError(
+            f"key {key[:80]!r}… takes {len(name)} bytes encoded, at most {FILE_NAME_BYTES} fit"
+        )
+    return name
+
+
+def decode(file_name: str) -> str | None:
+    """Return the key of a file name; None for a file that no store created."""
+    key = unquote(file_name.replace("+", "/"))
+    try:
+        return key if encode(normalise(key)) == file_name else None
+    except InvalidNameError:
+        return None
+
+
+def checked_value(key: str, value: object) -> str:
+    """Return a value as a string. Raises InvalidNameError if it is too long or not Unicode."""
+    text = str(value)
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidNameError(f"value of {key!r}: {error}") from error
+    if size > VALUE_BYTES:
+        raise InvalidNameError(f"value of {key!r} has {size} bytes, at most {VALUE_BYTES} fit")
+    return text

@@ -17,8 +17,7 @@ from pathlib import Path
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
-from slurmrl.name_resolve.base import NameEntry, NameStore, nobody_dies
-from slurmrl.name_resolve.names import decode, encode
+from slurmrl.name_resolve.base import NameEntry, NameStore, decode, encode, nobody_dies
 
 HEIR_PREFIX = ".heir."
 

@@ -36,7 +36,7 @@ from slurmrl.history.state import place
 from slurmrl.monitor import evaluated, metrics, published
 from slurmrl.monitor import events as event_files
 from slurmrl.monitor.events import Event
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.report.contents import CommitRow, TrialReport
 from slurmrl.report.curves import curves, thinned
@@ -147,7 +147,7 @@ def _commits(paths: RunPaths, events: Sequence[Event]) -> list[CommitRow]:
 
 
 def _rollouts(paths: RunPaths) -> dict[str, Any] | None:
-    with make("file", directory=paths.names) as names:
+    with FileNameStore(paths.names) as names:
         try:
             said = published.rollouts(published.status(names))
         except CorruptFileError:

@@ -38,7 +38,7 @@ from slurmrl.history.state import fold
 from slurmrl.history.writer import IncarnationWriter, begin, end, resume
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.name_resolve.memory import MemoryNameStore
+from tests.support.memory_names import MemoryNameStore
 
 SETTINGS = settings(
     max_examples=40,

@@ -45,7 +45,7 @@ from slurmrl.layout.shard import Shard
 from slurmrl.lease import Lease, LeaseObserver
 from slurmrl.monitor import metrics, published
 from slurmrl.monitor.collect import collect
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
@@ -335,7 +335,7 @@ def command(paths: RunPaths, words: tuple[str, ...]) -> None:
 
 
 def _master(paths: RunPaths) -> None:
-    with make("file", directory=paths.names) as names:
+    with FileNameStore(paths.names) as names:
         records = History(paths.history).read()
         judge(records, names, "9.0.0", 3)
         state = fold(records)

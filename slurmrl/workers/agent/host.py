@@ -26,7 +26,7 @@ from slurmrl.lease import Lease
 from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.hang import LeaseNote
 from slurmrl.monitor.reports import Failure
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.parallel import driver, gpu
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
@@ -68,11 +68,11 @@ class Host:
         self.group = self.plan.group(group)
         self.history = History(paths.history)
         self.identity = claim(
-            make("file", directory=paths.names), group, elastic=self.group.elastic, task=task
+            FileNameStore(paths.names), group, elastic=self.group.elastic, task=task
         )
         self.intervals = PollIntervals.of(self.plan.hosts, self.cluster.heartbeat_s)
         lease = paths.lease(group, self.identity.task, self.identity.attempt)
-        self.names = make("file", directory=paths.names, owner=lease.name)
+        self.names = FileNameStore(paths.names, owner=lease.name)
         self.serving = 0
         """The incarnation that is served now; 0 between two of them. Of a rollout task: the newest
         one."""

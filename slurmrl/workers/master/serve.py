@@ -27,8 +27,8 @@ from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.recorder import MetricsRecorder
 from slurmrl.monitor.reports import Failure
 from slurmrl.monitor.story import REPEATS
-from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import DAMAGED_PREFIX, RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
@@ -58,7 +58,7 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
     for warning in ownership.check(run):
         logger.warning("%s", warning)
     paths = RunPaths(run)
-    names = make("file", directory=paths.names)
+    names = FileNameStore(paths.names)
     history = History(paths.history)
     try:
         host = env.NODE_NAME.get() or socket.gethostname()

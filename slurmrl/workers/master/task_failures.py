@@ -11,7 +11,7 @@ from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.monitor import published, story
 from slurmrl.monitor.reports import Cause, Failure
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.workers.failure import failed
@@ -33,7 +33,7 @@ class FailedTasks:
     def __init__(self, paths: RunPaths, *, inside: bool) -> None:
         """``inside``: whether the tasks are in the trainers' job, where each of them is started
         again on its own GPUs. Earlier failures do not count."""
-        self._names = make("file", directory=paths.names)
+        self._names = FileNameStore(paths.names)
         self._inside = inside
         self._failures: dict[tuple[int, int], Failure] = {}
         """By task and attempt."""

@@ -24,7 +24,7 @@ from slurmrl.fsio import umask, variables
 from slurmrl.fsio.atomic import is_absent
 from slurmrl.monitor import overview
 from slurmrl.monitor.events import EventWriter
-from slurmrl.name_resolve import make as make_names
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.scheduler import orphaned
@@ -216,7 +216,7 @@ def run_task(link: Link, rounds: Rounds) -> int:
 def takes_over(link: Link, events: EventWriter) -> bool:
     """Return whether this job continues the trial, rather than another one that is also alive."""
     scheduler = SlurmScheduler(SlurmClient(TIMEOUT_S))
-    with make_names("file", directory=link.run.names) as names:
+    with FileNameStore(link.run.names) as names:
         ttl_s, host = lease_ttl_s(link.run), env.NODE_NAME.get()
         baton = Baton(link.run, names, link, job_tag(), host, scheduler, lease_ttl_s=ttl_s)
         return wait_for_turn(baton, link, scheduler, events)

@@ -9,7 +9,7 @@ from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.monitor import published
 from slurmrl.monitor.reports import Cause
-from slurmrl.name_resolve import make as make_names
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import hosts
 from slurmrl.scheduler.slurm import SlurmScheduler
@@ -40,7 +40,7 @@ def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]
     """Record the hosts that made these incarnations fail. Exclude those that did so before, and
     those whose GPU has certainly failed."""
     try:
-        with make_names("file", directory=paths.names) as names:
+        with FileNameStore(paths.names) as names:
             failures = [(number, published.failure(names, number)) for number in incarnations]
         for number, failure in failures:
             if failure is None or failure.cause not in CAUSES or not failure.host:

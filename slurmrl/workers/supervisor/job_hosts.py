@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from slurmrl import env, log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.monitor import published
-from slurmrl.name_resolve import make as make_names
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.scheduler import parse
@@ -72,7 +72,7 @@ class JobHosts:
     def lost(self) -> set[str]:
         """Return the hosts whose agents died in this start of the job."""
         try:
-            with make_names("file", directory=self.paths.names) as names:
+            with FileNameStore(self.paths.names) as names:
                 return {host for host in self.hosts if self._is_lost(names, host)}
         except (EnvironmentFailure, CorruptFileError) as error:
             logger.warning("cannot look for lost hosts, will retry: %s", error)

@@ -6,7 +6,7 @@ from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.monitor import published
-from slurmrl.name_resolve import make as make_names
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 
 logger = log.get(__name__)
@@ -20,7 +20,7 @@ def begin(paths: RunPaths, group: str, task: int, job: str) -> None:
     ``job``: the start of a job (``JOBID.RESTART``), of which the task's agent has ended.
     """
     try:
-        with make_names("file", directory=paths.names) as names:
+        with FileNameStore(paths.names) as names:
             claim = published.newest_claim(names, group, task, job)
         if claim is not None:
             atomic.make_private_directory(paths.rollout_task(group, task, claim.attempt + 1))

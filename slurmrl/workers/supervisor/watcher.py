@@ -23,8 +23,8 @@ from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
 from slurmrl.monitor import published
 from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.reports import Identity
-from slurmrl.name_resolve import make as make_names
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.succession import TIMEOUT_S, Link
@@ -120,7 +120,7 @@ def main() -> int:
     paths = RunPaths(options.run)
     link = Link.here(paths, options.submission, options.group)
     config = retry("read the configuration", lambda: load_resolved(paths.config))
-    with make_names("file", directory=paths.names) as names:
+    with FileNameStore(paths.names) as names:
         Watcher(link, names, options.host, config.cluster.lease_ttl_s).watch()
     return 0
 

@@ -18,7 +18,7 @@ from slurmrl.history.state import fold
 from slurmrl.history.writer import begin
 from slurmrl.lease import Lease
 from slurmrl.monitor.metrics import MetricsWriter, cut
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 
 
@@ -30,7 +30,7 @@ def main(run: str, total: str, mode: str) -> int:
     if state.end is not None:
         return 0
     writer = begin(history, {"code": slurmrl.__file__})
-    names = make("file", directory=paths.names)
+    names = FileNameStore(paths.names)
     identity = {"group": "trainer", "task": 0, "attempt": writer.incarnation, "host": "here"}
     key = keys.attempt("trainer", 0, writer.incarnation)
     names.add(key, json.dumps({**identity, "job": "", "job_id": ""}), delete_on_exit=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.cli.main import main
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 from tests.fake_runs import FakeRun
 
 
@@ -14,8 +14,8 @@ from tests.fake_runs import FakeRun
 def root(tmp_path: Path) -> Path:
     run = FakeRun(tmp_path)
     run.submission()
-    make("file", directory=run.paths.names, owner="trainer.0.0").add("store", "10.0.0.1:2000")
-    make("file", directory=run.paths.names).add("status", "x\x1b[2J" * 100)
+    FileNameStore(run.paths.names, owner="trainer.0.0").add("store", "10.0.0.1:2000")
+    FileNameStore(run.paths.names).add("status", "x\x1b[2J" * 100)
     return tmp_path
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from slurmrl.lease import Lease
 from slurmrl.monitor.names import collect
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 from tests.fake_runs import FakeRun
 
 
@@ -29,9 +29,9 @@ class Time:
 def run(tmp_path: Path) -> FakeRun:
     run = FakeRun(tmp_path)
     run.submission()
-    make("file", directory=run.paths.names, owner="trainer.0.0").add("a/x", "1")
-    make("file", directory=run.paths.names, owner="trainer.1.0").add("a/y", "2")
-    make("file", directory=run.paths.names).add("b", "3")
+    FileNameStore(run.paths.names, owner="trainer.0.0").add("a/x", "1")
+    FileNameStore(run.paths.names, owner="trainer.1.0").add("a/y", "2")
+    FileNameStore(run.paths.names).add("b", "3")
     return run
 
 

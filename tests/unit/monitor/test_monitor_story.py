@@ -15,7 +15,7 @@ from slurmrl.monitor.reports import Failure
 from slurmrl.monitor.snapshot import STORY, read
 from slurmrl.monitor.status import assemble
 from slurmrl.monitor.story import failure_words
-from slurmrl.name_resolve.names import encode
+from slurmrl.name_resolve.base import encode
 from slurmrl.scheduler.base import JobState, TaskState
 from tests.fake_runs import FakeRun, task
 

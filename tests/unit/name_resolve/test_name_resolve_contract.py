@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -19,57 +15,27 @@ from slurmrl.errors import (
     InvalidNameError,
     NameExistsError,
     NameNotFoundError,
-    UnknownNameError,
     WaitTimeoutError,
 )
-from slurmrl.name_resolve import STORES, make
-from slurmrl.name_resolve.base import NameEntry, NameStore
-from slurmrl.name_resolve.names import decode, encode, normalise
+from slurmrl.name_resolve.base import NameEntry, NameStore, decode, encode, normalise
+from slurmrl.name_resolve.file import FileNameStore
+from tests.support.memory_names import MemoryNameStore
 
 Connect = Callable[..., NameStore]
 
 
-@pytest.fixture(params=["file", "memory", "redis"])
-def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
+@pytest.fixture(params=["file", "memory"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
     """Makes stores with the same content."""
-    if request.param == "redis":
-        with redis_server(tmp_path) as url:
-            yield partial(make, "redis", url=url)
-    elif request.param == "file":
-        yield partial(make, "file", directory=tmp_path)
-    else:
-        entries: dict[str, NameEntry] = {}
-        yield partial(make, "memory", entries=entries)
-
-
-@contextmanager
-def redis_server(folder: Path) -> Iterator[str]:
-    """A server of our own on a socket in ``folder``, whose address is short enough for one."""
-    pytest.importorskip("redis")
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip("redis-server is not installed")
-    with tempfile.TemporaryDirectory(dir=folder if len(str(folder)) < 80 else None) as short:
-        address = f"{short}/redis.sock"
-        options = ["--port", "0", "--unixsocket", address, "--save", "", "--dir", short]
-        server = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
-        try:
-            make("redis", url=f"unix://{address}").refresh()
-            yield f"unix://{address}"
-        finally:
-            server.kill()
-            server.wait()
+    if request.param == "file":
+        return partial(FileNameStore, tmp_path)
+    entries: dict[str, NameEntry] = {}
+    return partial(MemoryNameStore, entries=entries)
 
 
 @pytest.fixture
 def store(connect: Connect) -> NameStore:
     return connect()
-
-
-def test_every_kind_is_tested() -> None:
-    assert sorted(STORES) == ["file", "memory", "redis"]
-    with pytest.raises(UnknownNameError, match="file"):
-        make("fil")
 
 
 def test_add_and_get(store: NameStore) -> None:

@@ -16,7 +16,7 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.lease import Lease, LeaseBoard
-from slurmrl.name_resolve import file, names
+from slurmrl.name_resolve import base, file
 from slurmrl.name_resolve.file import FileNameStore
 
 
@@ -89,7 +89,7 @@ def test_listing_a_subtree_decodes_its_names_only(
 
     def decode(name: str) -> str | None:
         decoded.append(name)
-        return names.decode(name)
+        return base.decode(name)
 
     monkeypatch.setattr(file, "decode", decode)
     assert store.find_subtree("a") == ["a", "a/b"]

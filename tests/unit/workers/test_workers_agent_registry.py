@@ -12,9 +12,9 @@ from slurmrl import keys
 from slurmrl.errors import EnvironmentFailure, NameNotFoundError, RunFailedError
 from slurmrl.fsio import objects
 from slurmrl.monitor.reports import Failure, Identity
-from slurmrl.name_resolve.memory import MemoryNameStore
 from slurmrl.plan.model import Plan
 from slurmrl.workers.master.agent_registry import AgentRegistry
+from tests.support.memory_names import MemoryNameStore
 
 JOB = "41.0.0"
 

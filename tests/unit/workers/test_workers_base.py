@@ -25,8 +25,8 @@ from slurmrl.history.writer import IncarnationWriter, begin
 from slurmrl.monitor import events, published
 from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.reports import Failure
-from slurmrl.name_resolve import make
-from slurmrl.name_resolve.names import encode
+from slurmrl.name_resolve.base import encode
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.workers.failure import describe, publish
 from slurmrl.workers.master import base as base_module
@@ -40,7 +40,7 @@ class Past:
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
-        self.names = make("file", directory=paths.names)
+        self.names = FileNameStore(paths.names)
         self.history = History(paths.history)
         self.writer = begin(self.history, {})
         for step in (2, 4, 6):

@@ -13,8 +13,8 @@ from slurmrl.history.record import Kind
 from slurmrl.history.writer import end
 from slurmrl.lease import Lease
 from slurmrl.monitor.events import EventWriter, read_all
-from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.slurm import SlurmScheduler, TaskStart
 from slurmrl.scheduler.succession import Link
@@ -53,7 +53,7 @@ def names(paths: RunPaths) -> NameStore:
     paths.submission(1).mkdir()
     request = {"scheduler": "slurm", "total_steps": 4, "heartbeat_s": 1.0}
     paths.submission_request(1).write_text(json.dumps(request))
-    return make("file", directory=paths.names)
+    return FileNameStore(paths.names)
 
 
 def link(paths: RunPaths, job: str = "41", index: int = 0, restart: int = 0) -> Link:

@@ -15,9 +15,9 @@ from slurmrl.errors import (
 )
 from slurmrl.monitor import published
 from slurmrl.monitor.reports import Failure
-from slurmrl.name_resolve.memory import MemoryNameStore
 from slurmrl.workers import failure
 from slurmrl.workers.failure import describe, publish
+from tests.support.memory_names import MemoryNameStore
 
 ONE = Failure(cause="died", reason="one", rank=0, exit_code=-9, host="")
 

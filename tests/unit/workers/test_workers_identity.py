@@ -12,8 +12,8 @@ from slurmrl import keys
 from slurmrl.monitor.reports import Identity
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.name_resolve.memory import MemoryNameStore
 from slurmrl.workers.agent.identity import claim
+from tests.support.memory_names import MemoryNameStore
 
 SLURM = {
     "SLURM_JOB_ID": "47",

@@ -13,10 +13,10 @@ from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import fold
 from slurmrl.history.writer import IncarnationWriter, begin, end, resume
-from slurmrl.name_resolve.memory import MemoryNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.workers.master import judgement
 from slurmrl.workers.master.judgement import Verdict, judge
+from tests.support.memory_names import MemoryNameStore
 
 MOST = 3
 

@@ -19,10 +19,10 @@ from slurmrl.monitor import published
 from slurmrl.monitor.reports import Identity
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.name_resolve.memory import MemoryNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.workers.master import publish
 from slurmrl.workers.master.publish import StatusPublisher
+from tests.support.memory_names import MemoryNameStore
 
 
 class Clock:

@@ -9,9 +9,9 @@ import pytest
 
 from slurmrl import keys
 from slurmrl.errors import EnvironmentFailure, NameNotFoundError
-from slurmrl.name_resolve.memory import MemoryNameStore
 from slurmrl.workers.master.requests import StackRequests
 from slurmrl.workers.messages import CollectStacks, Order
+from tests.support.memory_names import MemoryNameStore
 
 
 class Store(MemoryNameStore):

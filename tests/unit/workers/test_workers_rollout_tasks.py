@@ -36,7 +36,7 @@ from slurmrl.history.lineage import Lineage
 from slurmrl.lease import Lease
 from slurmrl.monitor.events import EventWriter, read_all
 from slurmrl.monitor.reports import Cause, Failure, Identity
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings
@@ -1101,7 +1101,7 @@ def fail(paths: RunPaths, task: int, attempt: int, host: str, exception: str) ->
     """An attempt at a task fails."""
     place = Identity("rollout", task, attempt, host, "50.0.0", f"50_{task}", 1)
     rank = Failure(cause=Cause.EXCEPTION, world=place.world, rank=0, exception=exception, host=host)
-    with make("file", directory=paths.names) as names:
+    with FileNameStore(paths.names) as names:
         claim = json.dumps(objects.to_json(place))
         names.add(keys.attempt("rollout", task, attempt), claim, delete_on_exit=False)
         publish_attempt(names, place, rank)
@@ -1154,7 +1154,7 @@ def test_trial_goes_on_with_failed_tasks_where_others_may_work(
     if case == "another works":
         bed.begin(7, "1.0")
     elif case == "another host starts":
-        with make("file", directory=bed.paths.names) as names:
+        with FileNameStore(bed.paths.names) as names:
             claim = json.dumps(objects.to_json(bed.begin(7).agent))
             names.add(keys.attempt("rollout", 7, 0), claim, delete_on_exit=False)
     for number in range(1, 6 if case != "earlier" else 1):

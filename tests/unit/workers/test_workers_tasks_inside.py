@@ -14,7 +14,7 @@ from slurmrl import keys
 from slurmrl.fsio import objects
 from slurmrl.monitor.events import EventWriter, read_all
 from slurmrl.monitor.reports import Identity
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers.agent.host import Host
@@ -48,7 +48,7 @@ def test_a_task_that_fails_is_started_again_so_many_times(
     """A failure after a long time is the first of a new row. The items of what has failed do not
     wait for the next agent: its attempt has begun."""
     now = 0.0
-    with make("file", directory=paths.names) as names:
+    with FileNameStore(paths.names) as names:
         claim = json.dumps(objects.to_json(Identity("rollout", 0, 0, "n0", "7.0.0", "7", 1)))
         names.add(keys.attempt("rollout", 0, 0), claim, delete_on_exit=False)
     tasks = tasks_of(paths, monkeypatch, ["false"], hosts=1, each=1, clock=lambda: now)

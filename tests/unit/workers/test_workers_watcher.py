@@ -14,7 +14,7 @@ from slurmrl.fsio import objects
 from slurmrl.lease import Lease
 from slurmrl.monitor.events import read_all
 from slurmrl.monitor.reports import Identity
-from slurmrl.name_resolve import make
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.rows import QueueRow
@@ -50,13 +50,13 @@ class Slurm:
 
     def watch(self) -> None:
         link = Link(self._paths, 1, "trainer", "41", 0)
-        with make("file", directory=self._paths.names) as names:
+        with FileNameStore(self._paths.names) as names:
             Watcher(link, names, "n0", TTL_S, lambda: self.now).watch(self._sleep)
 
     def first_agent(self, round_of: str, attempt: int) -> None:
         identity = Identity("trainer", 0, attempt, "n0", round_of, "41_0", 1)
         said = json.dumps(objects.to_json(identity))
-        with make("file", directory=self._paths.names) as names:
+        with FileNameStore(self._paths.names) as names:
             names.add(keys.attempt("trainer", 0, attempt), said, delete_on_exit=False)
         self.lease = Lease(self._paths.lease("trainer", 0, attempt))
 

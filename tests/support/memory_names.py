@@ -1,4 +1,4 @@
-"""Name store in memory, for tests and for runs within one process."""
+"""Name store in memory: what the contract of stores means without files."""
 
 from __future__ import annotations
 
