@@ -45,13 +45,16 @@ OTHER_NAMES = {
 }
 """What other systems call a setting of the same section, and its name here."""
 REMOVED: Mapping[KeyPath, tuple[object, str]] = {
+    ("*", "optimizer", "alpha"): (0.99, "only rmsprop used it, which is no longer supported"),
+    ("*", "optimizer", "rho"): (0.9, "only adadelta used it, which is no longer supported"),
     ("rollout", "server_updates"): (
         "files",
         "servers read new weights from files; remove it, and set rollout.server_weights to a "
         "folder that they and the trainers see",
     ),
 }
-"""Settings of earlier releases: the default, and what there is instead."""
+"""Settings of earlier releases: the default, and what there is instead. A first part of `*` stands
+for any section at any depth."""
 PLACES: Mapping[str, str] = {
     **dict.fromkeys(("lr", "learning_rate"), "actor.optimizer.lr"),
     **dict.fromkeys(
@@ -97,12 +100,24 @@ def problems_from(
     ]
 
 
-def drop_removed(values: dict[Any, Any]) -> None:
+def drop_removed(values: dict[Any, Any], prefix: KeyPath = ()) -> None:
     """Leave out settings of earlier releases that have their defaults, which changed nothing."""
-    for (section, name), (default, _) in REMOVED.items():
-        within = values.get(section)
-        if isinstance(within, dict) and within.get(name, default) == default:
-            within.pop(name, None)
+    for name, value in list(values.items()):
+        place = (*prefix, name)
+        if (removed := _removed(place)) and value == removed[0]:
+            del values[name]
+        elif isinstance(value, dict):
+            drop_removed(value, place)
+
+
+def _removed(place: KeyPath) -> tuple[object, str] | None:
+    """Return the entry of `REMOVED` that matches a place, or None."""
+    for pattern, entry in REMOVED.items():
+        rest = pattern[1:]
+        anywhere = pattern[0] == "*" and len(place) > len(rest) and place[-len(rest) :] == rest
+        if anywhere or place == pattern:
+            return entry
+    return None
 
 
 def _problem(
@@ -154,7 +169,7 @@ def _unknown(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str
     owner = section_at(schema, location[:-1])
     known = sorted(key for key, _ in keys(owner)) if owner else []
     name = str(location[-1])
-    if removed := REMOVED.get((*prefix, *location)):
+    if removed := _removed((*prefix, *location)):
         return f"is no longer a setting: {removed[1]}"
     if name in PRECISIONS and "dtype" in known:
         return "unknown key; write dtype: bfloat16 (fp16 is not supported) or float32"

@@ -18,32 +18,27 @@ from slurmrl.config.schema.base import (
 )
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Kind = Literal["adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad", "adadelta", "sgd"]
+Kind = Literal["adamw", "adam", "sgd"]
 
 MOMENTS: Final[Mapping[Kind, tuple[str, ...]]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
-    "adamax": ("exp_avg", "exp_inf"),
-    "nadam": ("exp_avg", "exp_avg_sq"),
-    "radam": ("exp_avg", "exp_avg_sq"),
-    "rmsprop": ("square_avg", "momentum"),
-    "adagrad": ("sum",),
-    "adadelta": ("square_avg", "acc_delta"),
     "sgd": ("momentum",),
 }
 """State of each optimizer for a parameter, by the names in checkpoints."""
 
 USERS: Final[Mapping[str, tuple[Kind, ...]]] = {
-    "betas": ("adamw", "adam", "adamax", "nadam", "radam"),
-    "momentum": ("rmsprop", "sgd"),
-    "alpha": ("rmsprop",),
-    "rho": ("adadelta",),
-    "eps": ("adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad", "adadelta"),
+    "betas": ("adamw", "adam"),
+    "momentum": ("sgd",),
+    "eps": ("adamw", "adam"),
 }
 """Settings that only some optimizers use."""
 
 _WHOLE: Final = "it needs whole matrices, and a rank holds only a part of each"
 LEFT_OUT: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("adamax", "nadam", "radam", "rmsprop", "adagrad", "adadelta"), "it is no longer supported"
+    ),
     "muon": _WHOLE,
     "adafactor": _WHOLE,
     "lbfgs": "it computes the loss several times a step",
@@ -56,9 +51,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
 
 class Optimizer(Section):
     """The optimizer and its schedule. A role that is not trained ignores it. The defaults suit
-    fine-tuning with `adamw`. torch's own learning rates are 0.01 for `rmsprop` and `adagrad`, 1
-    for `adadelta`, 0.002 for `adamax` and `nadam`, 0.001 for the others, its `betas` 0.9 and 0.999,
-    its `eps` 1e-10 for `adagrad` and 1e-6 for `adadelta`."""
+    fine-tuning with `adamw`. torch's own learning rate is 0.001, its `betas` are 0.9 and 0.999."""
 
     name: Kind = "adamw"
     """Optimizer of torch.optim. Options that are not listed here have torch's defaults. `sgd` is
@@ -66,20 +59,15 @@ class Optimizer(Section):
     lr: NonNegativeFloat = 1e-5
     """Learning rate after warm-up."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
-    """Decay rates of the first and second moments of `adamw`, `adam`, `nadam` and `radam`, and of
-    the first moment and the largest gradient of `adamax`."""
+    """Decay rates of the first and second moments of `adamw` and `adam`."""
     momentum: Beta = 0.0
-    """Momentum factor of `sgd` and `rmsprop`; 0 disables momentum."""
-    alpha: Beta = 0.99
-    """Decay rate of the squared gradients of `rmsprop`."""
-    rho: Beta = 0.9
-    """Decay rate of the squared gradients and squared updates of `adadelta`."""
+    """Momentum factor of `sgd`; 0 disables momentum."""
     eps: PositiveFloat = 1e-8
-    """Keeps the denominator above 0. `adamax` adds it to the gradient's magnitude, `adadelta` to
-    the mean squares, the others to the square root of the second moment; `sgd` does not use it."""
+    """Added to the square root of the second moment, to keep the denominator above 0. `sgd` does
+    not use it."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices (not of norms and biases) per step: `adamw` and `sgd` shrink weights
-    by this times the learning rate, the others add this times the weights to the gradient."""
+    by this times the learning rate, `adam` adds this times the weights to the gradient."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

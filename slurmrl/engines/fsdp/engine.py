@@ -43,8 +43,7 @@ from slurmrl.engines.microbatch import (
     no_outputs,
 )
 from slurmrl.engines.offload import Offload
-from slurmrl.engines.optimizers import OPTIMIZERS
-from slurmrl.engines.optimizers.base import ShardOptimizer
+from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
 from slurmrl.engines.prefixes import shared_tokens
 from slurmrl.engines.replay import experts_of, support_of
 from slurmrl.errors import UsageError
@@ -132,7 +131,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         self.frozen = None if lora is None else self._fingerprint(local)
         self._optimizer: ShardOptimizer | None = None
         if trained:
-            kind = OPTIMIZERS.load(model.optimizer.name)
+            kind = OPTIMIZERS[model.optimizer.name]
             own = self._shards.trained()
             matrices = {name for name, parameter in own.items() if parameter.dim() > 1}
             self._optimizer = kind(model.optimizer, total_steps, own, matrices)

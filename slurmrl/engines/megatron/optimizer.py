@@ -16,8 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from slurmrl.config.schema.optimizer import Optimizer
-from slurmrl.engines.optimizers import OPTIMIZERS
-from slurmrl.engines.optimizers.base import ShardOptimizer
+from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Inner:
         pairs = {str(number): pair for number, pair in enumerate(_pairs(distributed))}
         self.wholes = {name: whole for name, (whole, _) in pairs.items()}
         self.shards = {name: shard for name, (_, shard) in pairs.items()}
-        kind = OPTIMIZERS.load(options.name)
+        kind = OPTIMIZERS[options.name]
         matrices = {name for name, whole in self.wholes.items() if whole.dim() > 1}
         self.ours: ShardOptimizer = kind(options, total_steps, self.shards, matrices)
 

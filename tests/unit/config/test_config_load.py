@@ -389,3 +389,19 @@ def test_removed_setting_is_left_out_with_its_default_and_refused_with_another_v
     (told,) = [each for each in caught.value.problems if each.key == "rollout.server_updates"]
     assert told.where == f"{path}:2"
     assert told.message.startswith("is no longer a setting: servers read new weights from files")
+
+
+def test_removed_setting_is_found_at_any_depth(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "actor: {optimizer: {alpha: 0.99, rho: 0.8}}\n"
+        "models: {judge: {optimizer: {alpha: 0.9, rho: 0.9}}}\n"
+    )
+    values = load(path).values
+    assert values["actor"]["optimizer"] == {"rho": 0.8}
+    assert values["models"]["judge"]["optimizer"] == {"alpha": 0.9}
+    with pytest.raises(ConfigError) as caught:
+        parse(load(path))
+    told = {each.key: each.message for each in caught.value.problems}
+    assert "only adadelta used it" in told["actor.optimizer.rho"]
+    assert "only rmsprop used it" in told["models.judge.optimizer.alpha"]

@@ -11,8 +11,7 @@ from torch import nn
 
 from slurmrl.config.schema.optimizer import Optimizer
 from slurmrl.engines.fsdp.gradients import clip, global_norm
-from slurmrl.engines.optimizers.adamw import AdamW
-from slurmrl.engines.optimizers.sgd import SGD
+from slurmrl.engines.optimizers import SGD, AdamW
 
 
 def rates(total: int, **options: Any) -> list[float]:

@@ -355,25 +355,35 @@ KINDS = {
     "optimizer of whole matrices": wrong(
         "actor.optimizer.name",
         "'Muon' is not allowed: it needs whole matrices, and a rank holds only a part of each; "
-        "allowed: adamw, adam, adamax, nadam, radam, rmsprop, adagrad, adadelta, sgd",
+        "allowed: adamw, adam, sgd",
         "actor.optimizer.name=Muon",
         "actor.optimizer.momentum=0.9",
     ),
     "unknown optimizer": wrong(
         "critic.optimizer.name",
-        "'rmsprob' is not allowed; did you mean 'rmsprop'? allowed: adamw, adam",
-        "critic.optimizer.name=rmsprob",
-        "critic.optimizer.alpha=0.9",
+        "'adamv' is not allowed; did you mean 'adam'? allowed: adamw, adam",
+        "critic.optimizer.name=adamv",
+    ),
+    "removed optimizer": wrong(
+        "actor.optimizer.name",
+        "'rmsprop' is not allowed: it is no longer supported; allowed: adamw, adam, sgd",
+        "actor.optimizer.name=rmsprop",
+        "actor.optimizer.alpha=0.99",
+    ),
+    "setting of a removed optimizer": wrong(
+        "critic.optimizer.rho",
+        "is no longer a setting: only adadelta used it, which is no longer supported",
+        "critic.optimizer.rho=0.8",
     ),
     "setting of another optimizer": wrong(
         "actor.optimizer.name",
-        "'sgd' is not allowed with betas, which it does not use; allowed: adamw, adam, adamax",
+        "'sgd' is not allowed with betas, which it does not use; allowed: adamw, adam",
         "actor.optimizer.name=sgd",
         "actor.optimizer.betas=[0.8,0.9]",
     ),
     "setting of no default optimizer": wrong(
         "actor.optimizer.name",
-        "'adamw' is not allowed with momentum, which it does not use; allowed: rmsprop, sgd",
+        "'adamw' is not allowed with momentum, which it does not use; allowed: sgd",
         "actor.optimizer.momentum=0.9",
     ),
     "warning at the start": wrong(
@@ -612,7 +622,7 @@ def test_all_errors_are_reported_at_once(plan_ppo: Load) -> None:
 
 
 RIGHT = {
-    "settings of the optimizer": "actor.optimizer={name: rmsprop, alpha: 0.9, momentum: 0.9}",
+    "settings of the optimizer": "actor.optimizer={name: sgd, momentum: 0.9}",
     "heads, kv heads, vocabulary": f"{MEGATRON}t4",
     "kv heads are copied": "actor.backend=fsdp:t8",
     "tokens are filled up": "actor.backend=fsdp:t2c4",

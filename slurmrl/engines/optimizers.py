@@ -1,19 +1,22 @@
-"""The contract of optimizers on local shards. The state is tensors by name and one step count.
+"""Optimizers on local shards, with which every engine steps.
 
 All optimizers work element by element, so a step does not depend on how parameters are sharded.
 (Optimizers of whole matrices, such as Muon and Adafactor, would.) Moments have the shape of their
-parameter and start at 0. Everything else follows from the step count, so these suffice to resume.
+parameter and start at 0. All else follows from the step count, so these suffice to resume.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 
-from slurmrl.config.schema.optimizer import Optimizer
+from slurmrl.config.schema.optimizer import Kind, Optimizer
 
 
 class ShardOptimizer(ABC):
@@ -68,3 +71,65 @@ class ShardOptimizer(ABC):
         decay: float,
     ) -> None:
         """One step; ``moments`` in the order of ``names``."""
+
+
+class AdamW(ShardOptimizer):
+    """Loshchilov & Hutter 2019."""
+
+    _kernel: ClassVar[Callable[..., None]] = staticmethod(adamw)
+
+    def _update(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        moments: list[list[Tensor]],
+        decay: float,
+    ) -> None:
+        first, second = moments
+        device = parameters[0].device
+        steps = torch.full((len(parameters),), float(self.steps), device=device)
+        self._kernel(
+            parameters,
+            gradients,
+            first,
+            second,
+            [],
+            list(steps.unbind()),
+            fused=True,
+            amsgrad=False,
+            beta1=self.options.betas[0],
+            beta2=self.options.betas[1],
+            lr=self.learning_rate,
+            weight_decay=decay,
+            eps=self.options.eps,
+            maximize=False,
+        )
+
+
+class Adam(AdamW):
+    """Kingma & Ba 2015; decay is a part of the gradient."""
+
+    _kernel = staticmethod(adam)
+
+
+class SGD(ShardOptimizer):
+    """With momentum (Polyak 1964) where ``momentum`` is above 0; decay is decoupled, as AdamW's."""
+
+    def _update(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        moments: list[list[Tensor]],
+        decay: float,
+    ) -> None:
+        if decay:
+            torch._foreach_mul_(parameters, 1.0 - self.learning_rate * decay)
+        for velocity in moments:
+            torch._foreach_mul_(velocity, self.options.momentum)
+            torch._foreach_add_(velocity, gradients)
+            gradients = velocity
+        torch._foreach_add_(parameters, gradients, alpha=-self.learning_rate)
+
+
+OPTIMIZERS: Final[Mapping[Kind, type[ShardOptimizer]]] = {"adamw": AdamW, "adam": Adam, "sgd": SGD}
+"""The optimizers by their names in configurations."""
