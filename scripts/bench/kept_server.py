@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout.host_folder import HostFolder
+from slurmrl.engines.rollout.process import HostFolder
 from slurmrl.engines.rollout.server import Patience, Serving
 from slurmrl.engines.rollout.server_kind import SOCKET, ServerKind
 from slurmrl.engines.rollout.servers import PlacedServer
-from slurmrl.engines.rollout.sglang_server import SglangServer
-from slurmrl.engines.rollout.vllm_server import VllmServer
+from slurmrl.engines.rollout.sglang import SglangServer
+from slurmrl.engines.rollout.vllm import VllmServer
 from slurmrl.models.config import ModelConfig
 
 KINDS: dict[str, type[ServerKind]] = {"sglang": SglangServer, "vllm": VllmServer}

@@ -13,8 +13,8 @@ ENGINES = Registry(
         "fsdp": "slurmrl.engines.fsdp.engine:FSDPEngine",
         "archon": "slurmrl.engines.fsdp.engine:FSDPEngine",
         "megatron": "slurmrl.engines.megatron.entry:make",
-        "sglang": "slurmrl.engines.rollout.sglang_server:SglangEngine",
-        "vllm": "slurmrl.engines.rollout.vllm_server:VllmEngine",
+        "sglang": "slurmrl.engines.rollout.sglang:SglangEngine",
+        "vllm": "slurmrl.engines.rollout.vllm:VllmEngine",
         "native": "slurmrl.engines.native.engine:NativeEngine",
     },
 )

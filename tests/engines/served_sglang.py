@@ -9,13 +9,12 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout import sglang_server
+from slurmrl.engines.rollout import sglang
 from slurmrl.engines.rollout.base import Completion
 from slurmrl.engines.rollout.fitness import ServedModel
-from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.kept import KeptEngine
-from slurmrl.engines.rollout.process import ServerProgram
+from slurmrl.engines.rollout.process import HostFolder, ServerProgram
 from slurmrl.engines.rollout.served import ServedEngine
 from slurmrl.engines.rollout.sglang import SglangDialect
 from tests.engines.conftest import (
@@ -46,15 +45,15 @@ class Served(SharedServer):
         self.socket = self.folder.path / "server.sock"
         self.program = ServerProgram(
             name="sglang server",
-            command=sglang_server.command(
+            command=sglang.command(
                 python,
                 versions["1.1"],
                 self.socket,
                 vocabulary=VOCABULARY,
                 tokenizer=logs / "tokenizer",
-                options=(*sglang_server.CPU_FLAGS, "--dtype", "float32"),
+                options=(*sglang.CPU_FLAGS, "--dtype", "float32"),
             ),
-            environment={**os.environ, **sglang_server.ENVIRONMENT},
+            environment={**os.environ, **sglang.ENVIRONMENT},
             log=logs / "sglang.log",
         )
         self.engine = loop.run(self._make())

@@ -21,10 +21,10 @@ from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.engines.rollout.base import Completion
-from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.kept import KeptEngine
+from slurmrl.engines.rollout.process import HostFolder
 from slurmrl.engines.rollout.server import Serving
-from slurmrl.engines.rollout.sglang_server import SglangServer
+from slurmrl.engines.rollout.sglang import SglangServer
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf import read_values
 from slurmrl.parallel.groups import ParallelContext

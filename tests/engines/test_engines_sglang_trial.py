@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.engines.rollout import sglang_server
+from slurmrl.engines.rollout import sglang
 from tests.support.served_trials import run_through_kills
 from tests.support.servers import UsersServer, save_config
 from tests.support.trials import ARCHITECTURE
@@ -28,14 +28,14 @@ def server(tmp_path: Path) -> Iterator[UsersServer]:
     folder.mkdir(mode=0o700)
     save_config(folder / "model", MODEL)
     socket = folder / "server.sock"
-    command = sglang_server.command(
+    command = sglang.command(
         PYTHON,
         folder / "model",
         socket,
         vocabulary=int(MODEL["vocab_size"]),
-        options=(*sglang_server.CPU_FLAGS, "--dtype", "float32"),
+        options=(*sglang.CPU_FLAGS, "--dtype", "float32"),
     )
-    made = UsersServer(socket, command, sglang_server.ENVIRONMENT, folder / "sglang.log")
+    made = UsersServer(socket, command, sglang.ENVIRONMENT, folder / "sglang.log")
     made.start()
     yield made
     made.kill()

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout import vllm_server
+from slurmrl.engines.rollout import vllm
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
 from slurmrl.engines.rollout.dialect import Draw
 from slurmrl.engines.rollout.fitness import ServedModel
@@ -69,18 +69,18 @@ class VllmServer:
         self._address = Address(f"unix:{socket}")
         self.program = ServerProgram(
             name=name,
-            command=vllm_server.command(
+            command=vllm.command(
                 PYTHON,
                 model,
                 socket,
                 tokenizer=tokenizer,
-                options=(*vllm_server.CPU_FLAGS, "--dtype", "float32"),
+                options=(*vllm.CPU_FLAGS, "--dtype", "float32"),
             ),
             environment={
                 **os.environ,
                 "VLLM_API_KEY": "that of another server",
-                **vllm_server.ENVIRONMENT,
-                **vllm_server.CPU_ENVIRONMENT,
+                **vllm.ENVIRONMENT,
+                **vllm.CPU_ENVIRONMENT,
             },
             log=folder / f"{name}.log",
         )
@@ -496,7 +496,7 @@ def test_bodies_are_those_of_vllms_own_classes() -> None:
         input=json.dumps([request_body(draw, cache="1.1") for draw in draws]).encode(),
         check=True,
         timeout=DEADLINE_S,
-        env={**os.environ, **vllm_server.ENVIRONMENT},
+        env={**os.environ, **vllm.ENVIRONMENT},
     )
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from itertools import takewhile
 from pathlib import Path
 
-from slurmrl.engines.rollout.routed_experts import check_settings
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.plan.engines import EXPERTS_NEED
@@ -29,6 +28,7 @@ RETRACTING_NEEDS: Mapping[str, object] = {
 """With other values a server that retracts may still compute, or move keys and values, or get an
 update before the pause, so that its cache could not be emptied; or it may refuse to queue its own
 requests again."""
+EXPERTS_FLAG = "--enable-return-routed-experts"
 VLLM_FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
 """Without these a server refuses requests, or reports log-probabilities before temperature."""
 
@@ -109,7 +109,7 @@ def check_sglang(where: str, server: object, model: object, needs: ServedModel) 
     _check_tokenizer(where, server, needs)
     if needs.experts:
         assert isinstance(server, dict), "it has fields"
-        check_settings(where, server)
+        _check_experts(where, server)
     names = field_of(where, model, "architectures")
     if not isinstance(names, list) or needs.architecture not in names:
         raise UsageError(
@@ -200,3 +200,16 @@ def _check_tokenizer(where: str, settings: object, needs: ServedModel) -> None:
             f"{where}: --skip-tokenizer-init is not allowed: rollout.min_new_tokens and "
             "rollout.stop_strings need the server's tokenizer"
         )
+
+
+def _check_experts(where: str, server: Mapping[str, object]) -> None:
+    """Raises UsageError if a server with these settings does not report experts, or others."""
+    if server.get("enable_return_routed_experts") is not True:
+        raise UsageError(f"{where}: rollout.replay_experts needs a server with {EXPERTS_FLAG}")
+    for name, needed in EXPERTS_NEED.items():
+        value = server.get(name, needed)
+        if value not in (needed, None):
+            raise UsageError(
+                f"{where}: the server's {name} is {value}, with which it reports the experts of "
+                "other tokens; leave it out, or rollout.replay_experts"
+            )

@@ -27,8 +27,8 @@ from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.fsdp.weights import constant_specs, whole_shapes
 from slurmrl.engines.initial_weights import model_config
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.native.stops import Decode
+from slurmrl.engines.rollout.process import HostFolder
 from slurmrl.engines.rollout.server import Running, Serving
 from slurmrl.engines.rollout.server_kind import VISIBLE, ServerKind
 from slurmrl.engines.rollout.servers import PlacedServer, RunningServers, Servers

@@ -13,11 +13,11 @@ from typing import Protocol
 from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.base import RolloutEngine, WeightVersion
 from slurmrl.engines.rollout.dialect import Dialect
-from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.instance import InstanceLimits
 from slurmrl.engines.rollout.instances import Instances
 from slurmrl.engines.rollout.kept import KeptEngine
+from slurmrl.engines.rollout.process import HostFolder
 from slurmrl.engines.rollout.served import ServedEngine
 from slurmrl.engines.rollout.server import Running
 from slurmrl.errors import RunFailedError, UsageError

@@ -1,4 +1,4 @@
-"""SGLang 0.5.20 and later, as a server.
+"""SGLang 0.5.20 and later, as a server: how it is started, asked, updated and checked.
 
 Weights are replaced while the server is paused, in one of three modes. ``retract``: it keeps its
 requests, and computes their caches again with the new weights. ``abort``: it returns the tokens
@@ -16,30 +16,36 @@ only with ``--enable-deterministic-inference``, on GPUs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import contains
-from typing import Any, Literal, TypeAlias
+from pathlib import Path
+from typing import Literal, TypeAlias
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
-
-from slurmrl.data.support import SampledSupport
-from slurmrl.engines.rollout.base import ABORTED, Completion, Finish, WeightVersion
+from slurmrl import package
+from slurmrl.engines.rollout.base import Completion, WeightVersion
 from slurmrl.engines.rollout.dialect import Dialect, Draw
-from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
 from slurmrl.engines.rollout.fitness import (
+    EXPERTS_FLAG,
     ServedModel,
     check_sglang,
     field_of,
     retracts,
 )
 from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.routed_experts import RoutedLayers
-from slurmrl.engines.rollout.server_check import ServerCheck
+from slurmrl.engines.rollout.server import Serving
+from slurmrl.engines.rollout.server_engine import ServerEngine
+from slurmrl.engines.rollout.server_kind import ServerKind
 from slurmrl.engines.rollout.sglang_checksums import digest_of, dtype_of, read_checksums
-from slurmrl.engines.rollout.weight_checks import Held, WeightChecks
+from slurmrl.engines.rollout.sglang_requests import (
+    DrawnPiece,
+    PiecewiseDraw,
+    RoutedLayers,
+    read_reply,
+    request_body,
+)
+from slurmrl.engines.rollout.weight_checks import Held, ServerCheck, WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.plan.estimates.servers import computing
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 CONTROL_S = 60.0
@@ -48,158 +54,6 @@ IDLE_S = 30.0
 """How long a server may take to end its last batch, whose requests are answered."""
 FIRST_S = 600.0
 """Time limit of the first token, before which a server may compile."""
-NEUTRAL: Mapping[str, float] = {
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
-"""Without these a server's ``--preferred-sampling-params`` would apply."""
-
-
-class _SglangSpan(BaseModel):
-    """``version`` drew the tokens ``start`` to ``end`` - 1."""
-
-    version: str
-    start: int
-    end: int
-
-
-class _SglangFinish(BaseModel):
-    type: Literal["stop", "length", "abort"]
-    matched: int | str | None = None
-    message: str | None = None
-
-
-class _SglangMeta(BaseModel):
-    finish_reason: _SglangFinish
-    weight_versions: list[_SglangSpan] = []
-    output_token_logprobs: list[tuple[float, int, str | None]]
-    output_token_sampling_logprobs: list[float] | None = None
-    output_token_sampling_mask: list[list[int]] | None = None
-    routed_experts: str | None = None
-
-
-class _SglangReply(BaseModel):
-    output_ids: list[int]
-    text: str | None = None
-    """None from a server without a tokenizer."""
-    meta_info: _SglangMeta
-
-
-REPLY = TypeAdapter(_SglangReply)
-FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
-
-
-def restricted(draw: Draw) -> bool:
-    """Whether a draw is from a part of the vocabulary."""
-    return not draw.options.greedy and (draw.options.top_k is not None or draw.options.top_p < 1.0)
-
-
-def masks(draw: Draw, *, full: bool) -> bool:
-    """Whether the server is to report the support of each token, and log-probabilities under it."""
-    return restricted(draw) and (draw.options.support or not full)
-
-
-def request_body(
-    draw: Draw, *, vocabulary: int, full: bool, cache: str | None = None
-) -> dict[str, Any]:
-    """The body of a request for one completion. ``full``: see `read_reply`. ``cache``: prompts are
-    shared in the server's cache with requests of the same name only; None: with all without."""
-    options, masked = draw.options, masks(draw, full=full)
-    all_tokens = vocabulary if masked else -1  # the support is reported up to a limit
-    return {
-        "rid": draw.name + "/",  # an abort also ends requests whose names begin with its own
-        "input_ids": list(draw.prompt),
-        "sampling_params": {
-            "max_new_tokens": options.max_new_tokens,
-            "min_new_tokens": options.min_new_tokens,
-            "temperature": options.temperature,
-            "top_p": 1.0 if options.greedy else options.top_p,
-            "top_k": 1 if options.greedy else options.top_k or all_tokens,
-            **NEUTRAL,
-            "stop_token_ids": list(options.stop_token_ids),
-            "stop": list(options.stop_strings),
-            "sampling_seed": draw.seed,
-            "skip_special_tokens": False,  # stop strings may contain them
-            "no_stop_trim": True,
-        },
-        "return_logprob": True,
-        "return_sampling_mask": masked,
-        "return_routed_experts": options.experts,
-        "priority": draw.priority,
-        "extra_key": cache,
-    }
-
-
-def read_reply(
-    where: str, reply: object, draw: Draw, *, full: bool, routed: RoutedLayers | None = None
-) -> DrawnPiece:
-    """What a reply brings. ``full``: its log-probabilities are those under the distribution
-    over all tokens, whatever the draw was restricted to, unless it records its support.
-    ``routed``: the model's blocks of experts."""
-    try:
-        read = REPLY.validate_python(reply)
-    except ValidationError as error:
-        raise RunFailedError(f"{where}: the answer does not have SGLang's form: {error}") from error
-    tokens, meta = read.output_ids, read.meta_info
-    finish, options = meta.finish_reason, draw.options
-    masked = masks(draw, full=full)
-    if finish.type == "abort" and masked and meta.output_token_sampling_mask is None:
-        # It was aborted while it waited: to be read, or to be read again.
-        support = SampledSupport() if options.support else None
-        return DrawnPiece(completion=replace(ABORTED, support=support))
-    logprobs = [entry[0] for entry in meta.output_token_logprobs]
-    if masked:
-        logprobs = meta.output_token_sampling_logprobs or []
-    versions = [span.version for span in meta.weight_versions for _ in range(span.start, span.end)]
-    if [entry[1] for entry in meta.output_token_logprobs] != tokens or not (
-        len(logprobs) == len(versions) == len(tokens)
-    ):
-        raise RunFailedError(
-            f"{where}: {len(tokens)} tokens came with {len(logprobs)} log-probabilities and "
-            f"{len(versions)} weight versions, or with those of other tokens"
-        )
-    support = None
-    if options.support:
-        support = _support(where, tokens, meta.output_token_sampling_mask or [])
-    experts = None
-    if options.experts:
-        assert routed is not None, "checked with the request"
-        # (a request that was aborted before it was read has none)
-        with suppress(RunFailedError) if finish.type == "abort" else nullcontext():
-            experts = routed.read(where, meta.routed_experts, len(draw.prompt) + len(tokens))
-    stops = (*options.stop_token_ids, *options.stop_strings)
-    if finish.type == "stop" and finish.matched not in stops:
-        raise RunFailedError(
-            f"{where}: the server ended a completion at {finish.matched!r}, which is not among its "
-            f"stop tokens and stop strings {stops}"
-        )
-    if options.stop_strings and read.text is None:
-        raise RunFailedError(f"{where}: an answer to a request with stop strings has no text")
-    completion = Completion(
-        tokens=tuple(tokens),
-        logprobs=tuple(logprobs),
-        versions=tuple(versions),
-        finish=FINISH[finish.type],
-        support=support,
-        experts=experts,
-    )
-    stop = finish.matched if isinstance(finish.matched, str) else ""
-    return DrawnPiece(completion=completion, text=read.text or "", stop=stop)
-
-
-def _support(where: str, tokens: list[int], masks: list[list[int]]) -> SampledSupport:
-    """From the tokens that a server says it could have drawn, each time most likely ones first."""
-    if len(masks) != len(tokens) or not all(map(contains, masks, tokens)):
-        raise RunFailedError(
-            f"{where}: {len(tokens)} tokens came with {len(masks)} sampling masks, or with one "
-            "that does not have its token"
-        )
-    support = SampledSupport()
-    for mask in masks:
-        support.add(sorted(mask))
-    return support
 
 
 class SglangDialect(Dialect):
@@ -405,3 +259,112 @@ class SglangDialect(Dialect):
         if field_of(self.where, reply, "success") is not True:
             raise RunFailedError(f"{self.where}{path}: {reply}")
         return reply
+
+
+LAUNCHER = package.program("engines/rollout/launch_sglang.py")
+FLAGS = (
+    "--enable-priority-scheduling",
+    "--schedule-low-priority-values-first",
+    "--disable-priority-preemption",
+    "--skip-server-warmup",
+    *("--log-level-http", "warning"),  # no line for each completion
+)
+CPU_FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule"),
+    *("--max-total-tokens", "65536"),
+)
+"""Flags of a server without a GPU."""
+LEAST_SHARE, MOST_SHARE = 0.01, 0.98
+ENVIRONMENT: Mapping[str, str] = {
+    "SGLANG_USE_PICKLE_IPC": "0",  # it would unpickle what arrives on its internal sockets
+    "SGLANG_ZMQ_ALLOWED_PEERS": "127.0.0.1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Variables of a server, over those of the job."""
+
+
+def command(
+    python: str,
+    model: Path,
+    socket: Path,
+    *,
+    vocabulary: int,
+    tokenizer: Path | None = None,
+    tensor_ranks: int = 1,
+    options: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Start a server on a Unix socket, whose folder must have mode 0700.
+
+    ``model`` has a ``config.json`` without ``eos_token_id``, so that only the stop tokens of a
+    request end it; its weights are undefined until the first version. Stop strings and a minimum
+    of new tokens need a ``tokenizer``; its end of a sequence then always ends a completion.
+    ``tensor_ranks``: GPUs that share the model. ``options``: further flags, which win over these.
+    """
+    text = ("--skip-tokenizer-init",) if tokenizer is None else ("--tokenizer-path", str(tokenizer))
+    return (
+        *(python, "-P", str(LAUNCHER), str(socket), "--model-path", str(model), *text),
+        *("--load-format", "dummy", "--sampling-mask-max-tokens", str(vocabulary)),
+        *FLAGS,
+        *("--tp-size", str(tensor_ranks)),
+        *options,
+    )
+
+
+def memory_flags(share: int, free: int, total: int) -> tuple[str, ...]:
+    """Arguments with which a server uses ``share`` bytes of a GPU, what it computes with included.
+    SGLang takes a fraction of what is ``free`` when it starts for weights and caches; it needs the
+    rest of its share besides."""
+    fraction = (share - computing(total)) / max(free, 1)
+    return ("--mem-fraction-static", f"{min(max(fraction, LEAST_SHARE), MOST_SHARE):.4f}")
+
+
+class SglangServer(ServerKind):
+    """SGLang servers."""
+
+    name = "sglang"
+
+    def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
+        on_cpu = self.device.type == "cpu"
+        flags = CPU_FLAGS if on_cpu else ("--enable-memory-saver",) if serving.sleeps else ()
+        records = (EXPERTS_FLAG,) if serving.experts else ()
+        watched = self._watched(serving) if serving.stale_cache else ()
+        return command(
+            serving.python,
+            model,
+            socket,
+            vocabulary=self.model.vocabulary,
+            tokenizer=serving.tokenizer,
+            tensor_ranks=self.tensor_ranks,
+            options=(*flags, *records, *watched, "--dtype", self.dtype, *serving.arguments),
+        )
+
+    @staticmethod
+    def _watched(serving: Serving) -> Sequence[str]:
+        """With requests that it keeps in place, SGLang takes an update for a batch that hangs, and
+        ends after 300 s."""
+        return ("--watchdog-timeout", f"{300 + 2 * serving.patience.start_s:g}")
+
+    def memory_flags(self, share: int, free: int, total: int) -> Sequence[str]:
+        return memory_flags(share, free, total)
+
+    def environment(self) -> Mapping[str, str]:
+        return ENVIRONMENT
+
+    def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
+        return SglangDialect(
+            client,
+            control,
+            model=self.model,
+            routed=RoutedLayers.of(self.config),
+            full_logprobs=True,
+            checks=self.checks,
+            health_s=self.serving.patience.silence_s,
+            stale_cache=self.stale_cache,
+        )
+
+
+class SglangEngine(ServerEngine):
+    """Generation by SGLang servers."""
+
+    kind = SglangServer

@@ -1,23 +1,30 @@
-"""vLLM 0.32 and later, as a server.
+"""vLLM 0.32 and later, as a server: how it is started, asked, updated and checked.
 
 Weights are replaced while the scheduler is paused with ``mode=keep``: the server holds its
 requests, computes their caches again with the new weights (or keeps them, with ``stale_cache``),
 and reports which version drew which token. The routes for that need ``VLLM_SERVER_DEV_MODE=1`` and
-ask for no key, so our own servers listen on a Unix socket in a folder that only the user can enter
-(`vllm_server`).
+ask for no key, so our own servers listen on a Unix socket in a folder that only the user can enter.
 
 Log-probabilities are under the distribution that was drawn from: after temperature, top-k, top-p
 and the ban of stop tokens before ``min_new_tokens``. Those of greedy tokens are at temperature 1.
+
+vLLM computes checksums of its weights (``/weight_checker``) by SHA-256 in host memory, which takes
+seconds for each 10 GB. Kernels may store matrices in another order (CPU kernels do), so only the
+embedding, norms and biases are compared: they differ in a server that did not take an update.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
 
 from slurmrl.engines.rollout.base import Completion, Finish, WeightVersion
 from slurmrl.engines.rollout.dialect import Dialect, Draw
@@ -30,9 +37,17 @@ from slurmrl.engines.rollout.fitness import (
     without_dev_mode,
 )
 from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.server_check import ServerCheck
-from slurmrl.engines.rollout.vllm_checksums import digest_of, dtype_of, read_checksums
-from slurmrl.engines.rollout.weight_checks import Held, WeightChecks
+from slurmrl.engines.rollout.server import Serving
+from slurmrl.engines.rollout.server_engine import ServerEngine
+from slurmrl.engines.rollout.server_kind import ServerKind
+from slurmrl.engines.rollout.weight_checks import (
+    Digest,
+    Held,
+    ServerCheck,
+    TensorPart,
+    WeightChecks,
+    sha256,
+)
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 
@@ -310,3 +325,145 @@ class VllmDialect(Dialect):
         timeout_s: float | None = CONTROL_S,
     ) -> object:
         return await self._control.post(path, body, timeout_s=timeout_s)
+
+
+KEY = re.compile(r"(dp\d+:pp\d+:pcp\d+:tp(\d+)):(.+)")
+"""The place of the process that holds a parameter, and the parameter's name."""
+COMPARED = ("embed_tokens.weight", "wte.weight", "norm.weight", ".bias")
+
+
+def digest_of(settings: object) -> Digest | str:
+    """How a server with these settings (``/server_info``) computes checksums, or why that is not
+    known."""
+    if _model_config(settings).get("quantization"):
+        return "it quantizes them"
+    return _sha256
+
+
+def dtype_of(settings: object) -> object:
+    """The type in which a server with these settings computes."""
+    return _model_config(settings).get("dtype")
+
+
+def _model_config(settings: object) -> Mapping[str, object]:
+    if not isinstance(settings, dict):
+        return {}
+    config: Mapping[str, object] = settings["vllm_config"]["model_config"]  # see `check_vllm`
+    return config
+
+
+def _sha256(tensor: Tensor, device: torch.device) -> str:
+    return sha256(tensor)
+
+
+def read_checksums(where: str, reply: object) -> list[Held]:
+    """What the processes of a server report."""
+    found = field_of(where, reply, "checksums")
+    ranks: dict[str, int] = {}
+    held: dict[str, dict[str, str]] = {}
+    for key, checksum in (found if isinstance(found, dict) else {}).items():
+        if (match := KEY.fullmatch(key)) is None:
+            raise RunFailedError(f"{where}/weight_checker: {key} has not the form of vLLM's names")
+        place, rank, name = match.groups()
+        ranks[place] = int(rank)
+        if name.endswith(COMPARED):
+            held.setdefault(place, {})[name] = str(checksum)
+    of = 1 + max(ranks.values(), default=0)
+    return [Held(TensorPart(ranks[place], of), checksums) for place, checksums in held.items()]
+
+
+MOST_SHARE = 0.98
+CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
+"""Flags of a server without a GPU. A part of a prompt rewinds the random stream of its request,
+which torch's generators on CPUs cannot: vLLM 0.32 ends with "CPU Generator does not use offset"."""
+
+
+def command(
+    python: str,
+    model: Path,
+    socket: Path,
+    *,
+    tokenizer: Path | None = None,
+    tensor_ranks: int = 1,
+    options: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Start a server on a Unix socket, whose folder must have mode 0700.
+
+    ``model`` has a ``config.json``; its weights are undefined until the first version. Stop strings
+    need a ``tokenizer``. Sequences may be as long as the model and the memory allow.
+    ``tensor_ranks``: GPUs that share the model. ``options``: further flags, which win over these.
+    """
+    text = ("--skip-tokenizer-init",) if tokenizer is None else ("--tokenizer", str(tokenizer))
+    return (
+        *("/bin/sh", "-c", 'rm -f -- "$0" && exec "$@"', str(socket)),  # vLLM binds a new one only
+        *(python, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--uds", str(socket), "--load-format", "dummy", *text),
+        *VLLM_FLAGS,
+        *("--generation-config", "vllm"),  # that of the model would change sampling silently
+        *("--tensor-parallel-size", str(tensor_ranks)),
+        "--disable-uvicorn-access-log",  # a line for each completion
+        *("--max-model-len", "-1", "--scheduling-policy", "priority", "--enable-prefix-caching"),
+        *options,
+    )
+
+
+ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # it would unpickle requests
+    "VLLM_API_KEY": "",  # the user's, of other servers: this one would ask for it
+    "HF_HUB_OFFLINE": "1",
+}
+"""Variables of a server, over those of the job."""
+CPU_ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers would bind to the same cores
+}
+"""Further variables of a server without a GPU."""
+
+
+def memory_flags(share: int, total: int) -> tuple[str, ...]:
+    """Arguments with which a server uses ``share`` of the ``total`` bytes of a GPU, what it
+    computes with included."""
+    return ("--gpu-memory-utilization", f"{min(share / total, MOST_SHARE):.4f}")
+
+
+class VllmServer(ServerKind):
+    """vLLM servers."""
+
+    name = "vllm"
+
+    def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
+        on_cpu = self.device.type == "cpu"
+        flags = CPU_FLAGS if on_cpu else ("--enable-sleep-mode",) if serving.sleeps else ()
+        return command(
+            serving.python,
+            model,
+            socket,
+            tokenizer=serving.tokenizer,
+            tensor_ranks=self.tensor_ranks,
+            options=(*flags, "--dtype", self.dtype, *serving.arguments),
+        )
+
+    def memory_flags(self, share: int, free: int, total: int) -> Sequence[str]:
+        return memory_flags(share, total)
+
+    def environment(self) -> Mapping[str, str]:
+        further = CPU_ENVIRONMENT if self.device.type == "cpu" else {}
+        return {**ENVIRONMENT, **further}
+
+    def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
+        return VllmDialect(
+            client,
+            control,
+            model=self.model,
+            checks=self.checks,
+            health_s=self.serving.patience.silence_s,
+            stale_cache=self.stale_cache,
+        )
+
+
+class VllmEngine(ServerEngine):
+    """Generation by vLLM servers."""
+
+    kind = VllmServer

@@ -21,9 +21,9 @@ from slurmrl.config.schema.model import Model
 from slurmrl.data.chat import stop_ids
 from slurmrl.data.tokenizer import decoding, load_tokenizer
 from slurmrl.engines.initial_weights import model_config
-from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.native.peers import Peers
 from slurmrl.engines.rollout.native.rollout import NativeRollout
+from slurmrl.engines.rollout.process import HostFolder
 from slurmrl.engines.rollout.server_kind import weights_config
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig

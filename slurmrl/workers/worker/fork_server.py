@@ -18,7 +18,7 @@ from slurmrl import log
 from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.channel.pipe import Connection
 from slurmrl.engines import ENGINES
-from slurmrl.engines.rollout.host_folder import remove_unused
+from slurmrl.engines.rollout.process import remove_unused
 from slurmrl.engines.rollout.warden import end_children
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from slurmrl.engines.rollout.base import Completion, Finish
 from slurmrl.engines.rollout.dialect import Draw
-from slurmrl.engines.rollout.drawn_pieces import DrawnPiece, PiecewiseDraw
+from slurmrl.engines.rollout.sglang_requests import DrawnPiece, PiecewiseDraw
 from slurmrl.models.generate import GenerationOptions
 
 WORDS = (b"a", b"b", b"ab", b"ba", b"aab", b"c", b"bc", b"b\xe2\x80")

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.engines.rollout import server as server_module
-from slurmrl.engines.rollout.host_folder import HostFolder
-from slurmrl.engines.rollout.process import ServerProcess, ServerProgram
+from slurmrl.engines.rollout.process import HostFolder, ServerProcess, ServerProgram
 from slurmrl.engines.rollout.server import KeptServer, Patience
 from slurmrl.engines.rollout.warden import LIST, descendants
 from slurmrl.errors import RunFailedError, UsageError

@@ -15,8 +15,8 @@ from slurmrl.engines.rollout import server_kind
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.server import Patience, Serving
 from slurmrl.engines.rollout.server_kind import ServerKind
-from slurmrl.engines.rollout.sglang_server import SglangServer
-from slurmrl.engines.rollout.vllm_server import VllmServer
+from slurmrl.engines.rollout.sglang import SglangServer
+from slurmrl.engines.rollout.vllm import VllmServer
 from slurmrl.models.config import ModelConfig
 from tests.unit.models.conftest import BASE, ODD
 

@@ -16,9 +16,14 @@ from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.base import Completion, WeightVersion
 from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.vllm import FIRST, VllmDialect, read_reply
-from slurmrl.engines.rollout.vllm_checksums import digest_of, read_checksums
-from slurmrl.engines.rollout.vllm_server import command
+from slurmrl.engines.rollout.vllm import (
+    FIRST,
+    VllmDialect,
+    command,
+    digest_of,
+    read_checksums,
+    read_reply,
+)
 from slurmrl.engines.rollout.weight_checks import Held, TensorPart
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.models.config import ModelConfig

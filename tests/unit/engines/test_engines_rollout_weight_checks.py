@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slurmrl.engines.rollout.base import WeightVersion
-from slurmrl.engines.rollout.server_check import ServerCheck
 from slurmrl.engines.rollout.sglang_checksums import on_gpu
 from slurmrl.engines.rollout.weight_checks import (
     Held,
+    ServerCheck,
     TensorPart,
     WeightChecks,
     parameter,

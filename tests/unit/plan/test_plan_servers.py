@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.engines.rollout import sglang_server, vllm_server
+from slurmrl.engines.rollout import sglang, vllm
 from slurmrl.errors import ConfigError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks.memory import refusal
@@ -162,12 +162,12 @@ def test_the_share_becomes_the_engines_own_fractions() -> None:
     """vLLM's is of the whole GPU. SGLang's is of what is free when it starts, for weights and
     caches alone, so that they are the same whatever the other models hold at that time."""
     share = 40 * GIB
-    assert vllm_server.memory_flags(share, GPU) == ("--gpu-memory-utilization", "0.5000")
+    assert vllm.memory_flags(share, GPU) == ("--gpu-memory-utilization", "0.5000")
     for free in (45 * GIB, 70 * GIB):
-        flag, fraction = sglang_server.memory_flags(share, free, GPU)
+        flag, fraction = sglang.memory_flags(share, free, GPU)
         assert flag == "--mem-fraction-static"
         assert float(fraction) * free == pytest.approx(share - computing(GPU), rel=1e-3)
-    assert sglang_server.memory_flags(share, 10 * GIB, GPU)[1] == "0.9800"
+    assert sglang.memory_flags(share, 10 * GIB, GPU)[1] == "0.9800"
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,8 @@ import torch
 from slurmrl.config.schema import Rollout
 from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.sglang import SglangDialect
-from slurmrl.engines.rollout.sglang_server import SglangServer
-from slurmrl.engines.rollout.vllm import VllmDialect
-from slurmrl.engines.rollout.vllm_server import VllmServer
+from slurmrl.engines.rollout.sglang import SglangDialect, SglangServer
+from slurmrl.engines.rollout.vllm import VllmDialect, VllmServer
 from slurmrl.models.config import ModelConfig
 from slurmrl.plan.settings import Settings
 from slurmrl.workers.rollout.engines import native
