@@ -55,7 +55,7 @@ def train_tokenizer(
 
     For models that are trained from nothing (actor.architecture); a model with weights has one.
     """
-    from slurmrl.data.vocabulary import make_tokenizer
+    from slurmrl.data.tokenizer import make_tokenizer
 
     make_tokenizer(files, keys, vocabulary, output)
     click.echo(f"tokenizer of at most {vocabulary} tokens in {output}")

@@ -1,7 +1,6 @@
 """Batches, datasets, orders and packing.
 
-Only ``sample`` and ``dataset`` hold tensors; the others are torch-free. A file's rows are read by
-``records`` from ``sources`` (the formats), checked by ``row_checks`` and tokenised by ``rows`` as
-their type says (``types``), stored by ``preparation`` and ``prepared``, and become samples in
-``dataset``.
+Only ``sample`` and ``dataset`` hold tensors; the others are torch-free. A file's rows are read
+and checked by ``records`` from ``sources`` (the formats), tokenised by ``rows`` as their type says
+(``types``), stored by ``preparation`` and ``prepared``, and become samples in ``dataset``.
 """

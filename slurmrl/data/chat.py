@@ -1,10 +1,10 @@
-"""Chat templates: the text of a conversation, and which parts of it the assistant writes.
-Torch-free, except for what transformers imports."""
+"""Chat templates: the text of a conversation, which parts of it the assistant writes, and how its
+turns end. Torch-free, except for what transformers imports."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import takewhile
@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from slurmrl.config.schema import Config
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.left_out import left_out
 from slurmrl.data.messages import (
     ASSISTANT,
     Message,
     as_context,
     is_target,
+    left_out,
     text_of,
     with_system,
 )
 from slurmrl.data.tokenizer import end_id, without_ends
-from slurmrl.data.turn_end import EndOfTurn
 from slurmrl.errors import ChatTemplateError, ConfigError, Problem
 from slurmrl.fsio import inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 MARKED_BLOCK: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """The beginning of a block that marks the assistant's text, as Jinja and transformers read it."""
@@ -352,3 +352,62 @@ def _overlap(end: str, start: str) -> int:
     """The length of the longest end of one text with which the other begins."""
     lengths = range(min(len(end), len(start)), 0, -1)
     return next((length for length in lengths if start.startswith(end[-length:])), 0)
+
+
+class EndOfTurn(NamedTuple):
+    """The tokens of the tokenizer that end a turn.
+
+    Generation stops at each of them, the assistant's turns are trained up to one of them, and a
+    reward model is read at it.
+    """
+
+    tokens: tuple[str, ...] = ()
+    """The texts of the tokens; none if the template ends a turn without a token. The first one is
+    the token that comes before a message of the user."""
+    by_next: bool = False
+    """Whether the token is the beginning of the next message, as in GLM-4's template."""
+
+    @staticmethod
+    def of(tail: str, following: Sequence[str], known: Collection[str]) -> EndOfTurn:
+        """Return the end of a turn.
+
+        ``tail`` is the text after the content of the last turn, each of ``following`` the text
+        between the content of a turn and the next message. ``known`` are the texts of the
+        tokenizer's special and added tokens.
+        """
+        if own := _first(tail, known):
+            return EndOfTurn((own.token,))
+        nexts = [_first(text, known) for text in following]
+        if nexts[0] is None or not nexts[0].leads:
+            return EndOfTurn()
+        return EndOfTurn(
+            tuple(dict.fromkeys(each.token for each in nexts if each and each.leads)), True
+        )
+
+    def in_text(self, text: str, place: int, *, calls: bool) -> tuple[int, str]:
+        """Return the end of a turn that the next message ends, and what must be added to the text
+        because the conversation ends there: the token of that message.
+
+        The turn's own text ends at ``place``; ``calls`` says whether it calls tools.
+        """
+        rest = text[place:]
+        bare = rest.lstrip()
+        if not bare:
+            return len(text), self.tokens[-1 if calls else 0]
+        token = max(filter(bare.startswith, self.tokens), key=len, default="")
+        return (place + len(rest) - len(bare) + len(token) if token else place), ""
+
+
+class _FirstToken(NamedTuple):
+    token: str
+    leads: bool
+    """Whether only white space is before the token."""
+
+
+def _first(text: str, known: Collection[str]) -> _FirstToken | None:
+    """Return the first of the known tokens in a text: the longest one at its place."""
+    found = [(text.find(token), -len(token), token) for token in known if token and token in text]
+    if not found:
+        return None
+    place, _, token = min(found)
+    return _FirstToken(token, not text[:place].strip())

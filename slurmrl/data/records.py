@@ -1,21 +1,40 @@
-"""The rows of a dataset's file, each with a unique id. Torch-free."""
+"""The rows of a dataset's file before tokenisation. Torch-free.
+
+Rows have unique ids and the keys of the dataset's type (`RowChecks`). `longest_row` and
+`has_messages` look at the first rows only.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from slurmrl.data.fields import ABSENT, has, value_at
+from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.data.fields import (
+    ABSENT,
+    Requirement,
+    RowField,
+    curriculum_field,
+    has,
+    paths,
+    value_at,
+)
+from slurmrl.data.messages import wrong_text
 from slurmrl.data.sources import open_source
-from slurmrl.data.text import wrong_text
-from slurmrl.errors import ConfigError, Problem
+from slurmrl.data.types import row_type
+from slurmrl.data.types.base import RowType
+from slurmrl.errors import ConfigError, Problem, SlurmrlError
+from slurmrl.fsio import inputs
 
 MOST_PROBLEMS = 20
 """Maximum number of problems to report for a file."""
@@ -251,3 +270,172 @@ def _wrong_id(value: Any) -> str:
         return wrong_text(value)
     whole = isinstance(value, int) and not isinstance(value, bool)
     return "" if whole else "must be a string or a whole number"
+
+
+class RowChecks:
+    """Checks rows one after the other. A key that no row has is a problem of the setting, one that
+    some lack is a problem of those; which it is turns out at the end."""
+
+    def __init__(self, kind: RowType, where: Callable[[int], str]) -> None:
+        """``where`` gives the place of a row."""
+        self._kind = kind
+        self._curriculum = kind.config.curriculum_key
+        self._where = where
+        self._fields: dict[str, RowField] = {}
+        """By key; of several fields with one key, the first."""
+        for field in [*kind.fields(), *curriculum_field(kind.config)]:
+            self._fields.setdefault(field.key, field)
+        self._required = {
+            key for key, field in self._fields.items() if field.requirement is Requirement.EVERY
+        }
+        self.fillable = True
+        """Whether all rows so far are right; the others' problems come at the end."""
+        self._empty = True
+        """Whether there was no row so far."""
+        self._unnamed = kind.config.id_key != DatasetConfig.model_fields["id_key"].default
+        """Whether no row so far has the id that the configuration asks for."""
+        self._present: dict[str, None] = {}
+        """The keys that rows have."""
+        self._suspects: dict[tuple[frozenset[str], bool], list[tuple[int, Mapping[str, Any]]]] = {}
+        """The first rows that lack some keys, or that are wrong even without these."""
+
+    def add(self, number: int, row: Mapping[str, Any]) -> None:
+        self._empty = False
+        self._unnamed = self._unnamed and not has(row, self._kind.config.id_key)
+        if not row.keys() <= self._present.keys():
+            self._present.update(dict.fromkeys(paths(row)))
+        present = [key for key, field in self._fields.items() if field.value(row) is not ABSENT]
+        self._present.update(dict.fromkeys(present))
+        wrong = bool(self._wrong(row, present))
+        lacks = frozenset(
+            key
+            for key, field in self._fields.items()
+            if key not in present and field.requirement is not Requirement.ANY
+        )
+        if wrong or lacks:
+            self.fillable = self.fillable and not wrong and lacks.isdisjoint(self._required)
+            alike = self._suspects.setdefault((lacks, wrong), [])
+            if len(alike) < MOST_PROBLEMS:
+                alike.append((number, row))
+
+    def finish(self) -> None:
+        """:raises ConfigError: each problem names its line or the setting."""
+        known = [key for key in self._fields if key in self._present]
+        bad = [
+            suspect
+            for (lacks, wrong), alike in self._suspects.items()
+            for suspect in alike
+            if wrong or lacks & set(known)
+        ]
+        rows = [
+            Problem(self._where(number), key, message)
+            for number, row in sorted(bad, key=lambda suspect: suspect[0])
+            for key, message in self._wrong(row, known)
+        ]
+        problems = [*self._of_settings(), *rows]
+        if problems:
+            raise ConfigError(listed(problems))
+
+    def _of_settings(self) -> Iterator[Problem]:
+        yield from self._kind.wrong_settings()
+        if self._empty:  # which says nothing about keys
+            return
+        config, present = self._kind.config, list(self._present)
+        if self._unnamed:
+            named = RowField(config.id_key, "id_key", wrong_text)
+            yield Problem("", "id_key", named.absence(config.path, present))
+        for key, field in self._fields.items():
+            optional = field.requirement is Requirement.ANY
+            unused = field.requirement is Requirement.EVERY_OR_NONE and key == field.name
+            if key not in self._present and not optional and not unused:
+                yield Problem("", field.setting, field.absence(config.path, present))
+
+    def _wrong(self, row: Mapping[str, Any], keys: list[str]) -> list[tuple[str, str]]:
+        """The keys whose values cannot be used, and why."""
+        each = ((self._fields[key].key_in(row), self._reason(row, key)) for key in keys)
+        wrong = [(key, message) for key, message in each if message]
+        if wrong or not keys:
+            return wrong
+        texts = {key: self._fields[key].value(row) for key in keys if key != self._curriculum}
+        if texts and all(isinstance(text, str) and not text.strip() for text in texts.values()):
+            return [(", ".join(texts), "must not all be empty")]
+        complete = self._required <= set(keys)
+        problem = self._kind.wrong_row(row) if complete else None
+        return [problem] if problem else []
+
+    def _reason(self, row: Mapping[str, Any], key: str) -> str:
+        field = self._fields[key]
+        if (value := field.value(row)) is not ABSENT:
+            return field.wrong(value)
+        if field.requirement is Requirement.ANY:
+            return ""
+        return f"missing; the line has {', '.join(row) or 'no keys'}"
+
+
+MOST_BYTES: Final = 16 * 2**20
+"""Bytes of rows that are read: about a tenth of a second."""
+TEMPLATE_TOKENS: Final = 128
+"""Most tokens that a chat template adds to a conversation without tools, such as its own system
+prompt."""
+MARKS: Final = 2
+"""Tokens that a tokenizer adds before and after a text."""
+FIELD: Final = re.compile(r"\{([^{}]*)\}")
+
+
+def longest_row(dataset: DatasetConfig) -> int | None:
+    """Return a bound on the tokens of the longest row: a text has no more tokens than bytes, and no
+    more bytes than it has as JSON.
+
+    Return None if the rows are not known: files that are larger than `MOST_BYTES` or cannot be
+    read, and rows that a user's own type makes.
+    """
+    sizes = [_longest_of(part) for part in dataset.parts.values()]
+    known = [size for size in sizes if size is not None]
+    return max(known) if len(known) == len(sizes) else None
+
+
+def _longest_of(part: DatasetConfig) -> int | None:
+    if part.like is not None:
+        return None
+    path = Path(part.path)
+    try:
+        if not path.is_dir():
+            inputs.check_file(path)
+        source = open_source(path, part.split, most_bytes=MOST_BYTES)
+        longest = max((len(row.raw) for row in source.rows()), default=0)
+    except SlurmrlError:
+        return None  # the check of the data reports it
+    return longest * _repeats(part) + _added(part) if source.whole and longest else None
+
+
+def _repeats(part: DatasetConfig) -> int:
+    """How often the templates insert the same value of a row at most."""
+    named = Counter(FIELD.findall(part.prompt_template) + FIELD.findall(part.answer_template))
+    return max(named.values(), default=1)
+
+
+def _added(part: DatasetConfig) -> int:
+    """A bound on the tokens that templates add to the values of a row."""
+    texts = [part.prompt_template, part.answer_template, part.system_prompt or ""]
+    texts += [json.dumps(tool) for tool in part.tools or ()]
+    size = sum(len(text.encode()) for text in texts)
+    return size + (TEMPLATE_TOKENS if part.is_chat else MARKS)
+
+
+MOST_ROWS: Final = 100
+"""Maximum number of rows to read in search of a JSON object."""
+
+
+def has_messages(config: DatasetConfig) -> bool | None:
+    """Return whether the first row of a source has messages under the keys of its type; None if no
+    row can be read, which other checks report."""
+    path = Path(config.path)
+    if not (path.is_file() or path.is_dir()):
+        return None
+    try:
+        with closing(open_source(path, config.split).rows()) as rows:
+            read = (each.row for each in islice(rows, MOST_ROWS))
+            first = next((row for row in read if row is not None), None)
+    except SlurmrlError:
+        return None
+    return None if first is None else row_type(config).holds_messages(first)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.chat import ChatTemplate
-from slurmrl.data.continuation import Continuations
+from slurmrl.data.encoder import Continuations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,9 +15,9 @@ from typing import Any
 
 from slurmrl.backoff import Interval
 from slurmrl.config.schema import Dataset
-from slurmrl.data.reading import TokenReader
+from slurmrl.data.preparation import TokenReader
 from slurmrl.data.records import NumberedRow, id_of
-from slurmrl.data.remarks import ROWS, Remarks
+from slurmrl.data.rows import ROWS, Remarks
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.data.types.base import Row, RowTokens, TokenSequence
 from slurmrl.errors import ConfigError, SlurmrlError

@@ -12,8 +12,7 @@ from typing import Any
 
 from slurmrl.config.schema import Dataset
 from slurmrl.data.fields import has
-from slurmrl.data.records import MOST_PROBLEMS, RecordReader, id_of
-from slurmrl.data.row_checks import RowChecks
+from slurmrl.data.records import MOST_PROBLEMS, RecordReader, RowChecks, id_of
 from slurmrl.data.rows import reference
 from slurmrl.data.types import own_convert, row_type
 from slurmrl.data.types.prompt import Prompts

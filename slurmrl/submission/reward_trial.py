@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.config.schema import Dataset, Reward
-from slurmrl.data.continuation import Continuations
+from slurmrl.data.encoder import Continuations
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.errors import ConfigError, SlurmrlError, UsageError
 from slurmrl.registry import describe

@@ -97,7 +97,7 @@ TORCH_FREE = (
     "data",
     "data.meta",
     "data.order",
-    "data.row_sizes",
+    "data.records",
     "data.ledger",
     "data.leases",
     "rewards",

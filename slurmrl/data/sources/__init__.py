@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurmrl.data.sources.base import RowSource
-from slurmrl.data.sources.encoding import wrong_beginning
-from slurmrl.data.sources.json_array import JsonArray, begins_array
-from slurmrl.data.sources.jsonl import JsonLines
+from slurmrl.data.sources.base import RowSource, arrow_files, wrong_beginning
+from slurmrl.data.sources.jsonl import JsonArray, JsonLines, begins_array
 from slurmrl.errors import ConfigError, Problem
 
 
@@ -27,7 +25,6 @@ def open_source(
     """
     if path.is_dir() or path.suffix == ".parquet":
         from slurmrl.data.sources.arrow import ArrowFiles
-        from slurmrl.data.sources.folder import arrow_files
 
         return ArrowFiles(path, arrow_files(path, split), most_bytes)
     if split is not None:

@@ -1,16 +1,28 @@
-"""What all files of rows have in common. Torch-free."""
+"""What all files of rows have in common, and what a wrong file is. Torch-free.
+
+A file may be compressed, in an encoding other than UTF-8, or in a format other than JSON
+(`wrong_beginning`): the message says how to convert it. `arrow_files` finds the Parquet files of a
+folder, and folders that Hugging Face `datasets` has saved.
+"""
 
 from __future__ import annotations
 
+import csv
+import json
 import os
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from slurmrl.errors import EnvironmentFailure
+from slurmrl.errors import ConfigError, EnvironmentFailure, Problem
+from slurmrl.fsio import inputs
+from slurmrl.registry import near
 
 READ_BYTES = 1 << 20
 ROW_BYTES = 256 << 20
@@ -104,3 +116,186 @@ def state_of_one(status: os.stat_result) -> str:
 
 def unreadable(path: Path, error: OSError) -> EnvironmentFailure:
     return EnvironmentFailure(f"cannot read dataset {path}: {error.strerror or error}")
+
+
+_COMPRESSED: Final = "is compressed with {0}; decompress it first ({0} -d)"
+_UTF: Final = "is {0} text; convert it to UTF-8 (iconv -f {0} -t UTF-8)"
+BEGINNINGS: Final = {
+    b"\x1f\x8b": _COMPRESSED.format("gzip"),
+    b"\x28\xb5\x2f\xfd": _COMPRESSED.format("zstd"),
+    b"\xfd7zXZ\x00": _COMPRESSED.format("xz"),
+    b"BZh": _COMPRESSED.format("bzip2"),
+    b"PK\x03\x04": "is a ZIP archive, or a workbook; unpack it first, or save it as CSV",
+    b"PAR1": "is a Parquet file; rename it to *.parquet",
+    b"ARROW1": "is an Arrow file; save it as Parquet",
+    b"SQLite format 3": "is a database of SQLite; export its rows as JSONL",
+    b"\xff\xfe\x00\x00": _UTF.format("UTF-32"),
+    b"\x00\x00\xfe\xff": _UTF.format("UTF-32"),
+    b"\xff\xfe": _UTF.format("UTF-16"),
+    b"\xfe\xff": _UTF.format("UTF-16"),
+    b'{\x00"\x00': _UTF.format("UTF-16LE"),
+    b'\x00{\x00"': _UTF.format("UTF-16BE"),
+}
+"""What is wrong with a file, by its first bytes."""
+
+
+def wrong_beginning(path: Path) -> str:
+    """Why the first bytes of a file are not text; "" if they may be. Raises EnvironmentFailure."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(max(map(len, BEGINNINGS)))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return next((what for first, what in BEGINNINGS.items() if start.startswith(first)), "")
+
+
+def not_utf_8(error: UnicodeDecodeError, where: str = "") -> str:
+    """What is wrong with text that cannot be decoded."""
+    byte = error.object[error.start]
+    return (
+        f"not UTF-8 text{where} (byte 0x{byte:02x}: {error.reason}); convert the file to UTF-8, "
+        "for example with iconv -f LATIN1 -t UTF-8"
+    )
+
+
+HEAD_BYTES: Final = 1 << 16
+"""Maximum number of bytes to look at, from the start of a file."""
+ALIKE: Final = 3
+"""Maximum number of lines to compare with the first."""
+SUFFIXES: Final = {".csv": ",", ".tsv": "\t"}
+"""Separators of tables, by the suffix of the file."""
+NAMES: Final = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
+POINTER: Final = "version https://git-lfs.github.com/"
+NULS: Final = (
+    "holds NUL bytes, which are no text: the file was not written to its end, or was damaged (a "
+    "full disk, a crash); write it again"
+)
+
+
+def other_form(path: Path) -> str:
+    """Return what a file is whose first row is not JSON; "" if that row has a mistake. Raises
+    EnvironmentFailure."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    lines = head.decode("utf-8-sig", errors="replace").lstrip().splitlines()
+    if not lines:  # white space only, as far as it was looked at
+        return ""
+    first = lines[0].rstrip()
+    if first.startswith(POINTER):
+        return "is a pointer of Git LFS, not the file: run git lfs pull in its folder"
+    if first.startswith("<"):
+        return "is HTML or XML, perhaps the error page of a download; get the file again"
+    if first.startswith("{"):
+        return _object_on_lines(first) if len(lines) > 1 else ""
+    separator = _separator(lines) or SUFFIXES.get(path.suffix, "")
+    return _table(separator) if separator else ""
+
+
+def _object_on_lines(first: str) -> str:
+    """Return the message for a line that is the beginning of an object."""
+    try:
+        json.loads(first)
+    except json.JSONDecodeError as error:
+        if error.pos == len(first):
+            return (
+                "begins with an object on several lines, but a row is one line: convert the file "
+                "with jq -c . FILE > ROWS.jsonl (jq -c '.data[]' for rows in a list under 'data')"
+            )
+    return ""
+
+
+def _separator(lines: list[str]) -> str:
+    """Return what separates the cells of a table; "" for other text."""
+    if any(line.startswith(("{", "[")) for line in lines[: ALIKE + 1]):
+        return ""
+    for separator in NAMES:
+        with suppress(csv.Error):
+            rows = csv.reader(lines, delimiter=separator, strict=True)
+            cells = [len(row) for row in islice(rows, ALIKE + 1)]
+            if len(cells) > 1 and cells[0] > 1 and len(set(cells)) == 1:
+                return separator
+    return ""
+
+
+def _table(separator: str) -> str:
+    """Return the message for a table, with a command that converts it."""
+    more = "" if separator == "," else f", delimiter={separator!r}"
+    program = (
+        "import csv, json; [print(json.dumps(row)) for row in "
+        f"csv.DictReader(open('FILE', newline='', encoding='utf-8-sig'){more})]"
+    )
+    return (
+        f"is a table with {NAMES[separator]} between the cells (CSV), but a row is a JSON object: "
+        f'convert it with python3 -c "{program}" > ROWS.jsonl'
+    )
+
+
+SPLITS, SAVED = "dataset_dict.json", "state.json"
+NAMES_OF_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+_SHARD = re.compile(r"(.+?)(-\d+-of-\d+)?\.parquet")
+
+
+def arrow_files(path: Path, split: str | None) -> Sequence[Path]:
+    """The Arrow or Parquet files of a dataset, in order.
+
+    :raises ConfigError: a folder without a dataset, or without this split.
+    :raises UnreadableInputError: the folder cannot be read.
+    """
+    if not path.is_dir():
+        _check_split(path, split, [])
+        return [path]
+    names = inputs.list_names(path)
+    if SPLITS in names:
+        splits = inputs.read_json(path / SPLITS).get("splits", [])
+        _check_split(path, split, splits)
+        return _saved(path / str(split or splits[0]))
+    if SAVED in names:
+        own = inputs.read_json(path / SAVED).get("_split")
+        _check_split(path, split, [own] if own else [])
+        return _saved(path)
+    shards = {name: _split_of(match) for name in sorted(names) if (match := _SHARD.fullmatch(name))}
+    if not shards:
+        raise ConfigError((Problem("", "path", f"'{path}' is not allowed: {no_dataset(path)}"),))
+    splits = [name or "(others)" for name in dict.fromkeys(shards.values())]
+    _check_split(path, split, splits if any(shards.values()) else [])
+    return [path / name for name, of in shards.items() if split in (None, of)]
+
+
+def no_dataset(path: Path) -> str:
+    """Return why a folder is no dataset; "" if it may be one. Raises UnreadableInputError."""
+    names = sorted(inputs.list_names(path))
+    if any(name in (SPLITS, SAVED) or _SHARD.fullmatch(name) for name in names):
+        return ""
+    files = [name for name in names if name.endswith(ROWS)]
+    remedy = f"; name one of its files, such as {files[0]}, or several as sources" if files else ""
+    return f"it is a folder without {SPLITS}, {SAVED} or *.parquet{remedy}"
+
+
+def _split_of(match: re.Match[str]) -> str:
+    """``train`` of ``train.parquet`` and ``train-00000-of-00002.parquet``; "" for other names."""
+    return match[1] if match[2] or match[1] in NAMES_OF_SPLITS else ""
+
+
+def _saved(folder: Path) -> Sequence[Path]:
+    """The files of a `Dataset` that was saved."""
+    state = inputs.read_json(folder / SAVED)
+    files = [str(each["filename"]) for each in state.get("_data_files") or []]
+    if not files or state.get("_indices_data_files"):
+        message = f"'{folder}' is not allowed: it was not saved by datasets.save_to_disk as a whole"
+        raise ConfigError((Problem("", "path", message),))
+    return [folder / Path(name).name for name in files]
+
+
+def _check_split(path: Path, split: str | None, splits: Sequence[str]) -> None:
+    if split is None and len(splits) > 1:
+        message = f"is required: {path} has the splits {', '.join(splits)}"
+    elif split is not None and split not in splits:
+        has = near(split, list(splits)) if splits else f"{path} has no splits"
+        message = f"'{split}' is not allowed; {has}"
+    else:
+        return
+    raise ConfigError((Problem("", "split", message),))

@@ -20,10 +20,10 @@ ROW_TYPES = Registry(
     "dataset type",
     {
         "prompt": "slurmrl.data.types.prompt:Prompts",
-        "prompt_answer": "slurmrl.data.types.prompt_answer:PromptAnswers",
-        "messages": "slurmrl.data.types.messages:Conversations",
+        "prompt_answer": "slurmrl.data.types.prompt:PromptAnswers",
+        "messages": "slurmrl.data.types.prompt:Conversations",
         "preference": "slurmrl.data.types.preference:Preferences",
-        "kto": "slurmrl.data.types.kto:LabelledAnswers",
+        "kto": "slurmrl.data.types.preference:LabelledAnswers",
     },
 )
 

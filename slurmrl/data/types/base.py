@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.template import Template
-from slurmrl.data.fields import value_at
+from slurmrl.data.fields import KEYS, RowField, template_fields, value_at
 from slurmrl.data.messages import is_messages
-from slurmrl.data.row_fields import KEYS, RowField, template_fields
 from slurmrl.errors import Problem
 
 if TYPE_CHECKING:

@@ -1,14 +1,21 @@
-"""Type ``preference``: pairs of a chosen and a rejected answer to a prompt. Torch-free."""
+"""Types of rows with two sequences. Torch-free.
+
+``preference``: a chosen and a rejected answer to a prompt. ``kto``: an answer that is labelled as
+desirable or not. The second sequence of a ``kto`` row is the mismatched one from which KTO
+estimates its KL divergence: the same prompt with the answer of the closest row before it that has
+another prompt, or of the first row after it.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.fields import ABSENT, value_at
+from slurmrl.data.fields import ABSENT, Requirement, RowField, value_at, wrong_full_text
 from slurmrl.data.messages import (
     Message,
     begins_with_prompt,
@@ -17,14 +24,13 @@ from slurmrl.data.messages import (
     text_of,
     wrong_answer,
 )
-from slurmrl.data.row_fields import Requirement, RowField, wrong_full_text
 from slurmrl.data.types.base import Row, RowTokens, TokenSequence
-from slurmrl.data.types.prompt import WHOLE, wrong_chat
-from slurmrl.data.types.prompt_answer import PromptAnswers
+from slurmrl.data.types.prompt import WHOLE, PromptAnswers, wrong_chat
 from slurmrl.errors import Problem
 
 if TYPE_CHECKING:
     from slurmrl.data.encoder import Encoder
+
 
 REAL_KEYS: Final = {"chosen": "pos_answers", "rejected": "neg_answers"}
 """ReaL's spelling of the default keys, which a row may have in their place."""
@@ -168,3 +174,50 @@ def joined(rows: Sequence[RowTokens | str]) -> RowTokens | str:
 def _answers(value: Any) -> list[Any]:
     """The answers under a key: texts, or lists of messages."""
     return value if isinstance(value, list) and not is_messages(value) else [value]
+
+
+ONE_PROMPT = "the KL estimate of KTO needs answers to at least two different prompts"
+
+
+class LabelledAnswers(PromptAnswers):
+    """The sequences of a row are its own answer and the mismatched one."""
+
+    dataset = "slurmrl.data.dataset:LabelledDataset"
+
+    def __init__(self, config: DatasetConfig) -> None:
+        super().__init__(config)
+        self._before: list[TokenSequence] = []
+        """The newest rows of the last two different prompts."""
+
+    def fields(self) -> list[RowField]:
+        return [*super().fields(), RowField(self.config.label_key, "label_key", _wrong_label)]
+
+    def stored(self, row: Row, raw: bytes) -> bytes:
+        return json.dumps({"desirable": self._label(row)}).encode()
+
+    def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
+        own = super().tokens(rows, encoder)
+        usable = [None if isinstance(row, str) or not self.fits(row) else row[0] for row in own]
+        return [
+            row if sequence is None else self._with_mismatch(sequence, usable[place + 1 :])
+            for place, (row, sequence) in enumerate(zip(own, usable, strict=True))
+        ]
+
+    def _with_mismatch(
+        self, own: TokenSequence, after: Sequence[TokenSequence | None]
+    ) -> RowTokens | str:
+        candidates = chain(reversed(self._before), after)
+        differing = (other for other in candidates if other and other.context != own.context)
+        mismatched = next(differing, None)
+        same = self._before and self._before[-1].context == own.context
+        self._before = [*(self._before[:-1] if same else self._before[-1:]), own]
+        if mismatched is None:
+            return ONE_PROMPT
+        return [own, mismatched.after(own.context).cut(self.config.max_tokens)]
+
+    def _label(self, row: Row) -> Any:
+        return next(field.value(row) for field in self.fields() if field.setting == "label_key")
+
+
+def _wrong_label(value: Any) -> str:
+    return "" if isinstance(value, bool) else f"must be true or false, but is {json.dumps(value)}"

@@ -1,4 +1,8 @@
-"""Type ``prompt``: prompts for generation, with reference answers for the reward. Torch-free."""
+"""Types of rows with one sequence. Torch-free.
+
+``prompt``: a prompt for generation, with a reference answer for the reward. ``prompt_answer``: a
+prompt with the answer to learn. ``messages``: a conversation with the assistant's turns to learn.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slurmrl.data import messages
-from slurmrl.data.fields import value_at
-from slurmrl.data.row_fields import Requirement, RowField, wrong_full_text
+from slurmrl.data.fields import Requirement, RowField, value_at, wrong_full_text
+from slurmrl.data.messages import ASSISTANT, Message, as_context
 from slurmrl.data.types.base import Row, RowTokens, RowType, TokenSequence
 
 if TYPE_CHECKING:
     from slurmrl.data.encoder import Encoder
+
 
 WHOLE = {"prompt": "{prompt}", "answer": "{answer}"}
 """The templates that insert nothing else, by the field: only these take messages."""
@@ -109,3 +114,53 @@ def wrong_turns(value: Any) -> str:
         role = value[0]["role"]
         return f"must begin with a message of the assistant, but begins with '{role}'"
     return ""
+
+
+class Conversations(RowType):
+    """One sequence: the conversation as the chat template renders it."""
+
+    dataset = "slurmrl.data.dataset:TokenizedDataset"
+
+    def fields(self) -> list[RowField]:
+        key = self.config.messages_key
+        field = RowField(key, "messages_key", messages.wrong_conversation)
+        return [field, *tools_field(self)]
+
+    def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
+        key = self.config.messages_key
+        return encoder.conversations([(value_at(row, key), tools(self, row)) for row in rows])
+
+
+class PromptAnswers(RowType):
+    """One sequence: prompt, answer, end-of-text token. Both are tokenised separately, so that a
+    prompt has the same tokens as in generation, and the answer as a continuation. With a chat
+    template the answer is the assistant's turn, which ends as the template says, or a list of
+    messages with its turns."""
+
+    dataset = "slurmrl.data.dataset:TokenizedDataset"
+    templates = ("prompt_template", "answer_template")
+
+    def fields(self) -> list[RowField]:
+        fields = [conversational(self, field) for field in super().fields()]
+        return [*fields, *tools_field(self)]
+
+    def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
+        if encoder.chat is not None:
+            return encoder.conversations(
+                [(self._conversation(row), tools(self, row)) for row in rows]
+            )
+        texts = [encoder.without_end(self.filled("answer_template", row)) for row in rows]
+        contexts = prompts(self, rows, encoder)
+        answers = encoder.answers(texts, contexts)
+        return [
+            ids if isinstance(ids, str) else [TokenSequence.of(ids, [*answer, encoder.end])]
+            for ids, answer in zip(contexts, answers, strict=True)
+        ]
+
+    def _conversation(self, row: Row) -> list[Message]:
+        """The prompt, then the answer, whose turns of the assistant are the targets."""
+        answer = value_at(row, self.config.answer_key)
+        if not isinstance(answer, list):
+            text = self.filled("answer_template", row)
+            answer = [{"role": ASSISTANT, "content": text}]
+        return [*as_context(conversation(self, row)), *answer]

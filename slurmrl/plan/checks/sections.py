@@ -41,7 +41,7 @@ RATES: Final = re.compile(r"eval/([^/]+/)?(pass|maj)@")
 """What evaluations of several completions report."""
 
 REWARDS: Final = "slurmrl.rewards:REWARDS"
-NO_DATASET: Final = "slurmrl.data.sources.folder:no_dataset"
+NO_DATASET: Final = "slurmrl.data.sources.base:no_dataset"
 """The table of rewards, and what says why a folder is no dataset. They are in layers above the
 plan, so they are resolved by name."""
 

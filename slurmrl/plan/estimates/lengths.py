@@ -14,7 +14,7 @@ from slurmrl.registry import resolve
 
 KEPT_BY_SERVERS: Final = 8
 """Tokens of a model's context that a server may keep for itself: 5 of SGLang's."""
-LONGEST_ROW: Final = "slurmrl.data.row_sizes:longest_row"
+LONGEST_ROW: Final = "slurmrl.data.records:longest_row"
 """Its layer is above the plan's, so it is resolved by name."""
 TRAINING: Final = ("dataset",)
 """The key of the training dataset."""

@@ -11,7 +11,7 @@ from slurmrl.config.source import KeyPath, Source
 from slurmrl.errors import Problem
 from slurmrl.registry import resolve
 
-HAS_MESSAGES: Final = "slurmrl.data.first_row:has_messages"
+HAS_MESSAGES: Final = "slurmrl.data.records:has_messages"
 """What reads a row. It is in a layer above the plan, so it is resolved by name."""
 
 

@@ -22,8 +22,7 @@ from slurmrl.config.schema import Config, EpisodeSettings, Reward, evaluation_ke
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.data.records import MOST_PROBLEMS, listed
-from slurmrl.data.remarks import Remarks
-from slurmrl.data.rows import DatasetRows
+from slurmrl.data.rows import DatasetRows, Remarks
 from slurmrl.data.tokenizer import load_tokenizer, vocabulary
 from slurmrl.errors import ConfigError, Problem, SlurmrlError, UnreadableInputError, UsageError
 from slurmrl.models.config import Head, ModelConfig

@@ -11,9 +11,8 @@ from typing import Annotated, Any
 from slurmrl.algorithms.scalars import ScalarController
 from slurmrl.config.conditions import Frequency, StopWhen
 from slurmrl.config.schema import WHOLE, Config
-from slurmrl.data.arrangement import order_of
 from slurmrl.data.ledger import Ledger, LedgerRecord
-from slurmrl.data.order import ItemOrder
+from slurmrl.data.order import ItemOrder, order_of
 from slurmrl.data.prepared import read_manifest
 from slurmrl.errors import CheckpointError, CorruptFileError
 from slurmrl.fsio import objects

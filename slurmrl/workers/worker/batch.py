@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from slurmrl.data.meta import SampleMeta
+from slurmrl.data.packing import Delivery, Spread, deliveries, joined
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.spread import Delivery, Spread, deliveries, joined
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.plan.model import CallPlan

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from slurmrl.data.packing import balanced_partition, even_partition
-from slurmrl.data.spread import Spread
+from slurmrl.data.packing import Spread, balanced_partition, even_partition
 from slurmrl.graph.call import Method
 from slurmrl.parallel.topology import ModelRanks, topology_of
 from slurmrl.plan.model import CallPlan

@@ -10,8 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.config.schema import Dataset
-from slurmrl.data.continuation import Continuations
-from slurmrl.data.encoder import Encoder
+from slurmrl.data.encoder import Continuations, Encoder
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.data.types import row_type
 from slurmrl.rollouts.dialogue import Dialogue

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slurmrl.config.schema import Dataset
-from slurmrl.data.first_row import has_messages
+from slurmrl.data.records import has_messages
 
 ASKED = [{"role": "user", "content": "1+2="}]
 SAID = [{"role": "assistant", "content": "3"}]

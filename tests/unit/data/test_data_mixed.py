@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from slurmrl.config.schema import Dataset
 from slurmrl.data import dataset, preparation
-from slurmrl.data.arrangement import order_of
 from slurmrl.data.dataset import SampleRows
+from slurmrl.data.order import order_of
 from slurmrl.data.prepared import PreparedRows
 from slurmrl.errors import ConfigError
 from tests.support.chaos.preparations import Characters

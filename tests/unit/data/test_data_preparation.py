@@ -264,7 +264,7 @@ def test_large_vocabularies_have_larger_tokens(site: Site, monkeypatch: pytest.M
 
 def test_memory_does_not_grow_with_the_file(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are tokenised in chunks, with a report after each."""
-    monkeypatch.setattr("slurmrl.data.reading.CHUNK_ROWS", 8)
+    monkeypatch.setattr("slurmrl.data.preparation.CHUNK_ROWS", 8)
     site.prepare()
     shares = [text.partition(", ")[2] for text in site.progress]
     assert shares[-1] == "100% (40 rows)"

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.config.schema import Dataset
-from slurmrl.data.remarks import Remarks
+from slurmrl.data.rows import Remarks
 from slurmrl.data.tokenizer import load_tokenizer
 
 CHARACTERS = Path(__file__).parents[3] / "examples" / "addition" / "tokenizer"

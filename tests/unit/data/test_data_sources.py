@@ -18,7 +18,7 @@ from slurmrl.config.schema import Dataset
 from slurmrl.data import dataset, preparation
 from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.records import RecordReader, read_records
-from slurmrl.data.sources import base, json_array, open_source
+from slurmrl.data.sources import base, jsonl, open_source
 from slurmrl.errors import ConfigError, EnvironmentFailure
 from tests.support.chaos.preparations import Characters
 
@@ -103,7 +103,7 @@ def test_an_array_is_parsed_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "rows.json"
     path.write_bytes(b"\xef\xbb\xbf \n" + json.dumps(rows, indent=2).encode() + b" \n ")
     for size in range(1, 40):
-        monkeypatch.setattr(json_array, "READ_BYTES", size)
+        monkeypatch.setattr(jsonl, "READ_BYTES", size)
         assert [row.row for row in open_source(path).rows()] == rows
     path.write_text("[ ]")
     assert list(open_source(path).rows()) == []

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.data.tokenizer import load_tokenizer
-from slurmrl.data.vocabulary import make_tokenizer
+from slurmrl.data.tokenizer import load_tokenizer, make_tokenizer
 from slurmrl.errors import UsageError
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from slurmrl.config.schema import Dataset
-from slurmrl.data import row_sizes
-from slurmrl.data.row_sizes import MARKS, TEMPLATE_TOKENS, longest_row
+from slurmrl.data import records
+from slurmrl.data.records import MARKS, TEMPLATE_TOKENS, longest_row
 from slurmrl.display import text
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.report.document import document
@@ -115,7 +115,7 @@ def test_rows_that_are_not_known_give_no_bound(
     for name in ("fifo.jsonl", "empty.jsonl", "absent.jsonl"):
         assert bound(tmp_path / name) is None
     assert bound(tmp_path / "large.jsonl") == len('{"prompt": ""}') + 2**20 + TEMPLATES + MARKS
-    monkeypatch.setattr(row_sizes, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(records, "MOST_BYTES", 2**20)
     assert bound(tmp_path / "large.jsonl") is None
     sources = {name: {"path": str(tmp_path / f"{name}.jsonl")} for name in ("large", "absent")}
     assert longest_row(Dataset(type="prompt", sources=sources)) is None  # type: ignore[arg-type]
