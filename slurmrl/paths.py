@@ -242,14 +242,6 @@ class RunPaths:
         return self.run / "estimates.json"
 
     @property
-    def metrics_csv(self) -> Path:
-        return self.run / "metrics.csv"
-
-    @property
-    def arrived_csv(self) -> Path:
-        return self.run / "evaluations.csv"
-
-    @property
     def tensorboard(self) -> Path:
         return self.run / "tensorboard"
 

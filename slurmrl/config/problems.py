@@ -52,6 +52,10 @@ REMOVED: Mapping[KeyPath, tuple[object, str]] = {
         "servers read new weights from files; remove it, and set rollout.server_weights to a "
         "folder that they and the trainers see",
     ),
+    ("logging", "csv"): (
+        False,
+        "metrics.jsonl has every step; remove it, and read that file with pandas or slurmrl plot",
+    ),
 }
 """Settings of earlier releases: the default, and what there is instead. A first part of `*` stands
 for any section at any depth."""

@@ -28,7 +28,9 @@ def test_each_checkpoint_has_its_results_once_whoever_was_killed(tmp_path: Path)
         "pass_score": 1,
         "tasks": {"backend": "fsdp:d1"},
     }
-    config = ppo_config(total_steps=4, trial="1", evaluation=evaluation, logging={"csv": True})
+    config = ppo_config(
+        total_steps=4, trial="1", evaluation=evaluation, logging={"tensorboard": True}
+    )
     hold = Hold(site)
     hold.allow(4)  # evaluations wait once the fourth step is trained
     file = site.write("config.yaml", hold.judged(config, "HeldMatch"))
@@ -52,11 +54,10 @@ def test_each_checkpoint_has_its_results_once_whoever_was_killed(tmp_path: Path)
         for name, metric in (("avg@2", "reward"), ("pass@2", "pass@2")):
             assert merged[step - 1][f"eval/{metric}"] == summary["estimates"][name]["value"]
     assert "eval/pass@2" in site.status("ppo/1")["metrics"]
-    wait_until("both results in evaluations.csv", lambda: arrived(paths) == ["2", "4"])
+    wait_until("both results in TensorBoard's files", lambda: arrived(paths) == ["2", "4"])
     wait_until("the checkpoints to be let go", lambda: not [*paths.being_evaluated.iterdir()])
 
 
 def arrived(paths: RunPaths) -> list[str]:
     """The steps there, which come when training has ended."""
-    rows = paths.arrived_csv.read_text().splitlines()[1:] if paths.arrived_csv.exists() else []
-    return sorted(row.partition(",")[0] for row in rows)
+    return sorted(path.name.rpartition("-")[2] for path in paths.arrived_tensorboard.glob("*"))

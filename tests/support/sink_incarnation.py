@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slurmrl.config.load import load_resolved
-from slurmrl.fsio import atomic
 from slurmrl.monitor.recorder import MetricsRecorder
-from slurmrl.monitor.sinks import csv
 from slurmrl.monitor.sinks.feeder import Feeder
 from slurmrl.monitor.sinks.mlflow import MLflow
 from slurmrl.monitor.sinks.tensorboard import TensorBoard
 from slurmrl.monitor.sinks.wandb import WeightsAndBiases
 from slurmrl.paths import RunPaths
 
-SINKS = 4
+SINKS = 3
 FLUSH_S = 0.2
 _there = threading.Barrier(SINKS)
 
@@ -51,14 +49,8 @@ def take_half(kind: Any) -> None:
 
 
 def tear() -> None:
-    """CSV and MLflow stop within a step."""
+    """MLflow stops within a step."""
 
-    def append(path: Path, data: bytes) -> None:
-        atomic.append(path, data[: len(data) // 2])
-        die()
-
-    csv.atomic = type(sys)("atomic")  # type: ignore[assignment]
-    vars(csv.atomic).update(vars(atomic), append=append)
     opened = MLflow.__init__
 
     def open_torn(self: MLflow, *arguments: Any) -> None:

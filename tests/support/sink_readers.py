@@ -3,7 +3,6 @@ metric, each as often as it is there."""
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +12,6 @@ from slurmrl.monitor.sinks.wandb import records
 from slurmrl.paths import RunPaths
 
 Points = list[tuple[int, float]]
-
-
-def csv_points(paths: RunPaths, name: str) -> Points:
-    with paths.metrics_csv.open() as file:
-        return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row[name]]
 
 
 def tensorboard_points(paths: RunPaths, name: str) -> Points:
@@ -75,10 +69,6 @@ def arrived_points(paths: RunPaths, name: str) -> dict[str, Points]:
     in MLflow."""
     from tensorboard.backend.event_processing import event_accumulator as accumulator
 
-    with paths.arrived_csv.open() as file:
-        rows = [
-            (int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)
-        ]
     events = accumulator.EventAccumulator(
         str(paths.arrived_tensorboard), size_guidance={accumulator.SCALARS: 0}
     ).Reload()
@@ -88,7 +78,6 @@ def arrived_points(paths: RunPaths, name: str) -> dict[str, Points]:
         if name in values:
             wandb.append((json.loads(values["step"]), json.loads(values[name])))
     return {
-        "csv": rows,
         "tensorboard": [(scalar.step, scalar.value) for scalar in events.Scalars(name)],
         "wandb": wandb,
         "mlflow": mlflow_points(paths, named(name)),
@@ -96,13 +85,11 @@ def arrived_points(paths: RunPaths, name: str) -> dict[str, Points]:
 
 
 READERS = {
-    "csv": csv_points,
     "tensorboard": tensorboard_points,
     "wandb": wandb_points,
     "mlflow": mlflow_points,
 }
 ALL_SINKS = {
-    "csv": True,
     "tensorboard": True,
     "wandb": {"project": "p"},
     "mlflow": {"experiment": "e"},

@@ -108,8 +108,6 @@ class Logging(Section):
     """Seconds between progress lines. They are written at the end of a step."""
     every_epochs: PositiveInt | None = None
     """Epochs of the dataset between progress lines."""
-    csv: bool = False
-    """Also write `metrics.csv`, with a column for each metric."""
     tensorboard: bool = False
     """Also write TensorBoard event files to `tensorboard/` of the run directory (requires the
     tensorboard package)."""

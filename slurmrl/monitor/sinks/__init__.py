@@ -17,7 +17,6 @@ from slurmrl.history.log import History
 from slurmrl.history.writer import IncarnationWriter
 from slurmrl.monitor.sinks import mlflow, tensorboard, wandb
 from slurmrl.monitor.sinks.base import Sink
-from slurmrl.monitor.sinks.csv import Csv
 from slurmrl.monitor.sinks.feeder import Feeder
 from slurmrl.monitor.sinks.mlflow import MLflow
 from slurmrl.monitor.sinks.tensorboard import TensorBoard
@@ -76,8 +75,6 @@ def _check_of(paths: RunPaths, incarnation: int | None) -> Callable[[], object]:
 
 def _wanted(paths: RunPaths, logging: Logging) -> Iterator[tuple[str, Callable[[int], Sink]]]:
     """Names of the configured sinks, and what opens them with the step that they have."""
-    if logging.csv:
-        yield "csv", partial(Csv, paths.metrics_csv)
     if logging.tensorboard:
         yield "tensorboard", partial(TensorBoard, paths.tensorboard)
     if logging.wandb is not None:

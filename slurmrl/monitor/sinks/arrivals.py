@@ -29,7 +29,7 @@ from slurmrl.errors import CorruptFileError, SlurmrlError
 from slurmrl.fsio import atomic, documents, umask, variables
 from slurmrl.fsio.shapes import COUNT, each
 from slurmrl.monitor import evaluated, metrics
-from slurmrl.monitor.sinks import csv, mlflow, tensorboard, wandb
+from slurmrl.monitor.sinks import mlflow, tensorboard, wandb
 from slurmrl.monitor.sinks.base import Lines
 from slurmrl.monitor.sinks.turn import turn
 from slurmrl.paths import RunPaths
@@ -116,8 +116,6 @@ def _read_held(paths: RunPaths) -> dict[str, int]:
 
 def _wanted(paths: RunPaths, logging: Logging) -> Iterator[tuple[str, Give]]:
     """The configured sinks by name and place: another place has nothing yet."""
-    if logging.csv:
-        yield "csv", lambda lines, held: csv.write_whole(paths.arrived_csv, lines)
     if logging.tensorboard:
         folder = paths.arrived_tensorboard
         yield "tensorboard", lambda lines, held: tensorboard.write_arrived(folder, lines)

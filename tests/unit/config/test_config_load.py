@@ -370,8 +370,8 @@ def test_null_clears_a_setting(tmp_path: Path, null: str) -> None:
     """Also one that takes none, in the file or on the command line; one without a default not."""
     text = TEXT.replace("  architecture", "  backend: fsdp:d4\n  architecture")
     path = write(tmp_path, f"{text}seed: {null}\ncluster: {null}\n")
-    config = parse(load(path, [f"actor.backend={null}", f"logging.csv={null}"]))
-    assert (config.actor.backend, config.seed, config.logging.csv) == ("", 1, False)
+    config = parse(load(path, [f"actor.backend={null}", f"logging.tensorboard={null}"]))
+    assert (config.actor.backend, config.seed, config.logging.tensorboard) == ("", 1, False)
     with pytest.raises(ConfigError, match="experiment: null is not allowed"):
         parse(load(path, [f"experiment={null}"]))
 

@@ -19,6 +19,7 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.monitor import metrics
 from slurmrl.monitor.recorder import MetricsRecorder
 from slurmrl.monitor.sinks import arrivals, turn
+from slurmrl.paths import RunPaths
 from slurmrl.plan.settings import load_settings
 from tests.fake_runs import FakeRun, evaluation, write_config
 from tests.support.sink_readers import ALL_SINKS, arrived_points, mlflow_run, wandb_records
@@ -43,6 +44,11 @@ def configure(run: FakeRun, root: Path, **logging: Any) -> Logging:
     return config.logging
 
 
+def arrived_steps(paths: RunPaths) -> list[str]:
+    """The steps of the files that TensorBoard has, in the order of their arrival."""
+    return [path.name.rpartition("-")[2] for path in sorted(paths.arrived_tensorboard.iterdir())]
+
+
 def evaluated(run: FakeRun, step: int, value: float, suite: str | None = None) -> None:
     name = f"add-1-step-{step}" + (f"-{suite}" if suite else "")
     evaluation(run.paths, name, f"step-{step:08d}.1-checkpoint", suite, **{"avg@1": value})
@@ -55,7 +61,7 @@ def test_all_sinks_have_each_evaluation_once_after_kills(
     """Whichever comes first, wherever processes are killed on the way, and also those that are new
     in the configuration."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    run = trained(tmp_path, csv=True)
+    run = trained(tmp_path, tensorboard=True)
     paths = run.paths
     evaluated(run, 40, 0.75)
     arrivals.hand_over(paths)
@@ -88,15 +94,15 @@ def test_only_the_trial_itself_creates_its_run_of_mlflow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    run = trained(tmp_path, csv=True, mlflow={"experiment": "e"})
+    run = trained(tmp_path, tensorboard=True, mlflow={"experiment": "e"})
     evaluated(run, 20, 0.5)
     arrivals.hand_over(run.paths)
     assert "logging.mlflow lacks evaluations: experiment e has no run of the trial" in caplog.text
-    assert json.loads(run.paths.arrived_sinks.read_bytes()) == {"held": {"csv": 1}}
+    assert json.loads(run.paths.arrived_sinks.read_bytes()) == {"held": {"tensorboard": 1}}
 
 
 def test_a_result_counts_once_and_the_trial_s_own_comes_first(tmp_path: Path) -> None:
-    run = trained(tmp_path, csv=True)
+    run = trained(tmp_path, tensorboard=True)
     evaluated(run, 20, 0.5)
     arrivals.hand_over(run.paths)
     evaluation(run.paths, "add-1-step-20-2", "step-00000020.1-checkpoint", **{"avg@1": 0.1})
@@ -107,26 +113,24 @@ def test_a_result_counts_once_and_the_trial_s_own_comes_first(tmp_path: Path) ->
     assert (first["step"], first["eval/reward"]) == (20, 0.5)
     assert second["step"] == 41
     assert "eval/reward" not in second
-    rows = run.paths.arrived_csv.read_text().splitlines()
-    assert rows[0] == "step,time,eval/reward,eval/reward/low"
-    assert [row.split(",")[0] for row in rows[1:]] == ["20", "41"]
+    assert arrived_steps(run.paths) == ["20", "41"]
 
 
 def test_a_sink_that_fails_gets_its_evaluations_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = trained(tmp_path, csv=True)
+    run = trained(tmp_path, tensorboard=True)
     evaluated(run, 20, 0.5)
 
     def failing(*_: Any) -> None:
         raise EnvironmentFailure("no space")
 
     with monkeypatch.context() as patch:
-        patch.setattr(arrivals.csv, "write_whole", failing)
+        patch.setattr(arrivals.tensorboard, "write_arrived", failing)
         arrivals.hand_over(run.paths)
-    assert "logging.csv lacks evaluations: no space" in caplog.text
+    assert "logging.tensorboard lacks evaluations: no space" in caplog.text
     arrivals.hand_over(run.paths)
-    assert run.paths.arrived_csv.read_text().splitlines()[1].startswith("20,")
+    assert arrived_steps(run.paths) == ["20"]
 
 
 def test_turns_follow_each_other_and_a_dead_holder_is_not_waited_for_long(tmp_path: Path) -> None:

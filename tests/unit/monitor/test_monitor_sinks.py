@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
 import os
@@ -21,7 +20,6 @@ from slurmrl.errors import MissingDependencyError, StaleIncarnationError, TrialE
 from slurmrl.monitor import metrics, sinks
 from slurmrl.monitor.recorder import MetricsRecorder
 from slurmrl.monitor.sinks.base import Lines, numbers
-from slurmrl.monitor.sinks.csv import Csv
 from slurmrl.monitor.sinks.feeder import Feeder
 from slurmrl.monitor.sinks.wandb import held_by
 from slurmrl.paths import RunPaths
@@ -30,7 +28,6 @@ from tests.fake_runs import FakeRun, write_config
 from tests.support.sink_readers import (
     ALL_SINKS,
     READERS,
-    csv_points,
     mlflow_run,
     mlflow_runs,
     tensorboard_points,
@@ -69,7 +66,7 @@ def test_the_small_package_of_mlflow_knows_no_databases(monkeypatch: pytest.Monk
 
 def test_nothing_is_needed_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    sinks.check(Logging(csv=True))
+    sinks.check(Logging())
     assert not sinks.make_feeders(RunPaths(tmp_path), Logging(), committed=-1, incarnation=None)
 
 
@@ -135,9 +132,8 @@ def test_all_sinks_hold_each_committed_step_once_after_kills(
     )
     paths.config.write_text(dump(settings.config))
     incarnation(paths, 0, 4, "kept")
-    assert not paths.sink("csv").exists()
+    assert not paths.sink("mlflow").exists()
     incarnation(paths, 4, 8, "half")
-    assert not paths.metrics_csv.read_bytes().endswith(b"\n")
     incarnation(paths, 8, 12, "none")
     rewards = [(step, step / 8) for step in range(1, 13)]
     scores = [(step, step / 16) for step in (4, 8, 12)]
@@ -151,7 +147,10 @@ def test_all_sinks_hold_each_committed_step_once_after_kills(
     parameters = mlflow_run(paths)[1].data.params
     assert shown["experiment"] == parameters["experiment"] == "add"
     assert "secret" not in f"{shown} {parameters}"
-    kept = {name: json.loads(paths.sink(name).read_text()) for name in ("csv", "wandb", "mlflow")}
+    kept = {
+        name: json.loads(paths.sink(name).read_text())
+        for name in ("tensorboard", "wandb", "mlflow")
+    }
     assert all(one == {"step": 12} for one in kept.values())
 
 
@@ -166,7 +165,7 @@ def test_a_sink_without_what_it_held_gets_all_steps(
     paths.config.write_text(dump(settings.config))
 
     def link(first: int, last: int, experiment: str) -> None:
-        logging = Logging(csv=True, tensorboard=True, mlflow=Mlflow(experiment=experiment))
+        logging = Logging(tensorboard=True, mlflow=Mlflow(experiment=experiment))
         recorder = MetricsRecorder(paths, logging, last_step=first - 1)
         for step in range(first, last + 1):
             recorder.write({"step": step, "reward": step / 8})
@@ -175,11 +174,9 @@ def test_a_sink_without_what_it_held_gets_all_steps(
         recorder.close()
 
     link(1, 2, "first")
-    paths.metrics_csv.unlink()
     shutil.rmtree(paths.tensorboard)
     link(3, 4, "second")
     rewards = [(step, step / 8) for step in range(1, 5)]
-    assert csv_points(paths, "reward") == rewards
     assert tensorboard_points(paths, "reward") == rewards
     client, runs = mlflow_runs(paths)
     held = [client.get_metric_history(run.info.run_id, "reward") for run in runs]
@@ -216,38 +213,6 @@ def test_steps_that_another_project_of_wandb_has_do_not_count(tmp_path: Path) ->
     assert held_by(tmp_path, "a", "new", 4) == 4
     assert held_by(tmp_path, "a", "old", 4) == 2, "and back: the rest comes"
     assert held_by(tmp_path, "other", "new", -1) == -1
-
-
-# -- CSV -------------------------------------------------------------------------------------
-
-
-def test_csv_columns_grow_and_rows_after_a_commit_are_cut(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.csv"
-    sink = Csv(path, -1)
-    sink.log([{"step": 0, "time": 1.5, "b": 1}, {"step": 1, 'a,"x': 0.5, "b": None}])
-    sink.log([{"step": 2, "time": 2.5, "b": 3, "c": 1e-7}])
-    text = 'step,time,b,"a,""x",c\n0,1.5,1,,\n1,,,0.5,\n2,2.5,3,,1e-07\n'
-    assert path.read_text() == text
-    assert path.stat().st_mode & 0o777 == 0o600
-    path.write_text(text + "3,3.5,4")
-    again = Csv(path, 1)
-    assert path.read_text() == text[: text.index("2,2.5")]
-    again.log([{"step": 2, "time": 9.5, "c": 2}])
-    assert path.read_text().endswith("1,,,0.5,\n2,9.5,,,2\n")
-    Csv(path, -1)
-    assert path.read_text() == 'step,time,b,"a,""x",c\n'
-    path.write_text("st")
-    sink = Csv(path, 5)
-    assert sink.last == -1, "all steps come again"
-    sink.log([{"step": 6, "d": 1}])
-    assert path.read_text() == "step,time,d\n6,,1\n"
-
-
-def test_csv_header_is_one_line_whatever_metrics_are_called(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.csv"
-    Csv(path, -1).log([{"step": 1, "time": 1.5, "a\nb": 1, "c": 2}])
-    Csv(path, 1).log([{"step": 2, "time": 2.5, "a\nb": 3, "c": 4}])
-    assert path.read_text() == "step,time,a b,c\n1,1.5,1,2\n2,2.5,3,4\n"
 
 
 # -- the feeder ------------------------------------------------------------------------------
@@ -293,7 +258,7 @@ class Fed:
             self.opened.append(Recorded(after, failures if not self.opened else 0))
             return self.opened[-1]
 
-        return Feeder("csv", make, self.paths, **{**self.options, **options})
+        return Feeder("s", make, self.paths, **{**self.options, **options})
 
     @property
     def steps(self) -> list[int]:
@@ -337,7 +302,7 @@ def test_a_sink_that_fails_is_opened_again(
     wait_until("the steps", lambda: not feeder.is_behind)
     ended(feeder)
     assert (fed.steps, len(fed.opened)) == ([0, 1, 2], 2)
-    assert "logging.csv lacks steps up to 2: no answer" in caplog.text
+    assert "logging.s lacks steps up to 2: no answer" in caplog.text
 
 
 def test_an_old_incarnation_writes_nothing_and_one_of_an_ended_trial_the_rest(
@@ -367,12 +332,10 @@ def test_metrics_between_two_steps(tmp_path: Path) -> None:
 
 
 def test_the_recorder_names_the_sinks_that_lack_steps(tmp_path: Path) -> None:
-    recorder = MetricsRecorder(RunPaths(tmp_path), Logging(csv=True), last_step=-1)
+    recorder = MetricsRecorder(RunPaths(tmp_path), Logging(tensorboard=True), last_step=-1)
     recorder.write({"step": 1, "reward": 0.5})
     recorder.write({"step": 2, "reward": 1.5})
     recorder.committed(1)
     wait_until("the steps", lambda: not recorder.behind)
     recorder.close()
-    with RunPaths(tmp_path).metrics_csv.open() as file:
-        rows = [(row["step"], row["reward"]) for row in csv.DictReader(file)]
-    assert rows == [("1", "0.5")]
+    assert tensorboard_points(RunPaths(tmp_path), "reward") == [(1, 0.5)]
