@@ -268,7 +268,7 @@ class RunPaths:
 
     @property
     def arrived_turns(self) -> Path:
-        """Whose turn it is to hand them over, see `monitor.sinks.turn`."""
+        """Whose turn it is to hand them over, see `monitor.sinks.arrivals.turn`."""
         return self.run / "sinks" / "turns"
 
     @property

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.fsio import atomic
-from slurmrl.monitor.sinks import arrivals, tensorboard, turn
+from slurmrl.monitor.sinks import arrivals, tensorboard
 from slurmrl.paths import RunPaths
 
 FLUSH_S = 0.2
@@ -82,7 +82,7 @@ def prepare(place: str, paths: RunPaths) -> None:
 
 def main() -> int:
     paths = RunPaths(Path(sys.argv[1]))
-    turn.GONE_S = 0.0  # type: ignore[misc]
+    arrivals.GONE_S = 0.0  # type: ignore[misc]
     for package in ("mlflow.tracking", "tensorboard.summary.writer.event_file_writer", "wandb"):
         importlib.import_module(package)  # once
     for place in sys.argv[2:]:

@@ -8,7 +8,7 @@ process of an evaluation hands them over when it ends, and so does that of the t
 It looks for all results (`monitor.evaluated`), writes those that are new to the end of
 ``evaluations.jsonl``, and gives the sinks what they lack of its lines. So what a killed process has
 left is made up for by the next one. It is a process of its own because the libraries of sinks may
-hang, and it has its turn to itself (`turn`).
+hang, and only one of them does this at a time (`turn`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from slurmrl import log
 from slurmrl.config.load import load_resolved
@@ -31,7 +33,6 @@ from slurmrl.fsio.shapes import COUNT, each
 from slurmrl.monitor import evaluated, metrics
 from slurmrl.monitor.sinks import mlflow, tensorboard, wandb
 from slurmrl.monitor.sinks.base import Lines
-from slurmrl.monitor.sinks.turn import turn
 from slurmrl.paths import RunPaths
 
 logger = log.get(__name__)
@@ -39,6 +40,12 @@ logger = log.get(__name__)
 Give = Callable[[Lines, int], None]
 """Gives a sink what it lacks of all lines, of which it certainly has a number."""
 HELD = {"held": each(COUNT)}
+HELD_S: Final = 60
+"""Longest time of a turn."""
+GONE_S: Final = 75.0
+"""After this time without news a holder has ended itself, however slowly its files appear here."""
+LOOK_S: Final = 0.5
+ENDED: Final = ".ended"
 
 
 def main() -> int:
@@ -124,6 +131,62 @@ def _wanted(paths: RunPaths, logging: Logging) -> Iterator[tuple[str, Give]]:
     if (into := logging.mlflow) is not None:
         place = f"mlflow {into.experiment} {into.tracking_uri or ''}"
         yield place, lambda lines, held: mlflow.log_arrived(paths, into, lines)
+
+
+@contextmanager
+def turn(
+    folder: Path, sleep: Callable[[float], None] = time.sleep, held_s: int = HELD_S
+) -> Iterator[None]:
+    """Wait for the turn to give evaluations to the sinks of a trial, and hold it.
+
+    Several evaluations may end at the same time, on any hosts. The next turn is taken by the
+    exclusive creation of its file, and its holder says when it has finished. A holder is killed
+    after ``held_s``, so a holder of which nothing has been heard for longer is gone. No clock of
+    another machine is used. Raises EnvironmentFailure."""
+    number = _taken(folder, sleep, held_s)
+    try:
+        yield
+    finally:
+        atomic.exclusive_create(folder / f"{number}{ENDED}", b"")
+        signal.alarm(0)
+        for name in atomic.list_names(folder):
+            if _number(name) < number:
+                atomic.remove(folder / name)
+
+
+def _taken(folder: Path, sleep: Callable[[float], None], held_s: int) -> int:
+    """The number of the turn that is now this process's, which has ``held_s`` for it."""
+    atomic.make_private_directory(folder)
+    waited_for, waited_s = 0, 0.0
+    while True:
+        names = atomic.list_names(folder)
+        newest = max(map(_number, names), default=0)
+        if newest != waited_for:
+            waited_for, waited_s = newest, 0.0
+        if not newest or f"{newest}{ENDED}" in names or waited_s >= GONE_S:
+            signal.alarm(held_s)  # before others see the turn: this process may be stopped then
+            if _created(folder, newest + 1):
+                return newest + 1
+            signal.alarm(0)
+        sleep(LOOK_S)
+        waited_s += LOOK_S
+
+
+def _created(folder: Path, number: int) -> bool:
+    """Whether a turn is now this process's. Between its last look and this one, others may have had
+    that turn and later ones, and have removed its file."""
+    if not atomic.exclusive_create(folder / str(number), uuid.uuid4().hex.encode()):
+        return False
+    if max(map(_number, atomic.list_names(folder)), default=0) <= number:
+        return True
+    atomic.remove(folder / str(number))
+    return False
+
+
+def _number(name: str) -> int:
+    """That of a turn's file; 0 for what is none."""
+    text = name.removesuffix(ENDED)
+    return int(text) if text.isdecimal() else 0
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from typing import Any
 from slurmrl.config.schema import Mlflow
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.monitor.metrics import TIME
-from slurmrl.monitor.sinks.base import Lines, numbers
-from slurmrl.monitor.sinks.settings import flat, settings, uuid
+from slurmrl.monitor.sinks.base import Lines, flat, numbers, settings, uuid
 from slurmrl.paths import RunPaths
 
 TRIAL_TAG = "slurmrl.uuid"

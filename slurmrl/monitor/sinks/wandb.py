@@ -9,8 +9,7 @@ from typing import Any
 
 from slurmrl.config.schema import Wandb
 from slurmrl.fsio import atomic
-from slurmrl.monitor.sinks.base import Lines, numbers
-from slurmrl.monitor.sinks.settings import settings, uuid
+from slurmrl.monitor.sinks.base import Lines, numbers, settings, uuid
 from slurmrl.paths import RunPaths
 
 HEADER_BYTES = 7

@@ -389,6 +389,9 @@ def test_removed_setting_is_left_out_with_its_default_and_refused_with_another_v
     (told,) = [each for each in caught.value.problems if each.key == "rollout.server_updates"]
     assert told.where == f"{path}:2"
     assert told.message.startswith("is no longer a setting: servers read new weights from files")
+    path.write_text("logging:\n  csv: true\n")
+    with pytest.raises(ConfigError, match=r"no longer a setting: metrics\.jsonl has every step"):
+        parse(load(path))
 
 
 def test_removed_setting_is_found_at_any_depth(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from slurmrl.config.schema import Logging
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.monitor import metrics
 from slurmrl.monitor.recorder import MetricsRecorder
-from slurmrl.monitor.sinks import arrivals, turn
+from slurmrl.monitor.sinks import arrivals
 from slurmrl.paths import RunPaths
 from slurmrl.plan.settings import load_settings
 from tests.fake_runs import FakeRun, evaluation, write_config
@@ -136,27 +136,27 @@ def test_a_sink_that_fails_gets_its_evaluations_the_next_time(
 def test_turns_follow_each_other_and_a_dead_holder_is_not_waited_for_long(tmp_path: Path) -> None:
     slept: list[float] = []
     (tmp_path / "1").write_bytes(b"of one that was killed")
-    with turn.turn(tmp_path, slept.append):
-        assert sum(slept) == turn.GONE_S
+    with arrivals.turn(tmp_path, slept.append):
+        assert sum(slept) == arrivals.GONE_S
         assert (tmp_path / "2").exists()
         order: list[str] = []
 
         def wait() -> None:
-            with turn.turn(tmp_path, lambda _: time.sleep(0.01), held_s=0):
+            with arrivals.turn(tmp_path, lambda _: time.sleep(0.01), held_s=0):
                 order.append("second")
 
         waiting = threading.Thread(target=wait, daemon=True)
-        monitored = turn.signal.alarm
-        turn.signal.alarm = lambda _: 0  # type: ignore[assignment]
+        monitored = arrivals.signal.alarm
+        arrivals.signal.alarm = lambda _: 0  # type: ignore[assignment]
         waiting.start()
         time.sleep(0.1)
         order.append("first")
     waiting.join(60.0)
-    turn.signal.alarm = monitored
+    arrivals.signal.alarm = monitored
     assert order == ["first", "second"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "3.ended"]
-    with turn.turn(tmp_path, slept.append):
-        assert sum(slept) == turn.GONE_S
+    with arrivals.turn(tmp_path, slept.append):
+        assert sum(slept) == arrivals.GONE_S
 
 
 def test_a_turn_that_others_have_had_meanwhile_is_not_taken(
@@ -166,18 +166,20 @@ def test_a_turn_that_others_have_had_meanwhile_is_not_taken(
     before that."""
     (tmp_path / "8").touch()
     (tmp_path / "8.ended").touch()
-    create, listed, alarms = turn.atomic.exclusive_create, turn.atomic.list_names, []
+    create, listed, alarms = arrivals.atomic.exclusive_create, arrivals.atomic.list_names, []
     looks = iter((["5", "5.ended"],))
 
     def created(path: Path, data: bytes) -> bool:
-        alarms.append(turn.signal.getitimer(turn.signal.ITIMER_REAL)[0] > 0)
+        alarms.append(arrivals.signal.getitimer(arrivals.signal.ITIMER_REAL)[0] > 0)
         return create(path, data)
 
-    monkeypatch.setattr(turn.atomic, "list_names", lambda path: next(looks, None) or listed(path))
-    monkeypatch.setattr(turn.atomic, "exclusive_create", created)
+    monkeypatch.setattr(
+        arrivals.atomic, "list_names", lambda path: next(looks, None) or listed(path)
+    )
+    monkeypatch.setattr(arrivals.atomic, "exclusive_create", created)
     slept: list[float] = []
-    with turn.turn(tmp_path, slept.append):
+    with arrivals.turn(tmp_path, slept.append):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["8", "8.ended", "9"]
-    assert slept == [turn.LOOK_S]
+    assert slept == [arrivals.LOOK_S]
     assert alarms == [True] * 3, "turns 6 and 9, and the end of that"
-    assert turn.signal.getitimer(turn.signal.ITIMER_REAL)[0] == 0
+    assert arrivals.signal.getitimer(arrivals.signal.ITIMER_REAL)[0] == 0
