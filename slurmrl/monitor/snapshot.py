@@ -30,8 +30,9 @@ from slurmrl.monitor.reports import Failure, Hang, Identity, Warned
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
-from slurmrl.scheduler import hosts, stopping, submitter
+from slurmrl.scheduler import hosts, stopping
 from slurmrl.scheduler.hosts import BadHost
+from slurmrl.scheduler.processes import claimant_words, may_submit
 from slurmrl.worlds import TRAINERS
 
 GLANCE = 3
@@ -329,7 +330,7 @@ def _submitting(paths: RunPaths, submission: Submission | None) -> str:
         entries = documents.read(made)
     except FileNotFoundError:
         return ""
-    return submitter.words(entries) if submitter.in_progress(entries) else ""
+    return claimant_words(entries) if may_submit(entries) else ""
 
 
 def submission_numbers(paths: RunPaths) -> list[int]:

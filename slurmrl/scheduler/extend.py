@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from slurmrl import log
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
@@ -16,6 +17,7 @@ from slurmrl.scheduler import exclusion, extensions, limits, submission
 from slurmrl.scheduler.base import TaskState
 from slurmrl.scheduler.client import TIMEOUT_S, SlurmClient, may_have_worked
 from slurmrl.scheduler.extensions import Claim, Extension
+from slurmrl.scheduler.processes import is_gone
 
 logger = log.get(__name__)
 
@@ -93,7 +95,7 @@ class Extender:
                 f"group {self._group} has used all {most} array indices of this cluster: resume "
                 "the trial when its last link has ended"
             )
-        return Claim.of_this_process(
+        return Claim(
             index=before[-1].claim.index + 1 if before else 1,
             first=first,
             count=min(wanted, room) if most is not None else wanted,
@@ -169,4 +171,4 @@ def _is_void(claim: Claim, tasks: Sequence[TaskState], by: str) -> bool:
     element that has ended, or a process that is gone."""
     element = next((task for task in tasks if task.job_id == claim.by), None)
     ended = element is not None and not element.state.active
-    return claim.by == by or ended or claim.claimant_is_gone
+    return claim.by == by or ended or bool(is_gone(asdict(claim.claimant)))

@@ -9,11 +9,8 @@ The note of a refused claim holds no job; the next extension writes the same for
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
-import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from slurmrl.fsio import atomic, documents
@@ -21,7 +18,7 @@ from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import COUNT, SIZE, TEXT, Fields
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import parse, submission
-from slurmrl.scheduler.processes import ProcessId, boot_id
+from slurmrl.scheduler.processes import Claimant
 
 _CLAIM = re.compile(r"(?P<group>.+)\.more\.(?P<index>[0-9]{1,9})\.json")
 _FIELDS: Fields = {
@@ -50,27 +47,7 @@ class Claim:
     """The claimant: the running element (``41_6``), or a user's command."""
     records: int
     """Length of the history at that time."""
-    host: str
-    boot: str
-    pid: int
-    start_ticks: int
-    nonce: str
-
-    @staticmethod
-    def of_this_process(*, index: int, first: int, count: int, by: str, records: int) -> Claim:
-        me = ProcessId.of(os.getpid())
-        assert me is not None, "this process runs"
-        here, nonce = socket.gethostname(), uuid.uuid4().hex
-        return Claim(
-            index, first, count, by, records, here, boot_id(), me.pid, me.start_ticks, nonce
-        )
-
-    @property
-    def claimant_is_gone(self) -> bool:
-        """Whether this host can tell that the claimant will not submit the extension."""
-        if self.boot == boot_id():
-            return not ProcessId(self.pid, self.start_ticks).alive()
-        return self.host == socket.gethostname()  # the machine was started again since
+    claimant: Claimant = field(default_factory=Claimant.of_this_process)
 
 
 @dataclass(frozen=True)
@@ -102,7 +79,9 @@ def read(run: RunPaths, number: int, group: str) -> list[Extension]:
 def take(run: RunPaths, number: int, group: str, claim: Claim) -> bool:
     """Claim an extension; return False if another process has claimed it."""
     path = run.extension_claim(number, group, claim.index)
-    return atomic.exclusive_create(path, json.dumps(asdict(claim)).encode())
+    values = asdict(claim)
+    values |= values.pop("claimant")
+    return atomic.exclusive_create(path, json.dumps(values).encode())
 
 
 def note(run: RunPaths, number: int, group: str, index: int, job: str | None) -> None:
@@ -134,7 +113,8 @@ def length(run: RunPaths, number: int, group: str) -> tuple[int, int]:
 def _read(run: RunPaths, number: int, group: str, index: int) -> Extension:
     path = run.extension_claim(number, group, index)
     values = documents.read(path, _FIELDS, _FIELDS)
-    claim = Claim(**{name: values[name] for name in _FIELDS})
+    claimant = Claimant(**{one.name: values.pop(one.name) for one in fields(Claimant)})
+    claim = Claim(**{name: values[name] for name in _FIELDS if name in values}, claimant=claimant)
     if claim.index != index:
         raise corrupt(path, f"holds the claim of extension {claim.index}")
     found, job = _job(run.extension_job(number, group, index))

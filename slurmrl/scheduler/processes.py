@@ -1,13 +1,24 @@
-"""Processes of this machine by an identity that is never reused: pid, start time and boot."""
+"""Processes by an identity that is never reused: pid, start time and boot of the machine.
+
+A process that claims a right for the trial (a submission, an extension) writes its `Claimant`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import socket
+import time
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+SETTLE_S = 150.0
+"""Seconds after which a submission without job ids, made on another host, counts as abandoned:
+longer than an sbatch may take."""
 CAUGHT = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
 
 
@@ -51,3 +62,46 @@ def catches(pid: int, number: int) -> bool:
 def boot_id() -> str:
     """Identity of this start of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@dataclass(frozen=True)
+class Claimant:
+    """The process that wrote a claim. ``nonce`` tells two claims of one process apart."""
+
+    host: str
+    boot: str
+    pid: int
+    start_ticks: int
+    nonce: str
+
+    @staticmethod
+    def of_this_process() -> Claimant:
+        me = ProcessId.of(os.getpid())
+        assert me is not None, "this process runs"
+        host, nonce = socket.gethostname(), uuid.uuid4().hex
+        return Claimant(host, boot_id(), me.pid, me.start_ticks, nonce)
+
+
+def is_gone(claim: Mapping[str, Any]) -> bool | None:
+    """Return whether the claimant that wrote these entries has ended; None if this host cannot
+    tell, because the claimant runs on another one."""
+    pid, ticks = claim.get("pid"), claim.get("start_ticks")
+    if claim.get("boot") == boot_id() and isinstance(pid, int) and isinstance(ticks, int):
+        return not ProcessId(pid, ticks).alive()
+    if claim.get("host") == socket.gethostname():
+        return True  # before this machine was started again, or by an older slurmrl
+    return None
+
+
+def may_submit(claim: Mapping[str, Any]) -> bool:
+    """Return whether another process that wrote these entries may still submit its jobs."""
+    gone = is_gone(claim)
+    if gone is not None:
+        return not gone and claim.get("pid") != os.getpid()
+    made, known = claim.get("time"), isinstance(claim.get("host"), str)
+    return known and isinstance(made, int | float) and abs(time.time() - made) < SETTLE_S
+
+
+def claimant_words(claim: Mapping[str, Any]) -> str:
+    """Return ``on login1, process 123``."""
+    return f"on {claim.get('host')}, process {claim.get('pid')}"

@@ -8,15 +8,16 @@ next number, or sees a request without jobs.
 from __future__ import annotations
 
 import json
-import uuid
+import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from slurmrl.errors import UsageError
 from slurmrl.fsio import atomic, documents
 from slurmrl.monitor.snapshot import newest_submission
 from slurmrl.paths import RunPaths
-from slurmrl.scheduler import submitter
+from slurmrl.scheduler.processes import Claimant, claimant_words, may_submit
 from slurmrl.submission.live import Jobs
 
 
@@ -28,8 +29,8 @@ def newest(paths: RunPaths) -> int:
         return 0
     if not paths.submission_jobs(submission.number).exists():
         request = documents.read(paths.submission_request(submission.number))
-        if submitter.in_progress(request):
-            raise UsageError(_lost(paths, f" ({submitter.words(request)})"))
+        if may_submit(request):
+            raise UsageError(_lost(paths, f" ({claimant_words(request)})"))
     return submission.number
 
 
@@ -37,7 +38,7 @@ def claim(paths: RunPaths, before: int, request: Mapping[str, Any]) -> int:
     """Claim the submission after ``before``; return its number. Raises UsageError if it is
     taken."""
     number = before + 1
-    who = {"nonce": uuid.uuid4().hex, **submitter.myself()}
+    who = {"time": time.time(), **asdict(Claimant.of_this_process())}
     atomic.make_private_directory(paths.submission(number))
     value = json.dumps({**request, **who}).encode()
     if not atomic.exclusive_create(paths.submission_request(number), value):

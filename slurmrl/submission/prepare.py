@@ -7,7 +7,9 @@ a trial without it (the previous submitter was killed) repeats the same steps.
 from __future__ import annotations
 
 import json
+import time
 import uuid
+from dataclasses import asdict
 
 import slurmrl
 from slurmrl import log
@@ -18,7 +20,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.report.values import figures
 from slurmrl.plan.settings import Settings
-from slurmrl.scheduler import submitter
+from slurmrl.scheduler.processes import Claimant
 from slurmrl.submission import snapshot
 from slurmrl.submission.record import ProvenanceWriter
 
@@ -40,7 +42,7 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
     for directory in paths.directories():
         atomic.make_private_directory(directory)
     atomic.probe_link(paths.run)
-    who = submitter.myself()
+    who = {"time": time.time(), **asdict(Claimant.of_this_process())}
     claim = {"uuid": uuid.uuid4().hex, "version": slurmrl.__version__, **who}
     atomic.exclusive_create(paths.identity, json.dumps(claim).encode())
     snapshot.take(paths, recorder.code, recorder)

@@ -139,7 +139,7 @@ def test_a_claim_without_a_job_is_passed_over(scheduler: SlurmScheduler, tmp_pat
     request = chain(tmp_path, STAY, 2)
     with everything_gone(scheduler, request):
         wait_until(lambda: pids(request), "link 0 runs")
-        void = extensions.Claim.of_this_process(index=1, first=2, count=2, by="me", records=0)
+        void = extensions.Claim(index=1, first=2, count=2, by="me", records=0)
         assert extensions.take(request.run, 1, "trainer", void)
         job = scheduler.extend(request.run, 1, "trainer", by="me")
         assert [one.job for one in extensions.read(request.run, 1, "trainer")] == [None, job]
@@ -154,7 +154,7 @@ def test_one_of_two_extensions_at_once_wins(scheduler: SlurmScheduler, tmp_path:
         claimed = extensions.take
 
         def slower(*arguments: Any) -> bool:
-            theirs = extensions.Claim.of_this_process(index=1, first=2, count=2, by="x", records=0)
+            theirs = extensions.Claim(index=1, first=2, count=2, by="x", records=0)
             assert claimed(request.run, 1, "trainer", theirs)
             return claimed(*arguments)
 

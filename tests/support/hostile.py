@@ -99,7 +99,7 @@ def build(folder: Path) -> RunPaths:
     submission.write_jobs(paths, 1, {"trainer": (NO_PROCESS,)})
     submission.write_environment(paths, 1, {"PATH": "/bin"})
     ChainState.of(ProcessId(4194399, 77), 2).write(paths.local_chain(1, "trainer"))
-    claim = extensions.Claim.of_this_process(index=1, first=8, count=2, by="me", records=3)
+    claim = extensions.Claim(index=1, first=8, count=2, by="me", records=3)
     extensions.take(paths, 1, "trainer", claim)
     extensions.note(paths, 1, "trainer", 1, NO_PROCESS)
     run.begin(job="7.0.0", submission=1, link=0, base=None, host="n0")

@@ -34,7 +34,7 @@ def test_a_claimant_that_is_about_to_submit_is_waited_for(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     """Their claim is younger than their job; ours would be one array too many."""
-    theirs = extensions.Claim.of_this_process(index=1, first=3, count=3, by="x", records=0)
+    theirs = extensions.Claim(index=1, first=3, count=3, by="x", records=0)
     extensions.take(run, 1, "trainer", theirs)
     script = run.submission_script(1, "trainer")
 
@@ -50,7 +50,7 @@ def test_a_claimant_that_is_about_to_submit_is_waited_for(
 def test_a_claim_that_stays_empty_is_void_in_the_end(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
-    theirs = extensions.Claim.of_this_process(index=1, first=3, count=3, by="x", records=0)
+    theirs = extensions.Claim(index=1, first=3, count=3, by="x", records=0)
     extensions.take(run, 1, "trainer", theirs)
     times = iter([0.0, 1.0, extend.SETTLE_S + 1])
     extender = extend.Extender(
@@ -76,7 +76,7 @@ def test_a_void_claim_is_not_looked_for_again(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     """Once a later array was submitted, each look costs what it did before."""
-    void = extensions.Claim.of_this_process(index=1, first=3, count=3, by="41_0", records=0)
+    void = extensions.Claim(index=1, first=3, count=3, by="41_0", records=0)
     extensions.take(run, 1, "trainer", void)
     scheduler.recover(run, 1)
     assert slurm.looked_for, "it may have a job as long as nobody knows better"
@@ -94,7 +94,7 @@ def test_a_job_of_a_void_claim_that_came_after_all_is_kept(
     """Before the array that takes its place, or when its claimant wakes up after that."""
     script = run.submission_script(1, "trainer")
     name = slurm.jobs["41"][0]
-    void = extensions.Claim.of_this_process(index=1, first=3, count=3, by="41_0", records=0)
+    void = extensions.Claim(index=1, first=3, count=3, by="41_0", records=0)
     extensions.take(run, 1, "trainer", void)
     submit = slurm.submit
 
@@ -118,7 +118,7 @@ def test_void_claims_wait_where_squeue_does_not_answer(
 ) -> None:
     """The array was submitted: that is what counts."""
     for index in (1, 2):
-        void = extensions.Claim.of_this_process(index=index, first=3, count=3, by="x", records=0)
+        void = extensions.Claim(index=index, first=3, count=3, by="x", records=0)
         extensions.take(run, 1, "trainer", void)
     submit, ask = slurm.submit, slurm.queue_by_name
 
@@ -164,7 +164,7 @@ def test_upkeep_waits_for_the_tasks_that_another_link_is_adding(
     of a start before."""
     slurm.running = ("41", 2)
     monkeypatch.setattr(extend, "LOOK_S", 0.0)
-    theirs = extensions.Claim.of_this_process(index=1, first=3, count=1, by="40_0", records=0)
+    theirs = extensions.Claim(index=1, first=3, count=1, by="40_0", records=0)
     extensions.take(run, 1, "trainer", theirs)
     keep_beside(run, slurm, "queue_by_name", monkeypatch)
     assert list(slurm.jobs) == ["41", "42"]
@@ -172,7 +172,7 @@ def test_upkeep_waits_for_the_tasks_that_another_link_is_adding(
 
 def test_upkeep_waits_for_another_link_until_its_own_ends(run: RunPaths, slurm: Slurm) -> None:
     slurm.running = ("41", 2)
-    theirs = extensions.Claim.of_this_process(index=1, first=3, count=1, by="40_0", records=0)
+    theirs = extensions.Claim(index=1, first=3, count=1, by="40_0", records=0)
     extensions.take(run, 1, "trainer", theirs)
     waited: list[float] = []
 
