@@ -50,8 +50,7 @@ from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.reports import Identity
 from slurmrl.paths import RunPaths
 from slurmrl.rollouts.sample_files import StoredGroup, read_group
-from slurmrl.weights.records import MANIFEST, version_ids
-from slurmrl.weights.version import VersionId
+from slurmrl.weights.version import MANIFEST, VersionId, version_ids
 from slurmrl.workers.master.rollout_tasks import RolloutTasks
 from slurmrl.workers.master.task_attempts import parse_name, rollouts_of
 from slurmrl.workers.master.worker_channel import REST_S

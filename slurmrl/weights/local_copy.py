@@ -36,8 +36,13 @@ from slurmrl.fsio.failures import cause, explain
 from slurmrl.fsio.shapes import FILE_NAME
 from slurmrl.layout.copy import Array
 from slurmrl.weights.reader import VersionFiles, resolved
-from slurmrl.weights.records import read_record, version_ids, write_record
-from slurmrl.weights.version import VersionId, VersionManifest
+from slurmrl.weights.version import (
+    VersionId,
+    VersionManifest,
+    read_record,
+    version_ids,
+    write_record,
+)
 
 FILE = "model.safetensors"
 STATE = "state.json"

@@ -23,8 +23,14 @@ from slurmrl.fsio.failures import NO_FILE, explain
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import ITEM_BYTES
 from slurmrl.weights import delta
-from slurmrl.weights.records import read_manifest
-from slurmrl.weights.version import DELTA, RAW, StoredTensor, VersionId, VersionManifest
+from slurmrl.weights.version import (
+    DELTA,
+    RAW,
+    StoredTensor,
+    VersionId,
+    VersionManifest,
+    read_manifest,
+)
 from slurmrl.weights.writer import digest
 
 MOST_OPEN = 256

@@ -22,9 +22,9 @@ from slurmrl.fsio.primitives import FILE_MODE, discard, make_private, pwrite_all
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import ITEM_BYTES, TensorSpec
 from slurmrl.weights import delta
-from slurmrl.weights.records import MANIFEST, part_file, part_index, read_manifest, write_record
 from slurmrl.weights.version import (
     DELTA,
+    MANIFEST,
     RAW,
     SAME,
     PartFile,
@@ -32,6 +32,10 @@ from slurmrl.weights.version import (
     StoredTensor,
     VersionId,
     VersionManifest,
+    part_file,
+    part_index,
+    read_manifest,
+    write_record,
 )
 
 

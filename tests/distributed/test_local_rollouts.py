@@ -19,7 +19,7 @@ from slurmrl.monitor import events
 from slurmrl.report.samples import read_samples
 from slurmrl.scheduler.submission import read_jobs
 from slurmrl.weights.inventory import COMPLETE, inventory
-from slurmrl.weights.records import read_manifest
+from slurmrl.weights.version import read_manifest
 from tests.support.rollout_checker import Checker
 from tests.support.rollout_evidence import Archive
 from tests.support.rollout_trials import (

@@ -32,8 +32,7 @@ from slurmrl.history.writer import begin, end
 from slurmrl.lease import Lease, LeaseObserver, read_counter
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.rollouts.sample_files import SampleWriter, read_group
-from slurmrl.weights.inventory import inventory
-from slurmrl.weights.retention import prune
+from slurmrl.weights.inventory import inventory, prune
 from slurmrl.weights.version import VersionId
 from slurmrl.weights.writer import PartWriter, VersionBits, publish
 from slurmrl.workers.rollout_messages import RESULT_LOG, GroupsFinished

@@ -18,9 +18,8 @@ from slurmrl.errors import EnvironmentFailure, WeightVersionError
 from slurmrl.fsio.atomic import list_names, make_private_directory
 from slurmrl.fsio.calls import REAL
 from slurmrl.history.lineage import Lineage
-from slurmrl.weights.records import MANIFEST, read_part, version_ids
-from slurmrl.weights.retention import prune, remove
-from slurmrl.weights.version import PartIndex, VersionId
+from slurmrl.weights.inventory import prune, remove
+from slurmrl.weights.version import MANIFEST, PartIndex, VersionId, read_part, version_ids
 from slurmrl.weights.writer import publish
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Saved, WriteVersion

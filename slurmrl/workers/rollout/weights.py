@@ -15,8 +15,7 @@ from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
 from slurmrl.models.hf import CONFIG_FILE
 from slurmrl.weights.local_copy import FILE, CopiedVersion, LocalCopy
-from slurmrl.weights.records import MANIFEST, version_ids
-from slurmrl.weights.version import VersionId
+from slurmrl.weights.version import MANIFEST, VersionId, version_ids
 from slurmrl.workers.rollout.merging import MergingHost
 
 Stamp: TypeAlias = tuple[int, int]

@@ -23,8 +23,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import config_values
 from slurmrl.plan.settings import Settings
 from slurmrl.transfer.regions import PlacedLayout
-from slurmrl.weights.records import part_file, part_index
-from slurmrl.weights.version import VersionId
+from slurmrl.weights.version import VersionId, part_file, part_index
 from slurmrl.weights.writer import PartWriter, VersionBits
 from slurmrl.workers.messages import Saved, WriteVersion
 from slurmrl.workers.worker.saver import Saver

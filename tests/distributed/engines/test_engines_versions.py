@@ -19,8 +19,7 @@ from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.folder_tensors import SafetensorsFolder
 from slurmrl.models.storage import file_form
-from slurmrl.weights.records import read_part
-from slurmrl.weights.version import VersionId
+from slurmrl.weights.version import VersionId, read_part
 from slurmrl.weights.writer import publish
 from slurmrl.workers.rollout import merging
 from slurmrl.workers.rollout.weights import TaskWeights

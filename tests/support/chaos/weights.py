@@ -9,11 +9,9 @@ import numpy as np
 from slurmrl.errors import WeightVersionError
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.layout.copy import Array
-from slurmrl.weights.inventory import inventory
+from slurmrl.weights.inventory import inventory, prune
 from slurmrl.weights.local_copy import CopiedVersion, LocalCopy
-from slurmrl.weights.records import read_manifest, version_ids
-from slurmrl.weights.retention import prune
-from slurmrl.weights.version import VersionId
+from slurmrl.weights.version import VersionId, read_manifest, version_ids
 from slurmrl.weights.writer import PartWriter, VersionBits, publish
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Note

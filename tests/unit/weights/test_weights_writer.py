@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, WeightVersionError
-from slurmrl.weights.records import (
+from slurmrl.weights.version import (
+    DELTA,
     MANIFEST,
+    RAW,
+    SAME,
+    VersionId,
+    VersionManifest,
     part_file,
     part_index,
     read_manifest,
@@ -17,7 +22,6 @@ from slurmrl.weights.records import (
     read_record,
     version_ids,
 )
-from slurmrl.weights.version import DELTA, RAW, SAME, VersionId, VersionManifest
 from slurmrl.weights.writer import PartWriter, publish
 from tests.support.faulty import Faulty
 from tests.unit.weights.runs import SHAPES, Ranks, changed, published, random_bits

@@ -32,8 +32,7 @@ from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.models.merged import MergedCheckpoint
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.models.storage import storage_of
-from slurmrl.weights.records import part_file, read_manifest
-from slurmrl.weights.version import VersionId, VersionManifest
+from slurmrl.weights.version import VersionId, VersionManifest, part_file, read_manifest
 from slurmrl.weights.writer import PartWriter, VersionBits, publish
 from slurmrl.workers.rollout.merging import ADAPTED, SHARED, MergingHost
 from slurmrl.workers.rollout.weights import TaskWeights

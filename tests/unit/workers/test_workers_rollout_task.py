@@ -35,9 +35,8 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.sample_files import read_group
 from slurmrl.rollouts.sample_group import SampleGroup
-from slurmrl.weights.records import part_file
-from slurmrl.weights.retention import remove
-from slurmrl.weights.version import VersionId
+from slurmrl.weights.inventory import remove
+from slurmrl.weights.version import VersionId, part_file
 from slurmrl.weights.writer import PartWriter, publish
 from slurmrl.workers.rollout.engines import undefined_decoder
 from slurmrl.workers.rollout.generation import Generation

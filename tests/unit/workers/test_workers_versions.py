@@ -22,11 +22,9 @@ from slurmrl.fsio.calls import SystemCalls
 from slurmrl.fsio.failures import explain
 from slurmrl.history.lineage import Lineage
 from slurmrl.layout.layout import TensorSpec
-from slurmrl.weights.inventory import COMPLETE, inventory
+from slurmrl.weights.inventory import COMPLETE, inventory, remove
 from slurmrl.weights.reader import VersionFiles, resolved
-from slurmrl.weights.records import part_file, version_ids
-from slurmrl.weights.retention import remove
-from slurmrl.weights.version import VersionId
+from slurmrl.weights.version import VersionId, part_file, version_ids
 from slurmrl.workers.master.versions import Publication, VersionPublisher, remove_leftovers
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Done, Saved, WriteVersion
