@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurmrl.config.schema import Cluster
-from slurmrl.doctor import login, running, servers, software
+from slurmrl.doctor import login, servers, software
 from slurmrl.doctor.check import Check, failed, guarded
 from slurmrl.doctor.job import JobShape, ProbeJob, Say, scratch
 from slurmrl.errors import SchedulerError
@@ -61,10 +61,10 @@ def examine(what: Examination, say: Say) -> list[Check]:
     hosts = inventory.ask(settings.config) if settings and kind == "slurm" else None
     plan = make_plan(settings, scheduler=kind, hosts=hosts) if settings else None
     checks += _trial(settings, plan, kind, what.check_timeout_s)
-    checks += servers.check(config, sleeps=_servers_sleep(plan)) if config else []
-    running_servers = running.settings_of(config) if config else None
+    checks += servers.check_environment(config, sleeps=_servers_sleep(plan)) if config else []
+    running_servers = servers.running_settings(config) if config else None
     if running_servers is not None and not what.job:
-        checks += running.check(running_servers, elsewhere=kind != "local")
+        checks += servers.check_running(running_servers, elsewhere=kind != "local")
     checks += [*login.scheduler(requested, kind, settings, plan, hosts), *login.machine()]
     narrow = bfloat16_models(config, plan, plan.groups) if config and plan else []
     checks += software.processor(narrow)

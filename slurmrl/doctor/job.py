@@ -88,7 +88,7 @@ class ProbeJob:
         servers: Mapping[str, Any] | None = None,
         narrow: Sequence[str] = (),
     ) -> None:
-        """``servers``: those of `running.settings_of`, which the job's first host must reach;
+        """``servers``: those of `servers.running_settings`, which the job's first host must reach;
         ``narrow``: models that compute in bfloat16 on processors."""
         self.paths = paths
         self.kind = kind

@@ -24,7 +24,7 @@ from slurmrl.doctor import (
     gpus,
     limits,
     meeting,
-    running,
+    servers,
     slurm,
     software,
 )
@@ -62,7 +62,7 @@ def look(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
     place = meeting.ProbeHost(folder, str(request["token"]), task, int(request["hosts"]), interface)
     checks += guarded("interface", meeting.NETWORK_ADVICE, lambda: meeting.check(place))
     if request["servers"] is not None and task == 0:  # that of the first rank, which asks them
-        checks += running.check(request["servers"])
+        checks += servers.check_running(request["servers"])
     if settings.container is not None:  # at the end: the others do not wait for its start
         look_inside = partial(container.check, folder, task, settings)
         checks += guarded("container", DIRECTORY_ADVICE, look_inside)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
-from itertools import takewhile
 from pathlib import Path
 
 from slurmrl.errors import RunFailedError, UsageError
@@ -13,24 +12,14 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.plan.engines import EXPERTS_NEED
 from slurmrl.plan.estimates.shape import ModelShape
 from slurmrl.plan.estimates.shape import read as read_shape
-
-OLDEST_SGLANG = (0, 5, 20)
-OLDEST_VLLM = (0, 32)
-RETRACTING_SGLANG = (0, 5, 22)
-"""0.5.20 cannot empty its cache while requests wait; 0.5.21 may queue one twice (DP attention)."""
-RETRACTING_NEEDS: Mapping[str, object] = {
-    **EXPERTS_NEED,
-    "enable_hisparse": False,
-    "enable_pdmux": False,
-    "max_queued_requests": None,
-    "tokenizer_worker_num": 1,
-}
-"""With other values a server that retracts may still compute, or move keys and values, or get an
-update before the pause, so that its cache could not be emptied; or it may refuse to queue its own
-requests again."""
-EXPERTS_FLAG = "--enable-return-routed-experts"
-VLLM_FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
-"""Without these a server refuses requests, or reports log-probabilities before temperature."""
+from slurmrl.plan.server_kinds import (
+    EXPERTS_FLAG,
+    RETRACTING_NEEDS,
+    RETRACTING_SGLANG,
+    SERVER_KINDS,
+    VLLM_FLAGS,
+    numbers_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +89,7 @@ def field_of(where: str, value: object, name: str) -> object:
 def check_sglang(where: str, server: object, model: object, needs: ServedModel) -> int:
     """Check the answers of ``/server_info`` and ``/model_info``. Returns the most tokens that a
     prompt and its completion may have together. Raises UsageError, RunFailedError."""
-    _check_version(where, "SGLang", str(field_of(where, server, "version")), OLDEST_SGLANG)
+    _check_version(where, "sglang", str(field_of(where, server, "version")))
     if field_of(where, server, "enable_custom_logit_processor"):
         raise UsageError(
             f"{where}: --enable-custom-logit-processor is not allowed: the server would run code "
@@ -134,7 +123,7 @@ def check_vllm(
 ) -> int:
     """Check the answers of ``/version``, ``/server_info`` and ``/v1/models``. Returns and raises as
     `check_sglang`."""
-    _check_version(where, "vLLM", str(field_of(where, version, "version")), OLDEST_VLLM)
+    _check_version(where, "vllm", str(field_of(where, version, "version")))
     model = field_of(where, field_of(where, server, "vllm_config"), "model_config")
     _check_tokenizer(where, model, needs)
     mode = field_of(where, model, "logprobs_mode")
@@ -183,15 +172,11 @@ def check_context(where: str, context: int, least: int) -> None:
         )
 
 
-def numbers_of(version: str) -> tuple[int, ...]:
-    """Those that a version begins with: (0, 5, 20) of ``0.5.20.post1``."""
-    return tuple(map(int, takewhile(str.isdigit, version.split("."))))
-
-
-def _check_version(where: str, name: str, version: str, oldest: tuple[int, ...]) -> None:
-    if numbers_of(version) < oldest:
-        least = ".".join(map(str, oldest))
-        raise UsageError(f"{where}: {name} {version} is too old; at least {least} is needed")
+def _check_version(where: str, kind: str, version: str) -> None:
+    rules = SERVER_KINDS[kind]
+    if rules.is_older(version):
+        least = ".".join(map(str, rules.oldest))
+        raise UsageError(f"{where}: {rules.title} {version} is too old; at least {least} is needed")
 
 
 def _check_tokenizer(where: str, settings: object, needs: ServedModel) -> None:

@@ -25,7 +25,6 @@ from slurmrl import package
 from slurmrl.engines.rollout.base import Completion, WeightVersion
 from slurmrl.engines.rollout.dialect import Dialect, Draw
 from slurmrl.engines.rollout.fitness import (
-    EXPERTS_FLAG,
     ServedModel,
     check_sglang,
     field_of,
@@ -46,6 +45,7 @@ from slurmrl.engines.rollout.sglang_requests import (
 from slurmrl.engines.rollout.weight_checks import Held, ServerCheck, WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.plan.estimates.servers import computing
+from slurmrl.plan.server_kinds import EXPERTS_FLAG
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 CONTROL_S = 60.0

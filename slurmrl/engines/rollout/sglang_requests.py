@@ -29,10 +29,10 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from slurmrl.data.support import SampledSupport
 from slurmrl.engines.rollout.base import ABORTED, Completion, Finish
 from slurmrl.engines.rollout.dialect import Draw
-from slurmrl.engines.rollout.fitness import EXPERTS_FLAG
 from slurmrl.errors import RunFailedError
 from slurmrl.layout.copy import Array
 from slurmrl.models.config import ModelConfig
+from slurmrl.plan.server_kinds import EXPERTS_FLAG
 
 NEUTRAL: Mapping[str, float] = {
     "min_p": 0.0,

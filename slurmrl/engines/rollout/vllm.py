@@ -29,7 +29,6 @@ from torch import Tensor
 from slurmrl.engines.rollout.base import Completion, Finish, WeightVersion
 from slurmrl.engines.rollout.dialect import Dialect, Draw
 from slurmrl.engines.rollout.fitness import (
-    VLLM_FLAGS,
     ServedModel,
     check_vllm,
     check_vllm_reads,
@@ -50,6 +49,7 @@ from slurmrl.engines.rollout.weight_checks import (
 )
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
+from slurmrl.plan.server_kinds import VLLM_FLAGS
 
 CONTROL_S = 60.0
 """Time limit of pausing, resuming, aborting: the server answers between two steps."""

@@ -15,18 +15,18 @@ from slurmrl.config.servers import read_keys
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import Problem, UsageError
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.checks.server_flags import server_flags
 from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.plan.server_kinds import SERVER_KINDS
 
 OF_OURS: Final = ("python", "server_args")
 """Settings of ``rollout`` that only servers of the run's own use."""
 OF_RUNNING: Final = ("servers", "server_weights", "server_keys")
 """Those that only running ones use."""
 OF_ALL: Final = ("server_start_s", "server_silence_s")
-LEAST_TEMPERATURES: Final = {"sglang": 1e-6, "vllm": 0.01}
-"""Below these, servers draw at another temperature than requests say, without an error."""
+SHORTEST_FLAG: Final = len("--tp")
+"""argparse also accepts a flag by its beginning."""
 
 
 def servers(draft: Draft) -> Iterator[Problem]:
@@ -49,7 +49,7 @@ def servers(draft: Draft) -> Iterator[Problem]:
         message = "is not allowed without rollout.servers"
         yield from _refused(draft, OF_RUNNING, message)
         yield from _own(draft, backend)
-        yield from server_flags(draft, backend)
+        yield from _flags(draft, backend)
     yield from _dense_layers(draft, backend)
     if rollout.greedy and rollout.temperature != 1.0:
         message = (
@@ -62,7 +62,7 @@ def servers(draft: Draft) -> Iterator[Problem]:
 
 def _temperatures(draft: Draft, backend: str) -> Iterator[Problem]:
     """Servers draw at the temperatures that training and evaluations ask for."""
-    config, least = draft.config, LEAST_TEMPERATURES[backend]
+    config, least = draft.config, SERVER_KINDS[backend].least_temperature
     asked: dict[KeyPath, float] = {(ROLLOUTS, "temperature"): config.rollout.temperature}
     evaluates = config.rollout_evaluates or config.evaluation_trials_roll_out
     for suite, own in config.evaluations.items() if evaluates else ():
@@ -152,6 +152,26 @@ def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:
     if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
         message = f"'{folder}' is not allowed: there is no such folder, or it cannot be written to"
         yield draft.problem((ROLLOUTS, "server_weights"), message)
+
+
+def _flags(draft: Draft, backend: str) -> Iterator[Problem]:
+    """Arguments with which a server cannot be reached, or is another one than the plan's."""
+    rollout = draft.config.rollout
+    rules = SERVER_KINDS[backend]
+    flags = rules.conflicts
+    if rollout.replay_experts:
+        flags = {**rules.experts_conflicts, **flags}
+    if rollout.tasks is not None and rollout.tasks.stale_cache:
+        flags = {**rules.stale_cache_conflicts, **flags}
+    for argument in rollout.server_args:
+        flag = argument.partition("=")[0].replace("_", "-")
+        for refused, reason in flags.items():
+            if flag == refused or (
+                len(flag) >= SHORTEST_FLAG and flag.startswith("--") and refused.startswith(flag)
+            ):
+                message = f"'{argument}' is not allowed: {reason}"
+                yield draft.problem((ROLLOUTS, "server_args"), message)
+                break
 
 
 def _unusable(python: str | None, *, contained: bool) -> str:

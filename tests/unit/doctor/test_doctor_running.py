@@ -16,8 +16,8 @@ from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.model import Model
 from slurmrl.config.schema.rollout import Rollout
 from slurmrl.doctor.check import Check, State
-from slurmrl.doctor.running import check, settings_of
-from slurmrl.doctor.servers import PACKAGES
+from slurmrl.doctor.servers import check_running, running_settings
+from slurmrl.plan.server_kinds import SERVER_KINDS
 from tests.support.trials import ARCHITECTURE
 
 SGLANG: dict[str, Any] = {
@@ -28,7 +28,7 @@ SGLANG: dict[str, Any] = {
         "max_req_input_len": 58,
     },
     "/model_info": {"architectures": ["Qwen2ForCausalLM"], "model_path": "/none"},
-    "/openapi.json": {"paths": {route: {} for route in PACKAGES["sglang"].routes}},
+    "/openapi.json": {"paths": {route: {} for route in SERVER_KINDS["sglang"].routes}},
 }
 VLLM: dict[str, Any] = {
     "/version": {"version": "0.32.0"},
@@ -43,7 +43,7 @@ VLLM: dict[str, Any] = {
         }
     },
     "/v1/models": {"data": [{"root": "/none", "max_model_len": 64}]},
-    "/openapi.json": {"paths": {route: {} for route in PACKAGES["vllm"].routes}},
+    "/openapi.json": {"paths": {route: {} for route in SERVER_KINDS["vllm"].routes}},
 }
 
 
@@ -83,9 +83,9 @@ def checks_of(
         dataset=Dataset(type="prompt", path="/none", max_prompt_tokens=16),
         evaluation=None,
     )
-    settings = settings_of(config)
+    settings = running_settings(config)
     assert settings is not None
-    return check(json.loads(json.dumps(settings)), elsewhere=elsewhere)
+    return check_running(json.loads(json.dumps(settings)), elsewhere=elsewhere)
 
 
 def changed(answers: Mapping[str, Any], path: str, **values: Any) -> dict[str, Any]:

