@@ -10,8 +10,7 @@ import torch
 from slurmrl.config.servers import Address
 from slurmrl.engines.rollout.process import HostFolder
 from slurmrl.engines.rollout.server import Patience, Serving
-from slurmrl.engines.rollout.server_kind import SOCKET, ServerKind
-from slurmrl.engines.rollout.servers import PlacedServer
+from slurmrl.engines.rollout.servers import SOCKET, PlacedServer, ServerKind
 from slurmrl.engines.rollout.sglang import SglangServer
 from slurmrl.engines.rollout.vllm import VllmServer
 from slurmrl.models.config import ModelConfig

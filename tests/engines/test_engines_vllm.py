@@ -26,8 +26,7 @@ from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVe
 from slurmrl.engines.rollout.dialect import Draw
 from slurmrl.engines.rollout.fitness import ServedModel
 from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.instance import InstanceLimits
-from slurmrl.engines.rollout.instances import Instances
+from slurmrl.engines.rollout.instances import InstanceLimits, Instances
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.served import ServedEngine
 from slurmrl.engines.rollout.server import KeptServer

@@ -18,7 +18,7 @@ from slurmrl.engines.rollout.base import (
 )
 from slurmrl.engines.rollout.dialect import Dialect
 from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.instance import within
+from slurmrl.engines.rollout.instances import within
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.served import ServedEngine
 from slurmrl.engines.rollout.server import KeptServer, Patience

@@ -30,8 +30,13 @@ from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVe
 from slurmrl.engines.rollout.native.stops import Decode
 from slurmrl.engines.rollout.process import HostFolder
 from slurmrl.engines.rollout.server import Running, Serving
-from slurmrl.engines.rollout.server_kind import VISIBLE, ServerKind
-from slurmrl.engines.rollout.servers import PlacedServer, RunningServers, Servers
+from slurmrl.engines.rollout.servers import (
+    VISIBLE,
+    PlacedServer,
+    RunningServers,
+    ServerKind,
+    Servers,
+)
 from slurmrl.engines.rollout.whole_weights import WholeWeights
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import Layout

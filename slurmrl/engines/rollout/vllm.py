@@ -38,7 +38,7 @@ from slurmrl.engines.rollout.fitness import (
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.engines.rollout.server import Serving
 from slurmrl.engines.rollout.server_engine import ServerEngine
-from slurmrl.engines.rollout.server_kind import ServerKind
+from slurmrl.engines.rollout.servers import ServerKind
 from slurmrl.engines.rollout.weight_checks import (
     Digest,
     Held,

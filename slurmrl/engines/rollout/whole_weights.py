@@ -13,7 +13,7 @@ from torch import Tensor
 from slurmrl.checkpoint.export import in_written_order, write_folder, write_json, write_weights
 from slurmrl.checkpoint.stored import assembled, file_tensors
 from slurmrl.checkpoint.tensors import TensorEntry
-from slurmrl.engines.rollout.server_kind import weights_config
+from slurmrl.engines.rollout.servers import weights_config
 from slurmrl.fsio.calls import REAL
 from slurmrl.layout.box import Box
 from slurmrl.layout.copy import Array

@@ -18,7 +18,7 @@ from slurmrl.engines.rollout.native.peers import Peers
 from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.engines.rollout.native.stops import Decode
-from slurmrl.engines.rollout.server_kind import VISIBLE, ServerKind
+from slurmrl.engines.rollout.servers import VISIBLE, ServerKind
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.parallel.split import WHOLE, Axis, Split

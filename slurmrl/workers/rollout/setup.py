@@ -24,7 +24,7 @@ from slurmrl.engines.initial_weights import model_config
 from slurmrl.engines.rollout.native.peers import Peers
 from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.engines.rollout.process import HostFolder
-from slurmrl.engines.rollout.server_kind import weights_config
+from slurmrl.engines.rollout.servers import weights_config
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.monitor.events import EventWriter

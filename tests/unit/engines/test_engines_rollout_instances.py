@@ -19,8 +19,7 @@ from slurmrl.engines.rollout.base import (
     RolloutEngine,
     WeightVersion,
 )
-from slurmrl.engines.rollout.instance import InstanceLimits
-from slurmrl.engines.rollout.instances import MOST_ATTEMPTS, Instances
+from slurmrl.engines.rollout.instances import MOST_ATTEMPTS, InstanceLimits, Instances
 from slurmrl.engines.rollout.prefixes import BLOCK, PrefixIndex
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.models.generate import GenerationOptions

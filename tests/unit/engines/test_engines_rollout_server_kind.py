@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.engines.rollout import server_kind
+from slurmrl.engines.rollout import servers
 from slurmrl.engines.rollout.process import ServerProgram
 from slurmrl.engines.rollout.server import Patience, Serving
-from slurmrl.engines.rollout.server_kind import ServerKind
+from slurmrl.engines.rollout.servers import ServerKind
 from slurmrl.engines.rollout.sglang import SglangServer
 from slurmrl.engines.rollout.vllm import VllmServer
 from slurmrl.models.config import ModelConfig
@@ -43,7 +43,7 @@ def test_servers_unpickle_nothing_and_listen_in_a_private_folder(
 ) -> None:
     kept: list[tuple[ServerProgram, Any, dict[str, Any]]] = []
     monkeypatch.setattr(
-        server_kind,
+        servers,
         "KeptEngine",
         lambda program, address, _, **more: kept.append((program, address, more)),
     )
