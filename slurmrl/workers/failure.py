@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from slurmrl import keys, log
 from slurmrl.backoff import retry
@@ -48,9 +51,43 @@ def describe(error: Exception, who: str) -> Failure:
     if isinstance(error, UsageError):
         return Failure(cause=Cause.EXCEPTION, reason=f"{who}: {error}", final=True)
     text = str(error) if isinstance(error, SlurmrlError) else f"{type(error).__name__}: {error}"
-    trace = "".join(traceback.format_exception(error))
-    raised = Failure(cause=Cause.EXCEPTION, reason=f"{who}: {text}", traceback=trace)
+    reason = f"{who}: {text}"
+    raised = Failure(cause=Cause.EXCEPTION, reason=reason, traceback=traceback_of(error))
     return concerning(error, raised)
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback, without the frames of slurmrl that called the user's code. The log of
+    the process has them."""
+    shown = traceback.TracebackException.from_exception(error)
+    omitted = 0
+    for one in _chain(shown):
+        frames = enumerate(one.stack)
+        first = next((number for number, frame in frames if _is_users(frame.filename)), 0)
+        del one.stack[:first]
+        omitted += first
+    note = f"({omitted} frames of slurmrl omitted; the log has them)\n" if omitted else ""
+    return note + "".join(shown.format())
+
+
+def _chain(shown: traceback.TracebackException | None) -> Iterator[traceback.TracebackException]:
+    """Yield an exception and those that `traceback` prints above it."""
+    while shown is not None:
+        yield shown
+        hidden = shown.__suppress_context__ or shown.__cause__ is not None
+        shown = shown.__cause__ if hidden else shown.__context__
+
+
+def _is_users(file: str) -> bool:
+    """Return whether a source file belongs neither to slurmrl nor to a library."""
+    path, ours = Path(file), Path(failed.__code__.co_filename).parents[1]  # not __file__ in a trial
+    known = (ours, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    installed = {"site-packages", "dist-packages"} & set(path.parts)
+    return (
+        path.is_absolute()
+        and not installed
+        and not any(path.is_relative_to(each) for each in known)
+    )
 
 
 def concerning(error: BaseException, failure: Failure) -> Failure:

@@ -27,7 +27,7 @@ from slurmrl.parallel import device
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.gpu_faults import GpuFault, find_fault
 from slurmrl.paths import RunPaths
-from slurmrl.workers.failure import concerning
+from slurmrl.workers.failure import concerning, traceback_of
 from slurmrl.workers.messages import (
     FROM_WORKER,
     TO_ROLLOUT_WORKER,
@@ -178,7 +178,7 @@ def _describe(error: BaseException, who: RankId, place: _Place) -> Failure:
         step=place.step,
         call=place.call,
         exception=exception,
-        traceback="" if user_error else traceback.format_exc()[-TRACEBACK_CHARACTERS:],
+        traceback="" if user_error else traceback_of(error)[-TRACEBACK_CHARACTERS:],
         final=user_error and not unreadable,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,54 @@ def test_other_exceptions_have_a_traceback() -> None:
     found = describe(raised(KeyError("x")), "master")
     assert (found.cause, found.reason) == ("exception", "master: KeyError: 'x'")
     assert "test_workers_failure.py" in found.traceback
+
+
+def called_by_slurmrl(code: str) -> BaseException:
+    """Run a user's function below two frames of slurmrl and return what it raises."""
+    known: dict[str, Any] = {}
+    exec(compile(code, "/home/me/rewards.py", "exec"), known)
+    ours = str(Path(failure.__file__).with_name("serve.py"))
+    source = "def outer(f): inner(f)\ndef inner(f): f()"
+    exec(compile(source, ours, "exec"), known)
+    try:
+        known["outer"](known["score"])
+    except Exception as caught:  # noqa: BLE001 - it is ours
+        frames = caught.__traceback__
+        assert frames is not None
+        return caught.with_traceback(frames.tb_next)  # without the frame of this test
+    raise AssertionError
+
+
+def test_traceback_begins_with_first_frame_of_user() -> None:
+    code = "import json\ndef score(): helper()\ndef helper(): json.loads('{')"
+    lines = failure.traceback_of(called_by_slurmrl(code)).splitlines()
+    assert lines[:4] == [
+        "(2 frames of slurmrl omitted; the log has them)",
+        "Traceback (most recent call last):",
+        '  File "/home/me/rewards.py", line 2, in score',
+        '  File "/home/me/rewards.py", line 3, in helper',
+    ]
+    assert "json/__init__.py" in lines[4]
+    assert lines[-1].startswith("json.decoder.JSONDecodeError: Expecting property name")
+
+
+def test_traceback_of_chained_exceptions_omits_slurmrl_in_each() -> None:
+    code = (
+        "def score():\n try: 1 / 0\n"
+        " except ZeroDivisionError as error: raise ValueError('no') from error"
+    )
+    text = failure.traceback_of(called_by_slurmrl(code))
+    assert text.count("rewards.py") == 2
+    assert "serve.py" not in text
+    assert "direct cause" in text
+
+
+def test_traceback_without_frame_of_user_is_whole() -> None:
+    error = called_by_slurmrl("import json\nscore = json.loads")
+    assert isinstance(error, TypeError)
+    text = failure.traceback_of(error)
+    assert "omitted" not in text
+    assert text.count("serve.py") == 2
 
 
 def test_a_mistake_of_the_users_is_final() -> None:
