@@ -36,8 +36,3 @@ class RankId:
     def __str__(self) -> str:
         """``rank 3`` of the trainers, ``rank 0 of rollout/3`` elsewhere."""
         return f"rank {self.rank}" + ("" if self.world == TRAINERS else f" of {self.world}")
-
-    @property
-    def options(self) -> list[str]:
-        """Return the command line's options that name it."""
-        return ["--world", self.world, "--rank", str(self.rank)]

@@ -12,25 +12,25 @@ import socket
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slurmrl.channel.frame import Message, decode, encode
 
 CHUNK_BYTES = 1 << 16
-FDS_PER_MESSAGE = 1
+FDS_PER_MESSAGE = 2
+"""Most descriptors of one message."""
 
 
 @dataclass
 class Outgoing:
-    """Queued bytes, and the descriptor that is sent with the first of them."""
+    """Queued bytes, and the descriptors that are sent with the first of them."""
 
     data: memoryview
-    descriptor: int | None = None
+    descriptors: list[int] = field(default_factory=list)
 
     def close(self) -> None:
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
 
 class Connection:
@@ -78,9 +78,9 @@ class Connection:
         """Send, or queue what does not fit; drop it if the peer has gone (see `closed`)."""
         self._queue(Outgoing(memoryview(encode(message))))
 
-    def send_with_fd(self, message: Message, descriptor: int) -> None:
-        """Send a message and a copy of an open descriptor, for the peer's `take_fd`."""
-        self._queue(Outgoing(memoryview(encode(message)), os.dup(descriptor)))
+    def send_with_fds(self, message: Message, *descriptors: int) -> None:
+        """Send a message and copies of open descriptors, for the peer's `take_fd`."""
+        self._queue(Outgoing(memoryview(encode(message)), [*map(os.dup, descriptors)]))
 
     def flush(self) -> bool:
         """Send queued data as far as it fits; return whether the queue is empty."""
@@ -111,9 +111,9 @@ class Connection:
         return True
 
     def _send_some(self, first: Outgoing) -> int:
-        if first.descriptor is None:
+        if not first.descriptors:
             return self._socket.send(first.data)
-        return socket.send_fds(self._socket, [first.data], [first.descriptor])
+        return socket.send_fds(self._socket, [first.data], first.descriptors)
 
     def _drop_outbox(self) -> None:
         while self._outbox:

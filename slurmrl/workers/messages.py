@@ -290,30 +290,39 @@ class Pulse:
     doing: RankProgress | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fork:
-    """Fork a worker; its pipe comes with this."""
+    """Fork the worker of a rank. The message carries its pipe and the file for its stacks."""
+
+    rank: Annotated[int, COUNT]
+    environment: Mapping[str, str]
+    """Variables that differ from rank to rank."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Kill:
-    """Kill the worker."""
+    """Kill the worker of a rank."""
+
+    rank: Annotated[int, COUNT]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WriteStacks:
-    """Have the worker write its stacks."""
+    """Have the worker of a rank write its stacks."""
+
+    rank: Annotated[int, COUNT]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerEnded:
+    rank: Annotated[int, COUNT]
     code: int
     """Exit code, negative for a signal."""
 
 
 @dataclass(frozen=True)
 class ImportFailed:
-    """The fork server cannot import what its workers need, and ends."""
+    """The fork server cannot import what its workers need, and exits."""
 
     reason: str
 

@@ -63,7 +63,7 @@ def test_what_dies_in_a_container_comes_back(
     run = site.paths("sft/1").run
     (agent,) = processes(run)["agent"]
     workers = processes(run)["worker"]
-    assert len({space(pid) for pid in (agent, *workers)}) == 3
+    assert len({space(pid) for pid in (agent, *workers)}) == 2
     inside = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in workers]
     assert all(f"PYTHONPATH={run}/code".encode() in environ for environ in inside)
     assert all((b"MY_TOKEN=handed-on" in environ) == token for environ in inside)

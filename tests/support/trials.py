@@ -165,7 +165,7 @@ def is_timing(name: str) -> bool:
 def processes(run: Path) -> dict[str, list[int]]:
     """Pids of a run's processes by role, if their command line names this run.
 
-    Workers are forked from fork servers; only their names (``ps -o comm``) distinguish them.
+    Workers are forked from a fork server; only their names (``ps -o comm``) distinguish them.
     """
     found: dict[str, list[int]] = {role: [] for role in (*ROLES, "fork_server")}
     for entry in Path("/proc").iterdir():

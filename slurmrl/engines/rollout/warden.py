@@ -14,13 +14,13 @@ temporary files, for whoever removes that folder if the warden is killed first.
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -69,34 +69,42 @@ def main(command: list[str]) -> int:
     note_shared(listed, held)
     server.kill()
     code = server.wait()
-    end_children()
+    leftovers = Leftovers()
+    while leftovers.kill():
+        time.sleep(POLL_S)
     remove_shared(listed)
     if not ended:
         return 0
     return code if code >= 0 else 128 - code
 
 
-def end_children(within_s: float = math.inf) -> None:
-    """Kill all children of this process, and what they leave behind, which becomes a child of this
+class Leftovers:
+    """Kills the children of this process, and what they leave behind, which becomes a child of this
     process in turn.
 
     Python's resource trackers free the shared memory of the processes that they belong to, once
     these have ended. Nothing else frees what a killed process has made, so trackers get TRACKER_S
     more to end by themselves.
     """
-    now = time.monotonic()
-    deadline, trackers_end = now + within_s, now + TRACKER_S
-    while (children := child_pids()) and (now := time.monotonic()) < deadline:
+
+    def __init__(self) -> None:
+        self._trackers_end = time.monotonic() + TRACKER_S
+
+    def kill(self, spared: Collection[int] = ()) -> bool:
+        """Kill all children except those in ``spared``. Return whether any have not ended yet: call
+        it again soon."""
+        children = [pid for pid in child_pids() if pid not in spared]
         others = [pid for pid in children if not is_resource_tracker(pid)]
+        now = time.monotonic()
         if others:
-            trackers_end = now + TRACKER_S
-        for pid in children if now >= trackers_end else others:
+            self._trackers_end = now + TRACKER_S
+        for pid in children if now >= self._trackers_end else others:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for pid in children:
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        time.sleep(POLL_S)
+        return bool(children)
 
 
 def child_pids() -> list[int]:

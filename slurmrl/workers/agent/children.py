@@ -1,4 +1,4 @@
-"""The processes of one host: its workers, their fork servers, and the master on the first host."""
+"""The processes of one host: its workers, their fork server, and the master on the first host."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import IO
+from typing import IO, TypeAlias
 
 from slurmrl import log
 from slurmrl.channel.follower import Follower
@@ -21,22 +21,95 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import GroupPlan
 from slurmrl.workers import process, pulse, stacks
 from slurmrl.workers.agent import container, environment
-from slurmrl.workers.agent.slot import Ended, Slot, ToWorker
-from slurmrl.workers.messages import FROM_WORKER, Answer, Pulse
+from slurmrl.workers.messages import (
+    FROM_FORK_SERVER,
+    FROM_WORKER,
+    TO_FORK_SERVER,
+    TO_ROLLOUT_WORKER,
+    TO_WORKER,
+    Answer,
+    Fork,
+    ImportFailed,
+    Kill,
+    Order,
+    Pulse,
+    Retire,
+    Serve,
+    Start,
+    StartRollout,
+    WorkerEnded,
+    WriteStacks,
+)
 from slurmrl.worlds import RankId
 
 logger = log.get(__name__)
 
+ToWorker: TypeAlias = Start | Order | StartRollout | Serve | Retire
+"""The last three are for the workers of rollout tasks."""
 END_TIMEOUT_S = 5.0
-"""How long a fork server may take to kill its worker before it is killed itself."""
+"""How long the fork server may take to kill its workers before it is killed itself."""
 RELEASE_S = 90.0
 """How long a killed worker with a GPU may take to end: the driver unpins its host memory, which for
 40 GiB took a minute, and frees its GPU memory."""
 REPORT_S = 1.0
-"""How long a fork server may take to report an exit."""
+"""How long the fork server may take to report exits."""
 MISSED_PULSES = 3
 """A rank that missed this many is reported as silent; it is killed only after `silence_s`."""
 MASTER = "the master"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended."""
+
+    name: str
+    code: int
+    """Exit code, negative for a signal."""
+    rank: int | None
+    """None for the master."""
+    why: str = ""
+    """The reason, if the process reported one."""
+
+    def __str__(self) -> str:
+        ending = process.ending(self.name, self.code)
+        return f"{ending}: {self.why}" if self.why else ending
+
+
+class Slot:
+    """A rank of this host, with its worker."""
+
+    def __init__(self, rank: RankId, host: str) -> None:
+        self.rank = rank.rank
+        self.name = f"{rank} on {host}"
+        self.stacks_fd = stacks.new_file()
+        """Where its workers write their stacks on request (see `workers.stacks`)."""
+        self.pipe: Connection | None = None
+        """To the worker."""
+        self.running = False
+        """Whether a worker was requested and has not ended."""
+
+    def fork(self, fork_server: Connection, devices: str) -> None:
+        """Request a worker."""
+        assert not self.running
+        self.pipe, theirs = Connection.pair()
+        request = Fork(rank=self.rank, environment=environment.of_rank(devices))
+        values = TO_FORK_SERVER.to_json(request)
+        fork_server.send_with_fds(values, theirs.fileno(), self.stacks_fd)
+        theirs.close()
+        self.running = True
+
+    def send(self, message: ToWorker) -> None:
+        """Send a message to the worker."""
+        assert self.pipe is not None
+        if isinstance(message, StartRollout | Serve | Retire):
+            self.pipe.send(TO_ROLLOUT_WORKER.to_json(message))
+        else:
+            self.pipe.send(TO_WORKER.to_json(message))
+
+    def end(self, name: str, code: int, why: str = "") -> list[Ended]:
+        """Return the end of the worker, once."""
+        was_running, self.running = self.running, False
+        return [Ended(name, code, self.rank, why)] if was_running else []
 
 
 @dataclass
@@ -66,6 +139,11 @@ class Children:
         self.group = group
         self.identity = identity
         self.slots: list[Slot] = []
+        self.fork_server: process.Child | None = None
+        self._line: Connection | None = None
+        """To the fork server."""
+        self._import_error = ""
+        """What the fork server could not import."""
         self.master: process.Child | None = None
         self._master_pipe: Connection | None = None
         self._cluster = cluster
@@ -93,48 +171,38 @@ class Children:
     # -- starting ----------------------------------------------------------------------------
 
     def start_workers(self, devices: list[str], output: IO[bytes]) -> None:
-        """Fork one worker per entry of ``devices``. Its fork server sees only these devices, from
-        before Python starts. Fork servers outlive their workers; missing ones are started.
+        """Fork one worker per entry of ``devices``: what it sees of this host's GPUs. The fork
+        server outlives its workers; it is started if there is none.
 
         Raises EnvironmentFailure if the command cannot be executed.
         """
         if not self.slots:
             self.slots = [
-                Slot(
-                    RankId(self.world, rank),
-                    self.identity.host,
-                    partial(self._start_fork_server, rank, visible),
-                )
-                for rank, visible in enumerate(devices, start=self.first_rank)
+                Slot(RankId(self.world, rank), self.identity.host)
+                for rank in range(self.first_rank, self.first_rank + len(devices))
             ]
-        for slot in self.slots:
-            if slot.fork_server is None:
-                slot.start_fork_server(output)
-                self._listen_to_fork_server(slot)
-        for slot in self.slots:
-            slot.fork()
+        line = self._line or self._start_fork_server(devices, output)
+        for slot, visible in zip(self.slots, devices, strict=True):
+            slot.fork(line, visible)
             assert slot.pipe is not None
             self._listen(slot.pipe.fileno(), partial(self._hear_worker, slot, slot.pipe))
 
-    def _listen_to_fork_server(self, slot: Slot) -> None:
-        assert slot.fork_server is not None
-        assert slot.line is not None
-        self._listen(slot.fork_server.pidfd, partial(self._fork_server_ended, slot))
-        self._listen(slot.line.fileno(), partial(self._hear_fork_server, slot))
-
-    def _start_fork_server(
-        self, rank: int, visible: str, name: str, output: IO[bytes]
-    ) -> tuple[process.Child, Connection]:
+    def _start_fork_server(self, devices: list[str], output: IO[bytes]) -> Connection:
         cluster = self._cluster
-        given = environment.of_fork_server(self.group, visible, os.environ, self._defaults)
-        return process.spawn_with_pipe(
-            name,
+        given = environment.of_fork_server(self.group, devices, os.environ, self._defaults)
+        self._import_error = ""
+        self.fork_server, line = process.spawn_with_pipe(
+            f"the fork server on {self.identity.host}",
             "slurmrl.workers.worker",
-            [*self._run_option(), *RankId(self.world, rank).options, *self._pulse_option()],
+            [*self._run_option(), "--world", self.world, *self._pulse_option()],
             output=output,
             environment=given,
             interpreter=container.interpreter(cluster.slurm, given, cluster.env),
         )
+        self._line = line
+        self._listen(self.fork_server.pidfd, self._fork_server_ended)
+        self._listen(line.fileno(), self._hear_fork_server)
+        return line
 
     def start_master(self, submission: int, output: IO[bytes]) -> None:
         arguments = [*self._run_option(), "--submission", str(submission)]
@@ -173,8 +241,9 @@ class Children:
     def turn(self, timeout_s: float) -> News:
         """Wait at most ``timeout_s`` until a child sends a message or ends. The last messages of a
         child are returned no later than its end."""
-        for slot in self.slots:
-            slot.flush()  # what did not fit into the buffer of a busy worker
+        for pipe in (self._line, *(slot.pipe for slot in self.slots)):
+            if pipe is not None:
+                pipe.flush()  # what did not fit into the buffer of a busy process
         self._news = News()
         for key, _ in self._selector.select(timeout_s):
             handler: Callable[[], None] = key.data
@@ -189,7 +258,7 @@ class Children:
         return self._watch.silent()
 
     def name(self, rank: int | None) -> str:
-        return MASTER if rank is None else self.slots[rank - self.first_rank].name
+        return MASTER if rank is None else self._slot(rank).name
 
     @property
     def master_runs(self) -> bool:
@@ -217,17 +286,33 @@ class Children:
         elif message.doing is not None:
             self._doing[slot.rank] = message.doing, time.monotonic()
 
-    def _hear_fork_server(self, slot: Slot) -> None:
-        if slot.line is not None:
-            self._end(slot, slot.hear_fork_server())
-            if slot.line.closed:
-                self._unlisten(slot.line.fileno())
+    def _hear_fork_server(self) -> None:
+        line = self._line
+        assert line is not None
+        for values in line.receive_available():
+            message = FROM_FORK_SERVER.from_json(values)
+            if isinstance(message, ImportFailed):
+                self._import_error = message.reason
+            else:
+                self._worker_ended(message)
+        if line.closed:
+            self._unlisten(line.fileno())
 
-    def _fork_server_ended(self, slot: Slot) -> None:
-        self._end(slot, slot.fork_server_ended())
-        self._drop_fork_servers([slot])
+    def _worker_ended(self, message: WorkerEnded) -> None:
+        slot = self._slot(message.rank)
+        self._end(slot, slot.end(slot.name, message.code))
+
+    def _fork_server_ended(self) -> None:
+        """Its workers have ended with it."""
+        assert self.fork_server is not None
+        code = self.fork_server.process.wait()
+        self._hear_fork_server()  # messages from before its end
+        for slot in self.slots:
+            self._end(slot, slot.end(self.fork_server.name, code, self._import_error))
+        self._drop_fork_server()
 
     def _end(self, slot: Slot, ended: list[Ended]) -> None:
+        """Take the last messages of a worker, and then its end."""
         if ended:
             if slot.pipe is not None:
                 self._hear_worker(slot, slot.pipe)
@@ -270,11 +355,11 @@ class Children:
         """Have a process write its stacks to `stacks_fd`."""
         if rank is None:
             signal.pidfd_send_signal(self._child(None).pidfd, stacks.SIGNAL)
-        else:
-            self.slots[rank - self.first_rank].ask_stacks()
+        elif self._line is not None and self._slot(rank).running:
+            self._line.send(TO_FORK_SERVER.to_json(WriteStacks(rank=rank)))
 
     def stacks_fd(self, rank: int | None) -> int:
-        descriptor = self._child(rank).stacks_fd
+        descriptor = self._child(None).stacks_fd if rank is None else self._slot(rank).stacks_fd
         assert descriptor is not None
         return descriptor
 
@@ -284,19 +369,23 @@ class Children:
         return pid if rank is None else process.find_descendant(pid, f"rank {rank}")
 
     def _child(self, rank: int | None) -> process.Child:
-        """Return the master, or a rank's fork server."""
-        child = self.master if rank is None else self.slots[rank - self.first_rank].fork_server
+        """Return the master, or the fork server of a rank."""
+        child = self.master if rank is None else self.fork_server
         assert child is not None
         return child
+
+    def _slot(self, rank: int) -> Slot:
+        return self.slots[rank - self.first_rank]
 
     # -- ending ------------------------------------------------------------------------------
 
     def end(self, *, grace_s: float = 0.0, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Kill all workers at once, and the master if it still runs after ``grace_s``. Fork servers
-        stay; one that does not answer is killed together with its worker. ``meanwhile`` is called
-        while workers free their GPUs."""
+        """Kill all workers at once, and the master if it still runs after ``grace_s``. The fork
+        server stays, unless it does not answer: then it is killed together with its workers.
+        ``meanwhile`` is called while workers free their GPUs."""
         for slot in self.slots:
-            slot.kill()
+            if slot.running and self._line is not None:
+                self._line.send(TO_FORK_SERVER.to_json(Kill(rank=slot.rank)))
         began = time.monotonic()
         while not self.all_ended() and (passed_s := time.monotonic() - began) < END_TIMEOUT_S:
             if self.master is not None and passed_s >= grace_s:
@@ -306,11 +395,12 @@ class Children:
             self._await_exits(meanwhile)
         for slot in self.slots:
             self._drop_worker(slot)
-        self._drop_fork_servers([slot for slot in self.slots if slot.running])
+        if any(slot.running for slot in self.slots):
+            self._drop_fork_server()
         self._drop_master()
 
     def _await_exits(self, meanwhile: Callable[[], None]) -> None:
-        """Wait until workers that were killed have freed their GPUs, even if their fork servers do
+        """Wait until workers that were killed have freed their GPUs, even if the fork server does
         not answer."""
         exits = [
             exit_fd
@@ -336,28 +426,32 @@ class Children:
             self.turn(0.05)
 
     def close(self) -> None:
-        """End everything, each worker before its fork server: the worker must have released its
-        device when this process ends."""
+        """End everything, the workers before the fork server: they must have released their devices
+        when this process ends."""
         self.end()
-        self._drop_fork_servers(self.slots)
+        self._drop_fork_server()
+        while self.slots:
+            os.close(self.slots.pop().stacks_fd)
         self._selector.close()
 
     def _drop_worker(self, slot: Slot) -> None:
         if slot.pipe is not None:
             self._unlisten(slot.pipe.fileno())
+            slot.pipe.close()
+            slot.pipe = None
         self._forget(slot.rank)
-        slot.drop_worker()
 
-    def _drop_fork_servers(self, slots: Sequence[Slot]) -> None:
-        children = []
-        for slot in slots:
+    def _drop_fork_server(self) -> None:
+        """Kill the fork server if it still runs, and with it all workers."""
+        for slot in self.slots:
             self._drop_worker(slot)
-            if slot.line is not None:
-                self._unlisten(slot.line.fileno())
-            if (fork_server := slot.drop_fork_server()) is not None:
-                self._unlisten(fork_server.pidfd)
-                children.append(fork_server)
-        process.close_all(children)
+            slot.running = False
+        if self.fork_server is not None and self._line is not None:
+            self._unlisten(self.fork_server.pidfd)
+            self._unlisten(self._line.fileno())
+            self._line.close()
+            self.fork_server.close()
+        self.fork_server = self._line = None
 
     def _drop_master(self) -> None:
         self._watch.forget(None)

@@ -1,4 +1,4 @@
-"""The command that runs a worker's Python, inside a container if one is configured.
+"""The command that runs the Python of a fork server, inside a container if one is configured.
 
 The agent stays outside of the container, where it has Slurm and the shared directory.
 """
@@ -17,7 +17,7 @@ HANDED_ON = (
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", NO_BYTECODE),
 )
 PREFIXES = (*OF_FABRIC, "PYTORCH_", "SLURMRL_")
-"""Variables that a worker needs besides those of ``cluster.env``. Some containers (enroot,
+"""Variables that workers need besides those of ``cluster.env``. Some containers (enroot,
 Apptainer with --cleanenv) do not inherit the environment, so these go on the command line, which
 every user of the host can read: never add anything secret."""
 
@@ -25,7 +25,7 @@ every user of the host can read: never add anything secret."""
 def interpreter(
     slurm: Slurm, environ: Mapping[str, str], chosen: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return a worker's command up to and including Python. ``environ`` is the worker's, ``chosen``
+    """Return the command up to and including Python. ``environ`` is the fork server's, ``chosen``
     are the names in ``cluster.env``."""
     if slurm.container is None:
         return (sys.executable,)

@@ -1,11 +1,11 @@
-"""The environment of fork servers, which their workers inherit. Pure functions.
+"""The environment of a host's fork server, which its workers inherit. Pure functions.
 
 Variables of the submitter, of ``cluster.env`` and of set-up lines override the defaults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from slurmrl.plan.model import GroupPlan, Plan
@@ -46,15 +46,21 @@ def defaults(plan: Plan, compute_capability: float | None) -> dict[str, str]:
 
 
 def of_fork_server(
-    group: GroupPlan, visible: str, environ: Mapping[str, str], more: Mapping[str, str]
+    group: GroupPlan, devices: Sequence[str], environ: Mapping[str, str], more: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of a rank's fork server. ``environ`` is the agent's, ``visible`` the
-    rank's devices, ``more`` are `defaults`."""
+    """Return the environment of a fork server, which sees the ``devices`` of all its ranks; each
+    worker sees its own (see `of_rank`). ``environ`` is the agent's, ``more`` are `defaults`."""
+    visible = ",".join(filter(None, devices))
     ours = {**FLIGHT_RECORDER, **(ALLOCATOR if visible else {}), **more}
     return {
         **{name: ours[name] for name in ours if OLDER_NAMES.get(name, name) not in environ},
         **environ,
         **SINGLE_THREADED,
         "OMP_NUM_THREADS": str(group.threads_per_worker),
-        "CUDA_VISIBLE_DEVICES": visible,
+        **of_rank(visible),
     }
+
+
+def of_rank(visible: str) -> dict[str, str]:
+    """Return the variables of a rank, which are set before its worker touches a GPU."""
+    return {"CUDA_VISIBLE_DEVICES": visible}

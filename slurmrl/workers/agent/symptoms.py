@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from slurmrl.monitor.reports import Cause, Failure
 from slurmrl.parallel.gpu_faults import GpuFault, find_in
-from slurmrl.workers.agent.children import Children, News
+from slurmrl.workers.agent.children import Children, Ended, News
 from slurmrl.workers.agent.memory import OomKills
-from slurmrl.workers.agent.slot import Ended
 from slurmrl.workers.failure import failed
 
 ECHO_GRACE_S = 2.0

@@ -1,6 +1,6 @@
-"""``python -m slurmrl.workers.worker --run RUN --world W --rank R --pipe-fd FD --pulse-s S``
+"""``python -m slurmrl.workers.worker --run RUN --world W --pipe-fd FD --pulse-s S --stacks-fd FD``
 
-Entry point of a rank's fork server; a forked child continues here as the worker.
+Entry point of a host's fork server; a forked child continues here as the worker of a rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="slurmrl.workers.worker")
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--world", required=True, help="see slurmrl.worlds")
-    parser.add_argument("--rank", type=int, required=True)
     parser.add_argument(PIPE_FD_OPTION, type=int, required=True)
     parser.add_argument(PULSE_OPTION, type=float, required=True, help="seconds between pulses")
     parser.add_argument(stacks.OPTION, type=int, required=True)
@@ -38,11 +37,12 @@ def main() -> int:
     stacks.answer(options.stacks_fd)
     umask.make_private()
     output.forgive()
-    who = RankId(options.world, options.rank)
-    log.configure(str(who))
+    log.configure(f"fork server of {options.world}")
     agent = Connection.from_fd(options.pipe_fd)
     gc.disable()  # a tenth of the time of the imports
     try:
+        import numpy.random
+
         from slurmrl.workers.worker import fork_server
         from slurmrl.workers.worker.collectives import Collectives
         from slurmrl.workers.worker.serve import serve
@@ -51,10 +51,13 @@ def main() -> int:
     except ImportError as error:
         agent.send(FROM_FORK_SERVER.to_json(ImportFailed(_explained(error))))
         raise
-    pipe = fork_server.serve(agent, options.rank)
-    if pipe is None:
+    forked = fork_server.serve(agent, options.stacks_fd)
+    if forked is None:
         return 0
+    who = RankId(options.world, forked.rank)
+    log.configure(str(who))
     allow_tracing()
+    numpy.random.seed()  # as in a fresh process; Python does this for its own generator
     activity = Activity()
     build.building.set(partial(activity.aside, COMPILING))
     collectives = Collectives()
@@ -68,7 +71,7 @@ def main() -> int:
             collective = PendingCollective(name=what, ranks=(sender,), since_s=age_s)
         progress = RankProgress(
             world=options.world,
-            rank=options.rank,
+            rank=who.rank,
             call=doing.call,
             step=doing.step,
             phase=doing.phase,
@@ -83,8 +86,8 @@ def main() -> int:
         stacks.finish(options.stacks_fd, collectives.recorded())
 
     errand = pulse.Errand(stacks.wakeup(), tell_more)
-    pulse.start(pipe, options.pulse_s, describe, errand)
-    return serve(options.run, who, pipe, activity)
+    pulse.start(forked.pipe, options.pulse_s, describe, errand)
+    return serve(options.run, who, forked.pipe, activity)
 
 
 def _explained(error: ImportError) -> str:

@@ -1,9 +1,9 @@
-"""The fork server of a rank: a process with all imports done, from which its workers are forked.
+"""The fork server of a host: a process with all imports done, from which the workers are forked.
 
-The agent starts one fork server per rank, with the rank's devices in its environment. For each
-incarnation it sends ``fork`` with the worker's end of a new pipe. The fork server reports the end
-of the worker as ``ended``. It uses no GPU and starts no thread, so a forked worker computes the
-same as a freshly started one.
+The agent starts one fork server. For each incarnation it sends one ``fork`` per rank, with the
+worker's end of a new pipe, the file for its stacks and the rank's devices. The fork server reports
+the end of each worker as ``ended``. It uses no GPU and starts no thread, so a forked worker
+computes the same as a freshly started one.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import gc
 import os
 import select
 import signal
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 from slurmrl import log
 from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.channel.pipe import Connection
 from slurmrl.engines import ENGINES
 from slurmrl.engines.rollout.process import remove_unused
-from slurmrl.engines.rollout.warden import end_children
+from slurmrl.engines.rollout.warden import Leftovers
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.registry import resolve
@@ -39,6 +41,8 @@ logger = log.get(__name__)
 OWN_PACKAGE = "slurmrl."
 LEFTOVERS_S = 2.0
 """How long processes that a worker left behind may take to end after they were killed."""
+POLL_S = 0.01
+"""Interval of polls for the end of such processes."""
 
 
 def preload(run: Path, group: str) -> None:
@@ -66,64 +70,116 @@ def preload(run: Path, group: str) -> None:
     gc.enable()
 
 
-def serve(agent: Connection, rank: int) -> Connection | None:
-    """Fork workers on request. Return in each worker with its pipe, and in the fork server with
-    None once the agent is gone. A running worker dies with the fork server."""
-    process.name_process(f"fork server {rank}")
+class Forked(NamedTuple):
+    """What a new worker knows."""
+
+    rank: int
+    pipe: Connection
+
+
+def serve(agent: Connection, stacks_fd: int) -> Forked | None:
+    """Fork workers on request. Return in each worker, and in the fork server with None once the
+    agent is gone. Running workers die with the fork server.
+
+    ``stacks_fd``: where this process writes its stacks (see `stacks.answer`); in a worker it
+    becomes the rank's own file.
+    """
+    process.name_process("fork server")
     process.adopt_orphans()
-    worker: int | None = None
-    while not agent.closed:
-        _wait(agent, worker)
-        if worker is not None and (code := _ended(worker)) is not None:
-            # they may hold the GPU, and no other process knows them
-            end_children(LEFTOVERS_S)
+    return _ForkServer(agent, stacks_fd).serve()
+
+
+class _Worker(NamedTuple):
+    pid: int
+    pidfd: int
+
+
+class _ForkServer:
+    """The loop of a fork server.
+
+    Each worker adopts the orphans of its descendants. A child of this process that is no worker was
+    therefore left behind by a worker that has ended. It may hold a GPU, and no other process knows
+    it.
+    """
+
+    def __init__(self, agent: Connection, stacks_fd: int) -> None:
+        self._agent = agent
+        self._stacks_fd = stacks_fd
+        self._workers: dict[int, _Worker] = {}
+        """By rank."""
+        self._ended: list[tuple[WorkerEnded, float]] = []
+        """Ends to report once the leftovers have ended, at the latest at this time."""
+        self._leftovers = Leftovers()
+
+    def serve(self) -> Forked | None:
+        while not self._agent.closed:
+            self._wait()
+            self._reap()
+            self._report_ends()
+            for values in self._agent.receive_available():
+                request = TO_FORK_SERVER.from_json(values)
+                if isinstance(request, Fork):
+                    if (forked := self._fork(request)) is not None:
+                        return forked
+                elif worker := self._workers.get(request.rank):
+                    self._signal(worker, request)
+        return None
+
+    def _wait(self) -> None:
+        """Wait until the agent sends a message, a worker has ended or a check is due."""
+        poller = select.poll()
+        poller.register(self._agent, select.POLLIN)
+        for worker in self._workers.values():
+            poller.register(worker.pidfd, select.POLLIN)
+        poller.poll(1000 * POLL_S if self._ended else None)
+
+    def _reap(self) -> None:
+        """Collect the exit codes of the workers that have ended; negative for a signal."""
+        for rank, worker in list(self._workers.items()):
+            pid, status = os.waitpid(worker.pid, os.WNOHANG)
+            if pid:
+                os.close(self._workers.pop(rank).pidfd)
+                ended = WorkerEnded(rank=rank, code=os.waitstatus_to_exitcode(status))
+                self._ended.append((ended, time.monotonic() + LEFTOVERS_S))
+                self._leftovers = Leftovers()
+
+    def _report_ends(self) -> None:
+        """Kill what ended workers have left behind, then report their ends."""
+        if not self._ended:
+            return
+        left = self._leftovers.kill(spared=[worker.pid for worker in self._workers.values()])
+        now = time.monotonic()
+        due = [(ended, latest) for ended, latest in self._ended if not left or latest <= now]
+        if due:
             remove_unused()
-            worker = None
-            agent.send(FROM_FORK_SERVER.to_json(WorkerEnded(code)))
-        for values in agent.receive_available():
-            request = TO_FORK_SERVER.from_json(values)
-            if isinstance(request, Kill) and worker is not None:
-                os.kill(worker, signal.SIGKILL)
-            elif isinstance(request, WriteStacks) and worker is not None:
-                os.kill(worker, stacks.SIGNAL)
-            elif isinstance(request, Fork):
-                descriptor = agent.take_fd()
-                assert descriptor is not None
-                assert worker is None, "one worker at a time"
-                worker = _fork(rank)
-                if worker == 0:
-                    agent.close()
-                    return Connection.from_fd(descriptor)
-                os.close(descriptor)
-    return None
+        for ended, latest in due:
+            self._ended.remove((ended, latest))
+            self._agent.send(FROM_FORK_SERVER.to_json(ended))
 
+    def _signal(self, worker: _Worker, request: Kill | WriteStacks) -> None:
+        os.kill(worker.pid, signal.SIGKILL if isinstance(request, Kill) else stacks.SIGNAL)
 
-def _fork(rank: int) -> int:
-    """Fork a worker. Return its pid, or 0 in the worker."""
-    log.flush()
-    fork_server = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        process.die_with(fork_server)
-        process.name_process(f"rank {rank}")
-    return pid
-
-
-def _wait(agent: Connection, worker: int | None) -> None:
-    """Wait until the agent sends a message or the worker has ended."""
-    poller = select.poll()
-    poller.register(agent, select.POLLIN)
-    pidfd = os.pidfd_open(worker) if worker is not None else None
-    try:
-        if pidfd is not None:
-            poller.register(pidfd, select.POLLIN)
-        poller.poll()
-    finally:
-        if pidfd is not None:
-            os.close(pidfd)
-
-
-def _ended(worker: int) -> int | None:
-    """Return the exit code, negative for a signal, or None while it runs."""
-    pid, status = os.waitpid(worker, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if pid else None
+    def _fork(self, request: Fork) -> Forked | None:
+        """Fork a worker. Return in the worker what it knows, and None in this process."""
+        pipe, stacks_fd = self._agent.take_fd(), self._agent.take_fd()
+        assert pipe is not None
+        assert stacks_fd is not None
+        assert request.rank not in self._workers, "one worker of a rank at a time"
+        log.flush()
+        fork_server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            process.die_with(fork_server)
+            process.name_process(f"rank {request.rank}")
+            process.adopt_orphans()
+            os.dup2(stacks_fd, self._stacks_fd, inheritable=False)
+            os.close(stacks_fd)
+            for worker in self._workers.values():
+                os.close(worker.pidfd)
+            self._agent.close()
+            os.environ.update(request.environment)
+            return Forked(request.rank, Connection.from_fd(pipe))
+        os.close(pipe)
+        os.close(stacks_fd)
+        self._workers[request.rank] = _Worker(pid, os.pidfd_open(pid))
+        return None

@@ -125,7 +125,7 @@ def test_descriptors_are_passed_in_order(pair: Pair) -> None:
     pipes = [os.pipe() for _ in range(2)]
     ours.send({"n": 0})
     for number, (read_end, write_end) in enumerate(pipes):
-        ours.send_with_fd({"n": number + 1}, write_end)
+        ours.send_with_fds({"n": number + 1}, write_end)
         os.close(write_end)
         ours.send({"between": number, "read_end": read_end})
     assert [message.get("n") for message in theirs.receive_available()] == [0, 1, None, 2, None]
@@ -145,7 +145,7 @@ def test_a_descriptor_waits_its_turn_behind_queued_messages(pair: Pair) -> None:
     ours, theirs = pair
     read_end, write_end = os.pipe()
     ours.send({"long": "x" * 2_000_000})
-    ours.send_with_fd({"with": "fd"}, write_end)
+    ours.send_with_fds({"with": "fd"}, write_end)
     os.close(write_end)
     received = []
     while len(received) < 2:
@@ -161,7 +161,7 @@ def test_a_descriptor_waits_its_turn_behind_queued_messages(pair: Pair) -> None:
 def test_descriptors_that_were_not_taken_are_closed(pair: Pair) -> None:
     ours, theirs = pair
     read_end, write_end = os.pipe()
-    ours.send_with_fd({}, write_end)
+    ours.send_with_fds({}, write_end)
     os.close(write_end)
     theirs.receive_available()
     theirs.close()

@@ -168,8 +168,8 @@ def test_shared_memory_of_server_is_removed_and_no_other(tmp_path: Path, killed:
 
 
 def test_a_killed_warden_takes_the_server_with_it(tmp_path: Path) -> None:
-    """The kernel ends the server, and closing what runs in its session. (A daemon would be ended by
-    the fork server of the rank, which adopts it.)"""
+    """The kernel ends the server, and closing what runs in its session. (The fork server kills
+    a daemon after the worker, which adopts it.)"""
     process = start(tmp_path)
     pids = family(tmp_path)
     warden = int(Path(f"/proc/{pids['server']}/stat").read_text().rpartition(")")[2].split()[1])

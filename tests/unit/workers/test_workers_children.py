@@ -20,8 +20,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import process
 from slurmrl.workers.agent import children as children_module
-from slurmrl.workers.agent.children import Children, News
-from slurmrl.workers.agent.slot import Ended
+from slurmrl.workers.agent.children import Children, Ended, News
 from slurmrl.workers.messages import Done, RunCall, Save
 from tests.support.trials import wait_until
 
@@ -32,10 +31,11 @@ from slurmrl.channel.pipe import Connection
 from slurmrl.workers.worker import fork_server
 def option(name):
     return sys.argv[sys.argv.index(name) + 1]
-rank = int(option("--rank"))
-pipe = fork_server.serve(Connection.from_fd(int(option("--pipe-fd"))), rank)
-if pipe is None:
+line = Connection.from_fd(int(option("--pipe-fd")))
+forked = fork_server.serve(line, int(option("--stacks-fd")))
+if forked is None:
     sys.exit(0)
+rank, pipe = forked
 def say(**text):
     pipe.send({"type": "done", "rank": rank, "seq": 0, "seconds": 0, "texts": [text]})
 say(pid=os.getpid(), fork_server=os.getppid(), pulse=option("--pulse-s"),
@@ -142,7 +142,8 @@ def test_workers_know_rank_devices_and_threads(ear: Ear) -> None:
         assert (said["devices"], said["threads"], said["pulse"]) == (devices, "1", "1.0")
         assert said["comm"] == f"rank {rank}\n"
         comm = Path(f"/proc/{said['fork_server']}/comm").read_text()
-        assert comm == f"fork server {rank}\n"
+        assert comm == "fork server\n"
+    assert ear.of(2)["fork_server"] == ear.of(3)["fork_server"]
 
 
 def test_large_messages_go_out_piece_by_piece(ear: Ear) -> None:
@@ -199,7 +200,7 @@ def test_last_words_come_before_the_end(ear: Ear) -> None:
     assert [said["echo"] for _, said in ear.said] == ["last"]
 
 
-def test_the_next_workers_come_from_the_same_fork_servers(ear: Ear, tmp_path: Path) -> None:
+def test_next_workers_are_forked_from_same_fork_server(ear: Ear, tmp_path: Path) -> None:
     before = {rank: ear.of(rank) for rank in (2, 3)}
     ear.children.end()
     assert all(gone(before[rank]["pid"]) for rank in (2, 3))
@@ -213,53 +214,52 @@ def test_the_next_workers_come_from_the_same_fork_servers(ear: Ear, tmp_path: Pa
     assert ear.ended == [], "those that were ended by us are not told"
 
 
-def test_death_of_a_fork_server_is_that_of_its_worker(ear: Ear, tmp_path: Path) -> None:
+def test_workers_end_with_killed_fork_server(ear: Ear, tmp_path: Path) -> None:
     said = ear.of(2)
     os.kill(said["fork_server"], signal.SIGKILL)
     ear.until(lambda: bool(ear.ended))
-    assert [str(one) for one in ear.ended] == [
-        "the fork server of rank 2 on n1 was ended by SIGKILL"
-    ]
-    wait_until("its worker to die", lambda: gone(said["pid"]), 60)
+    assert [str(one) for one in ear.ended] == ["the fork server on n1 was ended by SIGKILL"] * 2
+    assert [one.rank for one in ear.ended] == [2, 3]
+    wait_until("its workers to die", lambda: all(gone(ear.of(rank)["pid"]) for rank in (2, 3)), 60)
     ear.children.end()
     ear.fork(tmp_path)
     assert ear.of(2)["fork_server"] != said["fork_server"]
 
 
-def test_a_fork_server_and_its_worker_that_both_died_meanwhile(
+def test_workers_end_once_if_fork_server_died_in_same_turn(
     ear: Ear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of the fork server drops the worker's pipe, whose own end waits in the same list."""
-    said, selector = ear.of(2), ear.children._selector
-    fork_server = ear.children.slots[0].fork_server
+    """The end of the fork server drops the workers' pipes, whose own ends are in the same list."""
+    selector, fork_server = ear.children._selector, ear.children.fork_server
     assert fork_server is not None
-    os.kill(said["fork_server"], signal.SIGKILL)
-    wait_until("its worker to die", lambda: gone(said["pid"]), 60)
+    os.kill(ear.of(2)["fork_server"], signal.SIGKILL)
+    wait_until("its workers to die", lambda: all(gone(ear.of(rank)["pid"]) for rank in (2, 3)), 60)
     select = selector.select
-    wait_until("all to be readable", lambda: len(select(0)) == 3, 60)
+    wait_until("all to be readable", lambda: len(select(0)) == 4, 60)
     monkeypatch.setattr(
         selector,
         "select",
         lambda timeout_s: sorted(select(timeout_s), key=lambda one: one[0].fd != fork_server.pidfd),
     )
     ear.until(lambda: bool(ear.ended))
-    assert [str(one) for one in ear.ended] == [
-        "the fork server of rank 2 on n1 was ended by SIGKILL"
-    ]
+    assert [str(one) for one in ear.ended] == ["the fork server on n1 was ended by SIGKILL"] * 2
 
 
-def test_stopped_processes_are_ended_all_the_same(ear: Ear, tmp_path: Path) -> None:
-    """A stopped worker is killed by its fork server, a stopped fork server with its worker."""
-    worker, other = ear.of(2), ear.of(3)
-    os.kill(worker["pid"], signal.SIGSTOP)
-    os.kill(other["fork_server"], signal.SIGSTOP)
+def test_stopped_processes_are_killed(ear: Ear, tmp_path: Path) -> None:
+    """The fork server kills a stopped worker; a stopped fork server is killed with its workers."""
+    before = ear.of(2)
+    os.kill(before["pid"], signal.SIGSTOP)
     ear.children.end()
-    assert gone(worker["pid"])
-    assert not gone(worker["fork_server"])
-    assert gone(other["fork_server"])
-    wait_until("the other worker to die", lambda: gone(other["pid"]), 60)
+    assert gone(before["pid"])
     ear.fork(tmp_path)
-    assert ear.of(2)["fork_server"] == worker["fork_server"]
+    between, other = ear.of(2), ear.of(3)
+    assert between["fork_server"] == before["fork_server"]
+    os.kill(between["fork_server"], signal.SIGSTOP)
+    ear.children.end()
+    assert gone(between["fork_server"])
+    wait_until("workers to die", lambda: gone(between["pid"]) and gone(other["pid"]), 60)
+    ear.fork(tmp_path)
+    assert ear.of(2)["fork_server"] != before["fork_server"]
 
 
 @pytest.fixture
@@ -273,12 +273,12 @@ def gpus(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> Ear:
 def test_a_worker_that_takes_long_to_free_its_gpu_is_waited_for(
     gpus: Ear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver unpins tens of gigabytes: until then the kernel reports no end. Its fork server
+    """The driver unpins tens of gigabytes: until then the kernel reports no end. The fork server
     stays, and the lease is renewed meanwhile."""
     ended, ends = os.pipe()
     fork_server = gpus.of(3)["fork_server"]
     os.kill(fork_server, signal.SIGSTOP)  # as if its worker had not ended yet
-    monkeypatch.setattr(process, "kill_descendant", lambda pid, name: ended)
+    monkeypatch.setattr(process, "kill_descendant", lambda pid, name: os.dup(ended))
     beats = 0
 
     def beat() -> None:
@@ -287,6 +287,7 @@ def test_a_worker_that_takes_long_to_free_its_gpu_is_waited_for(
         if beats == 40:  # longer than a fork server may take to report
             os.kill(fork_server, signal.SIGCONT)
             os.close(ends)
+            os.close(ended)
 
     gpus.children.end(meanwhile=beat)
     assert beats >= 40
@@ -298,9 +299,9 @@ def test_a_worker_whose_fork_server_hangs_has_freed_its_gpu_in_the_end(gpus: Ear
     """It is killed directly, and the next worker does not start beside it."""
     os.kill(gpus.of(3)["fork_server"], signal.SIGSTOP)
     gpus.children.end()
+    assert gone(gpus.of(2)["pid"])
     assert gone(gpus.of(3)["pid"])
     assert gone(gpus.of(3)["fork_server"])
-    assert not gone(gpus.of(2)["fork_server"])
 
 
 def test_close_leaves_nothing(ear: Ear) -> None:

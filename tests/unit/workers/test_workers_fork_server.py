@@ -1,4 +1,4 @@
-"""The fork server: its imports, the workers that it forks, and the leftovers that it kills."""
+"""Fork server: its imports, the workers that it forks, and the leftovers that it kills."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slurmrl.fsio import atomic
 from slurmrl.paths import RunPaths
 from slurmrl.plan.build import make_plan
 from slurmrl.workers import process
-from slurmrl.workers.agent.slot import Slot
+from slurmrl.workers.agent.children import Slot
 from slurmrl.worlds import RankId
 from tests.support.trials import wait_until
 
@@ -46,16 +46,21 @@ WORKER = """
 import os, subprocess, sys
 from slurmrl.channel.pipe import Connection
 from slurmrl.workers.worker import fork_server
-pipe = fork_server.serve(Connection.from_fd(int(sys.argv[sys.argv.index("--pipe-fd") + 1])), 0)
-if pipe is None:
+def option(name):
+    return int(sys.argv[sys.argv.index(name) + 1])
+forked = fork_server.serve(Connection.from_fd(option("--pipe-fd")), option("--stacks-fd"))
+if forked is None:
     sys.exit(0)
+pipe = forked.pipe
+os.write(option("--stacks-fd"), f"stacks of {forked.rank}".encode())
 left = subprocess.Popen([sys.executable, "-c",
     "import os, time; from multiprocessing.shared_memory import SharedMemory;"
     "memory = SharedMemory(create=True, size=64);"
     "print(os.getpid(), memory.name, flush=True); os.fork(); time.sleep(600)"],
     stdout=subprocess.PIPE, start_new_session=True, text=True)
 number, memory = left.stdout.readline().split()
-pipe.send({"type": "up", "pid": os.getpid(), "left": int(number), "memory": memory})
+pipe.send({"type": "up", "pid": os.getpid(), "left": int(number), "memory": memory,
+    "devices": os.environ["CUDA_VISIBLE_DEVICES"], "open": os.listdir("/proc/self/fd")})
 message = pipe.receive(60)
 os.kill(os.getpid(), message["signal"])
 """
@@ -154,30 +159,64 @@ def test_a_rollout_task_starts_without_what_it_does_not_use(
     assert output(OF_A_TASK, str(paths.run), CUDA_VISIBLE_DEVICES="") == ["none"]
 
 
+class Host:
+    """The agent's side of a fork server."""
+
+    def __init__(self, module: str, options: list[str], folder: Path, pythonpath: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": pythonpath}
+        with atomic.open_log(folder / "log") as output:
+            self.process, self.line = process.spawn_with_pipe(
+                "the fork server", module, options, output=output, environment=environment
+            )
+        self.slots = [Slot(RankId("trainer", rank), "n1") for rank in range(2)]
+
+    def fork(self, rank: int = 0) -> None:
+        self.slots[rank].fork(self.line, f"GPU-{rank}")
+
+    def start(self, rank: int = 0) -> dict[str, Any]:
+        """Fork a worker and return its first message."""
+        self.fork(rank)
+        return self.heard(self.slots[rank].pipe)
+
+    def kill(self, rank: int = 0) -> None:
+        self.line.send({"type": "kill", "rank": rank})
+
+    def end(self, number: int) -> None:
+        """Have the worker of rank 0 end itself by a signal."""
+        pipe = self.slots[0].pipe
+        assert pipe is not None
+        pipe.send({"type": "end", "signal": number})
+
+    def heard(self, pipe: Connection | None = None) -> dict[str, Any]:
+        said = (pipe or self.line).receive(60)
+        assert said is not None
+        return said
+
+    def forget(self, rank: int = 0) -> None:
+        """Drop a worker that has ended."""
+        slot = self.slots[rank]
+        slot.running = False
+        if slot.pipe is not None:
+            slot.pipe.close()
+
+    def close(self) -> None:
+        self.line.close()
+        self.process.close()
+        for slot in self.slots:
+            self.forget(slot.rank)
+            os.close(slot.stacks_fd)
+
+
 @pytest.fixture
-def slot(tmp_path: Path) -> Iterator[Slot]:
+def host(tmp_path: Path) -> Iterator[Host]:
     (tmp_path / "stub.py").write_text(WORKER)
-    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{tmp_path}"}
-    found = Slot(
-        RankId("trainer", 0),
-        "n1",
-        lambda name, output: process.spawn_with_pipe(
-            name, "stub", [], output=output, environment=environment
-        ),
-    )
-    with atomic.open_log(tmp_path / "log") as output:
-        found.start_fork_server(output)
+    found = Host("stub", [], tmp_path, f"{REPOSITORY}:{tmp_path}")
     yield found
-    if (fork_server := found.drop_fork_server()) is not None:
-        fork_server.close()
+    found.close()
 
 
-def start(slot: Slot) -> dict[str, Any]:
-    slot.fork()
-    assert slot.pipe is not None
-    said = slot.pipe.receive(60)
-    assert said is not None
-    return said
+def ended(rank: int, number: int) -> dict[str, Any]:
+    return {"type": "ended", "rank": rank, "code": -number}
 
 
 def alive(pid: int) -> bool:
@@ -188,81 +227,90 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGRTMIN + 2])
-def test_what_a_worker_leaves_behind_goes_with_it(slot: Slot, number: int) -> None:
-    """Also what left its process group; it could hold the GPU against the next worker. Its shared
-    memory does not stay in the memory of the host."""
-    said = start(slot)
+def test_leftovers_of_worker_are_killed_with_it(host: Host, number: int) -> None:
+    """Even one that left its process group: it could hold the GPU against the next worker. Its
+    shared memory is freed. The workers of other ranks and their children are spared."""
+    said, other = host.start(0), host.start(1)
     assert alive(said["left"])
     memory = Path("/dev/shm", said["memory"])
     assert memory.exists()
-    assert slot.pipe is not None
-    slot.pipe.send({"type": "end", "signal": int(number)})
-    assert slot.line is not None
-    assert slot.line.receive(60) == {"type": "ended", "code": -int(number)}
+    host.end(int(number))
+    assert host.heard() == ended(0, number)
     assert not alive(said["left"])
     wait_until("the end of its shared memory", lambda: not memory.exists(), 60)
+    assert alive(other["pid"])
+    assert alive(other["left"])
+    host.forget()
+    assert host.start(0)["pid"] not in (said["pid"], other["pid"])
 
 
-def test_everything_goes_with_the_agent_s_end_of_the_line(slot: Slot) -> None:
+def test_orphan_of_running_worker_is_spared_when_another_ends(host: Host) -> None:
+    """The parent of an orphan has ended, so a fork server could take it for a leftover."""
+    other = host.start(1)
+    children = Path(f"/proc/{other['left']}/task/{other['left']}/children").read_text().split()
+    os.kill(other["left"], signal.SIGKILL)
+    host.start(0)
+    host.kill(0)
+    assert host.heard() == ended(0, signal.SIGKILL)
+    assert children
+    assert all(alive(int(pid)) for pid in children)
+    host.kill(1)
+    assert host.heard() == ended(1, signal.SIGKILL)
+    assert not any(alive(int(pid)) for pid in children)
+
+
+def test_each_worker_has_own_devices_and_stacks(host: Host) -> None:
+    host.fork(0)
+    host.fork(1)
+    for rank, slot in enumerate(host.slots):
+        assert host.heard(slot.pipe)["devices"] == f"GPU-{rank}"
+        assert os.pread(slot.stacks_fd, 100, 0) == f"stacks of {rank}".encode()
+
+
+def test_workers_die_when_agent_closes_the_line(host: Host) -> None:
     """In a container the fork server may not be the process that the agent can kill."""
-    said = start(slot)
-    assert slot.line is not None
-    slot.line.close()
-    assert slot.fork_server is not None
-    assert slot.fork_server.process.wait(timeout=60) == 0
-    wait_until("the worker to die", lambda: not alive(said["pid"]), 60)
+    said = [host.start(rank) for rank in range(2)]
+    host.line.close()
+    assert host.process.process.wait(timeout=60) == 0
+    wait_until("the workers to die", lambda: not any(alive(one["pid"]) for one in said), 60)
 
 
-def test_orders_before_the_fork_server_is_ready_wait(slot: Slot) -> None:
-    slot.fork()
-    slot.kill()
-    assert slot.line is not None
-    assert slot.line.receive(60) == {"type": "ended", "code": -signal.SIGKILL}
-    assert slot.pipe is not None
-    slot.drop_worker()
-    slot.running = False
-    assert start(slot)["pid"] > 0
+def test_orders_wait_until_fork_server_is_ready(host: Host) -> None:
+    host.fork()
+    host.kill()
+    assert host.heard() == ended(0, signal.SIGKILL)
+    host.forget()
+    assert host.start()["pid"] > 0
 
 
-def test_an_order_without_a_worker(slot: Slot) -> None:
+def test_kill_without_worker_is_ignored(host: Host) -> None:
     """The worker ended by itself while the message was in transit."""
-    assert slot.line is not None
-    slot.line.send({"type": "kill"})
-    assert start(slot)["pid"] > 0
+    host.kill()
+    assert host.start()["pid"] > 0
 
 
-def test_a_pipe_is_held_by_one_worker_only(slot: Slot) -> None:
-    said = start(slot)
-    os.kill(said["pid"], signal.SIGKILL)
-    assert slot.pipe is not None
-    assert slot.pipe.receive(60) is None
-    assert slot.pipe.closed
-    other, mine = Connection.pair()
-    other.close()
-    mine.close()
+def test_pipe_is_held_by_one_worker_only(host: Host) -> None:
+    """Both workers are requested before the fork server forks the first one."""
+    host.fork(0)
+    host.fork(1)
+    first, second = (slot.pipe for slot in host.slots)
+    host.heard(second)
+    os.kill(host.heard(first)["pid"], signal.SIGKILL)
+    assert first is not None
+    assert first.receive(60) is None
+    assert first.closed
 
 
-def test_a_package_that_is_missing_is_named_in_the_failure(tmp_path: Path) -> None:
-    """The end of the fork server says what cannot be imported and where to install it."""
+def test_missing_package_is_named_in_the_failure(tmp_path: Path) -> None:
+    """The fork server says what it cannot import and where to install it."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("import no_such_package.part\n")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    options = ["--run", str(tmp_path), "--world", "trainer", "--rank", "0", "--pulse-s", "1"]
-    slot = Slot(
-        RankId("trainer", 0),
-        "n1",
-        lambda name, output: process.spawn_with_pipe(
-            name, "slurmrl.workers.worker", options, output=output, environment=environment
-        ),
-    )
-    with atomic.open_log(tmp_path / "log") as output:
-        slot.start_fork_server(output)
-    slot.fork()
-    (ended,) = slot.fork_server_ended()
-    fork_server = slot.drop_fork_server()
-    assert fork_server is not None
-    fork_server.close()
-    assert str(ended) == (
-        "the fork server of rank 0 on n1 exited with code 1: ModuleNotFoundError: No module named "
-        f"'no_such_package'; install the package that provides no_such_package for {sys.executable}"
-    )
+    options = ["--run", str(tmp_path), "--world", "trainer", "--pulse-s", "1"]
+    host = Host("slurmrl.workers.worker", options, tmp_path, f"{tmp_path}:{REPOSITORY}")
+    assert host.heard() == {
+        "type": "import_failed",
+        "reason": "ModuleNotFoundError: No module named 'no_such_package'; install the package "
+        f"that provides no_such_package for {sys.executable}",
+    }
+    assert host.process.process.wait(timeout=60) == 1
+    host.close()

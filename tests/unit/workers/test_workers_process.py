@@ -81,7 +81,7 @@ def test_child_sees_the_end_of_its_pipe(tmp_path: Path, environment: dict[str, s
 
 def test_descriptor_reaches_the_child(tmp_path: Path, environment: dict[str, str]) -> None:
     with spawned(tmp_path, environment) as (_, pipe), (tmp_path / "any").open("wb") as file:
-        pipe.send_with_fd({"take": "this"}, file.fileno())
+        pipe.send_with_fds({"take": "this"}, file.fileno())
         assert pipe.receive(60) is not None
         assert pipe.receive(60) == {"heard": {"take": "this"}, "fd": True}
 

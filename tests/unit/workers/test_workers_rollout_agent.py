@@ -45,9 +45,11 @@ from slurmrl.channel.pipe import Connection
 from slurmrl.workers.worker import fork_server
 def option(name):
     return sys.argv[sys.argv.index(name) + 1]
-pipe = fork_server.serve(Connection.from_fd(int(option("--pipe-fd"))), int(option("--rank")))
-if pipe is None:
+line = Connection.from_fd(int(option("--pipe-fd")))
+forked = fork_server.serve(line, int(option("--stacks-fd")))
+if forked is None:
     sys.exit(0)
+pipe = forked.pipe
 while (message := pipe.receive(60)) is not None:
     if message["type"] == "start":
         pipe.send({"type": "ready", "rank": 0, "size": 0, "fingerprint": ""})

@@ -10,8 +10,7 @@ import pytest
 
 from slurmrl.errors import RunFailedError
 from slurmrl.monitor.reports import Failure
-from slurmrl.workers.agent.children import News
-from slurmrl.workers.agent.slot import Ended
+from slurmrl.workers.agent.children import Ended, News
 from slurmrl.workers.agent.symptoms import ECHO_GRACE_S, Symptoms
 
 KILLED = -int(signal.SIGKILL)
