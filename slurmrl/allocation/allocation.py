@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Final
 
-from slurmrl.errors import AllocationError
+from slurmrl.errors import AllocationError, UnknownNameError
+from slurmrl.registry import near
 
 AXIS_OF: Final = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
 """The axis of each letter, in the order in which strings are written."""
@@ -161,3 +163,49 @@ def _divisors(number: int) -> str:
     """At most a dozen divisors, from the smallest."""
     divisors = [str(size) for size in range(1, min(number, 4096) + 1) if number % size == 0]
     return ", ".join(divisors[:12]) + (", …" if len(divisors) > 12 else "")
+
+
+@dataclass(frozen=True)
+class Components:
+    """``places[i]`` are the allocations that share the i-th set of ranks. The sets are disjoint and
+    consecutive. ``str`` gives a string that parses back to equal components."""
+
+    places: tuple[tuple[Allocation, ...], ...]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of all places together."""
+        return sum(place[0].world_size for place in self.places)
+
+    def __iter__(self) -> Iterator[Allocation]:
+        return (allocation for place in self.places for allocation in place)
+
+    def __len__(self) -> int:
+        return sum(len(place) for place in self.places)
+
+    def __getitem__(self, name: str) -> Allocation:
+        """The component of that name. Raises UnknownNameError."""
+        for allocation in self:
+            if allocation.name == name:
+                return allocation
+        known = [allocation.name for allocation in self if allocation.name]
+        raise UnknownNameError(f"no component '{name}'; {near(name, known)}")
+
+    def starts(self) -> list[int]:
+        """The first rank of each place."""
+        sizes = [place[0].world_size for place in self.places]
+        return list(accumulate(sizes[:-1], initial=0))
+
+    def explain(self) -> dict[str, Any]:
+        """The sizes as plain values; if there are several allocations, with their first ranks."""
+        if len(self) == 1:
+            return next(iter(self)).explain()
+        parts = [
+            {**allocation.explain(), "first_rank": start}
+            for start, place in zip(self.starts(), self.places, strict=True)
+            for allocation in place
+        ]
+        return {"string": str(self), "world_size": self.world_size, "components": parts}
+
+    def __str__(self) -> str:
+        return "+".join("|".join(map(str, place)) for place in self.places)

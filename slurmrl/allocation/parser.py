@@ -11,8 +11,10 @@ character.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from slurmrl.allocation.allocation import (
     ATTENTION_LETTERS,
@@ -22,10 +24,9 @@ from slurmrl.allocation.allocation import (
     EXPERT_LETTERS,
     Allocation,
     Backend,
+    Components,
     ExpertSizes,
 )
-from slurmrl.allocation.components import Components
-from slurmrl.allocation.scanner import WORD, Scanner
 from slurmrl.errors import AllocationError
 from slurmrl.registry import near
 
@@ -218,3 +219,120 @@ def _experts(scanner: Scanner, sizes: dict[str, int], ffn: Dimensions, start: in
             start,
         )
     return ExpertSizes(ffn.sizes.get("d", stage // (tp * ep)), tp, ep)
+
+
+LARGEST_SIZE: Final = 1_000_000
+WORD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_DIGITS: Final = re.compile(r"[0-9]+")
+
+
+class Scanner:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+
+    def skip_blanks(self) -> None:
+        while self.text[self.position : self.position + 1].isspace():
+            self.position += 1
+
+    @property
+    def character(self) -> str:
+        """The next character that is not blank; empty at the end."""
+        self.skip_blanks()
+        return self.text[self.position : self.position + 1]
+
+    def take(self, pattern: re.Pattern[str]) -> str:
+        """Consume and return the text that matches at the position; it may be empty."""
+        self.skip_blanks()
+        match = pattern.match(self.text, self.position)
+        if match is None:
+            return ""
+        self.position = match.end()
+        return match[0]
+
+    def take_if(self, text: str) -> bool:
+        """Consume a text if it comes next; blanks may separate its characters."""
+        start = self.position
+        for character in text:
+            if self.character != character:
+                self.position = start
+                return False
+            self.position += 1
+        return True
+
+    def comes(self, text: str) -> bool:
+        """Whether a text comes next. Consumes nothing."""
+        start = self.position
+        comes = self.take_if(text)
+        self.position = start
+        return comes
+
+    def expect(self, character: str, wanted: str) -> None:
+        if not self.take_if(character):
+            self.fail(f"expected {wanted}")
+
+    def size(self, letter: str) -> int:
+        """Read a size in decimal digits."""
+        self.skip_blanks()
+        start = self.position
+        digits = self.take(_DIGITS)
+        if not digits or digits.startswith("0") or len(digits) > 7 or int(digits) > LARGEST_SIZE:
+            rule = f"a whole number from 1 to {LARGEST_SIZE} without leading zeros"
+            self.fail(f"'{letter}' needs {rule}", start)
+        return int(digits)
+
+    def fail(self, message: str, at: int | None = None) -> NoReturn:
+        position = self.position if at is None else at
+        character = self.text[position : position + 1]
+        shown = f"'{character}'" if character else "the end"
+        raise AllocationError(
+            f"{self.text!r}: at character {position + 1} ({shown}): {message}\n"
+            f"    {self.text}\n    {' ' * position}^",
+            position,
+            message,
+        )
+
+
+_NUMBER: Final = re.compile(r"[0-9]+")
+
+
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """The numbers in a list of numbers and ranges, in order. Raises AllocationError that points at
+    the character."""
+    scanner = Scanner(text)
+    numbers: list[int] = []
+    while True:
+        scanner.skip_blanks()
+        start = scanner.position
+        first = _gpu_number(scanner)
+        last = _gpu_number(scanner) if scanner.take_if("-") else first
+        if last < first:
+            scanner.fail(f"the range {first}-{last} is descending", start)
+        if numbers and first <= numbers[-1]:
+            scanner.fail(f"{first} comes after {numbers[-1]}: numbers must ascend", start)
+        numbers += range(first, last + 1)
+        if not scanner.take_if(","):
+            break
+    if scanner.character:
+        scanner.fail("expected ',' or the end, for example 0-3,6")
+    return tuple(numbers)
+
+
+def format_gpus(numbers: Sequence[int]) -> str:
+    """The shortest list that parses back to these ascending numbers."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _gpu_number(scanner: Scanner) -> int:
+    scanner.skip_blanks()
+    start = scanner.position
+    digits = scanner.take(_NUMBER)
+    if not digits or len(digits) > 7 or int(digits) >= LARGEST_SIZE:
+        scanner.fail(f"expected the number of a GPU, from 0 to {LARGEST_SIZE - 1}", start)
+    return int(digits)

@@ -10,7 +10,7 @@ import click
 from slurmrl.cli.options import common, examples, trial_argument
 
 if TYPE_CHECKING:
-    from slurmrl.config.schema.frequency import ExportDtype, ExportForm
+    from slurmrl.config.schema.config import ExportDtype, ExportForm
 
 
 @click.command(

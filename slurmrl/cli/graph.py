@@ -37,9 +37,8 @@ def graph(
     from slurmrl.display import svg as picture
     from slurmrl.display import text
     from slurmrl.errors import UsageError
-    from slurmrl.graph.call import DATASET_KEYS
+    from slurmrl.graph.call import DATASET_KEYS, unread
     from slurmrl.graph.document import document, values
-    from slurmrl.graph.graph import unread
     from slurmrl.plan.build import make_plan
     from slurmrl.plan.settings import load_settings
     from slurmrl.submission.trials import chosen_root

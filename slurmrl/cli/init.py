@@ -10,7 +10,7 @@ import click
 
 from slurmrl import env
 from slurmrl.cli.options import examples
-from slurmrl.config.variables import expanded
+from slurmrl.config.profiles import expanded
 
 if TYPE_CHECKING:
     from slurmrl.config.source import KeyPath

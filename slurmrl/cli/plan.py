@@ -102,7 +102,7 @@ def _report(
     *,
     with_moves: bool,
 ) -> dict[str, Any]:
-    from slurmrl.graph.graph import unread
+    from slurmrl.graph.call import unread
     from slurmrl.plan import processor
     from slurmrl.plan.build import make_plan
     from slurmrl.plan.checks import devices, inventory

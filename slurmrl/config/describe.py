@@ -1,4 +1,4 @@
-"""The reference of all settings in Markdown, generated from the schemas."""
+"""The reference of all settings in Markdown, generated from the schemas and their docstrings."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from slurmrl.config.descriptions import descriptions
-from slurmrl.config.problems import keys, names_sections, section_of
+from slurmrl.config.problems import descriptions, keys, names_sections, section_of
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.base import IsPath
 

@@ -1,4 +1,8 @@
-"""Load a configuration from a file and overrides, validate it, and dump it."""
+"""Read, validate and write the configuration.
+
+A file gets the overrides of the command line (``dotted.key=value``), the site profile under it, and
+its values as their settings take them: strings as they are spelled, paths with their variables.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,33 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, Final, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
+from ruamel.yaml.nodes import Node, ScalarNode
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from slurmrl import log
-from slurmrl.config import overrides as command_line
-from slurmrl.config.problems import drop_removed, problems_from
+from slurmrl.config.problems import drop_removed, keys, problems_from, section_at
+from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config, Profile
-from slurmrl.config.schema.base import IsHubPath, IsPath
+from slurmrl.config.schema.base import HasVariables, IsHubPath, IsPath
 from slurmrl.config.schema.model import TRIAL_PREFIX
-from slurmrl.config.source import RESOLVED, KeyPath, Source, read
-from slurmrl.config.written import as_written
-from slurmrl.errors import ConfigError, EnvironmentFailure, Problem
+from slurmrl.config.source import (
+    COMMAND_LINE,
+    RESOLVED,
+    Builder,
+    KeyPath,
+    Mark,
+    Source,
+    compose,
+    dotted,
+    read,
+)
+from slurmrl.errors import ConfigError, EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import ownership
 from slurmrl.fsio.failures import NO_FILE
 from slurmrl.hub import reference as hub
@@ -49,7 +64,7 @@ def load(
         put_under(source, profile)
     if derive is not None:
         derive(source)
-    command_line.apply(source, overrides)
+    apply_overrides(source, overrides)
     _clear(source.values, Config)
     drop_removed(source.values)
     return source
@@ -268,3 +283,150 @@ def _holds_path(annotation: Any, kind: type[IsPath]) -> bool:
     return any(isinstance(mark, kind) for mark in marks) or any(
         _holds_path(argument, kind) for argument in get_args(annotation)
     )
+
+
+NULLS: Final = ("", "~", "null", "Null", "NULL")
+_KEY: Final = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
+
+
+def apply_overrides(source: Source, overrides: Sequence[str]) -> None:
+    """Apply each override; the last one of a key wins. A value is parsed as YAML, so ``a.b=[1, 2]``
+    is a list and ``a.b=`` is null; a whole section replaces the file's. A setting that is a text
+    takes the characters as they stand: ``trial=007``, ``dataset.prompt_template={question}``. Only
+    null clears it, and quotes around the whole are removed. Errors are added to the source's
+    problems."""
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not _KEY.fullmatch(key):
+            source.problems.append(
+                Problem(COMMAND_LINE, "", f"{text!r}: expected dotted.key=value")
+            )
+            continue
+        _set(source, tuple(key.split(".")), value)
+
+
+def _set(source: Source, path: KeyPath, text: str) -> None:
+    takes_text = _is_text(path) and text.strip() not in NULLS
+    node = None
+    try:
+        node = compose(text, COMMAND_LINE)
+    except ConfigError as error:
+        if not takes_text:
+            source.problems += [problem._replace(key=dotted(path)) for problem in error.problems]
+            return
+    section = _section(source, path)
+    if section is None:
+        return
+    _forget(source, path)
+    source.marks[path] = Mark(COMMAND_LINE)
+    builder = Builder(source, file=None)
+    if takes_text and not _is_quoted(node, text):
+        section[str(path[-1])] = builder.text(text, path)
+    else:
+        section[str(path[-1])] = None if node is None else builder.value(node, path)
+
+
+def _is_quoted(node: Node | None, text: str) -> bool:
+    """Return whether the text is one string of YAML in quotes."""
+    whole = text.strip()
+    style = node.style if isinstance(node, ScalarNode) else None
+    return style in ("'", '"') and len(whole) > 1 and whole[0] == whole[-1] == style
+
+
+def _is_text(path: KeyPath) -> bool:
+    """Return whether a setting is a text, in which 007 and no stand for themselves."""
+    owner = section_at(Config, path[:-1])
+    field = dict(keys(owner)).get(str(path[-1])) if owner else None
+    return field is not None and set(types(field.annotation)) - {type(None)} == {str}
+
+
+def _section(source: Source, path: KeyPath) -> dict[str, Any] | None:
+    """The values of the section that contains a key; a missing section is created."""
+    section = source.values
+    for length, part in enumerate(path[:-1], start=1):
+        below = section.get(str(part))
+        if below is None:
+            below = section[str(part)] = {}
+            source.marks.setdefault(path[:length], Mark(COMMAND_LINE))
+        if not isinstance(below, dict):
+            message = f"{dotted(path[:length])} is a value ({below!r}), not a section"
+            source.problems.append(Problem(COMMAND_LINE, dotted(path), message))
+            return None
+        section = below
+    return section
+
+
+def _forget(source: Source, path: KeyPath) -> None:
+    """Drop the marks of the replaced value: its lines do not apply to the new one."""
+    for old in [mark for mark in source.marks if mark[: len(path)] == path]:
+        del source.marks[old]
+
+
+def as_written(
+    schema: type[BaseModel], values: Any, source: Source, prefix: KeyPath
+) -> tuple[Any, list[Problem]]:
+    """Return a copy of the values at ``prefix`` in which a number of a string setting is its own
+    text (``trial: 007``), and ``~`` and variables of a path are replaced, with the problems."""
+    problems: list[Problem] = []
+    return _written(schema, values, source, prefix, problems), problems
+
+
+def _written(
+    annotation: Any, value: Any, source: Source, key: KeyPath, problems: list[Problem]
+) -> Any:
+    options = list(types(annotation))
+    if isinstance(value, dict):
+        sections = [each for each in options if isinstance(each, type)]
+        for section in (each for each in sections if issubclass(each, BaseModel)):
+            fields = {name: field.rebuild_annotation() for name, field in keys(section)}
+            return {
+                name: _written(fields.get(name, Any), each, source, (*key, name), problems)
+                for name, each in value.items()
+            }
+        for of_values in (get_args(each)[1] for each in options if get_origin(each) is dict):
+            return {
+                name: _written(of_values, each, source, (*key, name), problems)
+                for name, each in value.items()
+            }
+    if isinstance(value, list):
+        for of_items in (get_args(each)[0] for each in options if get_origin(each) is tuple):
+            return [
+                _written(of_items, each, source, (*key, index), problems)
+                for index, each in enumerate(value)
+            ]
+    if str in options and type(value) in (int, float) and not {int, float} & set(options):
+        value = source.spelling(key)
+    if isinstance(value, str) and _has_variables(annotation):
+        try:
+            return _path(value, source, key)
+        except UsageError as error:
+            problems.append(source.problem(key, str(error)))
+    return value
+
+
+def types(annotation: Any) -> Iterator[Any]:
+    """Yield the types that an annotation allows, without their marks."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from types(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for option in get_args(annotation):
+            yield from types(option)
+    else:
+        yield annotation
+
+
+def _has_variables(annotation: Any) -> bool:
+    marks = getattr(annotation, "__metadata__", ())
+    inner = get_args(annotation)[:1] if marks else ()
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else inner
+    return any(isinstance(mark, HasVariables) for mark in marks) or any(
+        _has_variables(option) for option in options
+    )
+
+
+def _path(text: str, source: Source, key: KeyPath) -> str:
+    """A dollar sign in an absolute path that a trial recorded is part of the path."""
+    recorded = source.resolved and source.where(key) != COMMAND_LINE
+    return text if recorded and os.path.isabs(text) else expanded(text)

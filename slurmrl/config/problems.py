@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from slurmrl.config.descriptions import descriptions
 from slurmrl.config.source import KeyPath, Source, dotted
 from slurmrl.errors import Problem
 from slurmrl.registry import near
@@ -249,3 +252,40 @@ def paths(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
         if section is not None:
             named = ("<name>",) if names_sections(field.annotation) else ()
             yield from paths(section, (*prefix, name, *named))
+
+
+@cache
+def descriptions(section: type[BaseModel]) -> dict[str, str]:
+    """Return the docstrings of a section's fields by attribute, inherited ones included.
+
+    They are read from the source only where a person asks: reading them when the classes are made,
+    as pydantic offers, costs each process of a job more than compiling this package.
+    """
+    found: dict[str, str] = {}
+    for kind in reversed(section.__mro__):
+        if issubclass(kind, BaseModel) and kind is not BaseModel:
+            found |= dict(_documented(kind))
+    return found
+
+
+def _documented(kind: type[BaseModel]) -> Iterator[tuple[str, str]]:
+    """Yield the fields that a class itself defines, with their docstrings; an empty one for a field
+    without."""
+    body = _body(kind)
+    for statement, following in zip(body, [*body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            text = ""
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                text = inspect.cleandoc(str(following.value.value))
+            yield statement.target.id, text
+
+
+def _body(kind: type[BaseModel]) -> list[ast.stmt]:
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
+    except (OSError, TypeError, KeyError):  # a class without a file
+        return []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
+            return node.body
+    return []

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 from slurmrl import env
-from slurmrl.config.variables import expanded
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.fsio import ownership
 from slurmrl.registry import near
@@ -102,3 +101,37 @@ def root() -> str | None:
 def is_root(text: str) -> bool:
     """Whether a profile may name this folder of all runs."""
     return text.startswith(("/", "~", "$"))
+
+
+_VARIABLE: Final = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([^}]*)\}|\()")
+_VARIABLE_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def expanded(text: str) -> str:
+    """Replace a leading ``~`` or ``~user`` and each ``$NAME`` or ``${NAME}`` in a path.
+
+    :raises UsageError: a variable has no value, or there is no such user.
+    """
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        user = path[1:].partition("/")[0]
+        who = f"there is no user '{user}'" if user else "HOME is not set"
+        raise UsageError(
+            f"{text!r} is not allowed: {who}; write ./{path} for a folder of that name"
+        )
+    return _VARIABLE.sub(lambda found: _variable(text, found), path)
+
+
+def _variable(text: str, found: re.Match[str]) -> str:
+    name = found[1] or found[2] or ""
+    if not _VARIABLE_NAME.fullmatch(name):
+        raise UsageError(
+            f"{text!r} is not allowed: of the shell's substitutions, a path may have only $NAME "
+            "and ${NAME}"
+        )
+    if not (value := os.environ.get(name)):
+        raise UsageError(
+            f"{text!r} is not allowed: the environment variable {name} is not set or empty; set "
+            "it, or write the path itself"
+        )
+    return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slurmrl.config.schema.lora import ALL_LINEAR, TARGETS, Lora
+from slurmrl.config.schema.model import ALL_LINEAR, TARGETS, Lora
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.shapes import VALUE_HEAD, Shapes, parameter_shapes
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from slurmrl.checkpoint.precision import narrowed, widened
 from slurmrl.checkpoint.stored import TensorSlice
-from slurmrl.config.schema.lora import Lora
+from slurmrl.config.schema.model import Lora
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.layout.box import Box, blocks

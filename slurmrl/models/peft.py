@@ -11,7 +11,7 @@ from slurmrl.checkpoint.export import TokenizerFiles, write_folder, write_json
 from slurmrl.checkpoint.precision import AS_STORED, Precision
 from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.checkpoint.tensors import TensorEntry, write_tensors
-from slurmrl.config.schema.lora import TARGETS, Lora
+from slurmrl.config.schema.model import TARGETS, Lora
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.models.adapters import LORA_A, LORA_B
 from slurmrl.models.config import Head

@@ -13,7 +13,7 @@ from slurmrl.checkpoint.pinned import PinnedOrigin, read_origin
 from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.checkpoint.stored import Storage, file_tensors
 from slurmrl.checkpoint.tensors import NUMPY_DTYPES
-from slurmrl.config.schema.lora import Lora
+from slurmrl.config.schema.model import Lora
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.layout.box import Box

@@ -9,8 +9,7 @@ from typing import Final
 
 from slurmrl.allocation import Allocation
 from slurmrl.config.schema import WHOLE, Config
-from slurmrl.graph.call import DATASET_KEYS, Call, Method, RoleUse
-from slurmrl.graph.graph import Graph
+from slurmrl.graph.call import DATASET_KEYS, Call, Graph, Method, RoleUse
 from slurmrl.plan import placement, resources
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.estimates.host import slot_bytes

@@ -18,7 +18,7 @@ from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from slurmrl.config.variables import expanded
+from slurmrl.config.profiles import expanded
 from slurmrl.errors import UsageError
 from slurmrl.registry import import_own
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from slurmrl.allocation import Allocation, parse
 from slurmrl.allocation.allocation import BACKENDS
-from slurmrl.allocation.gpus import parse_gpus
+from slurmrl.allocation.parser import parse_gpus
 from slurmrl.config.schema import Config, Model, Rollout, Slurm
 from slurmrl.errors import AllocationError
 from slurmrl.graph.call import Call, Method

@@ -9,9 +9,10 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
-from slurmrl.config import profiles, variables
+from slurmrl.config import profiles
 from slurmrl.config.load import Derive, load, parse, validate
 from slurmrl.config.problems import show
+from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath, Source, dotted
 from slurmrl.errors import ConfigError, Problem, UsageError
@@ -235,7 +236,7 @@ def _named_folders(source: Source) -> list[Path]:
     entries = source.values.get("code")
     paths = [entry for entry in entries if isinstance(entry, str)] if entries else []
     folder = source.folder(("code",))
-    return [(folder / variables.expanded(entry)).absolute().parent for entry in paths]
+    return [(folder / expanded(entry)).absolute().parent for entry in paths]
 
 
 def _algorithm(schema: type[BaseModel], source: Source) -> tuple[Algorithm | None, list[Problem]]:

@@ -12,10 +12,10 @@ from typing import Any, Final, Literal
 from slurmrl.algorithms.offline.schema import MEASURED
 from slurmrl.checkpoint.pinned import is_pinned, read_origin
 from slurmrl.config.load import Derive, load
+from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import WHOLE, evaluation_key
 from slurmrl.config.schema.model import TRIAL_PREFIX
 from slurmrl.config.source import KeyPath, Mark, Source
-from slurmrl.config.variables import expanded
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.graph.call import REWARD_MODEL
 from slurmrl.history.log import History

@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Final
 
 from slurmrl import log
+from slurmrl.config.changes import (
+    follow_actor,
+    keep_precision,
+)
 from slurmrl.config.load import Derive, load_resolved
 from slurmrl.config.schema import Config
 from slurmrl.errors import ConfigError, Problem, UsageError
@@ -26,10 +30,6 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.placement import slurm_of
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.recover import (
-    follow_actor,
-    keep_precision,
-)
 from slurmrl.scheduler import choose, make, scale
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 from slurmrl.submission import own_code, snapshot, trials

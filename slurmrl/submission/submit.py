@@ -12,6 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.algorithms.offline.schema import Evaluate
+from slurmrl.config.changes import (
+    consequences,
+    differences,
+    may_change,
+    moved_schedules,
+)
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config
 from slurmrl.errors import SchedulerError, UsageError
@@ -23,12 +29,6 @@ from slurmrl.history.writer import resume
 from slurmrl.monitor import sinks
 from slurmrl.paths import RunPaths
 from slurmrl.plan.settings import Settings, with_present_defaults
-from slurmrl.recover import (
-    consequences,
-    differences,
-    may_change,
-    moved_schedules,
-)
 from slurmrl.scheduler import make
 from slurmrl.scheduler.base import JobIds, Scheduler
 from slurmrl.scheduler.client import may_have_worked

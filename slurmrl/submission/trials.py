@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurmrl import env
 from slurmrl.config import profiles
-from slurmrl.config.variables import expanded
+from slurmrl.config.profiles import expanded
 from slurmrl.errors import UnknownNameError, UsageError
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.registry import near

@@ -38,7 +38,8 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fsio": ("backoff", "errors"),
     },
     {
-        "config": ("hub",),
+        "config": ("hub", "allocation"),
+        "allocation": (),
         "hub": (),
         "name_resolve": (),
         "history": (),
@@ -49,13 +50,11 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
         "parallel.topology": (),
     },
     {
-        "plan": ("graph", "allocation"),
-        "graph": ("allocation",),
-        "allocation": (),
+        "plan": ("graph",),
+        "graph": (),
         "layout": (),
         "monitor": (),
         "parallel.gpu": (),
-        "recover": ("allocation",),
     },
     {
         "data": ("weights",),

@@ -10,18 +10,29 @@ from slurmrl.config.schema.base import (
     PositiveInt,
     Section,
 )
-from slurmrl.config.schema.cluster import Cluster, Slurm
-from slurmrl.config.schema.config import Config, evaluation_key, role_key
+from slurmrl.config.schema.cluster import Cluster, Profile, Slurm
+from slurmrl.config.schema.config import (
+    Checkpoint,
+    Config,
+    Logging,
+    Mlflow,
+    Notify,
+    Wandb,
+    evaluation_key,
+    role_key,
+)
 from slurmrl.config.schema.data import Dataset, DataSource
-from slurmrl.config.schema.episode import EnvironmentChoice, EpisodeSettings, ToolChoice
 from slurmrl.config.schema.evaluation import WHOLE, Evaluation, EvaluationTasks, Suite
-from slurmrl.config.schema.frequency import Checkpoint, Logging, Mlflow, Notify, Wandb
-from slurmrl.config.schema.lora import Lora
-from slurmrl.config.schema.model import Model, ParallelSizes
-from slurmrl.config.schema.optimizer import Optimizer
-from slurmrl.config.schema.profile import Profile
+from slurmrl.config.schema.model import Lora, Model, Optimizer, ParallelSizes
 from slurmrl.config.schema.reward import Reward, RewardPart, RewardPool
-from slurmrl.config.schema.rollout import Publish, Rollout, Transfer
+from slurmrl.config.schema.rollout import (
+    EnvironmentChoice,
+    EpisodeSettings,
+    Publish,
+    Rollout,
+    ToolChoice,
+    Transfer,
+)
 
 __all__ = [
     "WHOLE",

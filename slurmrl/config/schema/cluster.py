@@ -9,10 +9,12 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from slurmrl.config.profiles import ROOT_RULE, is_root
 from slurmrl.config.schema.base import (
     Line,
     NonNegativeInt,
     PathText,
+    PlainPathText,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -246,3 +248,20 @@ class Cluster(Section):
         """Whether a setting has a meaning only on a cluster. Local chains have links, too."""
         local = {"links", "continue_"}
         return self.slurm.model_dump(exclude=local) != Slurm().model_dump(exclude=local)
+
+
+def _check_root(text: str) -> str:
+    if not is_root(text):
+        raise ValueError(ROOT_RULE)
+    return text
+
+
+class Profile(Section):
+    """Settings of a cluster that configurations need not repeat. They are merged under a
+    configuration, key by key: what that sets itself, null included, takes precedence."""
+
+    root: Annotated[PlainPathText, AfterValidator(_check_root)] | None = None
+    """Folder of all runs: an absolute path, or one that begins with `~` or a variable
+    (`$SCRATCH/runs`)."""
+    cluster: Cluster = Cluster()
+    """As in a configuration."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from slurmrl.config.schema.lora import Lora
+from slurmrl.config.schema.model import Lora
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS
 from slurmrl.engines.initial_weights import generator_of

@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from slurmrl.config.schema.optimizer import Optimizer
+from slurmrl.config.schema.model import Optimizer
 from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from slurmrl.config.schema import EpisodeSettings
-from slurmrl.config.schema.episode import OWN
+from slurmrl.config.schema.rollout import OWN
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import Problem
 from slurmrl.plan.checks.draft import Draft

@@ -11,7 +11,7 @@ from typing import Final
 
 from slurmrl.allocation import parse
 from slurmrl.allocation.allocation import BACKENDS
-from slurmrl.allocation.gpus import format_gpus
+from slurmrl.allocation.parser import format_gpus
 from slurmrl.config.schema import Model, evaluation_key
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem

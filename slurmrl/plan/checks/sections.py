@@ -12,12 +12,11 @@ from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema import WHOLE, Config, Dataset, Model, Reward, evaluation_key
 from slurmrl.config.schema.config import FOLLOWERS
-from slurmrl.config.schema.optimizer import USERS
+from slurmrl.config.schema.model import USERS
 from slurmrl.config.schema.reward import ALONE, OWN_REWARD
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.errors import GraphError, Problem
-from slurmrl.graph.call import DATASET_KEYS, Call, Method
-from slurmrl.graph.graph import Graph
+from slurmrl.graph.call import DATASET_KEYS, Call, Graph, Method
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engines import ENGINES

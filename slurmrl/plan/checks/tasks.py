@@ -7,7 +7,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from slurmrl.allocation.gpus import format_gpus, parse_gpus
+from slurmrl.allocation.parser import format_gpus, parse_gpus
 from slurmrl.config.schema.cluster import SlurmOfTasks
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from slurmrl.allocation import Components, parse, parse_components
 from slurmrl.allocation.allocation import BACKENDS
-from slurmrl.allocation.gpus import format_gpus, parse_gpus
 from slurmrl.allocation.legacy_spellings import ROLES, HostShape, Placed, parse_legacy, spelled
+from slurmrl.allocation.parser import format_gpus, parse_gpus
 from slurmrl.config.schema import Config, Model
 from slurmrl.config.source import Source
 from slurmrl.errors import AllocationError, Problem

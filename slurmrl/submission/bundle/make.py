@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from slurmrl.config.load import load
+from slurmrl.config.profiles import expanded
 from slurmrl.config.source import KeyPath, Source, dotted
-from slurmrl.config.variables import expanded
 from slurmrl.errors import UsageError
 from slurmrl.plan.settings import load_settings
 from slurmrl.submission import own_code, trials

@@ -18,7 +18,7 @@ from slurmrl import log
 from slurmrl.backoff import retry
 from slurmrl.checkpoint.inventory import kept_by
 from slurmrl.checkpoint.manifest import write_manifest
-from slurmrl.config.schema.frequency import Checkpoint
+from slurmrl.config.schema.config import Checkpoint
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.failures import DEFINITE, cause

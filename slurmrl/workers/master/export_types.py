@@ -12,7 +12,7 @@ from slurmrl.checkpoint.precision import AS_STORED, FLOATS, Precision, widened
 from slurmrl.checkpoint.stored import Storage, file_entries
 from slurmrl.checkpoint.tensors import DTYPES, TensorEntry
 from slurmrl.config.schema import Model
-from slurmrl.config.schema.frequency import ExportDtype
+from slurmrl.config.schema.config import ExportDtype
 from slurmrl.errors import CheckpointError, CorruptFileError, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.layout.box import Box

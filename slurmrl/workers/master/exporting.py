@@ -26,7 +26,7 @@ from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.checkpoint.stored import Storage
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config, Lora, Model
-from slurmrl.config.schema.frequency import ExportDtype, ExportForm
+from slurmrl.config.schema.config import ExportDtype, ExportForm
 from slurmrl.data.chat import template_file
 from slurmrl.errors import (
     CheckpointError,

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from slurmrl.checkpoint.export import export
 from slurmrl.checkpoint.shards import RoleCheckpoint
-from slurmrl.config.schema.lora import Lora
+from slurmrl.config.schema.model import Lora
 from slurmrl.engines.base import Outputs
 from slurmrl.layout.box import Box
 from slurmrl.models.adapters import trained_shapes

@@ -13,7 +13,7 @@ from typing import Any
 from slurmrl.checkpoint.checksums import checksum
 from slurmrl.checkpoint.manifest import read_state, verify
 from slurmrl.checkpoint.tensors import SavedFile
-from slurmrl.config.schema.frequency import Checkpoint
+from slurmrl.config.schema.config import Checkpoint
 from slurmrl.errors import (
     CheckpointError,
     CorruptFileError,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from slurmrl.allocation import Components, parse_components
-from slurmrl.allocation.gpus import format_gpus, parse_gpus
+from slurmrl.allocation.parser import format_gpus, parse_gpus
 from slurmrl.errors import AllocationError, UnknownNameError
 
 

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmrl.allocation import parse
-from slurmrl.allocation.legacy_spellings import HostShape, parse_legacy, spelled
-from slurmrl.allocation.mesh import Mesh, mesh
-from slurmrl.allocation.scanner import Scanner
+from slurmrl.allocation.legacy_spellings import HostShape, Mesh, mesh, parse_legacy, spelled
+from slurmrl.allocation.parser import Scanner
 from slurmrl.errors import AllocationError
 
 SHAPE = HostShape(hosts=2, gpus_per_host=8)

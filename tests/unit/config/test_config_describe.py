@@ -6,8 +6,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from slurmrl.config.describe import reference
-from slurmrl.config.descriptions import descriptions
-from slurmrl.config.problems import paths, section_of
+from slurmrl.config.problems import descriptions, paths, section_of
 from slurmrl.config.schema import Config, Section
 from slurmrl.plan.algorithms import ALGORITHMS
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slurmrl.config.descriptions import descriptions
-from slurmrl.config.schema.optimizer import LEFT_OUT, MOMENTS, USERS, Kind, Optimizer
+from slurmrl.config.problems import descriptions
+from slurmrl.config.schema.model import LEFT_OUT, MOMENTS, USERS, Kind, Optimizer
 from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
 
 BETAS = {"betas": (0.8, 0.9)}

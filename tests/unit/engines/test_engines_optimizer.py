@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from slurmrl.config.schema.optimizer import Optimizer
+from slurmrl.config.schema.model import Optimizer
 from slurmrl.engines.fsdp.gradients import clip, global_norm
 from slurmrl.engines.optimizers import SGD, AdamW
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from slurmrl.errors import UsageError
-from slurmrl.graph.call import Call, Method
-from slurmrl.graph.graph import Graph, unread
+from slurmrl.graph.call import Call, Graph, Method, unread
 
 
 def call(name: str, inputs: str = "", outputs: str = "") -> Call:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from slurmrl.config.schema.frequency import Checkpoint
+from slurmrl.config.schema.config import Checkpoint
 from slurmrl.errors import (
     CorruptFileError,
     SlotTakenError,

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.config.changes import differences
 from slurmrl.config.load import dump
 from slurmrl.errors import ConfigError, Problem
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks.sections import known_metrics
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.recover import differences
 from slurmrl.submission import own_code
 from tests.unit.plan.conftest import Load, write_model
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from slurmrl.config.changes import differences
 from slurmrl.config.schema import Config, Reward
 from slurmrl.config.schema.reward import RewardPart
 from slurmrl.errors import RewardError
-from slurmrl.recover.differences import differences
 from slurmrl.rewards.weighted import WeightedReward, applies, make_reward
 from tests.support.trials import ppo_config
 

@@ -16,7 +16,7 @@ import pytest
 from slurmrl.checkpoint.checksums import checksum
 from slurmrl.checkpoint.manifest import read_state, verify
 from slurmrl.checkpoint.tensors import SavedFile
-from slurmrl.config.schema.frequency import Checkpoint
+from slurmrl.config.schema.config import Checkpoint
 from slurmrl.errors import StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.history.log import History

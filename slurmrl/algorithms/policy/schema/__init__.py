@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from slurmrl.algorithms.policy.schema.advantages import OF_COMPLETIONS
-from slurmrl.algorithms.policy.schema.objective import Correction, Objective, Updates, Value
 from slurmrl.algorithms.policy.schema.policy_gradient import (
     ACTOR_METRICS,
     CRITIC_METRICS,
@@ -12,7 +10,14 @@ from slurmrl.algorithms.policy.schema.policy_gradient import (
     REF_LOGPROBS,
     PolicyGradient,
 )
-from slurmrl.algorithms.policy.schema.rewards import KL
+from slurmrl.algorithms.policy.schema.sections import (
+    KL,
+    OF_COMPLETIONS,
+    Correction,
+    Objective,
+    Updates,
+    Value,
+)
 
 __all__ = [
     "ACTOR_METRICS",

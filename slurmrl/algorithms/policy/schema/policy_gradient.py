@@ -8,18 +8,20 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from slurmrl.algorithms.policy.schema import behaviour
-from slurmrl.algorithms.policy.schema.advantages import OF_COMPLETIONS, OF_GROUPS, Advantages
-from slurmrl.algorithms.policy.schema.filters import Filters, filter_call
-from slurmrl.algorithms.policy.schema.objective import (
+from slurmrl.algorithms.policy.schema.presets import CHOICES, PRESETS, settings_of, with_defaults
+from slurmrl.algorithms.policy.schema.sections import (
+    OF_COMPLETIONS,
+    OF_GROUPS,
+    Advantages,
     Correction,
+    Filters,
     Objective,
+    RewardShaping,
     Updates,
     Value,
+    filter_call,
     refuse_unused,
 )
-from slurmrl.algorithms.policy.schema.presets import CHOICES, PRESETS, settings_of, with_defaults
-from slurmrl.algorithms.policy.schema.rewards import RewardShaping
 from slurmrl.algorithms.schema import (
     TURN_REWARDS,
     AlgorithmSchema,
@@ -33,6 +35,7 @@ from slurmrl.config.source import KeyPath
 from slurmrl.errors import UsageError
 from slurmrl.graph.call import REWARD_MODEL, Call, Method, RoleUse
 from slurmrl.plan.algorithms import PolicyGradientName
+from slurmrl.plan.precision import unlike_training
 from slurmrl.registry import near
 
 ACTOR_METRICS = (
@@ -174,10 +177,10 @@ class PolicyGradient(
         return super().why_unused(role)
 
     def completed(self, config: Config) -> Self:
-        return self.model_copy(update=behaviour.settled(self, config))
+        return self.model_copy(update=settled_correction(self, config))
 
     def notes(self, config: Config) -> Iterator[str]:
-        yield from behaviour.notes(self.completed(config), config)
+        yield from correction_notes(self.completed(config), config)
 
     def calls(self, config: Config) -> tuple[Call, ...]:
         return self.completed(config)._calls(config)
@@ -323,3 +326,54 @@ def greedy_reward_calls(config: Config) -> tuple[Call, ...]:
         outputs=("greedy_model_scores",),
     )
     return (scores, replace(judge, inputs=(*judge.inputs, "greedy_model_scores")))
+
+
+def settled_correction(settings: Correction, config: Config) -> dict[str, Any]:
+    """Return the values of `recompute_logprobs` and `correction`, with those that follow from the
+    rest of the configuration where they are not set."""
+    stale, unlike = bool(_staleness(config)), bool(unlike_training(config))
+    recomputes, correction = settings.recompute_logprobs, settings.correction
+    if recomputes is None:
+        if settings.compares:
+            recomputes = True
+        elif stale or (unlike and correction == "none"):
+            recomputes = False
+        else:
+            recomputes = unlike or config.actor.dtype == "bfloat16"
+    if correction is None:
+        correction = "truncate" if recomputes and (stale or unlike) else "none"
+    return {"recompute_logprobs": recomputes, "correction": correction}
+
+
+def correction_notes(settings: Correction, config: Config) -> Iterator[str]:
+    """Yield which settings account for completions of another policy, and why. ``settings`` are
+    settled."""
+    reasons = [reason for reason in (_staleness(config), unlike_training(config)) if reason]
+    if not reasons:
+        return
+    because = " and ".join(reasons)
+    if settings.corrects:
+        yield (
+            f"algorithm.correction {settings.correction}: importance weights correct for the "
+            f"policy that drew the tokens, because {because}"
+        )
+    elif not settings.recompute_logprobs:
+        yield (
+            "algorithm.recompute_logprobs false: ratios compare with the policy that drew the "
+            f"tokens, because {because}"
+        )
+    else:
+        yield (
+            "wrong gradients: algorithm.recompute_logprobs true with correction none trains "
+            f"completions as if the present policy had drawn them, but {because}; set "
+            "algorithm.correction, or recompute_logprobs to false"
+        )
+
+
+def _staleness(config: Config) -> str:
+    """How old completions may be; empty if the weights that they change have drawn them."""
+    tasks = config.rollout.tasks
+    if tasks is None or not tasks.max_staleness:
+        return ""
+    steps = "1 step" if tasks.max_staleness == 1 else f"{tasks.max_staleness} steps"
+    return f"completions may be {steps} old (rollout.tasks.max_staleness)"

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from slurmrl.algorithms.policy.schema.advantages import Advantages
-from slurmrl.algorithms.policy.schema.objective import Objective
-from slurmrl.algorithms.policy.schema.rewards import KL
+from slurmrl.algorithms.policy.schema.sections import KL, Advantages, Objective
 from slurmrl.config.schema.base import Section
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.config.changes import consequences, differences, follow_actor, may_change
 from slurmrl.config.schema import Config
 from slurmrl.plan.settings import load_settings
-from slurmrl.recover import consequences, differences, follow_actor, may_change
 from tests.support.trials import Site, ppo_config
 
 

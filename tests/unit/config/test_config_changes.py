@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from slurmrl.config.changes import differences
 from slurmrl.config.load import load, parse
 from slurmrl.config.schema import Config
-from slurmrl.recover import differences
 from tests.fake_runs import write_config
 
 
@@ -97,9 +97,9 @@ def test_how_many_tasks_generate_may_change(
 
 
 def test_every_key_that_may_change_exists() -> None:
+    from slurmrl.config.changes import MAY_CHANGE, SECTIONS
     from slurmrl.config.schema import Evaluation, Model, Reward, RewardPart, Rollout, Suite
     from slurmrl.config.schema.rollout import Tasks
-    from slurmrl.recover.differences import MAY_CHANGE, SECTIONS
 
     fields = set(Config.model_fields)
     sections = {"evaluation": Evaluation, "rollout": Rollout, "rollout.tasks": Tasks}

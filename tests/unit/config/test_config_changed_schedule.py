@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.config.changes import differences, moved_schedules
 from slurmrl.config.load import load, parse
 from slurmrl.config.schema import Config
-from slurmrl.recover import differences, moved_schedules
 from tests.fake_runs import write_config
 
 LINEAR = "actor.optimizer={lr: 0.001, schedule: linear, warmup_steps: 4}"

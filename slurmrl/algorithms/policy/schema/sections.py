@@ -1,19 +1,21 @@
-"""Settings of the losses and of the updates that minimise them."""
+"""Settings of rewards, advantages, filters, losses and updates: sections of policy gradients."""
 
 from __future__ import annotations
 
 from math import inf
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from slurmrl.config.schema.base import (
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
 )
+from slurmrl.graph.call import Call, Method, Refill
 
 AboveOne = Annotated[float, Field(gt=1)]
 
@@ -231,3 +233,218 @@ def refuse_unused(section: Section, used: dict[str, bool], chosen: str) -> None:
     ]
     if unused:
         raise ValueError(f"{', '.join(unused)} is not allowed with {chosen}, which does not use it")
+
+
+OF_COMPLETIONS: Final = ("group", "leave_one_out", "batch", "batch_leave_one_out")
+"""Estimators that give all tokens of a completion the same advantage."""
+OF_GROUPS: Final = ("group", "leave_one_out")
+"""Estimators that compare the completions of one prompt."""
+WITHOUT_OWN: Final = ("leave_one_out", "batch_leave_one_out")
+"""Estimators whose mean leaves out the completion itself."""
+DIVIDED: Final = (*OF_COMPLETIONS, "none")
+"""Estimators whose advantages may be divided by a deviation."""
+
+
+class Advantages(Section):
+    """From scores to advantages."""
+
+    advantage: Literal[
+        "gae", "group", "leave_one_out", "greedy", "batch", "batch_leave_one_out", "none"
+    ] = "gae"
+    """What a completion's return is compared with. `gae`: the values of a critic. `group`: the mean
+    over the prompt's completions. `leave_one_out`: the mean over the prompt's other completions.
+    `greedy`: the score of a greedy completion of the prompt, which costs another generation.
+    `batch`: the mean over all completions of the batch. `batch_leave_one_out`: the mean over the
+    other completions of the batch. `none`: nothing. `gae`, `greedy` and `none` have one return per
+    token, the others one per completion."""
+    advantage_std: Literal["none", "group", "batch"] = "none"
+    """Divide by the standard deviation of the returns of the prompt's completions (`group`) or of
+    all completions (`batch`). With `advantage: none` it is the deviation from 0, the root of the
+    mean square. Not with `gae` and `greedy`."""
+    std_unbiased: bool = True
+    """That standard deviation divides by the number of completions less one (true) or by their
+    number (false)."""
+    std_epsilon: NonNegativeFloat = 1e-6
+    """Added to that standard deviation."""
+    discount: Fraction = 1.0
+    """Discount per token (gamma). Must be 1 where a completion has one return."""
+    gae_lambda: Fraction = 1.0
+    """Weight of longer returns in the advantages (lambda). Only with `advantage: gae`."""
+    normalize_advantages: bool = True
+    """Normalise the advantages to mean 0 and standard deviation 1 over all response tokens of the
+    batch. (Population variance; 1e-8 is added to it.)"""
+
+    @model_validator(mode="after")
+    def _advantage_uses_its_settings(self) -> Advantages:
+        of_completions = self.advantage in OF_COMPLETIONS
+        chosen = f"advantage: {self.advantage}"
+        if self.advantage_std != "none" and self.advantage not in DIVIDED:
+            raise ValueError(
+                f"advantage_std: {self.advantage_std} is not allowed with {chosen}; "
+                f"allowed with advantage: {', '.join(DIVIDED)}"
+            )
+        divides = dict.fromkeys(("std_unbiased", "std_epsilon"), self.advantage_std != "none")
+        refuse_unused(self, divides, "advantage_std: none")
+        if self.discount != 1.0 and of_completions:
+            raise ValueError(
+                f"discount {self.discount} is not allowed with {chosen}, which has one return per "
+                "completion; use 1.0"
+            )
+        if self.gae_lambda != 1.0 and self.advantage != "gae":
+            raise ValueError(
+                f"gae_lambda {self.gae_lambda} is not allowed with {chosen}, which has no values; "
+                "allowed with advantage: gae"
+            )
+        return self
+
+
+ZERO_VARIANCE = "zero_variance"
+TRUNCATED = "truncated"
+
+
+class Filters(Section):
+    """Prompts that are dropped after their completions were judged, and what replaces them.
+    Completions that leave the losses."""
+
+    zero_variance: Literal["keep", "drop"] = "keep"
+    """`drop`: do not train on prompts whose completions all have the same score (the reward after
+    shaping), so that none has an advantage over another; with `mask_truncated`, nor on those whose
+    completions are all truncated. Failed episodes do not count. Requires `rollout.n` of at least
+    2."""
+    max_truncated: Fraction | None = None
+    """Do not train on prompts of which more than this share of completions has no stop token (or
+    stop string); null keeps them. Failed episodes do not count."""
+    mask_truncated: bool = False
+    """Leave the tokens of completions without a stop token (or stop string) out of the losses.
+    Their rewards still count in the baselines and deviations of the others."""
+    filter_rounds: PositiveInt = 10
+    """Rounds of generation in a step until enough prompts for a batch are left. 1 replaces no
+    prompt. With rollout tasks, a step judges at most so many times `batch_size`."""
+    filter_candidates: PositiveInt | None = None
+    """Prompts of a round. What exceeds a full batch is generated again in the next step. Ignored
+    with rollout tasks: a round judges groups that are finished. Default: `batch_size`."""
+    short_batch: Literal["train", "error"] = "train"
+    """When prompts are missing after the last round: train on those that there are (on nothing, if
+    there are none), or end the trial with an error."""
+
+    @model_validator(mode="after")
+    def _some_truncated_completion_is_left(self) -> Filters:
+        if self.mask_truncated and self.max_truncated == 0.0:
+            raise ValueError(
+                "mask_truncated: true is not allowed with max_truncated 0.0, which drops every "
+                "prompt that has a truncated completion; remove one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _filter_settings_need_a_filter(self) -> Filters:
+        names = ("filter_rounds", "filter_candidates", "short_batch")
+        chosen = "zero_variance: keep and no max_truncated"
+        refuse_unused(self, dict.fromkeys(names, self.filters), chosen)
+        return self
+
+    @property
+    def filters(self) -> bool:
+        """Whether any prompt may be dropped."""
+        return self.zero_variance == "drop" or self.max_truncated is not None
+
+    def refill(self) -> Refill:
+        return Refill(
+            rounds=self.filter_rounds,
+            candidates=self.filter_candidates,
+            complete=self.short_batch == "error",
+        )
+
+
+def filter_call() -> Call:
+    """Choose prompts by what their completions earned."""
+    return Call(
+        name="prompt_filter",
+        role=None,
+        method=Method.FILTER,
+        interface="slurmrl.algorithms.policy.filters:FilterInterface",
+        inputs=("prompt_mask", "rewards", "finished"),
+        metrics=(
+            *(f"filter/{name}" for name in (ZERO_VARIANCE, TRUNCATED)),
+            *(f"filter/{name}" for name in ("rounds", "accepted", "surplus")),
+        ),
+    )
+
+
+class KL(Section):
+    """The KL penalty for moving away from the reference model."""
+
+    where: Literal["reward", "loss"] = "reward"
+    """`reward` subtracts the penalty from the reward of each token; `loss` adds it to the actor's
+    loss."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimate of KL(policy || reference) from a sampled token, with x = log(p/p_ref). `k1`: x;
+    `k2`: x^2 / 2; `k3`: exp(-x) - 1 + x, which is never negative."""
+    kind: Literal["fixed", "adaptive"] = "fixed"
+    """`fixed` keeps the coefficient; `adaptive` steers the measured KL to `target`."""
+    coef: NonNegativeFloat = 0.1
+    """Initial coefficient: penalty per token for each nat of KL. With 0 there is no penalty and no
+    reference model. Required with other settings of `kl` for a preset whose coefficient is 0."""
+    target: PositiveFloat = 6.0
+    """Adaptive: target of the mean KL per completion, in nats."""
+    horizon: PositiveFloat = 10000.0
+    """Adaptive: completions over which the coefficient moves by up to 20 %. A step moves it by no
+    more than that."""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> KL:
+        if self.kind == "adaptive" and self.coef == 0:
+            raise ValueError(
+                "coef 0 is not allowed with kind: adaptive, which multiplies it; use more than 0"
+            )
+        steered = dict.fromkeys(("target", "horizon"), self.kind == "adaptive")
+        refuse_unused(self, steered, f"kind: {self.kind}")
+        if self.where == "loss" and self.estimator == "k1" and self.coef > 0:
+            raise ValueError(
+                "estimator: k1 is not allowed with where: loss: its gradient is 0 in the mean over "
+                "sampled tokens; allowed: k2, k3"
+            )
+        return self
+
+
+class RewardShaping(Section):
+    """From the reward of a completion to its score."""
+
+    reward_bias: float = 0.0
+    """Subtracted from each reward, before scaling."""
+    reward_scaling: float = 1.0
+    """Factor of each reward, before clipping; not 0, which would make all rewards equal."""
+    reward_clip: PositiveFloat | None = 20.0
+    """Rewards are clipped to this magnitude; null does not clip."""
+    mask_no_eos_with_zero: bool = False
+    """Give completions without a stop token (or stop string) the reward 0 instead of the reward
+    function's score."""
+    overlong_buffer: PositiveInt | None = None
+    """Tokens before the longest completion (`rollout.max_new_tokens`, or what the policy may write
+    in an episode) in which a completion's reward falls linearly, by `overlong_penalty` at the end
+    (before bias, scaling and clipping). Null disables this."""
+    overlong_penalty: PositiveFloat = 1.0
+    """Largest penalty for the length of a completion."""
+    kl: KL = KL()
+
+    @field_validator("reward_scaling")
+    @classmethod
+    def _keeps_rewards_apart(cls, value: float) -> float:
+        if value == 0:
+            raise ValueError("all rewards would be equal; use another number")
+        return value
+
+    @model_validator(mode="after")
+    def _judges_truncated_completions_once(self) -> RewardShaping:
+        if self.overlong_buffer is not None and self.mask_no_eos_with_zero:
+            raise ValueError(
+                f"overlong_buffer {self.overlong_buffer} is not allowed with "
+                "mask_no_eos_with_zero: true: the penalty of a truncated completion would be "
+                "replaced by 0; remove one"
+            )
+        if self.overlong_buffer is None and self.overlong_penalty != 1.0:
+            raise ValueError(
+                f"overlong_penalty {self.overlong_penalty} is not allowed without overlong_buffer, "
+                "the number of tokens in which it grows"
+            )
+        return self
