@@ -13,7 +13,7 @@ from slurmrl.cli.options import common, examples, json_option
 from slurmrl.display.columns import table
 
 if TYPE_CHECKING:
-    from slurmrl.submission.try_reward import Tried
+    from slurmrl.submission.inspection import Tried
 
 ROWS = 8
 SHOWN_CHARACTERS = 40
@@ -75,8 +75,8 @@ def try_reward(
     The reward runs in a separate process on this machine, without Slurm, models or a GPU.
     """
     from slurmrl.plan.settings import load_settings
+    from slurmrl.submission import inspection as trying
     from slurmrl.submission import own_code
-    from slurmrl.submission import try_reward as trying
     from slurmrl.submission.found_rows import Selection
     from slurmrl.submission.trials import chosen_root
 

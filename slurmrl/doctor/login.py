@@ -19,7 +19,7 @@ from slurmrl.scheduler import AUTO
 from slurmrl.submission import own_code
 from slurmrl.submission.checks.finding import Finding, Weight
 from slurmrl.submission.checks.run import Code, check
-from slurmrl.submission.described_tools import described
+from slurmrl.submission.inspection import described
 from slurmrl.submission.proposal import Proposal, begun, run_paths
 from slurmrl.submission.record import ProvenanceWriter
 

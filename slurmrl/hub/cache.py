@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import slurmrl
 from slurmrl import log
+from slurmrl.child import ChildRequest
 from slurmrl.errors import EnvironmentFailure, UnreachableHubError, UsageError
 from slurmrl.fsio import atomic
 from slurmrl.hub import contents
@@ -65,22 +63,19 @@ class HubCache:
     def _ask(self, reference: HubReference) -> Path:
         atomic.make_private_directory(self.folder)
         home = reference.home(self.folder)
-        request = json.dumps({**asdict(reference), "home": str(home)})
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", CHILD],
+        request = ChildRequest(
+            CHILD,
+            {**asdict(reference), "home": str(home)},
             env=_environment(home),
-            input=request.encode(),
-            stdout=subprocess.PIPE,
-            check=False,
+            shown=True,
         )
-        lines = done.stdout.splitlines()
-        reply: dict[str, Any] = json.loads(lines[-1]) if lines and not done.returncode else {}
+        reply = request.last()
         if "unreachable" in reply:
             raise UnreachableHubError(reply["unreachable"])
         if "error" in reply:
             raise UsageError(reply["error"])
         if "commit" not in reply:
-            message = f"fetching {reference} failed, see above (exit code {done.returncode})"
+            message = f"fetching {reference} failed, see above (exit code {request.ended.code})"
             raise EnvironmentFailure(message)
         folder = reference.folder(self.folder, reply["commit"])
         if not reference.is_commit:

@@ -1,20 +1,20 @@
-"""The process that fetches a repository: a JSON request on stdin, a JSON reply on stdout.
+"""The child process that fetches a repository.
 
-``python -m slurmrl.hub.child`` downloads one commit into ``<home>/fetching``, resuming what an
+It downloads one commit into ``<home>/fetching``, resuming what an
 interrupted call has left there, makes the folder ``<home>/<commit>.<pid>`` of it, and renames that
 to ``<home>/<commit>``, beside which ``<commit>.json`` lists its files. Progress is shown on stderr.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import sys
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from slurmrl import child
 from slurmrl.errors import EnvironmentFailure, MissingDependencyError, UsageError
 from slurmrl.fsio import atomic
 from slurmrl.hub import contents
@@ -185,15 +185,13 @@ class RepositoryFetcher:
         return {"error": message}
 
 
-def main() -> None:
+def replies(request: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Yield the reply to a reference and the folder of its repository, ``home``."""
     os.umask(0o077)
-    request: dict[str, Any] = json.load(sys.stdin)
-    home = Path(request.pop("home"))
-    reference = HubReference(**{**request, "kind": HubKind(request["kind"])})
-    with redirect_stdout(sys.stderr):
-        reply = RepositoryFetcher(reference, home).explained()
-    print(json.dumps(reply), flush=True)
+    values = {key: value for key, value in request.items() if key != "home"}
+    reference = HubReference(**{**values, "kind": HubKind(values["kind"])})
+    yield RepositoryFetcher(reference, Path(request["home"])).explained()
 
 
 if __name__ == "__main__":
-    main()
+    child.answer(replies)

@@ -36,7 +36,7 @@ from slurmrl.submission import own_code, snapshot, trials
 from slurmrl.submission.checks import slurm
 from slurmrl.submission.checks.finding import Finding
 from slurmrl.submission.checks.run import Code, check
-from slurmrl.submission.described_tools import described
+from slurmrl.submission.inspection import described
 from slurmrl.submission.prepare import is_prepared, trial_uuid
 from slurmrl.submission.record import ProvenanceWriter, recorded_folders
 

@@ -25,6 +25,7 @@ PACKAGE = Path(slurmrl.__file__).parent
 ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "errors": (),
+        "child": (),
         "log": (),
         "paths": (),
         "keys": (),

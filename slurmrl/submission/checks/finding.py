@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any
 
 from slurmrl.errors import Problem
-
-CONFIG: Final = "config.yaml"
-FINDINGS: Final = "findings.jsonl"
-"""Files between the command and its child."""
 
 
 class Weight(StrEnum):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import slurmrl
+from slurmrl.child import ChildEnd, ChildRequest
 from slurmrl.config.load import dump
 from slurmrl.config.schema import Config
 from slurmrl.errors import ConfigError, SlurmrlError
@@ -26,11 +25,11 @@ from slurmrl.plan.settings import Settings
 from slurmrl.scheduler.environment import of_local_job
 from slurmrl.submission import copying
 from slurmrl.submission.checks import engines, room
-from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
+from slurmrl.submission.checks.finding import Finding, Weight
 from slurmrl.submission.versions import torch_build
 
 TIMEOUT_S: Final = 120.0
-CHILD: Final = "slurmrl.submission.checks.child"
+INSPECTOR: Final = "slurmrl.submission.inspector"
 UNCHECKED: Final = "the run checks it when it starts"
 ADAPTERS: Final = "adapters"
 """The subject of the only check that nothing repeats."""
@@ -64,7 +63,7 @@ def check(
     """
     findings = [*more, *_places(settings), *_torch(settings, plan), *engines.check(settings, plan)]
     findings += room.check(settings)
-    findings += _in_child(settings, code, timeout_s, set() if compared is None else compared)
+    findings += _of_inputs(settings, code, timeout_s, set() if compared is None else compared)
     order = list(Weight)
     placed = [_placed(finding, settings) for finding in findings]
     return sorted(placed, key=lambda finding: order.index(finding.weight))
@@ -121,41 +120,60 @@ def _placed(finding: Finding, settings: Settings) -> Finding:
     return dataclasses.replace(finding, where=where)
 
 
-# -- the child -------------------------------------------------------------------------------
+# -- the inspector ---------------------------------------------------------------------------
 
 
-def _in_child(
+def _of_inputs(
     settings: Settings, code: Code, timeout_s: float, compared: set[str]
 ) -> list[Finding]:
     with tempfile.TemporaryDirectory(prefix="slurmrl-check-") as name:
-        folder = Path(name)
-        (folder / CONFIG).write_text(dump(settings.config), encoding="utf-8")
-        with (folder / "output").open("wb") as output:
-            environ = environment(folder, code, job_variables(settings))
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", CHILD, *map(str, (folder, os.getpid())), *compared],
-                env=environ,
-                cwd=empty(folder),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        try:
-            ended: int | None = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            ended = None
-        finally:
-            _end(process)
-        findings, begun = _read(folder, ended, timeout_s)
-        if ADAPTERS in begun:
-            compared |= _models(settings.config)
-        return findings
+        request = inspect(
+            "inputs",
+            settings,
+            code,
+            Path(name),
+            job_variables(settings),
+            timeout_s,
+            compared=sorted(compared),
+        )
+        replies = list(request)
+    findings, begun = _understood(replies, request.ended, timeout_s)
+    if ADAPTERS in begun:
+        compared |= _models(settings.config)
+    return findings
 
 
 def _models(config: Config) -> set[str]:
     models = map(config.find_model, config.roles)
     return {model.path for model in models if model is not None and model.path is not None}
+
+
+def inspect(
+    subject: str,
+    settings: Settings,
+    code: Code,
+    folder: Path,
+    variables: Mapping[str, str],
+    limit_s: float | None = None,
+    *,
+    shown: bool = False,
+    **more: Any,
+) -> ChildRequest:
+    """Return a request to the inspector about a configuration. ``folder`` receives the
+    configuration, and the code of a trial that has no snapshot; ``variables`` are those of the
+    configuration."""
+    config = folder / "config.yaml"
+    config.write_text(dump(settings.config), encoding="utf-8")
+    place = folder / "empty"  # jobs have another current directory than the command, too
+    place.mkdir()
+    return ChildRequest(
+        INSPECTOR,
+        {"subject": subject, "config": str(config), **more},
+        limit_s=limit_s,
+        env=environment(folder, code, variables),
+        cwd=place,
+        shown=shown,
+    )
 
 
 def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[str, str]:
@@ -179,13 +197,6 @@ def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[
     }
 
 
-def empty(folder: Path) -> Path:
-    """Make the current directory of a check: jobs have another one than the command, too."""
-    place = folder / "empty"
-    place.mkdir()
-    return place
-
-
 def job_variables(settings: Settings) -> dict[str, str]:
     """Return ``cluster.env`` and the variables of ``variables_file``, if that can be read. (If not,
     another check reports it.)"""
@@ -196,39 +207,28 @@ def job_variables(settings: Settings) -> dict[str, str]:
     return dict(cluster.env)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the child with everything that the user's code has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _read(
-    folder: Path, ended: int | None, timeout_s: float
+def _understood(
+    replies: Sequence[dict[str, Any]], ended: ChildEnd, timeout_s: float
 ) -> tuple[list[Finding], Collection[str]]:
-    """Return the child's findings, and what it could not check; and the subjects of the checks that
-    it has begun. ``ended`` is its exit code, None if it ran out of time."""
+    """Return the inspector's findings, and what it could not check; and the subjects of the checks
+    that it has begun."""
     findings, begun = [], [{"begins": "starting to check", "subject": "checks"}]
-    path = folder / FINDINGS
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    for line in lines:
-        values = json.loads(line)
+    for values in replies:
         if "begins" in values:
             begun.append(values)
         else:
             findings.append(Finding.from_json(values))
     doing, subject = begun[-1]["begins"], begun[-1]["subject"]
     subjects = [one["subject"] for one in begun]
-    if not doing and ended is not None:
+    if not doing and ended.code is not None:
         return findings, subjects
     later = "nothing else does it" if subject == ADAPTERS else UNCHECKED
-    if ended is None:
+    if ended.code is None:
         text = f"{doing or 'ending'} took longer than {timeout_s:g} s; {later} (--check-timeout)"
         return [*findings, Finding(subject, Weight.WARNING, text)], subjects
-    output = (folder / "output").read_bytes()[-4096:].decode(errors="replace").strip()
-    last = output.splitlines()[-1][:SHOWN] if output else "no output"
-    if ended == -signal.SIGKILL:
+    last = ended.last_line[:SHOWN] or "no output"
+    if ended.code == -signal.SIGKILL:
         text = f"the check was killed while {doing}, perhaps for its memory; {later}"
         return [*findings, Finding(subject, Weight.WARNING, text)], subjects
-    text = f"{doing} ended the process with code {ended}: {last}"
+    text = f"{doing} ended the process with code {ended.code}: {last}"
     return [*findings, Finding(subject, Weight.FAILED, text)], subjects

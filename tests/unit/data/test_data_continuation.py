@@ -14,7 +14,7 @@ from slurmrl.data.encoder import Continuations, Encoder
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.data.types import row_type
 from slurmrl.rollouts.dialogue import Dialogue
-from slurmrl.submission.reward_trial import token_ids
+from slurmrl.submission.inspector import token_ids
 
 SPECIAL = ["<unk>", "<s>", "</s>", "[INST]"]
 SPACED = ["first", "always", "prepend"]

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,7 +18,6 @@ from tokenizers import Tokenizer, models
 
 from slurmrl.cli.main import main
 from slurmrl.cli.start import carry_out_all
-from slurmrl.config.load import dump
 from slurmrl.config.schema import Lora
 from slurmrl.data.tokenizer import save_tokenizer, vocabulary
 from slurmrl.errors import ConfigError
@@ -30,9 +28,9 @@ from slurmrl.models.hf import to_hf
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.submission import own_code
-from slurmrl.submission.checks import child, room, run
-from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
+from slurmrl.submission import input_checks, own_code
+from slurmrl.submission.checks import room, run
+from slurmrl.submission.checks.finding import Finding, Weight
 from slurmrl.submission.checks.run import Code, check, refuse
 from slurmrl.submission.proposal import Proposal
 from slurmrl.submission.versions import TorchBuild
@@ -388,15 +386,12 @@ def test_a_built_in_reward_needs_answers(tmp_path: Path) -> None:
 def test_of_a_large_file_the_top_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "MOST_BYTES", 1024)
+    monkeypatch.setattr(input_checks, "MOST_BYTES", 1024)
     settings = settings_of(tmp_path)
     rows = [{"id": str(n), "prompt": "1+2=", "answer": "3"} for n in range(100)]
     write_rows(Path(settings.config.dataset.path), *rows)
-    (tmp_path / CONFIG).write_text(dump(settings.config))
-    with closing(child.CheckProcess(tmp_path)) as looker:
-        looker.run()
-    lines = (tmp_path / FINDINGS).read_text().splitlines()
-    (found,) = [json.loads(line) for line in lines if "begins" not in line]
+    replies = input_checks.InputChecks(settings).run()
+    (found,) = [reply for reply in replies if "begins" not in reply]
     assert (found["subject"], found["weight"], found["key"]) == ("data", "warning", "dataset.path")
     assert "were checked" in found["message"]
 
@@ -426,8 +421,8 @@ def test_adapters_are_not_evaluated_with_another_model_than_they_were_trained_on
     plan = make_plan(settings, scheduler="local")
     assert "adapters" in {one.subject for one in check(settings, plan, Code(), compared=compared)}
     assert compared == {path}
-    with closing(child.CheckProcess(tmp_path, compared)) as process:
-        assert list(process.looks()["adapters"][1]()) == [], "not again: the model may be large"
+    checks = input_checks.InputChecks(settings, compared).checks()
+    assert list(checks["adapters"][1]()) == [], "not again: the model may be large"
 
 
 def test_the_trials_of_several_suites_have_their_checkpoint_compared_once(
@@ -453,9 +448,7 @@ def evaluated(
     """What the last check finds before a checkpoint is evaluated without an export."""
     trial.commit(step, adapters, frozen=frozen)
     settings = settings_of_evaluation(folder, trial, step)
-    (folder / CONFIG).write_text(dump(settings.config))
-    with closing(child.CheckProcess(folder)) as process:
-        return list(process.looks()["adapters"][1]())
+    return list(input_checks.InputChecks(settings).checks()["adapters"][1]())
 
 
 def settings_of_evaluation(folder: Path, trial: CommittedTrial, step: int) -> Settings:
@@ -582,9 +575,7 @@ def test_the_code_behind_a_users_own_algorithm_is_tried(
         f"algorithm.interface={interface}",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / CONFIG).write_text(dump(settings.config))
-    with closing(child.CheckProcess(tmp_path)) as process:
-        found = list(process.looks()["algorithm"][1]())
+    found = list(input_checks.InputChecks(settings).checks()["algorithm"][1]())
     assert [(one.subject, one.weight) for one in found] == (
         [("algorithm", Weight.FAILED)] if message else []
     )

@@ -18,10 +18,11 @@ from slurmrl.history.writer import begin
 from slurmrl.paths import RunPaths
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.submission import described_tools, tools_child
+from slurmrl.submission import inspection, inspector
+from slurmrl.submission.checks import run
 from slurmrl.submission.checks.finding import Finding
 from slurmrl.submission.checks.run import Code
-from slurmrl.submission.described_tools import described
+from slurmrl.submission.inspection import described
 from slurmrl.submission.proposal import propose, propose_resume
 from slurmrl.submission.submit import submit
 from tests.fake_runs import CONFIG, FakeScheduler
@@ -54,9 +55,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make schemas in this process."""
 
     def made(settings: Settings, code: Code) -> dict[str, Any]:
-        return tools_child.schemas_by_dataset(settings.config)
+        return inspector.schemas_by_dataset(settings.config)
 
-    monkeypatch.setattr(described_tools, "_made", made)
+    monkeypatch.setattr(inspection, "_made", made)
 
 
 def of(path: Path, *overrides: str) -> Config:
@@ -130,7 +131,7 @@ def test_schemas_not_made_for_the_file_of_a_trial(config: Path) -> None:
 def test_failed_child_leaves_prompts_without_tools_and_warns(
     config: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(described_tools, "CHILD", "no_such_module")
+    monkeypatch.setattr(run, "INSPECTOR", "no_such_module")
     assert names(of(config)) == {"dataset": None}
     assert "prompts do not describe the tools" in caplog.text
     assert "no_such_module" in caplog.text
@@ -172,7 +173,7 @@ def test_doctor_checks_a_trial_with_schemas(config: Path, monkeypatch: pytest.Mo
 def _submitted(config: Path, root: str, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     """The run directory of a trial without schemas."""
     with monkeypatch.context() as context:
-        context.setattr(described_tools, "_made", lambda settings, code: {})
+        context.setattr(inspection, "_made", lambda settings, code: {})
         paths = submit(propose(config, [], root=root, scheduler="local")).paths
     assert load_resolved(paths.config).dataset.tools is None
     return paths

@@ -1,15 +1,9 @@
-"""The checks of the child process: large files, the tokenizer, and the user's own code.
-
-``python -m slurmrl.submission.checks.child FOLDER PARENT [CHECKPOINT…]`` reads ``config.yaml`` in
-FOLDER and appends to ``findings.jsonl`` there: ``{"begins": …}`` before each check, and its
-findings. The adapters of the checkpoints have been compared with their model before.
-"""
+"""The checks of a trial's inputs by the inspector: weights, data, the tokenizer, and the user's own
+code."""
 
 from __future__ import annotations
 
-import json
 import resource
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, suppress
 from functools import cache
@@ -37,7 +31,7 @@ from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.model_files import config_values
 from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
-from slurmrl.plan.settings import load_resolved_settings
+from slurmrl.plan.settings import Settings, load_resolved_settings
 from slurmrl.registry import describe
 from slurmrl.rewards.reward import MODEL_SCORES
 from slurmrl.rewards.weighted import WeightedReward, make_reward
@@ -47,21 +41,18 @@ from slurmrl.rollouts.tools.schemas import ToolSchemas
 from slurmrl.rollouts.tools.toolbox import make_tools
 from slurmrl.submission.checks.algorithm_code import wrong_code
 from slurmrl.submission.checks.changed_data import changed_data
-from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
-from slurmrl.workers import process
+from slurmrl.submission.checks.finding import Finding, Weight
 
 MOST_BYTES: Final = 64 * 2**20
 """Bytes of a data file that are checked, from its start."""
 MOST_MEMORY: Final = 8 * 2**30
 
-Look = Callable[[], Iterator[Finding]]
 
+class InputChecks:
+    """Checks the inputs of a configuration. The adapters of the ``compared`` checkpoints have been
+    compared with their model before."""
 
-class CheckProcess:
-    """Runs the checks and writes each finding at once."""
-
-    def __init__(self, folder: Path, compared: Collection[str] = ()) -> None:
-        settings = load_resolved_settings(folder / CONFIG)
+    def __init__(self, settings: Settings, compared: Collection[str] = ()) -> None:
         self._compared = compared
         self.config = settings.config
         self.algorithm = settings.algorithm
@@ -70,13 +61,9 @@ class CheckProcess:
         """Valid data sets by the dotted key of their section."""
         self.left_out: dict[str, int] = {}
         """Lines of these that a length limit leaves out."""
-        self._file = (folder / FINDINGS).open("a", encoding="utf-8")
 
-    def close(self) -> None:
-        self._file.close()
-
-    def looks(self) -> dict[str, tuple[str, Look]]:
-        """The checks by subject, with words for what each is doing."""
+    def checks(self) -> dict[str, tuple[str, Callable[[], Iterator[Finding]]]]:
+        """Return the checks by subject, with words for what each is doing."""
         return {
             "algorithm": ("importing the algorithm", self._algorithm),
             "weights": ("reading the headers of the weights", self._weights),
@@ -91,24 +78,19 @@ class CheckProcess:
             "adapters": ("comparing the models that adapters belong to", self._adapters),
         }
 
-    def run(self) -> None:
-        for subject, (what, look) in self.looks().items():
-            self._say({"begins": what, "subject": subject})
+    def run(self) -> Iterator[dict[str, Any]]:
+        """Yield ``{"begins": …}`` before each check, and its findings."""
+        for subject, (what, check) in self.checks().items():
+            yield {"begins": what, "subject": subject}
             try:
-                for finding in look():
-                    self._say(finding.to_json())
+                for finding in check():
+                    yield finding.to_json()
             except MemoryError:
                 message = f"{what} took more than {MOST_MEMORY >> 30} GiB; not checked"
-                self._say(Finding(subject, Weight.WARNING, message).to_json())
+                yield Finding(subject, Weight.WARNING, message).to_json()
             except (SlurmrlError, OSError) as error:
-                self._say(Finding(subject, Weight.FAILED, str(error)).to_json())
-        self._say({"begins": "", "subject": ""})
-
-    def _say(self, value: dict[str, Any]) -> None:
-        self._file.write(json.dumps(value) + "\n")
-        self._file.flush()
-
-    # -- looks -------------------------------------------------------------------------------
+                yield Finding(subject, Weight.FAILED, str(error)).to_json()
+        yield {"begins": "", "subject": ""}
 
     def _algorithm(self) -> Iterator[Finding]:
         if not is_own(self.algorithm.name):
@@ -439,13 +421,8 @@ def _of_data(section: str, problem: Any) -> Finding:
     return Finding("data", Weight.FAILED, problem.message, problem.key, problem.where)
 
 
-def main(arguments: list[str]) -> None:
-    folder, parent = Path(arguments[0]), int(arguments[1])
-    process.die_with(parent)
+def inputs(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what `InputChecks.run` does."""
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
-    with closing(CheckProcess(folder, arguments[2:])) as child:
-        child.run()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    settings = load_resolved_settings(Path(request["config"]))
+    yield from InputChecks(settings, request["compared"]).run()

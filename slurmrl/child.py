@@ -1,0 +1,206 @@
+"""Child processes that run one command within a limit, and those that answer a request.
+
+The caller waits for the child. A child leads its own process group, which is killed when the caller
+is done with it, and the kernel kills the child when the caller ends. It starts with no signal
+blocked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+PR_SET_PDEATHSIG: Final = 1
+KILLED_S: Final = 5.0
+"""Seconds to wait for a killed child. A call that a file system never answers takes longer."""
+TAIL_BYTES: Final = 4096
+"""Bytes kept of the end of a child's standard error."""
+
+
+@dataclass(frozen=True)
+class ChildEnd:
+    """The end of a child process."""
+
+    code: int | None
+    """The exit code, negative for a signal; None for a child that was killed at its limit."""
+    errors: str = ""
+    """The end of its standard error, unless that was shown."""
+
+    @property
+    def last_line(self) -> str:
+        """Return the last line of its standard error; empty without any."""
+        return self.errors.splitlines()[-1] if self.errors else ""
+
+
+def run(
+    command: Sequence[str],
+    limit_s: float,
+    *,
+    shown: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> ChildEnd:
+    """Run a command without input. Discard its standard output; ``shown`` errors go to the errors
+    of this process.
+
+    Raises OSError for a command that cannot be executed.
+    """
+    with ExitStack() as stack:
+        errors = None if shown else stack.enter_context(tempfile.TemporaryFile())
+        process = stack.enter_context(
+            _started(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=env,
+            )
+        )
+        return ChildEnd(_exit_code(process, limit_s), _tail(errors))
+
+
+class ChildRequest:
+    """A request to a module that calls `answer`. Iterating starts the child and yields its replies
+    as they come; `ended` is set afterwards.
+
+    Iterating raises OSError where no process can be started.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        request: Mapping[str, Any],
+        *,
+        limit_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        shown: bool = False,
+    ) -> None:
+        """``limit_s=None`` waits forever. ``shown`` output goes to the errors of this process."""
+        self.ended = ChildEnd(None)
+        self._command = [sys.executable, "-P", "-m", module]
+        self._request = json.dumps(request).encode()
+        self._limit_s = limit_s
+        self._env = env
+        self._cwd = cwd
+        self._shown = shown
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with ExitStack() as stack:
+            stdin = stack.enter_context(tempfile.TemporaryFile())  # a pipe may block
+            stdin.write(self._request)
+            stdin.seek(0)
+            errors = None if self._shown else stack.enter_context(tempfile.TemporaryFile())
+            process = stack.enter_context(
+                _started(
+                    self._command,
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env=self._env,
+                    cwd=self._cwd,
+                )
+            )
+            end = None if self._limit_s is None else time.monotonic() + self._limit_s
+            assert process.stdout is not None
+            for line in _lines(stack.enter_context(process.stdout), end):
+                yield json.loads(line)
+            left = None if end is None else max(end - time.monotonic(), 0)
+            self.ended = ChildEnd(_exit_code(process, left), _tail(errors))
+
+    def last(self) -> dict[str, Any]:
+        """Return the last reply; empty without any."""
+        return next(reversed(list(self)), {})
+
+
+def answer(replies: Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]]) -> None:
+    """Answer the `ChildRequest` that started this process. Other output, of the processes that it
+    starts too, goes to standard error."""
+    request = json.load(sys.stdin)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
+        os.dup2(2, 1)
+        for reply in replies(request):
+            output.write(json.dumps(reply) + "\n")
+            output.flush()
+
+
+@contextmanager
+def _started(
+    command: Sequence[str],
+    *,
+    stdin: int | IO[bytes],
+    stdout: int,
+    stderr: IO[bytes] | None,
+    env: Mapping[str, str] | None,
+    cwd: Path | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a child; kill its process group in the end."""
+    process = subprocess.Popen(
+        command,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        env=env,
+        cwd=cwd,
+        start_new_session=True,
+        preexec_fn=_BeforeExec(),
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILLED_S)
+
+
+class _BeforeExec:
+    """Runs in the child between fork and exec. It imports and opens nothing there."""
+
+    def __init__(self) -> None:
+        self._parent = os.getpid()
+        self._prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def __call__(self) -> None:
+        self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        if os.getppid() != self._parent:
+            os._exit(1)
+
+
+def _lines(pipe: IO[bytes], end: float | None) -> Iterator[bytes]:
+    """Yield the whole lines that come before ``end``, a monotonic time."""
+    rest = b""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    while poll.poll(None if end is None else max(end - time.monotonic(), 0) * 1000):
+        data = os.read(pipe.fileno(), 2**16)
+        if not data:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
+
+
+def _exit_code(process: subprocess.Popen[bytes], limit_s: float | None) -> int | None:
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _tail(errors: IO[bytes] | None) -> str:
+    if errors is None:
+        return ""
+    errors.seek(max(errors.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
+    return errors.read().decode(errors="replace").strip()
