@@ -51,12 +51,12 @@ from slurmrl.monitor.reports import Identity
 from slurmrl.paths import RunPaths
 from slurmrl.rollouts.sample_files import StoredGroup, read_group
 from slurmrl.weights.version import MANIFEST, VersionId, version_ids
-from slurmrl.workers.master.rollout_tasks import RolloutTasks
-from slurmrl.workers.master.task_attempts import parse_name, rollouts_of
+from slurmrl.workers.master.attempts import parse_name, rollouts_of
+from slurmrl.workers.master.tasks import RolloutTasks
 from slurmrl.workers.master.worker_channel import REST_S
 from slurmrl.workers.messages import CONTROL_LOG, LoadBatch
 from slurmrl.workers.poll_intervals import PollIntervals
-from slurmrl.workers.rollout.results import ResultWriter
+from slurmrl.workers.rollout.channel import ResultWriter
 from slurmrl.workers.rollout.session import Session, Work
 from slurmrl.workers.rollout.task import TaskOptions
 from slurmrl.workers.rollout_messages import REQUEST_LOG, Holds

@@ -1,5 +1,5 @@
 """A judge that runs the whole configured reward, for all completions of a prompt at a time, beside
-a rollout task (see `slurmrl.workers.rollout.judging`).
+a rollout task (see `slurmrl.workers.rollout.generation`).
 
 Run as ``python -m slurmrl.rewards.group_judge``. What the user's code prints goes to standard
 error; requests and replies use descriptors of their own.

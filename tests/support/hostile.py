@@ -59,7 +59,7 @@ from slurmrl.scheduler.succession import Link
 from slurmrl.submission import snapshot
 from slurmrl.submission.prepare import trial_uuid
 from slurmrl.workers.link import reason_to_leave
-from slurmrl.workers.master.base import choose
+from slurmrl.workers.master.committer import choose
 from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.serve import restore

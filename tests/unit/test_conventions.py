@@ -144,7 +144,7 @@ TORCH_FREE = (
     "workers.process",
     "workers.rollout_messages",
     "workers.rollout",
-    "workers.rollout.results",
+    "workers.rollout.channel",
     "workers.rollout.session",
     "workers.supervisor*",
     "workers.agent*",

@@ -34,21 +34,17 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.registry import near
 from slurmrl.workers import doorbell
-from slurmrl.workers.master import step_metrics
-from slurmrl.workers.master.agent_registry import AgentRegistry
+from slurmrl.workers.master import publish
 from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.exporting import export_actor
 from slurmrl.workers.master.progress import Progress
-from slurmrl.workers.master.publish import StatusPublisher
+from slurmrl.workers.master.publish import StatusPublisher, Timeline
 from slurmrl.workers.master.requests import StackRequests
-from slurmrl.workers.master.results import Results
-from slurmrl.workers.master.rollout_tasks import RolloutTasks
-from slurmrl.workers.master.scores import EvaluationScores
+from slurmrl.workers.master.results import EvaluationScores, Results, UnscoredSteps
 from slurmrl.workers.master.steps import StepRunner
-from slurmrl.workers.master.timeline import Timeline
-from slurmrl.workers.master.unscored import UnscoredSteps
+from slurmrl.workers.master.tasks import RolloutTasks
 from slurmrl.workers.master.versions import Publication, VersionPublisher
-from slurmrl.workers.master.worker_channel import WorkerChannel
+from slurmrl.workers.master.worker_channel import AgentRegistry, WorkerChannel
 from slurmrl.workers.messages import Exit, Ready
 from slurmrl.workers.poll_intervals import PollIntervals
 
@@ -338,7 +334,7 @@ class Master:
         self, step: int, rows: Sequence[Mapping[str, Any]], *, evaluation: bool = False
     ) -> None:
         if rows:
-            lines = step_metrics.sample_lines(step, rows)
+            lines = publish.sample_lines(step, rows)
             write = partial(self.samples.write, step, lines, evaluation=evaluation)
             self._retry("write samples", write)
 

@@ -34,7 +34,7 @@ from slurmrl.history.record import END_OF_DATASET
 from slurmrl.monitor.metrics import finite
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
-from slurmrl.workers.master.task_attempts import ROLLOUTS
+from slurmrl.workers.master.attempts import ATTEMPTS
 
 WHERE = "the state of the last commit"
 
@@ -79,7 +79,7 @@ STATE: Fields = {
     "stop_token_ids": list_of(SIZE),
     "chat_template": TEXT,
     "recorded": list_of(objects.shape(RecordedSteps)),
-    "rollouts": ROLLOUTS,
+    "rollouts": ATTEMPTS,
     "cursor": items(COUNT, SIZE),
     "consumed": list_of(_RANGE),
 }

@@ -14,6 +14,7 @@ from slurmrl import env, log
 from slurmrl.backoff import READ_S, retry
 from slurmrl.checkpoint.manifest import read_state, until_certain
 from slurmrl.config.load import load_resolved
+from slurmrl.config.schema import Config
 from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.errors import RunFailedError, StaleIncarnationError, TrialEndedError, UsageError
 from slurmrl.fsio import ownership
@@ -23,6 +24,7 @@ from slurmrl.history.log import History
 from slurmrl.history.record import Record
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import IncarnationWriter
+from slurmrl.monitor import events, metrics
 from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.recorder import MetricsRecorder
 from slurmrl.monitor.reports import Failure
@@ -35,17 +37,13 @@ from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.workers import doorbell, evidence
 from slurmrl.workers.failure import describe, publish
-from slurmrl.workers.master import limits
-from slurmrl.workers.master.base import begin_on_base, set_aside
-from slurmrl.workers.master.judgement import judge
+from slurmrl.workers.master.attempts import TaskBells, rollouts_of
+from slurmrl.workers.master.committer import begin_on_base, set_aside
+from slurmrl.workers.master.judgement import Ending, judge
 from slurmrl.workers.master.master import Master
 from slurmrl.workers.master.progress import REQUIRED, STATE, Progress, ledger_of
-from slurmrl.workers.master.results import Results
-from slurmrl.workers.master.rollout_tasks import RolloutTasks
-from slurmrl.workers.master.scores import EvaluationScores
-from slurmrl.workers.master.task_attempts import rollouts_of
-from slurmrl.workers.master.task_bells import TaskBells
-from slurmrl.workers.master.task_numbers import TaskNumbers
+from slurmrl.workers.master.results import EvaluationScores, Results
+from slurmrl.workers.master.tasks import RolloutTasks, TaskNumbers
 from slurmrl.workers.master.versions import remove_leftovers
 from slurmrl.workers.poll_intervals import PollIntervals
 from slurmrl.workers.process import kill_parent
@@ -102,7 +100,7 @@ def _judge(
         names,
         job,
         config.max_restarts_without_commit,
-        lambda ending: limits.explain(paths, config, ending),
+        lambda ending: explain_limit(paths, config, ending),
     )
     return verdict.data if verdict is not None else None
 
@@ -259,3 +257,40 @@ def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Except
     events.write("failed", reason=failure.reason)
     publish(names, incarnation, failure)
     return failure
+
+
+def explain_limit(paths: RunPaths, config: Config, ending: Ending) -> str:
+    """Return advice for a job that reached its time limit before the first commit: how far it came,
+    and which settings to change."""
+    ready_s = next(
+        (
+            event["seconds"]
+            for event in events.read_all(paths)
+            if event["kind"] == "ready"
+            and event["writer"] == f"master.{ending.incarnation}"
+            and isinstance(event.get("seconds"), int | float)
+        ),
+        None,
+    )
+    slurm = config.cluster.slurm
+    if ready_s is None:
+        came = "the models were not even loaded"
+    else:
+        came = f"starting and loading took {ready_s:.0f} s, and {_finished(paths)}"
+    limit = f"cluster.slurm.time ({slurm.time})" if slurm.time else "cluster.slurm.time"
+    return (
+        f"{came}. One step must fit between loading and the warning, and one more with its commit "
+        f"into the {slurm.signal_lead_s} s between the warning and the limit: raise {limit} or "
+        "cluster.slurm.signal_lead_s, commit more often (checkpoint.every_steps), or make steps "
+        "shorter"
+    )
+
+
+def _finished(paths: RunPaths) -> str:
+    """Count the steps since the last commit, which the next incarnation has not discarded yet."""
+    commit = fold(History(paths.history).read()).last_commit
+    newest = metrics.newest(metrics.read_latest(paths.metrics, 1)).get("step", 0)
+    steps = int(newest) - (commit.step if commit is not None else 0)
+    if steps <= 0:
+        return "no step was finished in the remaining time"
+    return f"{steps} steps were finished, but none was committed"

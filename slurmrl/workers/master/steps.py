@@ -19,11 +19,11 @@ from slurmrl.graph.call import Refill
 from slurmrl.paths import evaluation_prefix, part_prefix
 from slurmrl.plan.metrics import EVALUATION_S, WAITED_S
 from slurmrl.plan.model import CallPlan, Plan
-from slurmrl.workers.master import step_metrics
+from slurmrl.workers.master import publish
 from slurmrl.workers.master.progress import Progress
-from slurmrl.workers.master.rollout_tasks import RolloutTasks
-from slurmrl.workers.master.scores import EvaluationScores, ScoringCall
-from slurmrl.workers.master.step_metrics import Answered
+from slurmrl.workers.master.publish import Answered
+from slurmrl.workers.master.results import EvaluationScores, ScoringCall
+from slurmrl.workers.master.tasks import RolloutTasks
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import LoadBatch, RunCall
 
@@ -88,10 +88,10 @@ class StepRunner:
                 return None
             items = self._progress.items(sample.item for sample in samples)
             answered = self._run(step, items, self._plan.calls, samples=samples)
-        metrics = step_metrics.of_step(answered, time.monotonic() - began)
+        metrics = publish.of_step(answered, time.monotonic() - began)
         if self._rollouts is not None:
             metrics |= {**self._rollouts.metrics(), WAITED_S: self._waited_s}
-        return Executed({**metrics, **counts}, step_metrics.texts(answered), answered)
+        return Executed({**metrics, **counts}, publish.texts(answered), answered)
 
     def _take_samples(
         self, rollouts: RolloutTasks, step: int, count: int, *, filtered: bool = False
@@ -136,15 +136,15 @@ class StepRunner:
             for number in range(first, first + len(calls))
         ]
         answered = self._run(step, items, calls, evaluation=True, suite=suite, parts=parts)
-        metrics = step_metrics.of_step(answered, time.monotonic() - began)
+        metrics = publish.of_step(answered, time.monotonic() - began)
         scoring = []
         for (call, answers), prefix in zip(answered, parts, strict=True):
             if scored := [rank for rank in call.ranks if answers[rank].scored]:
                 scoring.append(ScoringCall(call.name, prefix, scored))
         write = partial(self._scores.write, step, len(items), scoring, suite)
         estimates = retry("write the scores of the evaluation", write, self._channel.rest)
-        measured = step_metrics.of_evaluation({**metrics, **estimates}, suite)
-        return Executed(measured, step_metrics.texts(answered), answered)
+        measured = publish.of_evaluation({**metrics, **estimates}, suite)
+        return Executed(measured, publish.texts(answered), answered)
 
     def _filtered(self, step: int, refill: Refill) -> tuple[Answered, dict[str, int]] | None:
         """Take candidates until enough are accepted for a batch, or as many were judged as the
@@ -245,9 +245,7 @@ class StepRunner:
         ]
 
 
-def _dropped(
-    call: CallPlan, answers: step_metrics.Answers, candidates: Sequence[int]
-) -> dict[int, str]:
+def _dropped(call: CallPlan, answers: publish.Answers, candidates: Sequence[int]) -> dict[int, str]:
     """The reason for each item that a filter dropped on any rank, by the item's number."""
     return {
         candidates[place]: reason

@@ -1,19 +1,56 @@
-"""Makes the samples of an item: what the trainers' generate call would draw for it."""
+"""Makes the samples of an item: what the trainers' generate call would sample for it.
+
+`TaskRows` reads the item's row, `Generation` runs its episodes, and `Judging` scores them in
+processes while others are generated.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Final
 
+from slurmrl import log
 from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.reward.questions import Questions
 from slurmrl.algorithms.rollout.configured import ConfiguredEpisodes, episode_items
+from slurmrl.algorithms.rollout.stored import as_sample
+from slurmrl.backoff import READ_S, retry
+from slurmrl.config.schema import Dataset
+from slurmrl.data import dataset, preparation
+from slurmrl.data.dataset import SampleRows
+from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.rollout.base import RolloutEngine
+from slurmrl.errors import (
+    EnvironmentFailure,
+    RewardError,
+    SlurmrlError,
+    UsageError,
+    WorkerDiedError,
+)
+from slurmrl.fsio import objects
+from slurmrl.rewards.group_judge import group_program
+from slurmrl.rewards.judged import JudgedCompletions
+from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
 from slurmrl.rollouts.policy import Waiting
 from slurmrl.rollouts.sample_group import SampleGroup
-from slurmrl.rollouts.tools.toolbox import in_thread
-from slurmrl.workers.rollout.rows import TaskRows
+from slurmrl.rollouts.tools.toolbox import Job, in_thread
 from slurmrl.workers.rollout_messages import RequestedItem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from slurmrl.config.schema import Reward
+
+
+logger = log.get(__name__)
 
 
 class Generation:
@@ -57,3 +94,165 @@ class Generation:
         """That of the step that trains the item if the trainers never wait for samples."""
         step = row.item // self._settings.algorithm.batch_size + 1
         return replace(self._call, step=step)
+
+
+class TaskRows:
+    """Reads rows for any number of threads. Opened at the first row: trainers that ask for one have
+    prepared all of them."""
+
+    def __init__(self, folder: Path, config: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
+        """``folder``: of the run's prepared data."""
+        self._folder, self._config, self._tokenizer = folder, config, tokenizer
+        self._opening = threading.Lock()
+        self._opened: SampleRows | None = None
+
+    def sample(self, row: RequestedItem) -> SequenceSample:
+        """The row as a sample of one item. Raises CorruptFileError, and EnvironmentFailure if it
+        cannot be read for `READ_S`."""
+        return retry("read the dataset", lambda: self._read(row), timeout_s=READ_S)
+
+    def _read(self, row: RequestedItem) -> SequenceSample:
+        with self._opening:
+            if self._opened is None:
+                self._opened = dataset.make(
+                    self._config,
+                    [
+                        PreparedRows(preparation.find(self._folder, part, self._tokenizer))
+                        for part in self._config.parts.values()
+                    ],
+                )
+        return self._opened.sample([(row.epoch, row.index)])
+
+
+UNKNOWN: Final = frozenset({"step", "model_scores"})
+"""What a reward may ask for that only the trainers know."""
+CLOSING_S: Final = 5.0
+MOST_LATE: Final = 2
+"""How often nobody may wait for the score of an item. (Once may be a restart of the trainers.)"""
+
+
+class Judging:
+    """Judges groups in processes of its own, each of which has the whole reward and judges one
+    group at a time. What it cannot judge it leaves to the trainers, who meet the same error where
+    it is the reward's, and say so as if they judged everything."""
+
+    def __init__(
+        self,
+        reward: Reward,
+        rows: TaskRows,
+        context: CallContext,
+        *,
+        submission: int,
+        timeout_s: float,
+    ) -> None:
+        """``context``: of any call; ``submission``: of the trial; ``timeout_s``: for one group."""
+        self._submission = submission
+        self._rows, self._context, self._timeout_s = rows, context, timeout_s
+        cores = context.cores
+        own = any(part.has_processes for part in reward.functions.values())
+        self._size = 1 if own else min(cores, MOST_JUDGES)
+        self._program = group_program(reward, cores)
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._asked = 0
+        """Groups without an answer."""
+        self._left = False
+        """Whether all is left to the trainers."""
+        self._late: Counter[int] = Counter()
+        """How often nobody waited for the score of an item."""
+
+    async def judged(self, row: RequestedItem, group: SampleGroup) -> SampleGroup:
+        """The group with what the reward gave it, or unchanged. When it is cancelled, the reward is
+        stopped. An item that comes back again and again so is left to the trainers: they wait."""
+        if self._left:
+            return group
+        if self._late[row.item] >= MOST_LATE:
+            logger.warning("item %d is left to the trainers: its score came too late", row.item)
+            return group
+        try:
+            sample: SequenceSample = await in_thread(lambda: self._rows.sample(row))
+            turns = self._context.settings.config.rollout.episode.has_turns
+            made = as_sample(sample.ids, [group], turns=turns, metadata=sample.metadata)
+            judged = await self._answer(Questions.about(made, self._context))
+        except asyncio.CancelledError:
+            self._late[row.item] += 1
+            raise
+        except SlurmrlError as error:
+            logger.warning("item %d is left to the trainers to judge: %s", row.item, error)
+            return group
+        return replace(group, judged=replace(judged, submission=self._submission))
+
+    def close(self) -> None:
+        """End the processes, at the latest when the threads end with this process."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        deadline = time.monotonic() + CLOSING_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._threads.clear()
+
+    async def _answer(self, questions: Questions) -> JudgedCompletions:
+        job = Job(
+            lambda pool: questions.answered(
+                lambda asked: self._ask(asked, pool, job.future.cancelled)
+            )
+        )
+        self._asked += 1
+        try:
+            if len(self._threads) < min(self._asked, self._size):
+                self._threads.append(threading.Thread(target=self._serve, daemon=True))
+                self._threads[-1].start()
+            self._jobs.put(job)
+            judged: JudgedCompletions = await job.future
+            return judged
+        finally:
+            self._asked -= 1
+
+    def _serve(self) -> None:
+        """Run jobs with one process, which dies with the thread that has started it."""
+        pool = JudgePool(self._program, self._timeout_s, 1)
+        while (job := self._jobs.get()) is not None:
+            job.run(pool)
+        pool.close()
+
+    def _ask(
+        self, questions: Questions, pool: JudgePool, gone: Callable[[], bool]
+    ) -> JudgedCompletions:
+        """``gone``: whether nobody waits for the judgement any more. Raises SlurmrlError: there is
+        none."""
+        try:
+            wanted = pool.start()["wanted"]
+        except (UsageError, WorkerDiedError, EnvironmentFailure):
+            self._left = True
+            raise
+        if unknown := UNKNOWN.intersection(wanted):
+            self._left = True
+            raise UsageError(f"the reward asks for {min(unknown)}, which only they know")
+        extras = {name: questions.extras[name] for name in wanted}
+        began = time.monotonic()
+        (verdict,) = pool.judge([vars(replace(questions, extras=extras))], abandoned=gone)
+        if isinstance(verdict, Unjudged):
+            if gone():
+                waited_s = time.monotonic() - began
+                place = questions.places[0]
+                logger.warning("the reward for %s is stopped after %.0f s", place, waited_s)
+            raise RewardError(verdict.why)
+        if "error" in verdict:
+            raise RewardError(verdict["error"])
+        return objects.from_json(JudgedCompletions, verdict["judged"], "the reply of the reward")
+
+
+def judging_of(call: CallContext, rows: TaskRows, submission: int) -> Judging | None:
+    """None if there is no reward function, if one needs the trainers' reward model, or if only
+    evaluations are judged.
+
+    :param call: of any step.
+    :param submission: of the trial.
+    """
+    config = call.settings.config
+    if config.reward is None or config.reward.uses_model:
+        return None
+    if not any("rewards" in each.outputs for each in call.settings.algorithm.calls(config)):
+        return None
+    timeout_s = config.step_timeout_s
+    return Judging(config.reward, rows, call, submission=submission, timeout_s=timeout_s)

@@ -42,10 +42,8 @@ from slurmrl.workers.distributed import collective_timeout, join
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
 from slurmrl.workers.poll_intervals import PollIntervals
 from slurmrl.workers.rollout.engines import MakeEngine, native, served, undefined_decoder
-from slurmrl.workers.rollout.generation import Generation
-from slurmrl.workers.rollout.judging import judging_of
+from slurmrl.workers.rollout.generation import Generation, TaskRows, judging_of
 from slurmrl.workers.rollout.merging import MergingHost
-from slurmrl.workers.rollout.rows import TaskRows
 from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
 from slurmrl.workers.rollout.weights import TaskWeights
 

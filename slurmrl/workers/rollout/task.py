@@ -20,10 +20,8 @@ from slurmrl.paths import RunPaths
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.rollouts.tools.toolbox import in_thread
 from slurmrl.weights.version import VersionId
-from slurmrl.workers.rollout.bell import TaskBell
-from slurmrl.workers.rollout.generation import Generation
-from slurmrl.workers.rollout.judging import Judging
-from slurmrl.workers.rollout.results import ResultWriter
+from slurmrl.workers.rollout.channel import ResultWriter, TaskBell
+from slurmrl.workers.rollout.generation import Generation, Judging
 from slurmrl.workers.rollout.session import Key, Session, Work
 from slurmrl.workers.rollout.weights import TaskWeights
 from slurmrl.workers.rollout_messages import (

@@ -1,4 +1,11 @@
-"""Execution of the master's messages on this rank's models and its part of the batch."""
+"""Execution of the master's messages on this rank's models and its part of the batch.
+
+`checked` checks what an algorithm's interfaces return, which may be a user's own. `UpdateKept`
+measures the share of each update of the actor that the generating weights have: they may be of a
+narrower type, in which a small update disappears until several add up. Generation then samples from
+older weights, plus rounding. The share is that of exports (see `slurmrl.weights.survival`), of an
+equally spaced part of this rank's weights.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +14,31 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
-from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.algorithms.base import CallContext, CallResult, Interface, Stats
 from slurmrl.algorithms.sequences import row_id
 from slurmrl.backoff import READ_S, retry
 from slurmrl.data.dataset import SampleRows
 from slurmrl.data.ledger import ItemSample
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS, Engine, TrainEngine
+from slurmrl.errors import UsageError
 from slurmrl.graph.call import Method
+from slurmrl.layout.copy import Array
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.paths import RunPaths
+from slurmrl.plan.metrics import UPDATE_KEPT
 from slurmrl.plan.model import CallPlan, ModelPlan, Offloading, Plan
+from slurmrl.plan.precision import rounds_to
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
 from slurmrl.rollouts.sample_files import StoredGroup, read_group
 from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.weights.survival import survival
 from slurmrl.workers.messages import (
     Done,
     HeldOut,
@@ -39,14 +51,9 @@ from slurmrl.workers.messages import (
     WriteVersion,
 )
 from slurmrl.workers.parts import write_part
-from slurmrl.workers.worker.batch import Batch
-from slurmrl.workers.worker.reallocation import Reallocations
-from slurmrl.workers.worker.residence import Residence
-from slurmrl.workers.worker.results import checked
+from slurmrl.workers.worker.batch import Batch, Mail, Shares
+from slurmrl.workers.worker.reallocation import Reallocations, Residence
 from slurmrl.workers.worker.saver import Saver
-from slurmrl.workers.worker.shares import Shares
-from slurmrl.workers.worker.sharing import Mail
-from slurmrl.workers.worker.update_kept import UpdateKept
 from slurmrl.workers.worker.version_writing import ACTOR, VersionWriting
 
 T = TypeVar("T")
@@ -360,3 +367,72 @@ def _peak_bytes() -> int:
 def _read(action: Callable[[], T]) -> T:
     """Read the dataset; its directory may fail to answer for a while."""
     return retry("read the dataset", action, timeout_s=READ_S)
+
+
+def checked(result: Any, call: CallPlan, *, leads: bool) -> CallResult:
+    """The result of a call on a rank that ``leads`` those that work on the same samples, or on
+    another one, which need not return them.
+
+    :raises UsageError: it is none, lacks an output of the call, or has a metric that is no pair.
+    """
+    made = f"{call.interface}.{call.method.value}() of call '{call.name}'"
+    if not isinstance(result, CallResult):
+        raise UsageError(f"{made} returned {type(result).__name__}, must return a CallResult")
+    keys = () if result.sample is None else result.sample.keys
+    if leads and (missing := [key for key in call.outputs if key not in keys]):
+        raise UsageError(
+            f"{made} returned a sample without {', '.join(missing)}, which calls() states as "
+            f"outputs; it has {', '.join(keys) or 'no keys'}"
+        )
+    if wrong := [name for name, value in _items(result.stats) if not _is_pair(value)]:
+        raise UsageError(
+            f"{made} returned metrics that are no pair (sum, count) of numbers: "
+            f"{', '.join(map(str, wrong))}"
+        )
+    return result
+
+
+def _items(stats: Any) -> list[tuple[Any, Any]]:
+    return [*stats.items()] if isinstance(stats, Mapping) else [("stats", stats)]
+
+
+def _is_pair(value: Any) -> bool:
+    both = isinstance(value, tuple | list) and len(value) == 2
+    return both and all(isinstance(number, int | float) for number in value)
+
+
+MOST: Final = 2**18
+"""Weights of a rank that are compared."""
+
+
+class UpdateKept:
+    """Measures the actor's updates in the type of generation."""
+
+    def __init__(self, dtype: str | None = None) -> None:
+        """``dtype``: None measures nothing."""
+        self._dtype = dtype
+
+    @staticmethod
+    def of(settings: Settings, plan: Plan) -> UpdateKept:
+        generates = any(call.method is Method.GENERATE for call in plan.calls)
+        return UpdateKept(rounds_to(settings.config) if generates else None)
+
+    def before(self, call: CallPlan, engine: Engine | None) -> Array | None:
+        """Return weights to compare with those after the call; None if it is not measured."""
+        trains = call.method is Method.TRAIN_STEP and call.role == ACTOR
+        return _part_of(engine) if self._dtype and engine is not None and trains else None
+
+    def stats(self, before: Array, engine: Engine | None) -> Stats:
+        """Return the share of the update since ``before``, as statistics of a training call; none
+        without an update."""
+        assert self._dtype is not None, "there are weights to compare with"
+        assert engine is not None, "there are weights to compare with"
+        share = survival(before, _part_of(engine), self._dtype).share
+        return {} if share is None else {UPDATE_KEPT: (share, 1.0)}
+
+
+def _part_of(engine: Engine) -> Array:
+    parts = engine.updated(MOST)
+    joined = torch.cat(parts) if parts else torch.empty(0)
+    array: Array = joined.clone().cpu().numpy()
+    return array

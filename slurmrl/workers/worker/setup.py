@@ -1,10 +1,12 @@
 """Construction of a worker. A trainer is built from the run directory: process group, models,
-datasets, tokenizer."""
+datasets, tokenizer. Rank 0 prepares the datasets, and all ranks read them (`Datasets`)."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -12,18 +14,23 @@ from typing import Any, Protocol, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from slurmrl import log
 from slurmrl.allocation.allocation import BACKENDS
-from slurmrl.backoff import READ_S, retry
+from slurmrl.backoff import READ_S, Interval, retry
 from slurmrl.channel.pipe import Connection
 from slurmrl.checkpoint.manifest import until_certain, verify_share
 from slurmrl.checkpoint.pinned import is_pinned
-from slurmrl.config.schema import Optimizer
+from slurmrl.config.schema import Config, Optimizer
+from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.data import dataset, preparation
 from slurmrl.data.chat import stop_ids
+from slurmrl.data.dataset import SampleRows
+from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, TrainEngine
 from slurmrl.engines.rollout.server import Running, Serving
-from slurmrl.errors import DamagedCheckpointError, UsageError
+from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.monitor.events import EventWriter
 from slurmrl.parallel import device, groups
@@ -40,12 +47,7 @@ from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.registry import resolve
 from slurmrl.workers import gpus
-from slurmrl.workers.distributed import (
-    collective_timeout,
-    host_group,
-    join,
-    wait_for_all,
-)
+from slurmrl.workers.distributed import collective_timeout, host_group, join, wait_for_all
 from slurmrl.workers.messages import (
     Answer,
     Done,
@@ -56,15 +58,15 @@ from slurmrl.workers.messages import (
     Start,
     StartRollout,
 )
+from slurmrl.workers.run_store import RunStore
 from slurmrl.workers.serving import own_server, running_servers
 from slurmrl.workers.worker import reallocation, version_writing
-from slurmrl.workers.worker.datasets import Datasets
-from slurmrl.workers.worker.executor import Executor
-from slurmrl.workers.worker.reallocation import Reallocations
-from slurmrl.workers.worker.residence import Residence
-from slurmrl.workers.worker.sharing import Mail
-from slurmrl.workers.worker.update_kept import UpdateKept
+from slurmrl.workers.worker.batch import Mail
+from slurmrl.workers.worker.executor import Executor, UpdateKept
+from slurmrl.workers.worker.reallocation import Reallocations, Residence
 from slurmrl.worlds import TRAINERS, RankId, group_of
+
+logger = log.get(__name__)
 
 T = TypeVar("T")
 
@@ -322,3 +324,74 @@ def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
 def _read(what: str, action: Callable[[], T]) -> T:
     """Read a file that was there when the trial was submitted, so that a failure may pass."""
     return retry(f"read {what}", action, timeout_s=READ_S)
+
+
+KEY = "prepared data"
+REPORT_S = 10.0
+REPORTS_PER_TIMEOUT = 4
+
+
+class Datasets:
+    """Prepares and opens the datasets of a configuration.
+
+    Rank 0 of an incarnation is the only process that looks for prepared data, so no two processes
+    can disagree about what is there, and no lock can be left behind. The others learn the names of
+    the directories from the store of their world, in the run directory.
+    """
+
+    def __init__(
+        self, folder: Path, incarnation: int, config: Config, store: RunStore, activity: Activity
+    ) -> None:
+        self._folder = folder
+        self._incarnation = incarnation
+        self._config = config
+        self._sections = list(config.datasets().values())
+        self._store = store
+        self._activity = activity
+
+    def provide(
+        self, tokenizer: PreTrainedTokenizerBase, rank: int, say: Callable[[Preparing], None]
+    ) -> tuple[SampleRows, ...]:
+        """Return the training dataset and those of `Config.evaluations`. ``say`` sends
+        `Preparing` to the master now and then while rank 0 tokenises."""
+        if rank == 0:
+            self._prepare(tokenizer, lambda: say(Preparing(rank=rank)))
+        return self._open()
+
+    def _prepare(self, tokenizer: PreTrainedTokenizerBase, report: Callable[[], None]) -> None:
+        """Find or make the prepared data, and tell the other ranks."""
+        timeout_s = self._config.cluster.start_timeout_s
+        every_s = min(REPORT_S, timeout_s / REPORTS_PER_TIMEOUT)
+        due = Interval(every_s, after_s=every_s)
+
+        def progress(what: str) -> None:
+            self._activity.phase(what)
+            if due.due():
+                logger.info("%s", what)
+                report()
+
+        directories = []
+        for part in (part for section in self._sections for part in section.parts.values()):
+            make = partial(
+                preparation.prepare, self._folder, self._incarnation, part, tokenizer, progress
+            )
+            directories.append(retry("prepare the dataset", make, timeout_s=READ_S))
+        try:
+            preparation.sweep(self._folder, self._incarnation, directories)
+        except EnvironmentFailure as error:
+            logger.warning("old prepared data stays: %s", error)
+        self._store.set(KEY, json.dumps([directory.name for directory in directories]))
+
+    def _open(self) -> tuple[SampleRows, ...]:
+        """Wait for rank 0, however long it takes: the agents end this rank if rank 0 fails."""
+        self._activity.phase("waiting for rank 0 to tokenise the dataset")
+        self._store.wait([KEY], timedelta.max)
+        names = iter(json.loads(self._store.get(KEY)))
+        opened = []
+        for section in self._sections:
+            make = partial(self._open_one, section, [next(names) for _ in section.parts])
+            opened.append(retry("open the dataset", make, timeout_s=READ_S))
+        return tuple(opened)
+
+    def _open_one(self, section: DatasetConfig, names: Sequence[str]) -> SampleRows:
+        return dataset.make(section, [PreparedRows(self._folder / name) for name in names])

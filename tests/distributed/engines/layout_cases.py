@@ -19,7 +19,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import TrainEngine
 from slurmrl.parallel.groups import build
-from slurmrl.workers.worker.sharing import share
+from slurmrl.workers.worker.batch import share
 from tests.distributed.engines.cases import Placed, Setup, batch, context, denominator, loss, make
 
 

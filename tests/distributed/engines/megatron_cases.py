@@ -19,7 +19,7 @@ from slurmrl.errors import UsageError
 from slurmrl.graph.call import Method
 from slurmrl.layout.layout import Layout
 from slurmrl.parallel.groups import build
-from slurmrl.workers.worker.update_kept import UpdateKept
+from slurmrl.workers.worker.executor import UpdateKept
 from tests.distributed.engines.cases import batch, denominator, loss
 from tests.support import megatron_cpu, transformer_engine_cpu
 

@@ -13,9 +13,7 @@ from slurmrl.graph.call import Method
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import build
 from slurmrl.plan.model import CallPlan
-from slurmrl.workers.worker.batch import Batch
-from slurmrl.workers.worker.shares import Shares
-from slurmrl.workers.worker.sharing import Mail
+from slurmrl.workers.worker.batch import Batch, Mail, Shares
 
 
 @dataclass(frozen=True)

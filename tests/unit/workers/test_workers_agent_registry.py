@@ -13,7 +13,7 @@ from slurmrl.errors import EnvironmentFailure, NameNotFoundError, RunFailedError
 from slurmrl.fsio import objects
 from slurmrl.monitor.reports import Failure, Identity
 from slurmrl.plan.model import Plan
-from slurmrl.workers.master.agent_registry import AgentRegistry
+from slurmrl.workers.master.worker_channel import AgentRegistry
 from tests.support.memory_names import MemoryNameStore
 
 JOB = "41.0.0"

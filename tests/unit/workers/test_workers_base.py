@@ -29,9 +29,9 @@ from slurmrl.name_resolve.base import encode
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.workers.failure import describe, publish
-from slurmrl.workers.master import base as base_module
+from slurmrl.workers.master import committer as base_module
 from slurmrl.workers.master import serve
-from slurmrl.workers.master.base import Damage, begin_on_base, choose, set_aside
+from slurmrl.workers.master.committer import Damage, begin_on_base, choose, set_aside
 from slurmrl.workers.master.judgement import judge
 
 

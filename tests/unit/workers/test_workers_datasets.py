@@ -18,7 +18,7 @@ from slurmrl.errors import UsageError
 from slurmrl.parallel.activity import Activity
 from slurmrl.workers.messages import Preparing
 from slurmrl.workers.run_store import RunStore
-from slurmrl.workers.worker.datasets import Datasets
+from slurmrl.workers.worker.setup import Datasets
 from tests.support.chaos.preparations import Characters
 
 TIMEOUT = timedelta(seconds=60)

@@ -35,11 +35,9 @@ from slurmrl.rollouts.sample_files import SampleWriter
 from slurmrl.workers.messages import Done, HeldOut, LoadBatch, Ready, RunCall, Save, Saved
 from slurmrl.workers.parts import read_parts
 from slurmrl.workers.worker import executor as executor_module
-from slurmrl.workers.worker.executor import Executor
-from slurmrl.workers.worker.reallocation import Reallocations
-from slurmrl.workers.worker.residence import Residence
-from slurmrl.workers.worker.sharing import Mail
-from slurmrl.workers.worker.update_kept import UpdateKept
+from slurmrl.workers.worker.batch import Mail
+from slurmrl.workers.worker.executor import Executor, UpdateKept
+from slurmrl.workers.worker.reallocation import Reallocations, Residence
 from tests.support.sample_groups import small_group
 
 

@@ -21,8 +21,7 @@ from slurmrl.transfer.copies import BoxCopies
 from slurmrl.transfer.plan import plan_move
 from slurmrl.transfer.regions import PlacedLayout
 from slurmrl.workers.worker import reallocation
-from slurmrl.workers.worker.reallocation import PreparedMove, Reallocations, Verify
-from slurmrl.workers.worker.residence import Residence
+from slurmrl.workers.worker.reallocation import PreparedMove, Reallocations, Residence, Verify
 
 HOOK = Reallocation(source="actor", target="rollout")
 

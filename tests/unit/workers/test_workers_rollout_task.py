@@ -39,8 +39,7 @@ from slurmrl.weights.inventory import remove
 from slurmrl.weights.version import VersionId, part_file
 from slurmrl.weights.writer import PartWriter, publish
 from slurmrl.workers.rollout.engines import undefined_decoder
-from slurmrl.workers.rollout.generation import Generation
-from slurmrl.workers.rollout.rows import TaskRows
+from slurmrl.workers.rollout.generation import Generation, TaskRows
 from slurmrl.workers.rollout.setup import actor_config
 from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
 from slurmrl.workers.rollout.weights import TaskWeights

@@ -46,12 +46,10 @@ from slurmrl.weights.version import VersionId
 from slurmrl.workers import doorbell
 from slurmrl.workers.failure import publish_attempt
 from slurmrl.workers.master import serve
+from slurmrl.workers.master.attempts import RolloutAttempt, TaskBells, parse_name, rollouts_of
+from slurmrl.workers.master.leases import SILENT_S
 from slurmrl.workers.master.progress import STATE
-from slurmrl.workers.master.rollout_tasks import LEAVE_S, RolloutTasks
-from slurmrl.workers.master.task_attempts import RolloutAttempt, parse_name, rollouts_of
-from slurmrl.workers.master.task_bells import TaskBells
-from slurmrl.workers.master.task_leases import SILENT_S
-from slurmrl.workers.master.task_numbers import TaskNumbers
+from slurmrl.workers.master.tasks import LEAVE_S, RolloutTasks, TaskNumbers
 from slurmrl.workers.rollout_messages import (
     Abort,
     Confirm,

@@ -9,7 +9,7 @@ from slurmrl.backoff import HIDDEN_PAUSES_S, OUTAGE_S
 from slurmrl.data.ledger import ItemSample
 from slurmrl.paths import RunPaths
 from slurmrl.rollouts.sample_files import SampleWriter
-from slurmrl.workers.master.sample_checks import LOOK_S, SampleChecks
+from slurmrl.workers.master.samples import LOOK_S, SampleChecks
 from tests.support.faulty import Faulty
 from tests.support.sample_groups import small_group
 

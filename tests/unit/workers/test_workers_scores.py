@@ -16,8 +16,8 @@ from slurmrl.errors import CorruptFileError, EnvironmentFailure, StaleIncarnatio
 from slurmrl.fsio import atomic
 from slurmrl.paths import RunPaths, evaluation_prefix
 from slurmrl.plan.settings import Settings
-from slurmrl.workers.master import scores as scores_module
-from slurmrl.workers.master.scores import EvaluationScores, ScoringCall
+from slurmrl.workers.master import results as scores_module
+from slurmrl.workers.master.results import EvaluationScores, ScoringCall
 from slurmrl.workers.parts import write_part
 
 ITEMS = ("a@0", "b@0", "c@0")

@@ -10,7 +10,7 @@ import pytest
 
 from slurmrl.graph.call import Method
 from slurmrl.plan.model import CallPlan
-from slurmrl.workers.master import step_metrics
+from slurmrl.workers.master import publish
 from slurmrl.workers.messages import Done
 
 
@@ -21,28 +21,28 @@ def answer(seconds: float = 1.0, tokens: int = 0, texts: Any = (), **stats: Any)
 def test_sums_and_counts_of_all_ranks(calls: Callable[..., CallPlan]) -> None:
     """The mean over items, not the mean of the ranks' means."""
     answers = {0: answer(reward=(3.0, 3)), 1: answer(reward=(0.0, 1))}
-    assert step_metrics.mean_stats(calls("reward_inf"), answers) == {"reward": 0.75}
+    assert publish.mean_stats(calls("reward_inf"), answers) == {"reward": 0.75}
 
 
 def test_training_stats_are_global_already(calls: Callable[..., CallPlan]) -> None:
     call = calls("actor_train", method=Method.TRAIN_STEP)
     answers = {0: answer(loss=(2.0, 1)), 1: answer(loss=(2.0, 1), other=(1.0, 1))}
-    assert step_metrics.mean_stats(call, answers) == {"loss": 2.0}
+    assert publish.mean_stats(call, answers) == {"loss": 2.0}
 
 
 def test_empty_ranks_and_counts_of_zero(calls: Callable[..., CallPlan]) -> None:
     answers = {0: answer(reward=(0.0, 0), length=(6.0, 2)), 1: answer()}
-    assert step_metrics.mean_stats(calls("gen"), answers) == {"length": 3.0}
+    assert publish.mean_stats(calls("gen"), answers) == {"length": 3.0}
 
 
 def test_only_the_ranks_of_the_call_count(calls: Callable[..., CallPlan]) -> None:
     answers = {0: answer(a=(1.0, 1)), 1: answer(a=(5.0, 1)), 2: answer(a=(100.0, 1))}
-    assert step_metrics.mean_stats(calls("gen"), answers) == {"a": 3.0}
+    assert publish.mean_stats(calls("gen"), answers) == {"a": 3.0}
 
 
 def test_step(calls: Callable[..., CallPlan]) -> None:
     gen, train = calls("gen"), calls("train", method=Method.TRAIN_STEP)
-    found = step_metrics.of_step(
+    found = publish.of_step(
         [
             (gen, {0: answer(0.5, 10, length=(4.0, 2)), 1: answer(0.75, 20, length=(6.0, 2))}),
             (train, {0: answer(2.0, 30, loss=(0.1, 1)), 1: answer(1.0, 50, loss=(0.1, 1))}),
@@ -63,7 +63,7 @@ def test_step(calls: Callable[..., CallPlan]) -> None:
 def test_texts_of_all_calls_in_the_order_of_ranks(calls: Callable[..., CallPlan]) -> None:
     first = {1: answer(texts=[{"id": "b"}]), 0: answer(texts=[{"id": "a"}])}
     second = {0: answer(), 1: answer(texts=[{"id": "c"}])}
-    found = step_metrics.texts([(calls("one"), first), (calls("two"), second)])
+    found = publish.texts([(calls("one"), first), (calls("two"), second)])
     assert [text["id"] for text in found] == ["a", "b", "c"]
 
 
@@ -81,7 +81,7 @@ def test_notes_of_any_call_are_added_to_their_samples(calls: Callable[..., CallP
             ),
         )
     }
-    found = step_metrics.texts(
+    found = publish.texts(
         [(calls("judge", ranks=(0,)), judge), (calls("train", ranks=(0,)), train)]
     )
     assert found == [{"id": "a", "values": 2}, {"id": "b", "index": 1, "values": 1}]
@@ -89,7 +89,7 @@ def test_notes_of_any_call_are_added_to_their_samples(calls: Callable[..., CallP
 
 def test_samples_are_json_whatever_they_hold() -> None:
     rows = [{"id": "a@0", "reward": float("nan"), "turns": [{"reward": float("inf")}]}]
-    lines = step_metrics.sample_lines(3, rows).splitlines()
+    lines = publish.sample_lines(3, rows).splitlines()
 
     def refuse(token: str) -> None:
         raise AssertionError(f"{token} is no JSON")
@@ -102,13 +102,13 @@ def test_samples_are_json_whatever_they_hold() -> None:
 def test_the_metrics_of_a_suite_have_its_name() -> None:
     metrics = {"reward": 0.5, "time/step": 3.0, "time/actor_gen": 1.0}
     wanted = {"eval/gsm8k/reward": 0.5, "time/evaluation/gsm8k": 3.0}
-    assert step_metrics.of_evaluation(metrics, "gsm8k") == wanted
+    assert publish.of_evaluation(metrics, "gsm8k") == wanted
 
 
 def test_an_evaluation_keeps_all_metrics_but_the_times_of_its_calls() -> None:
     """Also those with a slash in their names, such as ``rewards/accuracies``."""
     metrics = {"rewards/accuracies": 0.5, "loss": 1.0, "time/step": 3.0, "time/actor_compare": 2.0}
-    assert step_metrics.of_evaluation(metrics) == {
+    assert publish.of_evaluation(metrics) == {
         "eval/rewards/accuracies": 0.5,
         "eval/loss": 1.0,
         "time/evaluation": 3.0,

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.plan.model import CallPlan
-from slurmrl.workers.master import timeline
-from slurmrl.workers.master.step_metrics import Answers
-from slurmrl.workers.master.timeline import EVERY_S, STEPS, Timeline
+from slurmrl.workers.master import publish
+from slurmrl.workers.master.publish import EVERY_S, STEPS, Answers, Timeline
 from slurmrl.workers.messages import Done
 
 
@@ -50,13 +49,13 @@ def test_the_newest_steps_are_kept_and_written_now_and_then(
 def test_its_size_is_bounded_and_a_failure_ends_nothing(
     tmp_path: Path, calls: Callable[..., CallPlan]
 ) -> None:
-    many = range(timeline.MOST_RANKS + 1)
+    many = range(publish.MOST_RANKS + 1)
     wide: Answers = {rank: Done(rank=rank, seq=0, seconds=1.0, peak_bytes=1) for rank in many}
     path = tmp_path / "timeline.json"
-    answered = [(calls("train", ranks=tuple(many)), wide)] * (timeline.MOST_CALLS + 1)
+    answered = [(calls("train", ranks=tuple(many)), wide)] * (publish.MOST_CALLS + 1)
     Timeline(path).add(1, answered)
     found = json.loads(path.read_text())
-    assert len(found["steps"][0]["calls"]) == timeline.MOST_CALLS
-    assert len(found["steps"][0]["calls"][0]["ranks"]) == timeline.MOST_RANKS
-    assert len(found["peaks"]) == timeline.MOST_RANKS
+    assert len(found["steps"][0]["calls"]) == publish.MOST_CALLS
+    assert len(found["steps"][0]["calls"][0]["ranks"]) == publish.MOST_RANKS
+    assert len(found["peaks"]) == publish.MOST_RANKS
     Timeline(path / "not-a-directory" / "file").add(1, answered)

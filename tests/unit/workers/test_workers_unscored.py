@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slurmrl.errors import RewardError
-from slurmrl.workers.master.unscored import UnscoredSteps
+from slurmrl.workers.master.results import UnscoredSteps
 
 
 def test_trial_ends_after_five_steps_without_most_scores() -> None:

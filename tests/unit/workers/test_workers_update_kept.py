@@ -15,7 +15,7 @@ from slurmrl.engines.fsdp.adapters import MergedWeights
 from slurmrl.graph.call import Method
 from slurmrl.plan.precision import rounds_to
 from slurmrl.weights.survival import survival
-from slurmrl.workers.worker.update_kept import MOST, UpdateKept
+from slurmrl.workers.worker.executor import MOST, UpdateKept
 from tests.unit.algorithms.test_algorithms_behaviour import (
     BFLOAT16_SERVER,
     OTHERS,

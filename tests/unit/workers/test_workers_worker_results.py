@@ -13,7 +13,7 @@ from slurmrl.algorithms.base import CallResult
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.plan.model import CallPlan
-from slurmrl.workers.worker.results import checked
+from slurmrl.workers.worker.executor import checked
 
 
 def sample(key: str) -> SequenceSample:

@@ -5,7 +5,9 @@ See "Leases of samples" in docs/protocols.md.
 
 from __future__ import annotations
 
+import heapq
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from slurmrl.channel.bell import BellAddress
@@ -13,10 +15,8 @@ from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.data.ledger import LeasedItems
 from slurmrl.history.lineage import Lineage
 from slurmrl.weights.version import VersionId
-from slurmrl.workers.master.sample_counts import SampleCounts
-from slurmrl.workers.master.shares import dealt
-from slurmrl.workers.master.task_attempts import RolloutAttempt
-from slurmrl.workers.master.task_events import TaskEvents
+from slurmrl.workers.master.attempts import RolloutAttempt, TaskEvents
+from slurmrl.workers.master.samples import SampleCounts
 from slurmrl.workers.rollout_messages import (
     COUNTS_S,
     Abort,
@@ -176,3 +176,20 @@ class TaskLeases:
             RequestedItem(item=item, epoch=epoch, index=index) for item, (epoch, index) in rows
         )
         return GenerateItems(lease=lease.lease, items=tuple(items), oldest=lease.oldest)
+
+
+def dealt(loads: Mapping[str, int], rooms: Mapping[str, int], share: int) -> Counter[str]:
+    """Items for each task, one after the other to the one with the least: none gets more than its
+    ``share`` with its load, nor any that exceeds its room, which counts those of all."""
+    queue = [(load, name) for name, load in loads.items()]
+    heapq.heapify(queue)
+    granted: Counter[str] = Counter()
+    for number in range(max(rooms.values(), default=0)):
+        while queue and (queue[0][0] >= share or number >= rooms[queue[0][1]]):
+            heapq.heappop(queue)
+        if not queue:
+            break
+        load, name = queue[0]
+        granted[name] += 1
+        heapq.heapreplace(queue, (load + 1, name))
+    return granted

@@ -1,5 +1,16 @@
-"""The rollout tasks of a trial, as the master knows them: it reads what they say, leases items to
-them (`TaskLeases`) and takes what they have finished.
+"""The rollout tasks of a trial, as the master knows them.
+
+Invariant: in the history that commits record, each item is trained once or dropped for a recorded
+reason, whoever dies.
+
+- Only the master of the newest incarnation changes the ledger (`data.leases.SampleLedger`). A
+  commit holds the ledger together with the place up to which each result log is in it. The next
+  incarnation begins with both, reads later results again and asks again for what is missing.
+- An item is leased to one attempt at a time (`TaskLeases`). A result counts only under the lease
+  that holds its item, so late and repeated results are ignored.
+- The items of an attempt that is lost, leaves or cannot write are queued again.
+- A step takes only samples that could be read (`SampleChecks`). Samples stay on disk as long as a
+  commit names them (`SampleSweep`).
 
 Tasks come and go as they like and outlive the incarnations of the trainers. None of it delays or
 ends an incarnation, except that a step waits until enough groups are finished, and that the trial
@@ -20,28 +31,29 @@ from slurmrl.data.leases import Admission, SampleLedger, oldest_step
 from slurmrl.data.ledger import ItemSample, LedgerRecord
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
+from slurmrl.fsio.shapes import MOST_COUNT
 from slurmrl.history.lineage import Lineage
 from slurmrl.lease import LeaseBoard
 from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.reports import Identity
 from slurmrl.monitor.rollouts import RolloutsView
 from slurmrl.paths import RunPaths
+from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.scheduler import scale
 from slurmrl.weights.version import VersionId
-from slurmrl.workers.master.sample_checks import SampleChecks
-from slurmrl.workers.master.sample_counts import SampleCounts
-from slurmrl.workers.master.sample_sweep import SampleSweep
-from slurmrl.workers.master.step_wait import StepWait
-from slurmrl.workers.master.task_attempts import (
+from slurmrl.workers.master.attempts import (
+    LEFT,
+    LOST,
     AttemptRecord,
+    FailedTasks,
     RolloutAttempt,
     RolloutsRecord,
+    TaskBells,
+    TaskEvents,
     is_name,
 )
-from slurmrl.workers.master.task_bells import TaskBells
-from slurmrl.workers.master.task_events import LEFT, LOST, TaskEvents
-from slurmrl.workers.master.task_failures import FailedTasks
-from slurmrl.workers.master.task_leases import TaskLeases
-from slurmrl.workers.master.task_numbers import TaskNumbers
+from slurmrl.workers.master.leases import TaskLeases
+from slurmrl.workers.master.samples import SampleChecks, SampleCounts, SampleSweep, StepWait
 from slurmrl.workers.poll_intervals import SHORTEST_RESULTS_S
 from slurmrl.workers.rollout_messages import (
     GaveBack,
@@ -414,3 +426,59 @@ class RolloutTasks:
 
 def _by_age(counts: Counter[int]) -> dict[str, int]:
     return {str(age): number for age, number in sorted(counts.items())}
+
+
+class TaskNumbers:
+    """Judges the tasks that have joined."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        *,
+        planned: int = MOST_COUNT,
+        fixed: bool = False,
+        least: int = 1,
+        patience_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``planned`` tasks may run at a time, or as many as a user has set unless their number is
+        ``fixed``: they are in the trainers' job. An incarnation needs ``least`` to begin. Tasks are
+        too many after ``patience_s``, in which lost ones would be known."""
+        self.allowed = planned
+        """Tasks that may run now."""
+        self.least = least
+        self._paths = paths
+        self.fixed = fixed
+        self._planned = planned
+        self._patience_s = patience_s
+        self._clock = clock
+        self._too_many_since: float | None = None
+        self._were_enough = False
+
+    def look(self) -> None:
+        """Read the number that a user may have set, perhaps while the tasks were an array."""
+        if self.fixed:
+            return
+        try:
+            self.allowed = scale.wanted(self._paths, ROLLOUTS, self._planned)
+        except (EnvironmentFailure, CorruptFileError) as error:
+            logger.warning("the number of tasks is unchanged: %s", error)
+
+    def are_enough(self, joined: int) -> bool:
+        """Return whether the least number has joined since the incarnation began."""
+        self._were_enough = self._were_enough or joined >= self.least
+        return self._were_enough
+
+    def surplus(self, joined: Iterable[RolloutAttempt]) -> Sequence[RolloutAttempt]:
+        """Return the newest ones if there have been too many for long enough. Elements of an array
+        start in the order of their numbers."""
+        staying = sorted(
+            (one for one in joined if not one.leaving), key=lambda one: (one.task, one.number)
+        )
+        if len(staying) <= self.allowed:
+            self._too_many_since = None
+            return ()
+        if self._too_many_since is None:
+            self._too_many_since = self._clock()
+        waited_s = self._clock() - self._too_many_since
+        return staying[self.allowed :] if waited_s >= self._patience_s else ()

@@ -1,0 +1,445 @@
+"""The attempts of rollout tasks as the master sees them.
+
+A `RolloutAttempt` has a result log and a log of requests. `TaskBells` announces news of either,
+`TaskEvents` reports what becomes of attempts, and `FailedTasks` ends a trial whose tasks all fail
+at their start in the same way.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Final
+
+from slurmrl import log
+from slurmrl.backoff import Backoff
+from slurmrl.channel import frame
+from slurmrl.channel.bell import Bell, BellAddress
+from slurmrl.channel.follower import SPARE_LOOKS
+from slurmrl.channel.log import LogPosition, LogReader, LogWriter
+from slurmrl.data.ledger import ItemSample
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
+from slurmrl.fsio import objects
+from slurmrl.fsio.failures import corrupt
+from slurmrl.fsio.shapes import FILE_NAME, FieldType
+from slurmrl.history.lineage import Lineage
+from slurmrl.monitor import events, published, story
+from slurmrl.monitor.events import EventWriter
+from slurmrl.monitor.reports import Cause, Failure, Identity
+from slurmrl.monitor.rollouts import RolloutTaskView
+from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.paths import RunPaths
+from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.weights.version import VERSION
+from slurmrl.workers.failure import failed
+from slurmrl.workers.poll_intervals import RESULTS_PER_S
+from slurmrl.workers.rollout_messages import (
+    REQUEST_LOG,
+    RESULT_LOG,
+    GroupsFinished,
+    Hears,
+    Holds,
+    Joined,
+    RolloutCounts,
+    RolloutRequest,
+    RolloutResult,
+)
+
+logger = log.get(__name__)
+
+_NAME = re.compile(r"(.+)\.([0-9]{1,9})\.([0-9]{1,9})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptRecord:
+    """An attempt in a commit."""
+
+    name: Annotated[str, FILE_NAME]
+    """Of its directory: ``<group>.<task>.<attempt>``."""
+    agent: Identity | None = None
+    version: Annotated[str, VERSION] | None = None
+    """The weights that it holds."""
+    read: LogPosition = field(default_factory=LogPosition)
+    """The results before this place of its log are in the commit."""
+    last_file: Annotated[str, FILE_NAME] | None = None
+    """The newest file of samples that these results name."""
+    over: str = ""
+    """Why nothing that it does counts any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutsRecord:
+    """The attempts in a commit."""
+
+    attempts: tuple[AttemptRecord, ...] = ()
+
+    def check(self, where: object) -> None:
+        """Raises CorruptFileError that names ``where``."""
+        names = [one.name for one in self.attempts]
+        if len(set(names)) < len(names) or not all(map(_NAME.fullmatch, names)):
+            raise corrupt(where, f"has attempts of tasks named {names}")
+
+
+def rollouts_of(values: Mapping[str, Any], where: object) -> RolloutsRecord:
+    """Read the attempts in a commit. Raises CorruptFileError."""
+    record = objects.from_json(RolloutsRecord, values, where)
+    record.check(where)
+    return record
+
+
+def _are_rollouts(value: Any) -> bool:
+    try:
+        return isinstance(value, dict) and rollouts_of(value, "") is not None
+    except CorruptFileError:
+        return False
+
+
+ATTEMPTS = FieldType("attempts of rollout tasks, each once", _are_rollouts)
+
+
+@dataclass
+class RolloutAttempt:
+    """One start of a task. It begins with an empty log, or where a commit has stopped."""
+
+    paths: RunPaths
+    incarnation: int
+    record: AttemptRecord
+    """What a commit of now holds. `read` and `take` keep it up to date."""
+    polls: Backoff
+    """The pauses between two reads of its log."""
+    read_at: float
+    """When its log is to be read next, by the master's clock."""
+    heard_at: float
+    """When its last message was read, by the same clock."""
+    bell: BellAddress | None = None
+    """Where to ring when there is something for it."""
+    silent_s: float = 0.0
+    """How long it has said nothing while its log could be read."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    lag_s: float = 0.0
+    """How much later than the first one it took the newest weights."""
+    is_read: bool = False
+    """Whether its log was read to the end by this master."""
+    confirmed: bool = False
+    """Whether it was told which leases hold."""
+    leaving: bool = False
+    """Whether it gets no more leases."""
+
+    def __post_init__(self) -> None:
+        self.group, self.task, self.number = parse_name(self.record.name)
+        self.label = f"{self.group}/{self.task}"
+        path = self.paths.rollout_results(self.group, self.task, self.number)
+        self._reader = LogReader(path, start=self.record.read)
+        self._read_at = self.heard_at
+        self.rings = False
+        """Whether its last news was announced by a ring."""
+        self._rung = False
+        self._spare = SPARE_LOOKS
+        self._nonce = uuid.uuid4().hex
+        self._log: LogWriter | None = None
+        self._outbox: list[frame.Message] = []
+        self._unsent = False
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def who(self) -> dict[str, Any]:
+        """Its name in events."""
+        return {"task": self.label, "attempt": self.number}
+
+    @property
+    def over(self) -> bool:
+        return bool(self.record.over)
+
+    def view(self, now: float, leased: int) -> RolloutTaskView:
+        """What the status tells, at a time of the master's clock, with the number of its items."""
+        agent = self.record.agent
+        return RolloutTaskView(
+            task=self.label,
+            attempt=self.number,
+            host=agent.host if agent is not None else "",
+            version=self.record.version or "",
+            leased=leased,
+            silent_s=now - self.heard_at,
+            counts=self.counts,
+            leaving=self.leaving,
+        )
+
+    def read(self) -> Iterator[RolloutResult]:
+        """Yield the new results, which `take` and the ledger must all get before the next commit.
+        Raises CorruptFileError, EnvironmentFailure."""
+        news = self._reader.read()
+        self.is_read = True
+        self.record = replace(self.record, read=self._reader.position)
+        for values in news:
+            yield RESULT_LOG.from_json(values)
+
+    def rang(self, read_at: float) -> None:
+        """It says that its log has grown, which is to be read then. Rings without news bring reads
+        forward less and less (see `channel.follower`)."""
+        if self._spare > 0:
+            self._rung = True
+            self.read_at = min(self.read_at, read_at)
+
+    def listened(self, now: float, most_s: float) -> None:
+        """Its log was read to the end, which is due every ``most_s``. A read that hung says
+        nothing about the time before."""
+        news = self.heard_at == now
+        silent_s = self.silent_s + min(now - self._read_at, most_s)
+        self.silent_s = 0.0 if news else silent_s
+        self._read_at = now
+        left = self._spare - 1 if self._rung else self._spare + 1
+        self._spare = SPARE_LOOKS if news else min(left, SPARE_LOOKS)
+        self.rings, self._rung = news and self._rung, False
+
+    def take(self, result: RolloutResult) -> None:
+        """Keep what a result says about the task itself. Raises CorruptFileError."""
+        match result:
+            case Joined():
+                agent = result.agent
+                if (agent.group, agent.task, agent.attempt) != parse_name(self.name):
+                    raise corrupt(
+                        self._reader.path, f"is of {agent.label}, attempt {agent.attempt}"
+                    )
+                self.record = replace(self.record, agent=agent)
+            case Holds():
+                self.record = replace(self.record, version=result.version)
+            case Hears():
+                self.bell = result.bell
+            case RolloutCounts():
+                self.counts = result.counts
+            case GroupsFinished() if result.groups:
+                self.record = replace(self.record, last_file=result.groups[-1].file)
+
+    def post(self, *requests: RolloutRequest) -> None:
+        """Queue requests for `send`."""
+        self._outbox += map(REQUEST_LOG.to_json, requests)
+
+    def send(self) -> bool:
+        """Append the queued requests to the log; what the directory does not take stays queued.
+        Return whether anything was appended."""
+        if not self._outbox and not self._unsent:
+            return False
+        try:
+            if self._log is None:
+                place = self.group, self.task, self.number
+                path = self.paths.rollout_requests(*place, self.incarnation)
+                self._log = LogWriter(path, nonce=self._nonce)
+            batch, self._outbox, self._unsent = self._outbox, [], True
+            self._log.append(*batch)
+            self._unsent = False
+        except (EnvironmentFailure, FileNotFoundError) as error:
+            logger.warning("cannot ask %s, will retry: %s", self.name, error)
+        return self._log is not None and not self._unsent
+
+
+def is_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
+def parse_name(name: str) -> tuple[str, int, int]:
+    """Group, task and attempt of the name of a directory."""
+    found = _NAME.fullmatch(name)
+    assert found is not None, "checked by the caller"
+    return found[1], int(found[2]), int(found[3])
+
+
+AT_ONCE = 15
+"""Logs that are read at once, which takes the master a tenth of a second or less."""
+
+
+class TaskBells:
+    """Hears which attempts have recorded results, and rings at theirs. Without a ``bell`` nothing
+    is ever heard."""
+
+    def __init__(self, bell: Bell | None = None) -> None:
+        self._bell = bell
+
+    @property
+    def address(self) -> BellAddress | None:
+        return None if self._bell is None else self._bell.address
+
+    @property
+    def descriptors(self) -> Collection[int]:
+        """What is readable when there is something to `hear`."""
+        return () if self._bell is None else (self._bell.fileno(),)
+
+    def hear(self, attempts: Iterable[RolloutAttempt], now: float) -> None:
+        """Have the logs of those be read that have rung: of a few at once, of a thousand at the
+        pace at which logs of results are read."""
+        if self._bell is None:
+            return
+        rings = self._bell.hear()
+        if not rings.sources and not rings.overflowed:
+            return
+        rung = [
+            one
+            for one in attempts
+            if one.bell is not None and (rings.overflowed or one.bell.source in rings.sources)
+        ]
+        for number, attempt in enumerate(rung):
+            attempt.rang(now + max(0, number - AT_ONCE) / RESULTS_PER_S)
+
+    def ring(self, attempts: Iterable[RolloutAttempt]) -> None:
+        """Say that there are requests or weights."""
+        if self._bell is not None:
+            self._bell.ring([one.bell for one in attempts if one.bell is not None])
+
+
+STATE: Final = "rollout_task"
+"""The kind of an attempt's states."""
+JOINED: Final = "joined"
+LEFT: Final = "left"
+LOST: Final = "lost"
+
+
+class TaskEvents:
+    """Tells a state of an attempt once: a master that resumes from a commit reads again what
+    attempts have said since, which earlier masters have told."""
+
+    def __init__(
+        self, paths: RunPaths, writer: EventWriter, lineage: Lineage, incarnation: int
+    ) -> None:
+        """``incarnation`` is this master's, the newest of ``lineage``."""
+        self._writer = writer
+        base = max(lineage.last_steps.keys() - {incarnation}, default=1)
+        self._told = {
+            tuple(str(event.get(name)) for name in ("task", "attempt", "state"))
+            for earlier in range(base, incarnation)
+            for event in _states(paths, earlier)
+        }
+
+    def joined(self, attempt: RolloutAttempt, host: str) -> None:
+        self._tell(attempt, JOINED, host=host)
+
+    def ended(self, attempt: RolloutAttempt, state: str, reason: str, items: int) -> None:
+        """``items``: how many it had are queued again."""
+        self._tell(attempt, state, reason=reason, items=items)
+
+    def silent(self, attempt: RolloutAttempt, items: int) -> None:
+        """Its ``items`` go to others, because it says nothing."""
+        logger.warning("%s says nothing, %d items are queued again", attempt.name, items)
+        said = {"silent_s": attempt.silent_s, "items": items}
+        self._writer.write("task_silent", **attempt.who, **said)
+
+    def unreadable(self, attempt: RolloutAttempt, version: str, reason: str) -> None:
+        """It cannot read a version of the weights."""
+        logger.warning("%s cannot read weight version %s", attempt.name, version)
+        what = {"version": version, "reason": reason}
+        self._writer.write("weights_unreadable", **attempt.who, **what)
+
+    def damaged(self, sample: ItemSample, reason: str) -> None:
+        """The item of a damaged sample is made again."""
+        group, task, attempt = parse_name(sample.task)
+        logger.warning("item %d is made again: %s", sample.item, reason)
+        self._writer.write(
+            "samples_damaged",
+            task=f"{group}/{task}",
+            attempt=attempt,
+            item=sample.item,
+            file=sample.file,
+            reason=reason,
+        )
+
+    def _tell(self, attempt: RolloutAttempt, state: str, **more: object) -> None:
+        told = attempt.label, str(attempt.number), state
+        if told not in self._told:
+            self._told.add(told)
+            self._writer.write(STATE, state=state, **attempt.who, **more)
+
+
+def _states(paths: RunPaths, incarnation: int) -> list[events.Event]:
+    """Return what the master of an incarnation has told; nothing if that cannot be read."""
+    try:
+        return events.read_kind(paths, f"master.{incarnation}", STATE)
+    except (CorruptFileError, EnvironmentFailure) as error:
+        logger.warning("states of rollout tasks may be told again: %s", error)
+        return []
+
+
+STARTS: Final = 2
+"""Failures in the same way for each task that may run, after which the trial gives up."""
+FEWEST: Final = 3
+OF_ONE_HOST: Final = 4
+"""How many times as many it takes if all were on one host, which may be what is wrong."""
+_NUMBER = re.compile(r"\d+")
+
+
+class FailedTasks:
+    """Failures of attempts that never held weights, since any attempt last did."""
+
+    def __init__(self, paths: RunPaths, *, inside: bool) -> None:
+        """``inside``: whether the tasks are in the trainers' job, where each of them is started
+        again on its own GPUs. Earlier failures do not count."""
+        self._names = FileNameStore(paths.names)
+        self._inside = inside
+        self._failures: dict[tuple[int, int], Failure] = {}
+        """By task and attempt."""
+        self._known: set[tuple[int, int]] | None = None
+
+    def look(
+        self, attempts: Collection[RolloutAttempt], lives: Callable[[RolloutAttempt], bool]
+    ) -> None:
+        """Read new failures. They begin to count again once an attempt that ``lives`` holds
+        weights."""
+        worked = {(one.task, one.number) for one in attempts if one.record.version}
+        try:
+            self._read_new(worked)
+        except (EnvironmentFailure, CorruptFileError) as error:
+            logger.warning("cannot look for failures of rollout tasks, will retry: %s", error)
+        if any(one.record.version for one in attempts if not one.over and lives(one)):
+            self._failures.clear()
+
+    def _read_new(self, worked: Collection[tuple[int, int]]) -> None:
+        found = set(published.failed_attempts(self._names, ROLLOUTS))
+        if self._known is None:
+            self._known = found
+        for task, number in sorted(found - self._known):
+            failure = published.attempt_failure(self._names, ROLLOUTS, task, number)
+            self._known.add((task, number))
+            if failure is not None and (task, number) not in worked:
+                self._failures[task, number] = failure
+
+    def judge(
+        self,
+        living: Iterable[RolloutAttempt],
+        lives: Callable[[RolloutAttempt], bool],
+        allowed: int,
+    ) -> None:
+        """Raise RunFailedError if nothing but such failures is to be expected of the ``allowed``
+        tasks that may run at a time: there are enough of them, and each attempt that still starts
+        is on a host, or at a task of the trainers' job, where one has failed."""
+        alike: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for place, failure in self._failures.items():
+            alike[_NUMBER.sub("", story.attempt_failure_words(failure))].append(place)
+        places = max(alike.values(), key=len, default=[])
+        hosts = {self._failures[place].host for place in places}
+        enough = max(STARTS * allowed, FEWEST)
+        if not self._inside and len(hosts) == 1:
+            enough *= OF_ONE_HOST
+        if not allowed or len(places) < enough:
+            return
+        if any(self._may_work(one) for one in living if lives(one)):
+            return
+        last = self._failures[places[-1]]
+        where = f"{ROLLOUTS}/{places[-1][0]}" + (f" on {last.host}" if last.host else "")
+        reason = (
+            f"{len(places)} rollout tasks failed in the same way at their start, and none works; "
+            f"the last one ({where}): {story.attempt_failure_words(last)}"
+        )
+        raise failed(Failure(cause=Cause.ENVIRONMENT, reason=reason, host="", final=True))
+
+    def _may_work(self, attempt: RolloutAttempt) -> bool:
+        """Whether an attempt that has not failed is another case than those that have."""
+        if self._inside:
+            return all(task != attempt.task for task, _ in self._failures)
+        try:
+            claim = published.attempt(self._names, ROLLOUTS, attempt.task, attempt.number)
+        except (EnvironmentFailure, CorruptFileError):
+            return True
+        return claim is None or claim.host not in {one.host for one in self._failures.values()}
