@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from os import PathLike
 
-    from slurmrl.submission.handle import Trial
+    from slurmrl.desk.handle import Trial
 
 __version__ = "0.1.0"
 
@@ -39,8 +39,8 @@ def submit(
     from os import PathLike
     from pathlib import Path
 
+    from slurmrl.desk import handle
     from slurmrl.errors import UsageError
-    from slurmrl.submission import handle
 
     if not isinstance(config, str | PathLike):
         raise UsageError(
@@ -54,6 +54,6 @@ def submit(
 
 def trial(name: str, *, root: str | None = None) -> Trial:
     """The trial ``EXPERIMENT/TRIAL`` that exists. Raises UsageError, UnknownNameError."""
-    from slurmrl.submission import handle
+    from slurmrl.desk import handle
 
     return handle.find(name, root)

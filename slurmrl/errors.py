@@ -23,7 +23,7 @@ class RunFailedError(SlurmrlError, RuntimeError):
 
     @property
     def failure(self) -> object:
-        """The `monitor.reports.Failure` to publish, where the raiser knows more than the message;
+        """The `run.reports.Failure` to publish, where the raiser knows more than the message;
         else None."""
         return self.args[1] if len(self.args) > 1 else None
 

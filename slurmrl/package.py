@@ -1,7 +1,7 @@
 """The files of this package.
 
 A trial's copy has its modules and data in an archive, with the bytecode of the modules
-(`submission.package_copy` makes it); only `PROGRAMS` are plain files there.
+(`desk.package_copy` makes it); only `PROGRAMS` are plain files there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import slurmrl
 
 FOLDER: Final = Path(slurmrl.__file__).parent
 ARCHIVE: Final = "modules.zip"
-PROGRAMS: Final = ("engines/rollout/launch_sglang.py", "engines/rollout/warden.py")
+PROGRAMS: Final = ("rollouts/generation/launch_sglang.py", "rollouts/generation/warden.py")
 """Programs that Python runs by their path, without this package."""
 
 

@@ -9,18 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurmrl import keys
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
-from slurmrl.graph.call import Estimate, Summary
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import fold
-from slurmrl.history.writer import begin, end, resume
-from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.metrics import MetricsWriter
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths, user_name
+from slurmrl.plan.graph.call import Estimate, Summary
+from slurmrl.run import keys
+from slurmrl.run.events import EventWriter
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import begin, end, resume
+from slurmrl.run.metrics import MetricsWriter
+from slurmrl.run.paths import RunPaths, user_name
 from slurmrl.scheduler.base import JobIds, JobState, Scheduler, SubmissionRequest, TaskState
 from slurmrl.workers.master.results import summary_text
 

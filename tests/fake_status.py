@@ -1,4 +1,4 @@
-"""Status objects (see ``slurmrl.monitor.status``) for tests of what is made of them."""
+"""Status objects (see ``slurmrl.watch.status``) for tests of what is made of them."""
 
 from __future__ import annotations
 

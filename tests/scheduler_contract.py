@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import (
     GroupRequest,
     JobIds,

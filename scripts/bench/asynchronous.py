@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from spread import Spread
 
-from slurmrl.monitor import events
+from slurmrl.run import events
 from tests.support.trials import REPOSITORY, Site, processes, sft_config
 
 WARM_UP = 3

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from forks import fork
 
-from slurmrl.channel import wakeup
-from slurmrl.channel.follower import Follower
-from slurmrl.channel.log import LogReader, LogWriter
-from slurmrl.channel.pipe import Connection
 from slurmrl.fsio.calls import is_local
+from slurmrl.run.channel import wakeup
+from slurmrl.run.channel.follower import Follower
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.channel.pipe import Connection
 
 POLL_S = 0.05
 IDLE_S = 5.0

@@ -34,9 +34,9 @@ from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, Outputs
-from slurmrl.parallel.device import CPU, GPU, Accelerator, set_up
-from slurmrl.parallel.groups import build
 from slurmrl.plan.model import ModelPlan
+from slurmrl.tensors.parallel.device import CPU, GPU, Accelerator, set_up
+from slurmrl.tensors.parallel.groups import build
 from slurmrl.workers.worker.saver import Saver
 
 MODES = ("none", "synchronous", "asynchronous")

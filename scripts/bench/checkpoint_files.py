@@ -28,19 +28,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from slurmrl.checkpoint.layouts import layout_name, layout_text
-from slurmrl.checkpoint.manifest import read_manifest, verify, write_manifest
-from slurmrl.checkpoint.rank_files import ShardHeader
-from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
-from slurmrl.checkpoint.tensors import CHUNK_BYTES, SavedFile, TensorEntry, write_tensors
 from slurmrl.engines.fsdp.placing import Placing
-from slurmrl.layout.holders import sources
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.models.shapes import parameter_shapes
-from slurmrl.parallel.topology import ProcessTopology
+from slurmrl.tensors.checkpoint.layouts import layout_name, layout_text
+from slurmrl.tensors.checkpoint.manifest import read_manifest, verify, write_manifest
+from slurmrl.tensors.checkpoint.rank_files import ShardHeader
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
+from slurmrl.tensors.checkpoint.tensors import CHUNK_BYTES, SavedFile, TensorEntry, write_tensors
+from slurmrl.tensors.layout.holders import sources
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.parallel.topology import ProcessTopology
 
 MODEL = ModelConfig.from_hf(
     {

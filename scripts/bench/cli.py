@@ -7,7 +7,7 @@ where the CPU time is much below the wall time, the machine was busy and only th
 anything.
 
 The trials that ``status`` shows have finished after 200 steps and 40 commits. ``--trials`` of them
-have an overview (see slurmrl/monitor/overview.py); those of ``status (no overview)`` have none.
+have an overview (see slurmrl/watch/overview.py); those of ``status (no overview)`` have none.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from spread import Spread
 
 from slurmrl.fsio import atomic
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.writer import begin, end
-from slurmrl.monitor import overview
-from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.metrics import encode
-from slurmrl.paths import RunPaths, user_name
+from slurmrl.run.events import EventWriter
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.writer import begin, end
+from slurmrl.run.metrics import encode
+from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.watch import overview
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BARE = "python -c pass"

@@ -29,16 +29,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from forks import fork
 
-from slurmrl.channel import wakeup
-from slurmrl.channel.bell import Bell
-from slurmrl.channel.follower import Follower
-from slurmrl.channel.frame import Message
-from slurmrl.channel.log import LogReader, LogWriter
-from slurmrl.channel.pipe import Connection
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.monitor.reports import Identity
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import GroupPlan, Plan
+from slurmrl.run.channel import wakeup
+from slurmrl.run.channel.bell import Bell
+from slurmrl.run.channel.follower import Follower
+from slurmrl.run.channel.frame import Message
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Identity
 from slurmrl.workers.agent.replies import Replies
 from slurmrl.workers.master import worker_channel
 from slurmrl.workers.master.worker_channel import WorkerChannel

@@ -69,7 +69,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def native(case: Case) -> Run:
-    from slurmrl.engines.rollout.native.rollout import NativeRollout
+    from slurmrl.rollouts.generation.native.rollout import NativeRollout
 
     decoder = own_decoder(case)
 
@@ -84,8 +84,8 @@ def native(case: Case) -> Run:
 
 
 def whole(case: Case) -> Run:
-    from slurmrl.engines.rollout.native.schedule import Limits
-    from slurmrl.engines.rollout.native.whole import generate_by_requests
+    from slurmrl.rollouts.generation.native.schedule import Limits
+    from slurmrl.rollouts.generation.native.whole import generate_by_requests
 
     return _trainers(case, generate_by_requests, limits=Limits())
 

@@ -77,8 +77,8 @@ def prompts(case: Case) -> list[list[int]]:
 
 def whole(case: Case, device: str) -> Generate:
     """Whole batches as requests: attention reads pages, decode is CUDA graphs."""
-    from slurmrl.engines.rollout.native.schedule import Limits
-    from slurmrl.engines.rollout.native.whole import generate_by_requests
+    from slurmrl.rollouts.generation.native.schedule import Limits
+    from slurmrl.rollouts.generation.native.whole import generate_by_requests
 
     return _trainers(case, device, generate_by_requests, limits=Limits(step_tokens=8192))
 

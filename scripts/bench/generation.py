@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from slurmrl.engines.rollout.base import GenerationRequest
+    from slurmrl.rollouts.generation.base import GenerationRequest
 
 SIZES: dict[str, dict[str, Any]] = {
     "small": {
@@ -126,8 +126,8 @@ def kv_bytes(case: Case, tokens: int) -> int:
 
 
 def requests(case: Case) -> list[GenerationRequest]:
-    from slurmrl.engines.rollout.base import GenerationRequest
     from slurmrl.models.generate import GenerationOptions
+    from slurmrl.rollouts.generation.base import GenerationRequest
 
     options = GenerationOptions(max_new_tokens=LIMIT, stop_token_ids=tuple(stops(case)))
     return [

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout.process import HostFolder
-from slurmrl.engines.rollout.server import Patience, Serving
-from slurmrl.engines.rollout.servers import SOCKET, PlacedServer, ServerKind
-from slurmrl.engines.rollout.sglang import SglangServer
-from slurmrl.engines.rollout.vllm import VllmServer
 from slurmrl.models.config import ModelConfig
+from slurmrl.rollouts.generation.process import HostFolder
+from slurmrl.rollouts.generation.server import Patience, Serving
+from slurmrl.rollouts.generation.servers import SOCKET, PlacedServer, ServerKind
+from slurmrl.rollouts.generation.sglang import SglangServer
+from slurmrl.rollouts.generation.vllm import VllmServer
 
 KINDS: dict[str, type[ServerKind]] = {"sglang": SglangServer, "vllm": VllmServer}
 SILENCE_S = 600.0

@@ -30,7 +30,7 @@ from ruamel.yaml import YAML
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -33,8 +33,8 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.flops import train_flops
-from slurmrl.parallel import device
-from slurmrl.parallel.groups import build
+from slurmrl.tensors.parallel import device
+from slurmrl.tensors.parallel.groups import build
 
 GPU = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "vocab_size": 65536}
 CPU = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 2048}

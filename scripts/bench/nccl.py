@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.ops import collectives
+from slurmrl.tensors.ops import collectives
 
 ROUNDS = 10
 

@@ -37,10 +37,10 @@ import torch
 from spread import Spread
 from torch import Tensor
 
-from slurmrl.ops.gae import packed_gae, reference
-from slurmrl.ops.intervals import Intervals, gather, scatter
-from slurmrl.ops.native import toolchain
-from slurmrl.ops.paged_attention import paged_attention
+from slurmrl.tensors.ops.gae import packed_gae, reference
+from slurmrl.tensors.ops.intervals import Intervals, gather, scatter
+from slurmrl.tensors.ops.native import toolchain
+from slurmrl.tensors.ops.paged_attention import paged_attention
 
 GAMMA, LAM = 0.99, 0.95
 GAE_SHAPES = ((64, 131_072), (512, 8_192), (65_536, 64))

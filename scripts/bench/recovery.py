@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from spread import Spread
 
-from slurmrl.history.record import Kind
-from slurmrl.monitor import events
+from slurmrl.run import events
+from slurmrl.run.history.record import Kind
 from tests.support import paced
 from tests.support.chaos_trials.causes import CAUSES, strike
 from tests.support.chaos_trials.monkey import succession

@@ -32,15 +32,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from torch.distributed import TCPStore
 
 from slurmrl.backoff import Backoff
-from slurmrl.channel.follower import Follower
-from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.history.log import History
-from slurmrl.history.state import fold
-from slurmrl.history.writer import begin
-from slurmrl.lease import Lease
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
+from slurmrl.run.channel.follower import Follower
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.history.log import History
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import begin
+from slurmrl.run.lease import Lease
+from slurmrl.run.paths import RunPaths
 from slurmrl.workers.agent.identity import claim
 from slurmrl.workers.poll_intervals import PollIntervals
 

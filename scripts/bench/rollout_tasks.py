@@ -39,18 +39,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from spread import Spread
 
 from slurmrl.backoff import Backoff
-from slurmrl.channel import frame
-from slurmrl.channel.log import LogReader
 from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.data.ledger import ItemSample, LedgerRecord
 from slurmrl.fsio import atomic, objects
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.history.lineage import Lineage
-from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.reports import Identity
-from slurmrl.paths import RunPaths
 from slurmrl.rollouts.sample_files import StoredGroup, read_group
-from slurmrl.weights.version import MANIFEST, VersionId, version_ids
+from slurmrl.run.channel import frame
+from slurmrl.run.channel.log import LogReader
+from slurmrl.run.events import EventWriter
+from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Identity
+from slurmrl.tensors.weights.version import MANIFEST, VersionId, version_ids
 from slurmrl.workers.master.attempts import parse_name, rollouts_of
 from slurmrl.workers.master.tasks import RolloutTasks
 from slurmrl.workers.master.worker_channel import REST_S

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from spread import Spread
 
-from slurmrl.monitor import events
-from slurmrl.monitor.metrics import TIME
+from slurmrl.run import events
+from slurmrl.run.metrics import TIME
 from slurmrl.workers.process import adopt_orphans
 from tests.support.trials import Site, sft_config, wait_until
 

@@ -125,8 +125,8 @@ def slurmrl_steps(folder: Path, gpu: bool) -> Step:
     from slurmrl.config.schema.model import Model
     from slurmrl.data.sample import SequenceSample
     from slurmrl.engines import ENGINES
-    from slurmrl.parallel import device
-    from slurmrl.parallel.groups import build
+    from slurmrl.tensors.parallel import device
+    from slurmrl.tensors.parallel.groups import build
 
     accelerator = device.GPU if gpu else device.CPU
     device.set_up(accelerator, threads=1, deterministic=not gpu)

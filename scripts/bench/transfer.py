@@ -31,15 +31,15 @@ from spread import Spread
 
 from slurmrl.engines.megatron.parts import parts_of
 from slurmrl.engines.megatron.place import place_of
-from slurmrl.layout.box import Box
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.models.shapes import parameter_shapes
-from slurmrl.parallel.topology import ProcessTopology
-from slurmrl.transfer.plan import MovePlan, plan_move
-from slurmrl.transfer.regions import PlacedLayout
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.parallel.topology import ProcessTopology
+from slurmrl.tensors.transfer.plan import MovePlan, plan_move
+from slurmrl.tensors.transfer.regions import PlacedLayout
 from tests.distributed.transfer.move_cases import Side
 from tests.pool import RankPool
 

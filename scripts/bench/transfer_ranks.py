@@ -1,4 +1,4 @@
-"""Moves on gloo ranks: what `transfer.py` runs on each rank."""
+"""Moves on gloo ranks: what `tensors/transfer.py` runs on each rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.engines.base import Engine
-from slurmrl.parallel.device import CPU, set_up
-from slurmrl.transfer.execute import Holdings, Mover
-from slurmrl.transfer.plan import MovePlan, plan_move
-from slurmrl.transfer.regions import PlacedLayout
+from slurmrl.tensors.parallel.device import CPU, set_up
+from slurmrl.tensors.transfer.execute import Holdings, Mover
+from slurmrl.tensors.transfer.plan import MovePlan, plan_move
+from slurmrl.tensors.transfer.regions import PlacedLayout
 from tests.distributed.transfer.move_cases import Side, engines, placed_layouts
 
 

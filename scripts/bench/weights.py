@@ -33,14 +33,14 @@ import numpy as np
 import torch
 from spread import Spread
 
-from slurmrl.checkpoint.tensors import CHUNK_BYTES
 from slurmrl.engines.initial_weights import init_tensor
-from slurmrl.layout.copy import Array
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.weights.local_copy import LocalCopy
-from slurmrl.weights.version import VersionId, VersionManifest
-from slurmrl.weights.writer import PartWriter, VersionBits, publish
+from slurmrl.tensors.checkpoint.tensors import CHUNK_BYTES
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.weights.local_copy import LocalCopy
+from slurmrl.tensors.weights.version import VersionId, VersionManifest
+from slurmrl.tensors.weights.writer import PartWriter, VersionBits, publish
 
 MODEL = ModelConfig.from_hf(
     {

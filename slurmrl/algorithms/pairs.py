@@ -16,8 +16,8 @@ from torch import Tensor
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.sequences import TOKENS, global_means, train_on_batch
 from slurmrl.data.sample import SequenceSample
-from slurmrl.graph.call import Record
-from slurmrl.ops.upload import upload
+from slurmrl.plan.graph.call import Record
+from slurmrl.tensors.ops.upload import upload
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import LossFn, TrainEngine

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Self
 from slurmrl.config.schema import Config, PositiveInt, Section
 from slurmrl.config.source import KeyPath
 from slurmrl.data.support import EXPERTS, IDS, SIZES
-from slurmrl.graph.call import (
+from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.graph.call import (
     REWARD_MODEL,
     Call,
     Measure,
@@ -20,7 +21,6 @@ from slurmrl.graph.call import (
     RoleUse,
     Summary,
 )
-from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.metrics import UNSCORED
 
 ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"

@@ -62,7 +62,7 @@ def bundle(
     """Write CONFIG and all that it names into one archive, which `slurmrl submit` takes on a
     cluster without a network: models, datasets, your code, and wheels of slurmrl and what it needs.
     Repositories of the hub are fetched now."""
-    from slurmrl.submission.bundle.make import make_bundle
+    from slurmrl.desk.bundle.make import make_bundle
 
     made = make_bundle(
         config,

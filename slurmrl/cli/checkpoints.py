@@ -10,10 +10,10 @@ import click
 
 from slurmrl.cli.options import common, examples, json_option, trial_argument
 from slurmrl.display.columns import table
-from slurmrl.monitor.words import age
+from slurmrl.display.words import age
 
 if TYPE_CHECKING:
-    from slurmrl.checkpoint.inventory import StoredCommit
+    from slurmrl.watch.checkpoints import StoredCommit
 
 HEADINGS = ("STEP", "INCARNATION", "AGE", "SIZE", "FILES", "KEPT BY", "STATE")
 
@@ -34,8 +34,8 @@ def checkpoints(trial: str, verify: bool, as_json: bool, root: str | None) -> in
     from is damaged or cannot be read."""
     from dataclasses import asdict
 
-    from slurmrl.checkpoint.inventory import inventory
-    from slurmrl.submission import trials
+    from slurmrl.desk import trials
+    from slurmrl.watch.checkpoints import inventory
 
     paths = trials.find(trials.root_folder(root), trial)
     commits = inventory(paths, checksums=verify)

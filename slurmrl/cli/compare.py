@@ -11,10 +11,10 @@ from slurmrl.cli import completion
 from slurmrl.cli.options import common, examples, json_option
 from slurmrl.cli.render import SHOWN, number
 from slurmrl.display import columns
-from slurmrl.monitor.words import plain
+from slurmrl.display.words import plain
 
 if TYPE_CHECKING:
-    from slurmrl.report.comparison import Comparison, Point
+    from slurmrl.desk.report.comparison import Comparison, Point
 
 
 @click.command(
@@ -30,12 +30,12 @@ def compare(one: str, two: str, as_json: bool, root: str | None) -> int:
     one trial lacks it shows what the other sets."""
     from dataclasses import asdict
 
-    from slurmrl.monitor import evaluated
-    from slurmrl.report.collect import settings
-    from slurmrl.report.comparison import Comparison, shared
-    from slurmrl.report.curves import curves
-    from slurmrl.report.settings import differences
-    from slurmrl.submission import trials
+    from slurmrl.desk import trials
+    from slurmrl.desk.report.collect import settings
+    from slurmrl.desk.report.comparison import Comparison, shared
+    from slurmrl.desk.report.curves import curves
+    from slurmrl.desk.report.settings import differences
+    from slurmrl.run import evaluated
 
     folder = trials.root_folder(root)
     pair = [trials.find(folder, name) for name in (one, two)]

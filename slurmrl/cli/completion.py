@@ -37,7 +37,7 @@ def trials(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[C
     """The trials EXPERIMENT/TRIAL that begin with ``typed``."""
     from click.shell_completion import CompletionItem
 
-    from slurmrl.submission.trials import names, root_folder
+    from slurmrl.desk.trials import names, root_folder
 
     try:
         found = names(root_folder(ctx.params.get("root")), typed)

@@ -13,7 +13,7 @@ from slurmrl.cli.options import common, examples, json_option
 from slurmrl.display.columns import table
 
 if TYPE_CHECKING:
-    from slurmrl.submission.inspection import DataCounts, DataReport, DataSample
+    from slurmrl.desk.inspection import DataCounts, DataReport, DataSample
 
 ROWS = 3
 TITLES = ("source", "rows", "too long", "tokens", "trained on", "longest", "path")
@@ -80,10 +80,10 @@ def check(config: Path, overrides: tuple[str, ...], as_json: bool, root: str | N
 
 
 def _report(config: Path, overrides: tuple[str, ...], root: str | None) -> DataReport:
+    from slurmrl.desk import own_code, trials
+    from slurmrl.desk.checks.run import Code
+    from slurmrl.desk.inspection import DataReport, described
     from slurmrl.plan.settings import load_settings
-    from slurmrl.submission import own_code, trials
-    from slurmrl.submission.checks.run import Code
-    from slurmrl.submission.inspection import DataReport, described
 
     settings = load_settings(
         config, overrides, root=trials.chosen_root(root), planning=True, data=True

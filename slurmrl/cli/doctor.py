@@ -11,10 +11,10 @@ import click
 
 from slurmrl.cli.options import checking, common, examples, json_option
 from slurmrl.display.columns import hanging, row_lines, width
-from slurmrl.monitor.words import plain
+from slurmrl.display.words import plain
 
 if TYPE_CHECKING:
-    from slurmrl.doctor.check import Check
+    from slurmrl.desk.doctor.check import Check
 
 MARKS = {"ok": "ok", "warning": "WARNING", "failed": "FAILED"}
 STYLES = {"ok": "green", "warning": "yellow", "failed": "red"}
@@ -57,8 +57,8 @@ def doctor(
 
     The exit code is 1 if a check failed.
     """
-    from slurmrl.doctor.examine import Examination, examine
-    from slurmrl.submission.trials import chosen_root, root_folder
+    from slurmrl.desk.doctor.examine import Examination, examine
+    from slurmrl.desk.trials import chosen_root, root_folder
 
     what = Examination(
         config,

@@ -11,10 +11,10 @@ import click
 from slurmrl.display.columns import table
 
 if TYPE_CHECKING:
+    from slurmrl.desk.checks.finding import Finding
+    from slurmrl.desk.proposal import Proposal
+    from slurmrl.desk.submit import Outlook
     from slurmrl.plan.model import GroupPlan
-    from slurmrl.submission.checks.finding import Finding
-    from slurmrl.submission.proposal import Proposal
-    from slurmrl.submission.submit import Outlook
 
 
 def show(
@@ -26,7 +26,7 @@ def show(
 ) -> int:
     """Print what would be submitted, and the batch scripts. ``outlook``: where the trial is, if it
     exists."""
-    from slurmrl.scheduler.leave import shortened
+    from slurmrl.run.leave import shortened
 
     complete = outlook is not None and outlook.complete
     scripts = {} if complete else proposal.scripts()
@@ -49,7 +49,7 @@ def show(
 
 
 def _facts(proposal: Proposal, outlook: Outlook | None) -> Iterator[tuple[str, str]]:
-    from slurmrl.submission.prepare import is_prepared
+    from slurmrl.desk.prepare import is_prepared
 
     config, prepared = proposal.settings.config, is_prepared(proposal.paths)
     steps = "" if config.total_steps is None else f", {_count(config.total_steps, 'step')}"

@@ -61,10 +61,10 @@ def evaluate(
     The trial is EXPERIMENT-eval/CHECKPOINT; of an evaluation with suites, each has a trial
     EXPERIMENT-eval/CHECKPOINT-SUITE. The same command again continues what was interrupted.
     """
+    from slurmrl.desk.evaluating import choose_suites, evaluation_of, of_evaluation
+    from slurmrl.desk.proposal import propose
+    from slurmrl.desk.trials import chosen_root
     from slurmrl.errors import UsageError
-    from slurmrl.submission.evaluating import choose_suites, evaluation_of, of_evaluation
-    from slurmrl.submission.proposal import propose
-    from slurmrl.submission.trials import chosen_root
 
     chosen = choose_suites(config, suites)
     if len(chosen) > 1 and any(override.startswith("trial=") for override in overrides):

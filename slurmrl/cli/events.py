@@ -12,10 +12,10 @@ from slurmrl.cli.follow import Seen, follow, has_ended
 from slurmrl.cli.options import chosen_trial, common, examples, json_option, newest_trial_argument
 from slurmrl.cli.times import clock, since_option
 from slurmrl.display.columns import GAP, hanging, width
-from slurmrl.monitor.words import plain
+from slurmrl.display.words import plain
 
 if TYPE_CHECKING:
-    from slurmrl.paths import RunPaths
+    from slurmrl.run.paths import RunPaths
 
 COMMON_KEYS = ("time", "writer", "kind")
 
@@ -78,7 +78,7 @@ class _EventPrinter:
         as_json: bool,
     ) -> None:
         """``last``: the most events of the first look; None for all."""
-        from slurmrl.monitor.events import EventReader
+        from slurmrl.run.events import EventReader
 
         self._reader = EventReader(paths)
         self._earliest = earliest

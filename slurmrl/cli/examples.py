@@ -33,8 +33,8 @@ def examples(output: Path | None, as_json: bool) -> int:
 
     Those of the addition task train a small model on CPUs within minutes, without a network.
     """
+    from slurmrl.desk.init import shipped
     from slurmrl.display.columns import table, width
-    from slurmrl.init import shipped
 
     found = dict(shipped.examples())
     if output is not None:

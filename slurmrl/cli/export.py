@@ -65,7 +65,7 @@ def export(
     Works while the trial runs and after it has ended. The checkpoint is verified by checksum first;
     nothing is written from a damaged one.
     """
-    from slurmrl.submission import trials
+    from slurmrl.desk import trials
     from slurmrl.workers.master.exporting import export_step
 
     paths = trials.find(trials.root_folder(root), trial)

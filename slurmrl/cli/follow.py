@@ -16,7 +16,7 @@ from slurmrl.backoff import Backoff
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UnknownNameError
 
 if TYPE_CHECKING:
-    from slurmrl.paths import RunPaths
+    from slurmrl.run.paths import RunPaths
     from slurmrl.scheduler.base import JobIds, Scheduler, TaskState
 
 FIRST_S, LONGEST_S = 0.3, 5.0
@@ -117,7 +117,7 @@ def has_ended(paths: RunPaths) -> bool:
     nothing that they wrote before the end is missed. Raises UnknownNameError for a removed trial.
     """
     from slurmrl.fsio import atomic
-    from slurmrl.history.recent import recent
+    from slurmrl.run.history.recent import recent
 
     try:
         atomic.read(paths.identity)

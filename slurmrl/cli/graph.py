@@ -34,14 +34,14 @@ def graph(
     root: str | None,
 ) -> int:
     """Show the calls of a step, the keys that pass between them, their models and hooks."""
+    from slurmrl.desk.trials import chosen_root
     from slurmrl.display import svg as picture
     from slurmrl.display import text
     from slurmrl.errors import UsageError
-    from slurmrl.graph.call import DATASET_KEYS, unread
-    from slurmrl.graph.document import document, values
     from slurmrl.plan.build import make_plan
+    from slurmrl.plan.graph.call import DATASET_KEYS, unread
+    from slurmrl.plan.graph.document import document, values
     from slurmrl.plan.settings import load_settings
-    from slurmrl.submission.trials import chosen_root
 
     settings = load_settings(
         config, overrides, root=chosen_root(root), scheduler="local", planning=True

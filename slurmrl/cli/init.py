@@ -14,8 +14,8 @@ from slurmrl.config.profiles import expanded
 
 if TYPE_CHECKING:
     from slurmrl.config.source import KeyPath
-    from slurmrl.init.questions import Question
-    from slurmrl.init.survey import Survey
+    from slurmrl.desk.init.questions import Question
+    from slurmrl.desk.init.survey import Survey
 
 SITE = "site"
 LEAVE_OUT = "-"
@@ -74,7 +74,7 @@ def init(kind: str, output: Path | None, name: str | None, yes: bool, force: boo
         return _site(name, yes=yes, force=force)
     if name is not None or yes:
         raise click.UsageError("--name and --yes belong to slurmrl init site")
-    from slurmrl.init import files, starter
+    from slurmrl.desk.init import files, starter
 
     made = starter.files(kind, output or Path(f"{kind}.yaml"))
     written = files.write(made, force=force)
@@ -94,9 +94,9 @@ def _known(typed: str) -> list[Any]:
 
 def _site(name: str | None, *, yes: bool, force: bool) -> int:
     from slurmrl.config import profiles
+    from slurmrl.desk.init import files, profile
+    from slurmrl.desk.init.survey import survey
     from slurmrl.fsio import atomic
-    from slurmrl.init import files, profile
-    from slurmrl.init.survey import survey
 
     path = profiles.file_of(name or profiles.DEFAULT)
     if path.exists() and not force:
@@ -134,7 +134,7 @@ def _tell(found: Survey) -> None:
 
 def _answers(found: Survey, *, yes: bool) -> tuple[list[Question], dict[KeyPath, Any]]:
     """Ask everything, or take the proposals."""
-    from slurmrl.init import questions as asked
+    from slurmrl.desk.init import questions as asked
 
     values: dict[KeyPath, Any] = {}
     first = list(asked.first_questions(found, _root()))
@@ -148,7 +148,7 @@ def _answers(found: Survey, *, yes: bool) -> tuple[list[Question], dict[KeyPath,
 
 
 def _put(values: dict[KeyPath, Any], question: Question, found: Survey, *, yes: bool) -> None:
-    from slurmrl.init.questions import doubt, value_of
+    from slurmrl.desk.init.questions import doubt, value_of
 
     if not yes:
         click.echo(f"\n{question.about}")

@@ -14,15 +14,15 @@ import click
 
 from slurmrl.cli import render
 from slurmrl.cli.follow import Interrupts, Seen, follow, polled_query
+from slurmrl.desk.live import Jobs
 from slurmrl.display.sparkline import sparkline
+from slurmrl.display.words import age, plain
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.monitor.metrics import read_latest
-from slurmrl.monitor.snapshot import read
-from slurmrl.monitor.status import assemble
-from slurmrl.monitor.words import age, plain
-from slurmrl.paths import RunPaths
+from slurmrl.run.metrics import read_latest
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import TaskState
-from slurmrl.submission.live import Jobs
+from slurmrl.watch.snapshot import read
+from slurmrl.watch.status import assemble
 
 CURVE_STEPS, CURVE_WIDTH = 400, 40
 """Newest steps of the curve that the live view draws, and its columns."""

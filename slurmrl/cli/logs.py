@@ -14,8 +14,8 @@ from slurmrl.cli.times import clock, since_option
 from slurmrl.display.columns import GAP
 
 if TYPE_CHECKING:
-    from slurmrl.monitor.log_files import LogFile
-    from slurmrl.monitor.log_lines import LogLine, OutputReader
+    from slurmrl.watch.log_files import LogFile
+    from slurmrl.watch.log_lines import LogLine, OutputReader
 
 LONGEST_S = 1.0
 """Longest pause of ``-f``."""
@@ -76,8 +76,8 @@ def logs(
 ) -> int:
     """Print the output of a trial's processes (default: of the newest trial) in the order of their
     clocks: of the newest attempts and of the batch process."""
-    from slurmrl.monitor import log_lines
-    from slurmrl.monitor.log_files import newest, serving
+    from slurmrl.watch import log_lines
+    from slurmrl.watch.log_files import newest, serving
 
     if incarnation is not None and following:
         raise click.UsageError("--incarnation and --follow exclude each other")

@@ -164,7 +164,7 @@ def cli() -> None:
 
 def _print_version(ctx: click.Context) -> None:
     """The commit is that of the checkout, else that of the build; without either it is left out."""
-    from slurmrl.submission import git
+    from slurmrl.desk import git
 
     commit = git.commit_of_package()
     click.echo(f"slurmrl {__version__}{f' (commit {commit})' if commit else ''}")

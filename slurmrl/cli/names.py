@@ -20,8 +20,8 @@ VALUE_CHARACTERS = 60
 def names(trial: str, prefix: str, as_json: bool, root: str | None) -> int:
     """Show the name store of a trial, by which its processes find each other: keys, values, the
     leases that own them, and whether their owners are alive."""
-    from slurmrl.monitor.names import collect
-    from slurmrl.submission import trials
+    from slurmrl.desk import trials
+    from slurmrl.watch.names import collect
 
     rows = collect(trials.find(trials.root_folder(root), trial), prefix)
     click.echo(json.dumps(rows) if as_json else _text(rows, prefix))

@@ -11,10 +11,10 @@ import click
 
 from slurmrl import env
 from slurmrl.cli import completion
-from slurmrl.submission.trials import root_folder
+from slurmrl.desk.trials import root_folder
 
 if TYPE_CHECKING:
-    from slurmrl.paths import RunPaths
+    from slurmrl.run.paths import RunPaths
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,7 +62,7 @@ def newest_trial_argument(command: F) -> F:
 
 def chosen_trial(root: str | None, trial: str | None) -> RunPaths:
     """Return the trial of a name; without one the newest, and say which one that is."""
-    from slurmrl.submission import trials
+    from slurmrl.desk import trials
 
     folder = root_folder(root)
     if trial is not None:

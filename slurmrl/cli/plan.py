@@ -102,17 +102,17 @@ def _report(
     *,
     with_moves: bool,
 ) -> dict[str, Any]:
-    from slurmrl.graph.call import unread
+    from slurmrl.desk import own_code
+    from slurmrl.desk.proposal import kept
+    from slurmrl.desk.submit import refusal
+    from slurmrl.desk.trials import chosen_root
     from slurmrl.plan import processor
     from slurmrl.plan.build import make_plan
     from slurmrl.plan.checks import devices, inventory
+    from slurmrl.plan.graph.call import unread
     from slurmrl.plan.report.values import report
     from slurmrl.plan.settings import Settings, load_settings
     from slurmrl.scheduler import choose
-    from slurmrl.submission import own_code
-    from slurmrl.submission.proposal import kept
-    from slurmrl.submission.submit import refusal
-    from slurmrl.submission.trials import chosen_root
 
     def load(*more: str) -> Settings:
         given, where = (*overrides, *more), chosen_root(root)

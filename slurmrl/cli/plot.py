@@ -16,8 +16,8 @@ from slurmrl.cli.render import SHOWN
 from slurmrl.display import columns
 
 if TYPE_CHECKING:
-    from slurmrl.paths import RunPaths
-    from slurmrl.report.contents import Curve
+    from slurmrl.desk.report.contents import Curve
+    from slurmrl.run.paths import RunPaths
 
 PIPE_WIDTH = 100
 """Columns where there is no terminal."""
@@ -47,11 +47,11 @@ HEIGHT = 16
 def plot(words: tuple[str, ...], smooth: float, root: str | None) -> int:
     """Draw metrics in the terminal, those of several trials in one chart. METRIC is a name or a
     pattern such as 'eval/*'; without one, the metrics of the progress line are drawn."""
-    from slurmrl.monitor import evaluated
-    from slurmrl.report.contents import Curve
-    from slurmrl.report.curves import curves, smoothed, thinned
-    from slurmrl.report.terminal import chart
-    from slurmrl.submission import trials
+    from slurmrl.desk import trials
+    from slurmrl.desk.report.contents import Curve
+    from slurmrl.desk.report.curves import curves, smoothed, thinned
+    from slurmrl.desk.report.terminal import chart
+    from slurmrl.run import evaluated
 
     chosen, patterns = _split(trials.root_folder(root), words)
     found = {
@@ -78,8 +78,8 @@ def plot(words: tuple[str, ...], smooth: float, root: str | None) -> int:
 
 def _split(root: Path, words: Sequence[str]) -> tuple[list[RunPaths], Sequence[str]]:
     """Return the trials that the command line begins with, and the metrics behind them."""
+    from slurmrl.desk import trials
     from slurmrl.errors import UnknownNameError, UsageError
-    from slurmrl.submission import trials
 
     chosen = [trials.find(root, words[0])]
     for number, word in enumerate(words[1:], 1):

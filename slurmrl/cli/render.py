@@ -1,4 +1,4 @@
-"""Status objects (see ``slurmrl.monitor.status``) as text.
+"""Status objects (see ``slurmrl.watch.status``) as text.
 
 ``width`` is the terminal's; None leaves lines unwrapped.
 """
@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from slurmrl.display.columns import hanging, table
-from slurmrl.monitor.words import age, first_line, plain
+from slurmrl.display.words import age, first_line, plain
 
 Status = Mapping[str, Any]
 

@@ -15,8 +15,8 @@ from slurmrl.cli.options import common, examples
 from slurmrl.cli.status import Rest
 
 if TYPE_CHECKING:
-    from slurmrl.monitor.collect import SchedulerFactory
-    from slurmrl.paths import RunPaths
+    from slurmrl.run.paths import RunPaths
+    from slurmrl.watch.collect import SchedulerFactory
 
 FIRST_S, LONGEST_S = 5.0, 60.0
 """Pauses of ``--watch``."""
@@ -43,7 +43,7 @@ FIRST_S, LONGEST_S = 5.0, 60.0
 def report(names: tuple[str, ...], output: Path | None, watch: bool, root: str | None) -> int:
     """Write one HTML file about trials: curves, story, time, checkpoints, samples, settings. It
     needs no network and no server."""
-    from slurmrl.submission import trials
+    from slurmrl.desk import trials
 
     folder = trials.root_folder(root)
     chosen = [trials.find(folder, name) for name in dict.fromkeys(names)]
@@ -65,10 +65,10 @@ def report(names: tuple[str, ...], output: Path | None, watch: bool, root: str |
 def _write(
     chosen: Sequence[RunPaths], file: Path, schedulers: SchedulerFactory | None = None
 ) -> list[dict[str, Any]]:
-    from slurmrl.monitor.collect import collect as collect_statuses
-    from slurmrl.report import page
-    from slurmrl.report.collect import collect
+    from slurmrl.desk.report import page
+    from slurmrl.desk.report.collect import collect
     from slurmrl.scheduler import make
+    from slurmrl.watch.collect import collect as collect_statuses
 
     statuses = collect_statuses(chosen, schedulers or make, detailed=True)
     pairs = zip(chosen, statuses, strict=True)

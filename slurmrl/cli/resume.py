@@ -13,7 +13,7 @@ from slurmrl.cli.options import common, examples, submitting, trial_argument
 from slurmrl.cli.start import carry_out, describe
 
 if TYPE_CHECKING:
-    from slurmrl.paths import RunPaths
+    from slurmrl.run.paths import RunPaths
 
 
 OTHER = """\
@@ -80,9 +80,9 @@ def resume(
 
     If the trial is running and few Slurm jobs are left in its chain, more are added.
     """
-    from slurmrl.submission import trials
-    from slurmrl.submission.links import add_links, include
-    from slurmrl.submission.proposal import propose_resume
+    from slurmrl.desk import trials
+    from slurmrl.desk.links import add_links, include
+    from slurmrl.desk.proposal import propose_resume
 
     paths = trials.find(trials.root_folder(root), trial)
     if not update_code:
@@ -107,8 +107,8 @@ def resume(
 def _exec_own_slurmrl(paths: RunPaths) -> None:
     """Replace this process by the trial's own slurmrl if that differs: the version that reads the
     configuration, plan and batch scripts later must write them."""
+    from slurmrl.desk import snapshot
     from slurmrl.scheduler.environment import of_snapshot
-    from slurmrl.submission import snapshot
 
     code = paths.snapshot(snapshot.current(paths))
     if snapshot.is_this_code(code):

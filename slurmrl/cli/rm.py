@@ -14,7 +14,7 @@ from slurmrl.cli.options import common, examples, trials_argument
 def rm(names: tuple[str, ...], yes: bool, root: str | None) -> int:
     """Remove trials with all their files: checkpoints, exports, metrics, logs. Nothing is removed
     if one of them has a job, or if the configuration of another trial names its files."""
-    from slurmrl.submission import removing, trials
+    from slurmrl.desk import removing, trials
 
     folder = trials.root_folder(root)
     chosen = list(dict.fromkeys(trials.find(folder, name) for name in names))

@@ -12,7 +12,7 @@ import click
 from slurmrl.cli.options import chosen_trial, common, examples, json_option, newest_trial_argument
 from slurmrl.cli.render import number
 from slurmrl.display.columns import hanging, width
-from slurmrl.monitor.words import plain
+from slurmrl.display.words import plain
 
 Row = Mapping[str, Any]
 LINES = 12
@@ -48,7 +48,7 @@ def samples(
 ) -> int:
     """Print completions of a step with their prompts and rewards, of those that a trial keeps
     (logging.samples)."""
-    from slurmrl.report.samples import of_step
+    from slurmrl.desk.report.samples import of_step
 
     paths = chosen_trial(root, trial)
     rows = of_step(paths.samples, step, evaluation=evaluation)

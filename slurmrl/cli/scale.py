@@ -21,8 +21,8 @@ def scale(trial: str, tasks: int, as_json: bool, root: str | None) -> int:
     Tasks that are too many finish what they can, give back the rest, and end. The number holds
     until it is changed, here or by another rollout.tasks.max when the trial is resumed.
     """
-    from slurmrl.submission import trials
-    from slurmrl.submission.scale import set_tasks
+    from slurmrl.desk import trials
+    from slurmrl.desk.scale import set_tasks
 
     paths = trials.find(trials.root_folder(root), trial)
     scaled = set_tasks(paths, tasks)

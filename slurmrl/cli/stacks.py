@@ -26,11 +26,11 @@ def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> 
     """Print what the ranks of a running trial are doing: the Python stacks of all threads and the
     newest collectives of each rank, or of RANK only. Without RANK, the stacks of the master and of
     the agents as well."""
+    from slurmrl.desk import trials
     from slurmrl.errors import EnvironmentFailure, UsageError
-    from slurmrl.monitor.collect import collect
-    from slurmrl.monitor.requests import Request
     from slurmrl.scheduler import make
-    from slurmrl.submission import trials
+    from slurmrl.watch.collect import collect
+    from slurmrl.watch.requests import Request
 
     folder = trials.root_folder(root)
     paths = trials.find(folder, trial)

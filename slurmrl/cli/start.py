@@ -14,19 +14,19 @@ from slurmrl.cli.follow import Interrupts
 from slurmrl.cli.options import again
 
 if TYPE_CHECKING:
-    from slurmrl.submission.checks.finding import Finding
-    from slurmrl.submission.live import Jobs
-    from slurmrl.submission.proposal import Proposal
-    from slurmrl.submission.submit import Submitted
+    from slurmrl.desk.checks.finding import Finding
+    from slurmrl.desk.live import Jobs
+    from slurmrl.desk.proposal import Proposal
+    from slurmrl.desk.submit import Submitted
 
 
 def look_over(proposal: Proposal, timeout_s: float | None, compared: set[str]) -> Sequence[Finding]:
     """Check what the run will read and print the findings. None checks nothing. ``compared``: see
-    `slurmrl.submission.checks.run.check`.
+    `slurmrl.desk.checks.run.check`.
 
     Raises ConfigError for findings that would make the run fail.
     """
-    from slurmrl.submission.checks.run import refuse
+    from slurmrl.desk.checks.run import refuse
 
     if timeout_s is None:
         click.echo("not checked: data, weights, tokenizer, reward, disk (--no-check)", err=True)
@@ -64,7 +64,7 @@ def carry_out_all(
     """`carry_out` for several trials: all are checked before the first one starts, and none starts
     after one that was watched and did not finish."""
     from slurmrl.cli.dry_run import show
-    from slurmrl.submission.submit import rehearse
+    from slurmrl.desk.submit import rehearse
 
     compared: set[str] = set()  # the trials of several suites have one checkpoint
     checked = [look_over(proposal, check_s, compared) for proposal in proposals]
@@ -81,7 +81,7 @@ def start(
     proposal: Proposal, checked: Sequence[Finding], *, wait: bool | None, as_json: bool
 ) -> int:
     """Submit. ``wait=None`` watches a local run and returns after submitting a Slurm job."""
-    from slurmrl.submission.submit import submit
+    from slurmrl.desk.submit import submit
 
     watch = proposal.kind == "local" if wait is None else wait
     with Interrupts() if watch else nullcontext() as interrupts:

@@ -19,12 +19,12 @@ from slurmrl.cli import completion, render
 from slurmrl.cli.follow import PolledScheduler, Seen, follow
 from slurmrl.cli.options import common, examples, json_option
 from slurmrl.display import columns
-from slurmrl.monitor.words import plain
+from slurmrl.display.words import plain
 
 if TYPE_CHECKING:
     from slurmrl.errors import SlurmrlError
-    from slurmrl.monitor.collect import SchedulerFactory
-    from slurmrl.paths import RunPaths
+    from slurmrl.run.paths import RunPaths
+    from slurmrl.watch.collect import SchedulerFactory
 
 STATES = ("RUNNING", "PENDING", "INTERRUPTED", "FAILED", "CANCELLED", "COMPLETED")
 """In the order of ``--sort state``."""
@@ -77,7 +77,7 @@ def status(
 ) -> int:
     """Show the state of all trials, of some of them or those of some experiments, or of one trial
     in detail. AGE is the time since the trial was submitted or resumed last."""
-    from slurmrl.submission import trials
+    from slurmrl.desk import trials
 
     wanted = _Wanted(trials.root_folder(root), names, states, order)
     if watch:
@@ -89,7 +89,7 @@ def status(
 
 
 def _chosen(root: Path, names: Sequence[str]) -> list[RunPaths]:
-    from slurmrl.submission import trials
+    from slurmrl.desk import trials
 
     if not names:
         return trials.all_trials(root)
@@ -131,8 +131,8 @@ def _collect(
 ) -> list[dict[str, Any]]:
     """Return the objects of the chosen trials; in a list those that are not ``whole`` have only
     what it shows."""
-    from slurmrl.monitor.collect import collect, glance
     from slurmrl.scheduler import make
+    from slurmrl.watch.collect import collect, glance
 
     chosen, ask = _chosen(wanted.root, wanted.names), schedulers or make
     if wanted.single:

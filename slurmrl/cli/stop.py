@@ -14,7 +14,7 @@ from slurmrl.cli.options import again, common, examples, trials_argument
 def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
     """Stop trials at the next step: they commit, and their jobs end. `slurmrl resume` continues
     them. `slurmrl cancel` ends them at once, without a commit."""
-    from slurmrl.submission import stopping, trials
+    from slurmrl.desk import stopping, trials
 
     folder = trials.root_folder(root)
     chosen = {name: trials.find(folder, name) for name in names}  # all before the first is stopped

@@ -8,7 +8,7 @@ import click
 
 from slurmrl.cli.options import again, common, examples, submitting, trials_argument
 from slurmrl.cli.start import carry_out
-from slurmrl.submission.trials import root_folder
+from slurmrl.desk.trials import root_folder
 
 
 @click.command(
@@ -40,8 +40,8 @@ def submit(
     An existing trial that was interrupted, failed or cancelled continues from its last commit if
     its configuration is the same.
     """
-    from slurmrl.submission.bundle.unpack import is_bundle, unpack
-    from slurmrl.submission.proposal import propose
+    from slurmrl.desk.bundle.unpack import is_bundle, unpack
+    from slurmrl.desk.proposal import propose
 
     if is_bundle(config):
         config = unpack(config, root_folder(root))
@@ -56,10 +56,10 @@ def submit(
 def cancel(names: tuple[str, ...], root: str | None) -> int:
     """End trials and their jobs at once. Their checkpoints stay, steps after the last one are lost.
     `slurmrl stop` commits them first."""
-    from slurmrl.history.record import Kind
-    from slurmrl.submission import trials
-    from slurmrl.submission.live import cancel as cancel_trial
-    from slurmrl.submission.live import uncommitted
+    from slurmrl.desk import trials
+    from slurmrl.desk.live import cancel as cancel_trial
+    from slurmrl.desk.live import uncommitted
+    from slurmrl.run.history.record import Kind
 
     folder = trials.root_folder(root)
     chosen = {name: trials.find(folder, name) for name in names}  # all before the first is ended

@@ -13,7 +13,7 @@ from slurmrl.cli.options import common, examples, json_option
 from slurmrl.display.columns import table
 
 if TYPE_CHECKING:
-    from slurmrl.submission.inspection import Tried
+    from slurmrl.desk.inspection import Tried
 
 ROWS = 8
 SHOWN_CHARACTERS = 40
@@ -74,11 +74,11 @@ def try_reward(
 
     The reward runs in a separate process on this machine, without Slurm, models or a GPU.
     """
+    from slurmrl.desk import inspection as trying
+    from slurmrl.desk import own_code
+    from slurmrl.desk.found_rows import Selection
+    from slurmrl.desk.trials import chosen_root
     from slurmrl.plan.settings import load_settings
-    from slurmrl.submission import inspection as trying
-    from slurmrl.submission import own_code
-    from slurmrl.submission.found_rows import Selection
-    from slurmrl.submission.trials import chosen_root
 
     if file is not None and completions:
         raise click.UsageError("--completion and --completions exclude each other")

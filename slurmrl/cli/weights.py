@@ -11,10 +11,10 @@ import click
 from slurmrl.cli.checkpoints import size
 from slurmrl.cli.options import common, examples, json_option, trial_argument
 from slurmrl.display.columns import table
-from slurmrl.monitor.words import age
+from slurmrl.display.words import age
 
 if TYPE_CHECKING:
-    from slurmrl.weights.inventory import StoredVersion
+    from slurmrl.tensors.weights.inventory import StoredVersion
 
 HEADINGS = ("VERSION", "AGE", "CONTENT", "SIZE", "READS", "STATE")
 
@@ -30,8 +30,8 @@ def weights(trial: str, verify: bool, as_json: bool, root: str | None) -> int:
     alone. The exit code is 1 if one is broken."""
     from dataclasses import asdict
 
-    from slurmrl.submission import trials
-    from slurmrl.weights.inventory import BROKEN, inventory
+    from slurmrl.desk import trials
+    from slurmrl.tensors.weights.inventory import BROKEN, inventory
 
     paths = trials.find(trials.root_folder(root), trial)
     versions = inventory(paths.versions, verify=verify)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple
 
-from slurmrl.allocation import parse
+from slurmrl.config.allocation import parse
 from slurmrl.config.schema import Config, Optimizer, role_key
 from slurmrl.config.schema.config import FOLLOWERS, ROLES
 from slurmrl.config.source import Source, dotted

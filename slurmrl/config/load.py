@@ -22,6 +22,7 @@ from ruamel.yaml.nodes import Node, ScalarNode
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from slurmrl import log
+from slurmrl.config.hub import reference as hub
 from slurmrl.config.problems import drop_removed, keys, problems_from, section_at
 from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config, Profile
@@ -41,7 +42,6 @@ from slurmrl.config.source import (
 from slurmrl.errors import ConfigError, EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import ownership
 from slurmrl.fsio.failures import NO_FILE
-from slurmrl.hub import reference as hub
 
 logger = log.get(__name__)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from slurmrl.data.ledger import ItemSample, LeasedItems, Ledger, LedgerRecord, step_runs
-from slurmrl.history.lineage import Lineage
-from slurmrl.weights.version import VersionId
+from slurmrl.run.history.lineage import Lineage
+from slurmrl.tensors.weights.version import VersionId
 
 STALE: Final = "stale"
 """The reason of items dropped because their samples are from too old weights."""

@@ -17,7 +17,7 @@ from typing import Annotated, TypeVar
 
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import FILE_NAME, MOST_COUNT, SIZE
-from slurmrl.weights.version import VERSION
+from slurmrl.tensors.weights.version import VERSION
 
 Value = TypeVar("Value", int, str)
 Number = Annotated[int, SIZE]
@@ -73,7 +73,7 @@ class ItemSample:
     length: Number
     checksum: str
     versions: tuple[Annotated[str, VERSION], ...]
-    """Of the weights that its tokens are from, each once (see `weights.version`); at least one."""
+    """Of the weights that its tokens are from, each once (see `tensors.weights.version`); at least one."""
 
 
 @dataclass(frozen=True, kw_only=True)

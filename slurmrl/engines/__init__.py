@@ -13,8 +13,8 @@ ENGINES = Registry(
         "fsdp": "slurmrl.engines.fsdp.engine:FSDPEngine",
         "archon": "slurmrl.engines.fsdp.engine:FSDPEngine",
         "megatron": "slurmrl.engines.megatron.entry:make",
-        "sglang": "slurmrl.engines.rollout.sglang:SglangEngine",
-        "vllm": "slurmrl.engines.rollout.vllm:VllmEngine",
+        "sglang": "slurmrl.rollouts.generation.sglang:SglangEngine",
+        "vllm": "slurmrl.rollouts.generation.vllm:VllmEngine",
         "native": "slurmrl.engines.native.engine:NativeEngine",
     },
 )

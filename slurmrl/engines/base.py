@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.checkpoint.shards import RoleSnapshot
-from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.rollout.base import RolloutEngine
-from slurmrl.engines.rollout.native.stops import Decode
 from slurmrl.errors import UsageError
-from slurmrl.layout.layout import Layout
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
 from slurmrl.models.hf_config import HFConfig
-from slurmrl.parallel.groups import ParallelContext
+from slurmrl.rollouts.generation.base import RolloutEngine
+from slurmrl.rollouts.generation.native.stops import Decode
+from slurmrl.tensors.checkpoint.shards import RoleSnapshot
+from slurmrl.tensors.checkpoint.tensors import SavedFile
+from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.parallel.groups import ParallelContext
 
 Outputs = dict[str, Tensor]
 """``{logp, entropy}`` of a language model, ``{values}`` of a value model; each [T] float32."""

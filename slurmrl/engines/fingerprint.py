@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.layout.box import Box, Index, blocks
 from slurmrl.models.fingerprint import shown, summand
-from slurmrl.transfer.verify import BITS, BLOCK
+from slurmrl.tensors.layout.box import Box, Index, blocks
+from slurmrl.tensors.transfer.verify import BITS, BLOCK
 
 
 class Fingerprint:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from slurmrl.config.schema.model import Model
 from slurmrl.errors import UsageError
-from slurmrl.layout.box import Box
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf import Weights, open_tensors, read_values
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
+from slurmrl.tensors.layout.box import Box
 
 
 class BoxReader(Protocol):

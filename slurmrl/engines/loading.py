@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.shards import RoleCheckpoint
-from slurmrl.layout.box import Box
-from slurmrl.layout.copy import Array
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.copy import Array
 
 
 @torch.no_grad()

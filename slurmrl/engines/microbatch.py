@@ -17,8 +17,8 @@ from slurmrl.engines.base import MAXIMUM, OUTPUTS, TOKENS, Outputs
 from slurmrl.engines.prefixes import shared_microbatches
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head
-from slurmrl.ops import collectives
-from slurmrl.parallel.groups import ParallelContext
+from slurmrl.tensors.ops import collectives
+from slurmrl.tensors.parallel.groups import ParallelContext
 
 OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
 """Statistics of `Engine.train_batch` itself, besides those of the loss function."""

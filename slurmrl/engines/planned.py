@@ -12,18 +12,18 @@ from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.megatron.parts import layout_of, padded
 from slurmrl.engines.megatron.place import place_of
 from slurmrl.errors import UsageError
-from slurmrl.layout.layout import Layout
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.models.shapes import parameter_shapes
-from slurmrl.parallel.topology import Folded, expert_topology, topology_of
 from slurmrl.plan.model import CallPlan, ModelPlan, Plan, Reallocation
 from slurmrl.plan.model_files import config_values
 from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings
-from slurmrl.transfer.costs import costs
-from slurmrl.transfer.plan import plan_move
-from slurmrl.transfer.regions import PlacedLayout
+from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.parallel.topology import Folded, expert_topology, topology_of
+from slurmrl.tensors.transfer.costs import costs
+from slurmrl.tensors.transfer.plan import plan_move
+from slurmrl.tensors.transfer.regions import PlacedLayout
 
 
 class PlannedModel(Folded, Protocol):

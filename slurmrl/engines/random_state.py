@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.shards import RoleCheckpoint
-from slurmrl.checkpoint.tensors import TensorEntry
-from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.hf import as_array
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
+from slurmrl.tensors.checkpoint.tensors import TensorEntry
+from slurmrl.tensors.layout.layout import TensorSpec
 
 CPU = "rng/cpu"
 CUDA = "rng/cuda"

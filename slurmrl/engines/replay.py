@@ -13,7 +13,7 @@ from slurmrl.engines.base import TOKENS
 from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.routes import UNKNOWN
-from slurmrl.ops.support import Support
+from slurmrl.tensors.ops.support import Support
 
 
 def support_of(sample: SequenceSample | None) -> Support | None:

@@ -15,19 +15,19 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from slurmrl.checkpoint.precision import FLOATS
-from slurmrl.checkpoint.stored import FileTensor, Storage, TensorSlice, file_tensors
-from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.engines.host import HostTensors, Specs
-from slurmrl.layout.box import Box
-from slurmrl.layout.holders import HeldBox, Holders
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import row_major
 from slurmrl.models.hf import as_array
-from slurmrl.transfer.copies import BoxCopies
-from slurmrl.transfer.execute import Holdings, Mover, Storages
-from slurmrl.transfer.plan import plan_move
-from slurmrl.transfer.regions import PlacedLayout
+from slurmrl.tensors.checkpoint.precision import FLOATS
+from slurmrl.tensors.checkpoint.stored import FileTensor, Storage, TensorSlice, file_tensors
+from slurmrl.tensors.checkpoint.tensors import TensorEntry
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.holders import HeldBox, Holders
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout.shard import row_major
+from slurmrl.tensors.transfer.copies import BoxCopies
+from slurmrl.tensors.transfer.execute import Holdings, Mover, Storages
+from slurmrl.tensors.transfer.plan import plan_move
+from slurmrl.tensors.transfer.regions import PlacedLayout
 
 
 class VersionParts:

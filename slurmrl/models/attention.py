@@ -13,8 +13,8 @@ from slurmrl.models.norm import RMSNorm
 from slurmrl.models.parallel.linear import Linear, RowLinear
 from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.models.rotary import Rotation
-from slurmrl.ops.attention import Packing, packed_attention
-from slurmrl.ops.rotary import rotate
+from slurmrl.tensors.ops.attention import Packing, packed_attention
+from slurmrl.tensors.ops.rotary import rotate
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,12 @@ from slurmrl.models.recompute import (
 )
 from slurmrl.models.rotary import RotaryTable, Rotation
 from slurmrl.models.routes import Recorded, Replayed
-from slurmrl.ops.attention import Packing
-from slurmrl.ops.logprobs import packed_logprobs_and_entropy
-from slurmrl.ops.products import wide_linear
-from slurmrl.ops.support import Support
-from slurmrl.ops.upload import OnHost, upload
 from slurmrl.registry import resolve
+from slurmrl.tensors.ops.attention import Packing
+from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy
+from slurmrl.tensors.ops.products import wide_linear
+from slurmrl.tensors.ops.support import Support
+from slurmrl.tensors.ops.upload import OnHost, upload
 
 
 class ResidualLayer(nn.Module):

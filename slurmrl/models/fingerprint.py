@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from slurmrl.layout.box import Box, Index
-from slurmrl.layout.shard import row_major
-from slurmrl.ops.splitmix import Bits, hash64, mix
+from slurmrl.tensors.layout.box import Box, Index
+from slurmrl.tensors.layout.shard import row_major
+from slurmrl.tensors.ops.splitmix import Bits, hash64, mix
 
 
 def summand(

@@ -8,11 +8,11 @@ from typing import Final
 
 import numpy as np
 
-from slurmrl.checkpoint.precision import BLOCK, widened
-from slurmrl.layout.box import Box, blocks
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.folder_tensors import open_folder
 from slurmrl.models.headers import implied_shapes, stored_name
+from slurmrl.tensors.checkpoint.precision import BLOCK, widened
+from slurmrl.tensors.layout.box import Box, blocks
 
 LARGEST: Final = 3.3895313892515355e38
 """The largest number of bfloat16: a larger weight becomes infinite there."""

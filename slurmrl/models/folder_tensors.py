@@ -9,12 +9,12 @@ from typing import Protocol
 
 import numpy as np
 
-from slurmrl.checkpoint.pinned import is_pinned
-from slurmrl.checkpoint.tensors import TensorFile
-from slurmrl.layout.box import Box
-from slurmrl.layout.copy import Array
-from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.headers import weight_files
+from slurmrl.tensors.checkpoint.pinned import is_pinned
+from slurmrl.tensors.checkpoint.tensors import TensorFile
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout.layout import TensorSpec
 
 
 class FolderTensors(Protocol):

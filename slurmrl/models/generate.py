@@ -12,11 +12,11 @@ from torch import Tensor
 
 from slurmrl.data.support import SampledSupport
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.layout.copy import Array
 from slurmrl.models.base import DecodeSession, PackedModel
 from slurmrl.models.packed import packed_positions, packed_rows
-from slurmrl.ops.sampling import NONE, keyed_uniform, sample
-from slurmrl.ops.upload import upload
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.ops.sampling import NONE, keyed_uniform, sample
+from slurmrl.tensors.ops.upload import upload
 
 KEEP_FRACTION = 0.75
 """Finished rows leave the batch once no more than this part of it is unfinished."""

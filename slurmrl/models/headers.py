@@ -9,15 +9,15 @@ from typing import Final
 
 from safetensors import SafetensorError, safe_open
 
-from slurmrl.checkpoint.pinned import is_pinned
-from slurmrl.checkpoint.stored import file_tensors
-from slurmrl.checkpoint.tensors import CODES
 from slurmrl.errors import CheckpointError, CorruptFileError, UsageError
 from slurmrl.fsio import inputs
-from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.shapes import LM_HEAD, VALUE_HEAD, parameter_shapes
 from slurmrl.models.storage import storage_of
+from slurmrl.tensors.checkpoint.pinned import is_pinned
+from slurmrl.tensors.checkpoint.stored import file_tensors
+from slurmrl.tensors.checkpoint.tensors import CODES
+from slurmrl.tensors.layout.layout import TensorSpec
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"

@@ -16,15 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from slurmrl.checkpoint.export import SHARD_BYTES, write_weights
-from slurmrl.checkpoint.pinned import is_pinned
-from slurmrl.checkpoint.stored import TensorSlice, file_entries
-from slurmrl.checkpoint.tensors import CODES
 from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.fsio import inputs
-from slurmrl.layout.box import Box
-from slurmrl.layout.copy import Array
-from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.finite import LARGEST, not_finite
@@ -39,6 +32,13 @@ from slurmrl.models.pinned import PinnedTensors
 from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
 from slurmrl.models.storage import storage_of
 from slurmrl.models.tied import other_projection
+from slurmrl.tensors.checkpoint.export import SHARD_BYTES, write_weights
+from slurmrl.tensors.checkpoint.pinned import is_pinned
+from slurmrl.tensors.checkpoint.stored import TensorSlice, file_entries
+from slurmrl.tensors.checkpoint.tensors import CODES
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout.layout import TensorSpec
 
 CONFIG_FILE = "config.json"
 

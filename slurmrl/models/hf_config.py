@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slurmrl.checkpoint.stored import TensorSlice
 from slurmrl.errors import UsageError
-from slurmrl.layout.box import Index
 from slurmrl.models.config import Head
 from slurmrl.models.length_limit import TABLE, LengthLimit, length_limit
+from slurmrl.tensors.checkpoint.stored import TensorSlice
+from slurmrl.tensors.layout.box import Index
 
 MODULE = "inner."
 """The prefix of parameter names; the rest is transformers' name."""

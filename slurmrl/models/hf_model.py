@@ -22,7 +22,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from slurmrl.checkpoint.pinned import is_pinned
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.models.base import PackedModel
@@ -34,10 +33,11 @@ from slurmrl.models.hf_head import only_multiplies
 from slurmrl.models.hf_session import HFSession
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.models.recompute import CHECKPOINT_OPTIONS, Recompute
-from slurmrl.ops.logprobs import packed_logprobs_and_entropy, packed_logprobs_of_logits
-from slurmrl.ops.products import wide_linear
-from slurmrl.ops.support import Support
-from slurmrl.ops.upload import OnHost, upload
+from slurmrl.tensors.checkpoint.pinned import is_pinned
+from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy, packed_logprobs_of_logits
+from slurmrl.tensors.ops.products import wide_linear
+from slurmrl.tensors.ops.support import Support
+from slurmrl.tensors.ops.upload import OnHost, upload
 
 POSITIONS = re.compile(r"posit|\bwpe\b")
 OTHER = re.compile(r"vision|image|audio|relative")

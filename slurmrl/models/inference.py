@@ -23,11 +23,11 @@ from slurmrl.models.mlp import GatedMLP
 from slurmrl.models.norm import RMSNorm
 from slurmrl.models.parallel.linear import RowLinear
 from slurmrl.models.rotary import Rotation
-from slurmrl.ops import rows
-from slurmrl.ops.gated import ACTIVATIONS, COMPILED, gated_halves
-from slurmrl.ops.layer import PackedLayer, RootMeanSquare
-from slurmrl.ops.products import PackedMatrix, packable, wide_product
-from slurmrl.ops.rotary import rotate
+from slurmrl.tensors.ops import rows
+from slurmrl.tensors.ops.gated import ACTIVATIONS, COMPILED, gated_halves
+from slurmrl.tensors.ops.layer import PackedLayer, RootMeanSquare
+from slurmrl.tensors.ops.products import PackedMatrix, packable, wide_product
+from slurmrl.tensors.ops.rotary import rotate
 
 Apply = Callable[[Tensor], Tensor]
 PACKED_BYTES = 256 * 2**20

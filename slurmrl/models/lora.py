@@ -16,8 +16,8 @@ from slurmrl.models.adapters import LORA_A, LORA_B
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.parallel.linear import Linear
 from slurmrl.models.parallel.split import Split
-from slurmrl.ops.low_rank import Dropout, low_rank_linear
-from slurmrl.ops.splitmix import hash64
+from slurmrl.tensors.ops.low_rank import Dropout, low_rank_linear
+from slurmrl.tensors.ops.splitmix import hash64
 
 
 class Adapters:

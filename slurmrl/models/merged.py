@@ -9,14 +9,9 @@ from typing import Protocol
 
 import numpy as np
 
-from slurmrl.checkpoint.precision import narrowed, widened
-from slurmrl.checkpoint.stored import TensorSlice
 from slurmrl.config.schema.model import Lora
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
-from slurmrl.layout.box import Box, blocks
-from slurmrl.layout.copy import Array
-from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weights, matrix_name
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.fingerprint import shown, summand
@@ -25,6 +20,11 @@ from slurmrl.models.headers import mismatches, read_headers, stored_name
 from slurmrl.models.merging import merge
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.models.storage import storage_of
+from slurmrl.tensors.checkpoint.precision import narrowed, widened
+from slurmrl.tensors.checkpoint.stored import TensorSlice
+from slurmrl.tensors.layout.box import Box, blocks
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout.layout import TensorSpec
 
 BLOCK = 2**16
 """Elements of which bits are weighed at a time, in the cache of a processor's core."""

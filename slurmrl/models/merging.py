@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from slurmrl.layout.copy import Array
+from slurmrl.tensors.layout.copy import Array
 
 if TYPE_CHECKING:
     from torch import Tensor

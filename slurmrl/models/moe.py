@@ -12,9 +12,9 @@ from slurmrl.models.balance import Balance, tokens_of_experts
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.models.routes import Routes
-from slurmrl.ops.checks import wide
-from slurmrl.ops.experts import grouped_linear
-from slurmrl.ops.gated import gated_product
+from slurmrl.tensors.ops.checks import wide
+from slurmrl.tensors.ops.experts import grouped_linear
+from slurmrl.tensors.ops.gated import gated_product
 
 
 class ExpertLayer(nn.Module):

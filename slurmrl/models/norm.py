@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slurmrl.ops.norm import rms_norm
+from slurmrl.tensors.ops.norm import rms_norm
 
 
 class RMSNorm(nn.Module):

@@ -18,16 +18,16 @@ from slurmrl.models.inference import Apply, Forward, head_product, packs, short_
 from slurmrl.models.parallel.heads import rows_of
 from slurmrl.models.rotary import Rotation
 from slurmrl.models.routes import Recorded
-from slurmrl.ops.attention import Packing, packed_attention
-from slurmrl.ops.layer import PackedLayer
-from slurmrl.ops.native.load import for_floats
-from slurmrl.ops.paged_attention import (
+from slurmrl.tensors.ops.attention import Packing, packed_attention
+from slurmrl.tensors.ops.layer import PackedLayer
+from slurmrl.tensors.ops.native.load import for_floats
+from slurmrl.tensors.ops.paged_attention import (
     attend_heads,
     paged_attention,
     reads_in_place,
     write_cells,
 )
-from slurmrl.ops.rotary import rotate
+from slurmrl.tensors.ops.rotary import rotate
 
 
 @dataclass(frozen=True, kw_only=True)

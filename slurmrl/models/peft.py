@@ -7,15 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slurmrl.checkpoint.export import TokenizerFiles, write_folder, write_json
-from slurmrl.checkpoint.precision import AS_STORED, Precision
-from slurmrl.checkpoint.shards import RoleCheckpoint
-from slurmrl.checkpoint.tensors import TensorEntry, write_tensors
 from slurmrl.config.schema.model import TARGETS, Lora
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.models.adapters import LORA_A, LORA_B
 from slurmrl.models.config import Head
 from slurmrl.models.shapes import VALUE_HEAD
+from slurmrl.tensors.checkpoint.export import TokenizerFiles, write_folder, write_json
+from slurmrl.tensors.checkpoint.precision import AS_STORED, Precision
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
+from slurmrl.tensors.checkpoint.tensors import TensorEntry, write_tensors
 
 PREFIX = "base_model.model."
 """Of the wrapped model's names."""

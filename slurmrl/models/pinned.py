@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from slurmrl.checkpoint.export import ExportedWeights
-from slurmrl.checkpoint.pinned import PinnedOrigin, read_origin
-from slurmrl.checkpoint.shards import RoleCheckpoint
-from slurmrl.checkpoint.stored import Storage, file_tensors
-from slurmrl.checkpoint.tensors import NUMPY_DTYPES
 from slurmrl.config.schema.model import Lora
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
-from slurmrl.layout.box import Box
-from slurmrl.layout.copy import Array
-from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf_config import stored
 from slurmrl.models.merged import MergedCheckpoint
 from slurmrl.models.storage import storage_of
+from slurmrl.tensors.checkpoint.export import ExportedWeights
+from slurmrl.tensors.checkpoint.pinned import PinnedOrigin, read_origin
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
+from slurmrl.tensors.checkpoint.stored import Storage, file_tensors
+from slurmrl.tensors.checkpoint.tensors import NUMPY_DTYPES
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout.layout import TensorSpec
 
 
 class PinnedTensors:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 
 from slurmrl.models.attention import AttentionCore
 from slurmrl.models.rotary import Rotation
-from slurmrl.ops import flash
+from slurmrl.tensors.ops import flash
 
 Recompute = Literal["off", "selective", "full"]
 """``full`` keeps only a layer's input; ``selective`` also the input of its feed-forward half,

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from slurmrl.checkpoint.stored import Storage, TensorSlice
-from slurmrl.layout.box import Index
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf_config import HFConfig, stored
 from slurmrl.models.shapes import EMBEDDING, POSITIONS
 from slurmrl.registry import resolve
+from slurmrl.tensors.checkpoint.stored import Storage, TensorSlice
+from slurmrl.tensors.layout.box import Index
 
 LAYERS = "model.layers."
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from slurmrl.checkpoint.precision import BLOCK, widened
-from slurmrl.layout.box import Box, blocks
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.folder_tensors import open_folder
 from slurmrl.models.headers import stored_name
 from slurmrl.models.shapes import EMBEDDING, LM_HEAD
 from slurmrl.models.storage import storage_of
+from slurmrl.tensors.checkpoint.precision import BLOCK, widened
+from slurmrl.tensors.layout.box import Box, blocks
 
 
 def other_projection(folder: Path, config: ModelConfig, head: Head) -> str | None:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from slurmrl.allocation import Allocation
-from slurmrl.allocation.allocation import AXIS_OF, BACKENDS
+from slurmrl.config.allocation import Allocation
+from slurmrl.config.allocation.allocation import AXIS_OF, BACKENDS
 from slurmrl.errors import AllocationError
 
 

@@ -15,9 +15,9 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import MOST_COUNT
-from slurmrl.graph.call import Head, Method
 from slurmrl.plan.estimates.hardware import memory_of
-from slurmrl.worlds import TRAINERS
+from slurmrl.plan.graph.call import Head, Method
+from slurmrl.run.worlds import TRAINERS
 
 
 class _PlanPart(BaseModel):
@@ -53,7 +53,7 @@ class GroupPlan(_PlanPart):
 
     @property
     def world_size(self) -> int:
-        """Ranks of one of its worlds (see `slurmrl.worlds`)."""
+        """Ranks of one of its worlds (see `slurmrl.run.worlds`)."""
         return self.hosts_of_job * self.workers_per_host
 
     @property

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from slurmrl.allocation import Allocation, parse
-from slurmrl.allocation.allocation import BACKENDS
-from slurmrl.allocation.parser import parse_gpus
+from slurmrl.config.allocation import Allocation, parse
+from slurmrl.config.allocation.allocation import BACKENDS
+from slurmrl.config.allocation.parser import parse_gpus
 from slurmrl.config.schema import Config, Model, Rollout, Slurm
 from slurmrl.errors import AllocationError
-from slurmrl.graph.call import Call, Method
-from slurmrl.worlds import TRAINERS
+from slurmrl.plan.graph.call import Call, Method
+from slurmrl.run.worlds import TRAINERS
 
 ROLLOUTS: Final = "rollout"
 REFERENCE: Final = "ref"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from slurmrl.allocation import parse
-from slurmrl.allocation.allocation import BACKENDS
+from slurmrl.config.allocation import parse
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config
 from slurmrl.errors import AllocationError
 from slurmrl.plan.server_arguments import last_value

@@ -16,7 +16,6 @@ from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath, Source, dotted
 from slurmrl.errors import ConfigError, Problem, UsageError
-from slurmrl.paths import RunPaths
 from slurmrl.plan import own_files
 from slurmrl.plan.algorithms import ALGORITHMS, Algorithm, uses_of
 from slurmrl.plan.checks import check, check_submission, correctness
@@ -42,6 +41,7 @@ from slurmrl.plan.resolve.hub_references import HubResolver
 from slurmrl.plan.resolve.inherit import complete
 from slurmrl.plan.resolve.trial_references import TrialResolver
 from slurmrl.registry import import_own, near
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import choose
 
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from slurmrl.display.words import exit_words
 from slurmrl.errors import EnvironmentFailure, WorkerDiedError
-from slurmrl.monitor.words import exit_words
 
 Verdict = dict[str, Any]
 """A judge's reply."""

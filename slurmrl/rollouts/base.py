@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from slurmrl.engines.rollout.base import Finish
     from slurmrl.rollouts.completions import Completions
+    from slurmrl.rollouts.generation.base import Finish
     from slurmrl.rollouts.policy import Policy
     from slurmrl.rollouts.tools.toolbox import Tools
 

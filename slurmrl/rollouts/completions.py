@@ -14,8 +14,8 @@ from slurmrl.errors import UsageError
 from slurmrl.rewards.scores import FLOAT32_MAX, LIMITS, as_number, shown
 
 if TYPE_CHECKING:
-    from slurmrl.engines.rollout.base import Completion
-    from slurmrl.layout.copy import Array
+    from slurmrl.rollouts.generation.base import Completion
+    from slurmrl.tensors.layout.copy import Array
 
 
 class Completions:

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from slurmrl.engines.rollout.base import Completion, GenerationRequest, RolloutEngine
 from slurmrl.errors import EpisodeLimitError, RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.base import EpisodeItem, PolicyTurn
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.dialogue import Dialogue
+from slurmrl.rollouts.generation.base import Completion, GenerationRequest, RolloutEngine
 
 
 @dataclass(frozen=True, kw_only=True)

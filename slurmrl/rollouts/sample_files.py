@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from slurmrl.backoff import HIDDEN_PAUSES_S, attempts
-from slurmrl.checkpoint.checksums import KIND, Checksum
 from slurmrl.data.ledger import ItemSample
 from slurmrl.errors import SampleFileError
 from slurmrl.fsio import atomic
@@ -28,7 +27,8 @@ from slurmrl.fsio.failures import NO_FILE, explain
 from slurmrl.fsio.primitives import discard, make_private, opened, pwrite_all
 from slurmrl.fsio.shapes import FILE_NAME, SIZE, FieldType
 from slurmrl.rollouts.sample_group import LEASE, SampleGroup
-from slurmrl.weights.version import VERSION, VersionId
+from slurmrl.tensors.checkpoint.checksums import KIND, Checksum
+from slurmrl.tensors.weights.version import VERSION, VersionId
 
 READ_BYTES = 4 << 20
 """Read at a time."""
@@ -62,7 +62,7 @@ class StoredGroup:
     length: Annotated[int, SIZE]
     """In bytes."""
     checksum: Annotated[str, CHECKSUM]
-    """Of these bytes (see `checkpoint.checksums`)."""
+    """Of these bytes (see `tensors.checkpoint.checksums`)."""
     versions: Annotated[tuple[str, ...], VERSIONS]
     """Of the weights that drew its tokens, from old to new."""
 

@@ -18,9 +18,9 @@ from slurmrl.data.support import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import documents, objects
 from slurmrl.fsio.shapes import SIZE, TEXT, FieldType, list_of
-from slurmrl.layout.copy import Array
 from slurmrl.rewards.judged import JudgedCompletions
-from slurmrl.weights.version import VERSION, VersionId
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.weights.version import VERSION, VersionId
 
 if TYPE_CHECKING:
     from slurmrl.rollouts.completions import Completions

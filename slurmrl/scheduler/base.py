@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 
 
 class JobState(StrEnum):

@@ -11,10 +11,10 @@ from enum import Enum
 
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.shapes import one_of
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind, Record
-from slurmrl.history.state import fold
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.state import fold
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import extensions, stopping
 from slurmrl.scheduler.base import Continue, JobState, Scheduler, TaskState
 

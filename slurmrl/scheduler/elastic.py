@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from slurmrl.errors import SchedulerError, UsageError
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.worlds import TRAINERS
 from slurmrl.scheduler import exclusion
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.extend import Extender
 from slurmrl.scheduler.slurm import SlurmScheduler
-from slurmrl.worlds import TRAINERS
 
 HELD: Final = "JobHeldUser"
 """Slurm's reason why an element does not start that its user holds."""

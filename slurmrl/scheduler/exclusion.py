@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from slurmrl import log
 from slurmrl.errors import SchedulerError
-from slurmrl.paths import RunPaths
-from slurmrl.scheduler import hosts, parse, submission
+from slurmrl.run import hosts
+from slurmrl.run.paths import RunPaths
+from slurmrl.scheduler import parse, submission
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.scheduler.client import SlurmClient, may_have_worked
 

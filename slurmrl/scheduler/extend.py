@@ -11,8 +11,8 @@ from dataclasses import asdict
 
 from slurmrl import log
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
-from slurmrl.history.log import History
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.log import History
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import exclusion, extensions, limits, submission
 from slurmrl.scheduler.base import TaskState
 from slurmrl.scheduler.client import TIMEOUT_S, SlurmClient, may_have_worked

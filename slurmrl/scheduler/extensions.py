@@ -16,7 +16,7 @@ from pathlib import Path
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import COUNT, SIZE, TEXT, Fields
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import parse, submission
 from slurmrl.scheduler.processes import Claimant
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import environment, processes, render, submission
 from slurmrl.scheduler.base import (
     GroupRequest,

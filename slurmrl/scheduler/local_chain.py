@@ -23,13 +23,14 @@ from pathlib import Path
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import umask
-from slurmrl.history.log import History
-from slurmrl.history.state import fold
-from slurmrl.paths import RunPaths
-from slurmrl.scheduler import orphaned, processes, scale
+from slurmrl.run import orphaned, scale
+from slurmrl.run.history.log import History
+from slurmrl.run.history.state import fold
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.worlds import TRAINERS
+from slurmrl.scheduler import processes
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.local_state import SIGNALS, ChainState, chain_process
-from slurmrl.worlds import TRAINERS
 
 GRACE_S = 10.0
 """From TERM to KILL."""

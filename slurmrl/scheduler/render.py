@@ -7,7 +7,8 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from slurmrl.scheduler import directives, leave
+from slurmrl.run import leave
+from slurmrl.scheduler import directives
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 from slurmrl.scheduler.environment import NO_BYTECODE, of_snapshot
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from slurmrl import log
 from slurmrl.errors import EnvironmentFailure, SchedulerError
-from slurmrl.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths, user_name
 from slurmrl.scheduler import (
     directives,
     environment,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slurmrl.fsio import atomic
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 
 
 def request(run: RunPaths, number: int, by: str) -> None:

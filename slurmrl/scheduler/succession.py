@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from slurmrl import env, log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SchedulerError, UsageError
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.paths import RunPaths
-from slurmrl.scheduler import environment, hosts, leave, submission
+from slurmrl.run import hosts, leave
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.paths import RunPaths
+from slurmrl.scheduler import environment, submission
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import Chain, continues, successors, top_up
 from slurmrl.scheduler.client import SlurmClient
@@ -80,7 +81,7 @@ def continue_after(
 
 def give_back(link: Link, why: str, host: str) -> None:
     """Requeue a link in which nothing began, without ``host`` (empty: no host is to blame). Call it
-    last: Slurm ends this job. See `scheduler.leave`."""
+    last: Slurm ends this job. See `run.leave`."""
     script = link.run.submission_script(link.submission, link.group)
     try:
         name = submission.directive(link.run, link.submission, link.group, "job-name")

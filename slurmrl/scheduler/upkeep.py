@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlurmrlError, UsageError
-from slurmrl.scheduler import orphaned, scale, stopping, succession
+from slurmrl.run import orphaned, scale
+from slurmrl.scheduler import stopping, succession
 from slurmrl.scheduler.chain import TopUp, committed, top_up
 from slurmrl.scheduler.elastic import Change, ElasticGroup
 from slurmrl.scheduler.succession import TIMEOUT_S, Link, keep_off

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from slurmrl.parallel.device import Accelerator
+from slurmrl.tensors.parallel.device import Accelerator
 from slurmrl.workers.messages import Start
 from slurmrl.workers.run_store import RunStore
 

@@ -1,13 +1,13 @@
-"""The doorbells of the master, the agents and the rollout tasks (see `channel.bell`)."""
+"""The doorbells of the master, the agents and the rollout tasks (see `run.channel.bell`)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from slurmrl import log
-from slurmrl.channel.bell import Bell
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import is_local
+from slurmrl.run.channel.bell import Bell
 from slurmrl.workers.address import fabric_address
 
 logger = log.get(__name__)

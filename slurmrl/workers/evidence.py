@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from slurmrl import keys, log
+from slurmrl import log
 from slurmrl.errors import EnvironmentFailure, NameExistsError
 from slurmrl.fsio import objects
-from slurmrl.monitor import hang
-from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.hang import RankProgress
-from slurmrl.monitor.reports import Cause, Failure, Hang
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.run import hang, keys
+from slurmrl.run.events import EventWriter
+from slurmrl.run.hang import RankProgress
+from slurmrl.run.reports import Cause, Failure, Hang
 
 logger = log.get(__name__)
 

@@ -1,4 +1,4 @@
-"""Failures of incarnations (see `monitor.reports`), of which the first one published counts."""
+"""Failures of incarnations (see `run.reports`), of which the first one published counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from slurmrl import keys, log
+from slurmrl import log
 from slurmrl.backoff import retry
 from slurmrl.errors import (
     DamagedCheckpointError,
@@ -22,8 +22,9 @@ from slurmrl.errors import (
     WaitTimeoutError,
 )
 from slurmrl.fsio import objects
-from slurmrl.monitor.reports import Cause, Failure, Identity, LostHost
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.run import keys
+from slurmrl.run.reports import Cause, Failure, Identity, LostHost
 
 logger = log.get(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 from slurmrl.errors import UsageError
-from slurmrl.parallel import device, gpu_memory, numa
-from slurmrl.parallel.activity import Activity
 from slurmrl.plan.model import GroupPlan
+from slurmrl.tensors.parallel import device, gpu_memory, numa
+from slurmrl.tensors.parallel.activity import Activity
 
 Refuse = Callable[[str, int], str | None]
 """By a GPU's name and bytes: why models cannot fit into it; None if they may."""

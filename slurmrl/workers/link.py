@@ -5,13 +5,13 @@ from __future__ import annotations
 from slurmrl import log
 from slurmrl.backoff import retry
 from slurmrl.errors import TrialEndedError
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import fold
-from slurmrl.history.writer import end
-from slurmrl.monitor.snapshot import newest_submission
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import end
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import stopping
+from slurmrl.watch.snapshot import newest_submission
 
 logger = log.get(__name__)
 

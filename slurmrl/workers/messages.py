@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar
 
-from slurmrl.channel import frame
-from slurmrl.channel.bell import BellAddress
-from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.config.schema import WHOLE
 from slurmrl.data.ledger import ItemSample
 from slurmrl.fsio import objects
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import COUNT, FILE_NAME, SECONDS, SIZE, FieldType, shown
-from slurmrl.monitor.hang import RankProgress
-from slurmrl.monitor.reports import Failure, Identity, Warned
-from slurmrl.weights.version import VERSION
+from slurmrl.run.channel import frame
+from slurmrl.run.channel.bell import BellAddress
+from slurmrl.run.hang import RankProgress
+from slurmrl.run.reports import Failure, Identity, Warned
+from slurmrl.tensors.checkpoint.tensors import SavedFile
+from slurmrl.tensors.weights.version import VERSION
 
 REMEDY = "the processes of an incarnation must run the same version of slurmrl"
 _NUMBERS = (int, float)

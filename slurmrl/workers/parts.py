@@ -16,9 +16,9 @@ from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import corrupt, unreadable
 from slurmrl.fsio.primitives import opened
 from slurmrl.fsio.shapes import SIZE, Fields, table
-from slurmrl.graph.call import Record
-from slurmrl.monitor.metrics import encode
-from slurmrl.paths import RunPaths
+from slurmrl.plan.graph.call import Record
+from slurmrl.run.metrics import encode
+from slurmrl.run.paths import RunPaths
 
 LINE: Final[Fields] = {"place": SIZE, "record": table({})}
 

@@ -13,8 +13,8 @@ from slurmrl.backoff import Interval
 from slurmrl.errors import RunGoneError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.monitor.reports import Cause, Failure
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Cause, Failure
 from slurmrl.workers.failure import failed
 
 ITSELF = "."

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import IO
 
 from slurmrl import log
-from slurmrl.channel.pipe import Connection
+from slurmrl.display.words import signal_name
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.monitor.words import signal_name
+from slurmrl.run.channel.pipe import Connection
 from slurmrl.workers import stacks
 
 logger = log.get(__name__)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from slurmrl.channel.pipe import Connection
+from slurmrl.run.channel.pipe import Connection
 from slurmrl.workers.messages import FROM_WORKER, Pulse
 
 K = TypeVar("K", bound=Hashable)

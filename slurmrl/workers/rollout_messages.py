@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final, TypeAlias
 
-from slurmrl.channel.bell import BellAddress
 from slurmrl.fsio.shapes import NUMBER, SECONDS, SIZE
-from slurmrl.monitor.reports import Identity
 from slurmrl.rollouts.sample_files import StoredGroup
 from slurmrl.rollouts.sample_group import LEASE
-from slurmrl.weights.version import VERSION
+from slurmrl.run.channel.bell import BellAddress
+from slurmrl.run.reports import Identity
+from slurmrl.tensors.weights.version import VERSION
 from slurmrl.workers.messages import MessageSet
 
 # -- master to a task, in the request log ----------------------------------------------------

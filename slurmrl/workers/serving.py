@@ -8,11 +8,11 @@ from pathlib import Path
 from slurmrl.backoff import READ_S, retry
 from slurmrl.config.schema import Rollout
 from slurmrl.config.servers import Address, read_keys
-from slurmrl.engines.rollout.server import Patience, Running, Serving
-from slurmrl.monitor.events import EventWriter
-from slurmrl.paths import RunPaths
 from slurmrl.plan.estimates.lengths import least_context
 from slurmrl.plan.settings import Settings
+from slurmrl.rollouts.generation.server import Patience, Running, Serving
+from slurmrl.run.events import EventWriter
+from slurmrl.run.paths import RunPaths
 
 
 def own_server(

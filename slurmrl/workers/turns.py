@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from slurmrl import keys, log
+from slurmrl import log
 from slurmrl.errors import CorruptFileError, NameNotFoundError
 from slurmrl.fsio import documents
 from slurmrl.fsio.shapes import TEXT, FieldType, one_of
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.run import keys
 
 logger = log.get(__name__)
 

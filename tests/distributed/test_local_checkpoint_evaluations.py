@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.monitor import evaluated
-from slurmrl.paths import RunPaths
+from slurmrl.run import evaluated
+from slurmrl.run.paths import RunPaths
 from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import ADDITION, Site, kill_one, ppo_config, wait_until
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import fold
-from slurmrl.monitor import events
+from slurmrl.run import events
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import fold
 from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import ARCHITECTURE, Site, processes, sft_config, wait_until
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.monitor.events import read_all
-from slurmrl.paths import RunPaths
+from slurmrl.run.events import read_all
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.paths import RunPaths
 from tests.support.held import NO_LIMIT, Hold
 from tests.support.sink_readers import ALL_SINKS, READERS
 from tests.support.trials import (

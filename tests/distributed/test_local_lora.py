@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slurmrl.checkpoint.shards import RoleCheckpoint
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.support.trials import ARCHITECTURE, Site, ppo_config
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.monitor import events
+from slurmrl.run import events
 from tests.support.real_model import smollm2
 from tests.support.sums import is_right
 from tests.support.trials import REPOSITORY, Site

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slurmrl.checkpoint.shards import RoleCheckpoint
-from slurmrl.monitor import events
+from slurmrl.run import events
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.test_local_elastic import assert_close, config_of
 from tests.distributed.test_local_layouts import REWARDED
 from tests.distributed.test_local_megatron import let_megatron_compute_here

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.history.log import History
-from slurmrl.history.state import fold
+from slurmrl.run.history.log import History
+from slurmrl.run.history.state import fold
 from tests.support.trials import Site, processes, sft_config, wait_until
 
 

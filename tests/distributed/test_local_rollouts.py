@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from slurmrl.config.schema import Lora
+from slurmrl.desk.report.samples import read_samples
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
-from slurmrl.monitor import events
-from slurmrl.report.samples import read_samples
+from slurmrl.run import events
 from slurmrl.scheduler.submission import read_jobs
-from slurmrl.weights.inventory import COMPLETE, inventory
-from slurmrl.weights.version import read_manifest
+from slurmrl.tensors.weights.inventory import COMPLETE, inventory
+from slurmrl.tensors.weights.version import read_manifest
 from tests.support.rollout_checker import Checker
 from tests.support.rollout_evidence import Archive
 from tests.support.rollout_trials import (

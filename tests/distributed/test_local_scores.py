@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slurmrl.paths import RunPaths
-from slurmrl.report.samples import of_step
+from slurmrl.desk.report.samples import of_step
+from slurmrl.run.paths import RunPaths
 from tests.support.evaluation_hooks import MASTER_STEP, SUITES, WORKER_STEP
 from tests.support.hooks import hooked
 from tests.support.trials import ADDITION, Site, is_timing, ppo_config

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slurmrl.checkpoint.tensors import TensorFile
-from slurmrl.history.lineage import Lineage
-from slurmrl.history.log import History
-from slurmrl.monitor import events
-from slurmrl.weights.inventory import COMPLETE, inventory
-from slurmrl.weights.local_copy import LocalCopy
+from slurmrl.run import events
+from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.history.log import History
+from slurmrl.tensors.checkpoint.tensors import TensorFile
+from slurmrl.tensors.weights.inventory import COMPLETE, inventory
+from slurmrl.tensors.weights.local_copy import LocalCopy
 from tests.support.hooks import hooked
 from tests.support.trials import Site, sft_config
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from slurmrl import keys
-from slurmrl.channel.log import LogReader
+from slurmrl.desk.prepare import prepare
+from slurmrl.desk.proposal import propose
 from slurmrl.fsio import documents
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import fold
-from slurmrl.monitor.events import read_all
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
-from slurmrl.submission.prepare import prepare
-from slurmrl.submission.proposal import propose
+from slurmrl.run import keys
+from slurmrl.run.channel.log import LogReader
+from slurmrl.run.events import read_all
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import fold
+from slurmrl.run.paths import RunPaths
 from slurmrl.workers.agent.agent import AGAIN, FAILED, OK
 from slurmrl.workers.rollout_messages import (
     RESULT_LOG,

@@ -21,14 +21,14 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from slurmrl.engines.rollout.base import (
+from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import (
     Completion,
     GenerationRequest,
     RolloutEngine,
     WeightVersion,
 )
-from slurmrl.engines.rollout.server import Patience
-from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.server import Patience
 
 T = TypeVar("T")
 VOCABULARY = 128

@@ -9,14 +9,14 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout import sglang
-from slurmrl.engines.rollout.base import Completion
-from slurmrl.engines.rollout.fitness import ServedModel
-from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.kept import KeptEngine
-from slurmrl.engines.rollout.process import HostFolder, ServerProgram
-from slurmrl.engines.rollout.served import ServedEngine
-from slurmrl.engines.rollout.sglang import SglangDialect
+from slurmrl.rollouts.generation import sglang
+from slurmrl.rollouts.generation.base import Completion
+from slurmrl.rollouts.generation.fitness import ServedModel
+from slurmrl.rollouts.generation.http import HttpClient
+from slurmrl.rollouts.generation.kept import KeptEngine
+from slurmrl.rollouts.generation.process import HostFolder, ServerProgram
+from slurmrl.rollouts.generation.served import ServedEngine
+from slurmrl.rollouts.generation.sglang import SglangDialect
 from tests.engines.conftest import (
     EXACT,
     PATIENCE,

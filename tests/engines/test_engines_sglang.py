@@ -20,15 +20,15 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.engines.rollout.dialect import Draw
-from slurmrl.engines.rollout.fitness import ServedModel
-from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.sglang import SglangDialect
-from slurmrl.engines.rollout.sglang_checksums import on_gpu
-from slurmrl.engines.rollout.weight_checks import WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.rollouts.generation.dialect import Draw
+from slurmrl.rollouts.generation.fitness import ServedModel
+from slurmrl.rollouts.generation.http import HttpClient
+from slurmrl.rollouts.generation.sglang import SglangDialect
+from slurmrl.rollouts.generation.sglang_checksums import on_gpu
+from slurmrl.rollouts.generation.weight_checks import WeightChecks
 from tests.engines.conftest import (
     CONTEXT,
     DEADLINE_S,

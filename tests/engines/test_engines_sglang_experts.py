@@ -20,15 +20,15 @@ from slurmrl.algorithms.rollout.recorded import add_experts
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.engines.rollout.base import Completion
-from slurmrl.engines.rollout.kept import KeptEngine
-from slurmrl.engines.rollout.process import HostFolder
-from slurmrl.engines.rollout.server import Serving
-from slurmrl.engines.rollout.sglang import SglangServer
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf import read_values
-from slurmrl.parallel.groups import ParallelContext
-from slurmrl.parallel.topology import ProcessTopology
+from slurmrl.rollouts.generation.base import Completion
+from slurmrl.rollouts.generation.kept import KeptEngine
+from slurmrl.rollouts.generation.process import HostFolder
+from slurmrl.rollouts.generation.server import Serving
+from slurmrl.rollouts.generation.sglang import SglangServer
+from slurmrl.tensors.parallel.groups import ParallelContext
+from slurmrl.tensors.parallel.topology import ProcessTopology
 from tests.engines.conftest import (
     EXACT,
     PATIENCE,

@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout.base import Completion
-from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.served import ServedEngine
+from slurmrl.rollouts.generation.base import Completion
+from slurmrl.rollouts.generation.http import HttpClient
+from slurmrl.rollouts.generation.served import ServedEngine
 from tests.engines.conftest import (
     EXACT,
     PROMPT,

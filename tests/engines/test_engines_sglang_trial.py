@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.engines.rollout import sglang
+from slurmrl.rollouts.generation import sglang
 from tests.support.served_trials import run_through_kills
 from tests.support.servers import UsersServer, save_config
 from tests.support.trials import ARCHITECTURE

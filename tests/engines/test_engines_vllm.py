@@ -21,19 +21,19 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout import vllm
-from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.engines.rollout.dialect import Draw
-from slurmrl.engines.rollout.fitness import ServedModel
-from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.instances import InstanceLimits, Instances
-from slurmrl.engines.rollout.process import ServerProgram
-from slurmrl.engines.rollout.served import ServedEngine
-from slurmrl.engines.rollout.server import KeptServer
-from slurmrl.engines.rollout.vllm import VllmDialect, request_body
-from slurmrl.engines.rollout.weight_checks import WeightChecks
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation import vllm
+from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.rollouts.generation.dialect import Draw
+from slurmrl.rollouts.generation.fitness import ServedModel
+from slurmrl.rollouts.generation.http import HttpClient
+from slurmrl.rollouts.generation.instances import InstanceLimits, Instances
+from slurmrl.rollouts.generation.process import ServerProgram
+from slurmrl.rollouts.generation.served import ServedEngine
+from slurmrl.rollouts.generation.server import KeptServer
+from slurmrl.rollouts.generation.vllm import VllmDialect, request_body
+from slurmrl.rollouts.generation.weight_checks import WeightChecks
 from tests.engines.conftest import (
     CONTEXT,
     DEADLINE_S,

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import StaleIncarnationError
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import fold
-from slurmrl.history.writer import begin
-from slurmrl.lease import Lease, LeaseObserver
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import begin
+from slurmrl.run.lease import Lease, LeaseObserver
 from tests.support.faulty import Clock
 
 TTL_S = 60.0
@@ -92,9 +92,9 @@ import os, signal, sys
 from pathlib import Path
 from slurmrl.errors import StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.writer import begin
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.writer import begin
 
 class Stops(SystemCalls):
     armed = False

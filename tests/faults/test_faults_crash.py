@@ -16,22 +16,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slurmrl.channel.log import LogReader, LogWriter
-from slurmrl.checkpoint.manifest import verify, write_manifest
-from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.errors import CorruptFileError, NameExistsError, SlotTakenError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.fsio.primitives import write_new
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import fold
-from slurmrl.history.writer import begin, end
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.rollouts.sample_files import SampleWriter, read_group
-from slurmrl.weights.inventory import inventory
-from slurmrl.weights.version import VersionId
-from slurmrl.weights.writer import PartWriter, VersionBits, publish
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import begin, end
+from slurmrl.tensors.checkpoint.manifest import verify, write_manifest
+from slurmrl.tensors.checkpoint.tensors import SavedFile
+from slurmrl.tensors.weights.inventory import inventory
+from slurmrl.tensors.weights.version import VersionId
+from slurmrl.tensors.weights.writer import PartWriter, VersionBits, publish
 from slurmrl.workers.rollout_messages import RESULT_LOG, GroupsFinished
 from tests.support.disk import Directory, Disk, DiskCalls, Tree, drop_all, keep_all, some, write_out
 from tests.support.faulty import Faulty

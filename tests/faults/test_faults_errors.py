@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slurmrl.channel.log import LogReader, LogWriter
-from slurmrl.checkpoint.manifest import verify, write_manifest
 from slurmrl.errors import (
     EnvironmentFailure,
     NameExistsError,
@@ -25,16 +23,18 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import fold
-from slurmrl.history.writer import begin, end
-from slurmrl.lease import Lease, LeaseObserver, read_counter
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.rollouts.sample_files import SampleWriter, read_group
-from slurmrl.weights.inventory import inventory, prune
-from slurmrl.weights.version import VersionId
-from slurmrl.weights.writer import PartWriter, VersionBits, publish
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import begin, end
+from slurmrl.run.lease import Lease, LeaseObserver, read_counter
+from slurmrl.tensors.checkpoint.manifest import verify, write_manifest
+from slurmrl.tensors.weights.inventory import inventory, prune
+from slurmrl.tensors.weights.version import VersionId
+from slurmrl.tensors.weights.writer import PartWriter, VersionBits, publish
 from slurmrl.workers.rollout_messages import RESULT_LOG, GroupsFinished
 from tests.support.faulty import REPEATED, Clock, Faulty
 from tests.support.sample_groups import small_group

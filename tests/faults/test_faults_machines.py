@@ -21,8 +21,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from slurmrl.channel.frame import encode
-from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import (
     EnvironmentFailure,
     NameExistsError,
@@ -32,12 +30,14 @@ from slurmrl.errors import (
     UsageError,
 )
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import fold
-from slurmrl.history.writer import IncarnationWriter, begin, end, resume
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.run.channel.frame import encode
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import IncarnationWriter, begin, end, resume
 from tests.support.memory_names import MemoryNameStore
 
 SETTINGS = settings(

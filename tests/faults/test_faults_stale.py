@@ -16,16 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import NameExistsError, NameNotFoundError, StaleIncarnationError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import fold
-from slurmrl.history.writer import IncarnationWriter, begin
-from slurmrl.lease import Lease, LeaseObserver, read_counter
 from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import IncarnationWriter, begin
+from slurmrl.run.lease import Lease, LeaseObserver, read_counter
 from tests.support.disk import Directory, Disk
 from tests.support.faulty import Clock
 from tests.support.stale import StaleCalls

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.ops import flash
-from slurmrl.ops.attention import Packing, packed_attention
+from slurmrl.tensors.ops import flash
+from slurmrl.tensors.ops.attention import Packing, packed_attention
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine"

@@ -14,7 +14,7 @@ from slurmrl.config.schema.model import Model
 from slurmrl.engines import ENGINES
 from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.hf import to_hf
-from slurmrl.parallel.groups import ParallelContext, build
+from slurmrl.tensors.parallel.groups import ParallelContext, build
 from tests.distributed.engines.cases import Placed, batch, denominator, loss, model, prompts
 from tests.distributed.engines.megatron_cases import placed
 from tests.distributed.engines.test_engines_contract import plain_decoder

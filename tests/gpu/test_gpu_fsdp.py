@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from slurmrl.config.schema.model import Model
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.parallel.groups import ParallelContext, build
+from slurmrl.tensors.parallel.groups import ParallelContext, build
 from tests.distributed.engines.cases import Placed, batch, denominator, loss
 
 pytestmark = pytest.mark.skipif(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slurmrl.ops.native.load import operators
-from slurmrl.transfer.copies import BoxCopies
+from slurmrl.tensors.ops.native.load import operators
+from slurmrl.tensors.transfer.copies import BoxCopies
 from tests.unit.transfer.test_transfer_copies import FORMS, boxes
 
 pytestmark = pytest.mark.skipif(

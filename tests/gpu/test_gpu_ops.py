@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.ops.gae import packed_gae, reference
-from slurmrl.ops.intervals import Intervals, gather, scatter
-from slurmrl.ops.scan import discounted_sums
-from slurmrl.ops.scan import reference as scan_reference
+from slurmrl.tensors.ops.gae import packed_gae, reference
+from slurmrl.tensors.ops.intervals import Intervals, gather, scatter
+from slurmrl.tensors.ops.scan import discounted_sums
+from slurmrl.tensors.ops.scan import reference as scan_reference
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine"
@@ -243,8 +243,8 @@ def test_gradients() -> None:
 
 SANITIZED = """
 import torch
-from slurmrl.ops.gae import packed_gae
-from slurmrl.ops.intervals import Intervals, gather, scatter
+from slurmrl.tensors.ops.gae import packed_gae
+from slurmrl.tensors.ops.intervals import Intervals, gather, scatter
 for lengths in ([0, 3, 1, 64, 0, 7] * 300, [20000, 1, 0, 9000]):
     cu = torch.tensor([0, *lengths]).cumsum(0).cuda()
     steps, count = int(cu[-1]), len(lengths)

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.engines.rollout.native.schedule import Limits
-from slurmrl.engines.rollout.native.whole import generate_by_requests
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.paged import attends_in_place
-from slurmrl.ops import paged_check, paged_launch
-from slurmrl.ops.paged_attention import paged_attention, write_cells
-from slurmrl.ops.paged_check import Sizes, example
-from slurmrl.ops.paged_reference import reference
+from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.whole import generate_by_requests
+from slurmrl.tensors.ops import paged_check, paged_launch
+from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells
+from slurmrl.tensors.ops.paged_check import Sizes, example
+from slurmrl.tensors.ops.paged_reference import reference
 from tests.unit.models.conftest import BASE, ODD, random_decoder
 
 pytestmark = pytest.mark.skipif(

@@ -18,8 +18,8 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Outputs, TrainEngine
 from slurmrl.models.config import Head
-from slurmrl.parallel import device
-from slurmrl.parallel.groups import ModelRanks, build
+from slurmrl.tensors.parallel import device
+from slurmrl.tensors.parallel.groups import ModelRanks, build
 from tests.distributed.engines import megatron_cases
 from tests.distributed.engines.cases import Placed
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.submission.prepare import prepare
-from slurmrl.submission.proposal import propose
+from slurmrl.desk.prepare import prepare
+from slurmrl.desk.proposal import propose
 from tests.fake_runs import write_config
 
 REPOSITORY = Path(__file__).parents[2]

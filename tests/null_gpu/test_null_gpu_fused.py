@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slurmrl.ops import fused
-from slurmrl.ops.gated import ACTIVATIONS
-from slurmrl.ops.products import add_product
+from slurmrl.tensors.ops import fused
+from slurmrl.tensors.ops.gated import ACTIVATIONS
+from slurmrl.tensors.ops.products import add_product
 from tests.null_gpu import device
 
 UNIT_TESTS = Path(__file__).parents[1] / "unit" / "ops" / "test_ops_fused.py"

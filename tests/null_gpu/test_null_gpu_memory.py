@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.allocation import parse
+from slurmrl.config.allocation import parse
 from slurmrl.config.schema.model import Model
 from slurmrl.plan.estimates.lengths import Lengths
 from slurmrl.plan.estimates.memory import Memory, MemoryDemand, estimate

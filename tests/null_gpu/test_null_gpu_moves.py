@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.ops import intervals
-from slurmrl.transfer import copies
-from slurmrl.transfer.copies import BoxCopies
-from slurmrl.transfer.execute import Holdings, Mover
-from slurmrl.transfer.plan import plan_move
-from slurmrl.transfer.regions import PlacedLayout
-from slurmrl.transfer.verify import verify_move
+from slurmrl.tensors.ops import intervals
+from slurmrl.tensors.transfer import copies
+from slurmrl.tensors.transfer.copies import BoxCopies
+from slurmrl.tensors.transfer.execute import Holdings, Mover
+from slurmrl.tensors.transfer.plan import plan_move
+from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.tensors.transfer.verify import verify_move
 from tests.null_gpu import cases, device
 from tests.null_gpu.test_null_gpu_engines import ENGINES, LENGTHS, generated, loss, make
 from tests.null_gpu.values import SmallValues

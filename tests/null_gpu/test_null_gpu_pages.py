@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.rollout.native import whole as whole_module
-from slurmrl.engines.rollout.native.batch import ContinuousBatch
 from slurmrl.models.generate import GenerationOptions
-from slurmrl.ops import paged_check
-from slurmrl.ops.paged_attention import paged_attention, write_cells
-from slurmrl.ops.paged_check import Sizes, example
+from slurmrl.rollouts.generation.native import whole as whole_module
+from slurmrl.rollouts.generation.native.batch import ContinuousBatch
+from slurmrl.tensors.ops import paged_check
+from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells
+from slurmrl.tensors.ops.paged_check import Sizes, example
 from tests.null_gpu import cases, device
 from tests.null_gpu.values import SmallValues
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.errors import UnusableGpuError
-from slurmrl.parallel import device, gpu_memory
+from slurmrl.tensors.parallel import device, gpu_memory
 from slurmrl.workers.worker.collectives import Collectives
 from tests.null_gpu import cases
 

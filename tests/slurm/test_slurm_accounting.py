@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import SchedulerError
-from slurmrl.paths import user_name
+from slurmrl.run.paths import user_name
 from slurmrl.scheduler.base import JobIds, JobState, TaskState
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.rows import QueueRow

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.monitor import events
+from slurmrl.run import events
 from tests.support import paced
 from tests.support.chaos_trials.causes import CAUSES, strike
 from tests.support.chaos_trials.monkey import succession

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import UsageError
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.writer import begin
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.writer import begin
 from slurmrl.scheduler import extensions
 from slurmrl.scheduler.base import JobState, SubmissionRequest
 from slurmrl.scheduler.chain import TopUp, top_up
@@ -166,8 +166,8 @@ def test_one_of_two_extensions_at_once_wins(scheduler: SlurmScheduler, tmp_path:
 
 def test_a_link_puts_itself_back_into_the_queue(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from slurmrl.paths import RunPaths; from slurmrl import env\n"
-        "from slurmrl.history.log import History; from slurmrl.history.writer import begin\n"
+        "from pathlib import Path; from slurmrl.run.paths import RunPaths; from slurmrl import env\n"
+        "from slurmrl.run.history.log import History; from slurmrl.run.history.writer import begin\n"
         "from slurmrl.scheduler.succession import Link, continue_after\n"
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"  # like a supervisor
         "link = Link.here(RunPaths(Path.cwd()), 1, 'trainer')\n"
@@ -194,9 +194,9 @@ def test_a_link_puts_itself_back_into_the_queue(scheduler: SlurmScheduler, tmp_p
 def test_a_cancelled_chain_gets_no_more_links(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     """The link commits when it is told to end, as a trial does."""
     code = (
-        "from pathlib import Path; from slurmrl.paths import RunPaths\n"
-        "from slurmrl.history.log import History; from slurmrl.history.record import Kind\n"
-        "from slurmrl.history.writer import begin\n"
+        "from pathlib import Path; from slurmrl.run.paths import RunPaths\n"
+        "from slurmrl.run.history.log import History; from slurmrl.run.history.record import Kind\n"
+        "from slurmrl.run.history.writer import begin\n"
         "from slurmrl.scheduler.succession import Link, continue_after\n"
         "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
         "link = Link.here(RunPaths(Path.cwd()), 1, 'trainer')\n"
@@ -275,7 +275,7 @@ def test_a_link_of_the_trainers_looks_after_an_elastic_group(
     """A running link keeps the group from its compute node; the end of the trial cancels the
     group."""
     code = (
-        "import time; from pathlib import Path; from slurmrl.paths import RunPaths\n"
+        "import time; from pathlib import Path; from slurmrl.run.paths import RunPaths\n"
         "from slurmrl.scheduler import upkeep; from slurmrl.scheduler.succession import *\n"
         "upkeep.KEEP_S = 0.5\n"
         "link = Link.here(RunPaths(Path.cwd()), 1, 'trainer')\n"

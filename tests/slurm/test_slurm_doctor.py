@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.try_out import refusals

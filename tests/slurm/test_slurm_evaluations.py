@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.monitor import evaluated
+from slurmrl.run import evaluated
 from tests.support.trials import ADDITION, Site, sft_config
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.monitor import events
+from slurmrl.run import events
 from tests.support import paced
 from tests.support.nodes import kill_node, node_of, private_bed, slurm, wait_for_empty_queue
 from tests.support.soak.slurm import (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slurmrl.init import questions
-from slurmrl.init.survey import survey
+from slurmrl.desk.init import questions
+from slurmrl.desk.init.survey import survey
 from tests.slurm.conftest import SlurmBed
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.monitor import events
+from slurmrl.run import events
 from slurmrl.scheduler.submission import read_jobs
 from tests.support.nodes import slurm, wait_for_empty_queue
 from tests.support.rollout_trials import BATCH, STEPS, config_of, site_in, trained

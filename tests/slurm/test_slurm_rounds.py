@@ -12,7 +12,7 @@ STOPPED_SRUN = """
 import os, signal, threading, time
 from argparse import Namespace
 from pathlib import Path
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.client import SRUN
 from slurmrl.workers.supervisor import rounds
 from slurmrl.workers.supervisor.job_hosts import JobHosts

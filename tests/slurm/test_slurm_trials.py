@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.monitor import events
+from slurmrl.run import events
 from tests.support.held import NO_LIMIT, Hold
 from tests.support.nodes import wait_for_empty_queue
 from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until

@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from slurmrl.checkpoint.manifest import write_manifest
-from slurmrl.checkpoint.rank_files import ShardHeader
-from slurmrl.checkpoint.shards import RoleSnapshot
-from slurmrl.checkpoint.tensors import SavedFile, TensorEntry
 from slurmrl.config.load import dump
-from slurmrl.history.record import Kind
-from slurmrl.layout.box import Box, chunk
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
-from slurmrl.paths import RunPaths
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import load_settings
+from slurmrl.run.history.record import Kind
+from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.checkpoint.manifest import write_manifest
+from slurmrl.tensors.checkpoint.rank_files import ShardHeader
+from slurmrl.tensors.checkpoint.shards import RoleSnapshot
+from slurmrl.tensors.checkpoint.tensors import SavedFile, TensorEntry
+from slurmrl.tensors.layout.box import Box, chunk
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout.shard import Shard
 from tests.fake_runs import FakeRun
 from tests.support.trials import ADDITION
 

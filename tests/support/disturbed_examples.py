@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from slurmrl.monitor import events
+from slurmrl.run import events
 from tests.support.beds import run_bed
 from tests.support.chaos_trials.witness import Witness
 from tests.support.held_examples import HeldForms

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slurmrl.monitor.recorder import MetricsRecorder
-from slurmrl.paths import EVALUATION, RunPaths
+from slurmrl.run.paths import EVALUATION, RunPaths
+from slurmrl.watch.recorder import MetricsRecorder
 from slurmrl.workers import parts
 from tests.support.hooks import FOLDER
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmrl.monitor.events import read_all
+from slurmrl.run.events import read_all
 from tests.support.trials import Site, wait_until
 
 CODE = """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from slurmrl.algorithms.base import Interface
 from slurmrl.algorithms.sft.schema import SFT
-from slurmrl.monitor import metrics
+from slurmrl.watch import metrics
 from slurmrl.rewards.base import RewardFunction
 from slurmrl.rewards.exact_match import ExactMatch
 

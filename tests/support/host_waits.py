@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import slurmrl
-from slurmrl.ops import prefix_attention
+from slurmrl.tensors.ops import prefix_attention
 
 OURS = str(Path(slurmrl.__file__).parent)
 READS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__)

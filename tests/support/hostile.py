@@ -26,38 +26,38 @@ from typing import Any
 
 import numpy as np
 
-from slurmrl import keys
-from slurmrl.channel.log import LogReader, LogWriter
-from slurmrl.checkpoint.manifest import verify, write_manifest
-from slurmrl.checkpoint.rank_files import ShardHeader
-from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
-from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.cli import render
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump
+from slurmrl.desk import snapshot
+from slurmrl.desk.prepare import trial_uuid
 from slurmrl.errors import SlurmrlError
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import fold
-from slurmrl.layout.box import Box
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
-from slurmrl.lease import Lease, LeaseObserver
-from slurmrl.monitor import metrics, published
-from slurmrl.monitor.collect import collect
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import load_run_settings, load_settings
+from slurmrl.run import keys, metrics
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import fold
+from slurmrl.run.lease import Lease, LeaseObserver
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import extensions, submission
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.chain import committed, continues
 from slurmrl.scheduler.local_state import ChainState
 from slurmrl.scheduler.processes import ProcessId
 from slurmrl.scheduler.succession import Link
-from slurmrl.submission import snapshot
-from slurmrl.submission.prepare import trial_uuid
+from slurmrl.tensors.checkpoint.manifest import verify, write_manifest
+from slurmrl.tensors.checkpoint.rank_files import ShardHeader
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
+from slurmrl.tensors.checkpoint.tensors import TensorEntry
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout.shard import Shard
+from slurmrl.watch import published
+from slurmrl.watch.collect import collect
 from slurmrl.workers.link import reason_to_leave
 from slurmrl.workers.master.committer import choose
 from slurmrl.workers.master.judgement import judge

@@ -8,11 +8,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from slurmrl.channel.log import LogWriter
-from slurmrl.channel.pipe import Connection
-from slurmrl.parallel import device
-from slurmrl.parallel.activity import Activity
-from slurmrl.paths import RunPaths
+from slurmrl.run.channel.log import LogWriter
+from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.parallel import device
+from slurmrl.tensors.parallel.activity import Activity
 from slurmrl.workers.distributed import join
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
 from slurmrl.workers.rollout_messages import RESULT_LOG, Joined, Leaving, RolloutCounts

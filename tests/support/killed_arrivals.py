@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.fsio import atomic
-from slurmrl.monitor.sinks import arrivals, tensorboard
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
+from slurmrl.watch.sinks import arrivals, tensorboard
 
 FLUSH_S = 0.2
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.engines.rollout.native.led import LedBatch, RepeatedBatch
-from slurmrl.transfer.execute import Mover
+from slurmrl.rollouts.generation.native.led import LedBatch, RepeatedBatch
+from slurmrl.tensors.transfer.execute import Mover
 from tests.support.hooks import FOLDER
 from tests.support.trials import wait_until
 

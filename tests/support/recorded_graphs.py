@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slurmrl.ops.sampling import Sampled
+from slurmrl.tensors.ops.sampling import Sampled
 
 
 class RecordedGraphs:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurmrl.monitor import events
+from slurmrl.run import events
 from tests.support.beds import run_bed
 from tests.support.chaos_trials.watched import Watched
 from tests.support.nodes import kill_node, on_node, slurm, wait_for_empty_queue

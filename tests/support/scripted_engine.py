@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from slurmrl.engines.rollout.base import (
+from slurmrl.rollouts.generation.base import (
     Completion,
     GenerationRequest,
     RolloutEngine,

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from slurmrl.channel.bell import BellAddress
-from slurmrl.channel.log import LogReader, LogWriter
-from slurmrl.monitor.reports import Identity
-from slurmrl.paths import RunPaths
 from slurmrl.rollouts.sample_files import SampleWriter
 from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.run.channel.bell import BellAddress
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Identity
 from slurmrl.workers.rollout_messages import (
     REQUEST_LOG,
     RESULT_LOG,

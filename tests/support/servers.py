@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmrl.engines.rollout.base import WeightVersion
-from slurmrl.engines.rollout.dialect import Dialect
-from slurmrl.engines.rollout.process import WARDEN
+from slurmrl.rollouts.generation.base import WeightVersion
+from slurmrl.rollouts.generation.dialect import Dialect
+from slurmrl.rollouts.generation.process import WARDEN
 from tests.support.stand_ins import listens
 from tests.support.trials import wait_until
 

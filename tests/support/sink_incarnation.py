@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slurmrl.config.load import load_resolved
-from slurmrl.monitor.recorder import MetricsRecorder
-from slurmrl.monitor.sinks.feeder import Feeder
-from slurmrl.monitor.sinks.mlflow import MLflow
-from slurmrl.monitor.sinks.tensorboard import TensorBoard
-from slurmrl.monitor.sinks.wandb import WeightsAndBiases
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
+from slurmrl.watch.recorder import MetricsRecorder
+from slurmrl.watch.sinks.feeder import Feeder
+from slurmrl.watch.sinks.mlflow import MLflow
+from slurmrl.watch.sinks.tensorboard import TensorBoard
+from slurmrl.watch.sinks.wandb import WeightsAndBiases
 
 SINKS = 3
 FLUSH_S = 0.2

@@ -7,9 +7,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from slurmrl.monitor.sinks.mlflow import named
-from slurmrl.monitor.sinks.wandb import records
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
+from slurmrl.watch.sinks.mlflow import named
+from slurmrl.watch.sinks.wandb import records
 
 Points = list[tuple[int, float]]
 

@@ -14,14 +14,14 @@ from getpass import getuser
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slurmrl.history.log import History
-from slurmrl.history.state import fold
-from slurmrl.monitor import metrics
-from slurmrl.monitor.metrics import TIME
-from slurmrl.paths import RunPaths
 from slurmrl.plan.checks.sections import known_metrics
 from slurmrl.plan.own_algorithm import importable
 from slurmrl.plan.settings import load_run_settings
+from slurmrl.run import metrics
+from slurmrl.run.history.log import History
+from slurmrl.run.history.state import fold
+from slurmrl.run.metrics import TIME
+from slurmrl.run.paths import RunPaths
 
 T = TypeVar("T")
 

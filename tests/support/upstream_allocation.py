@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slurmrl.allocation import Allocation, parse
+from slurmrl.config.allocation import Allocation, parse
 from slurmrl.errors import AllocationError
 
 

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from slurmrl.weights import writer
+from slurmrl.tensors.weights import writer
 
 DEADLY = ("4.1/part-1.json", "6.2/manifest.json")
 """Records before which the process is killed that is about to write them: a rank with its part on

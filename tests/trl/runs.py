@@ -15,13 +15,13 @@ from slurmrl.algorithms.base import CallContext
 from slurmrl.config.schema import Config, Dataset, Logging, Model, Optimizer, Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.graph.call import Method, RoleUse
-from slurmrl.parallel.groups import ParallelContext, build
-from slurmrl.parallel.topology import ProcessTopology
 from slurmrl.plan.algorithms import ALGORITHMS
+from slurmrl.plan.graph.call import Method, RoleUse
 from slurmrl.plan.model import ModelPlan
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
+from slurmrl.tensors.parallel.groups import ParallelContext, build
+from slurmrl.tensors.parallel.topology import ProcessTopology
 from tests.trl.cases import END, GROUP, LONGEST, Case, Values
 
 MICROBATCH = 30

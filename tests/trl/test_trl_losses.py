@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.models.hf import from_hf
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.pool import RankPool
 from tests.trl.cases import CASES, Case
 from tests.trl.conftest import Reference

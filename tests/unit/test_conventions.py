@@ -27,11 +27,11 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
         "errors": (),
         "child": (),
         "log": (),
-        "paths": (),
-        "keys": (),
+        "run.paths": (),
+        "run.keys": (),
         "package": (),
         "version": ("package",),
-        "worlds": (),
+        "run.worlds": (),
         "backoff": ("errors", "log"),
         "display": (),
         "env": ("errors",),
@@ -39,34 +39,34 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fsio": ("backoff", "errors"),
     },
     {
-        "config": ("hub", "allocation"),
-        "allocation": (),
-        "hub": (),
+        "config": ("config.hub", "config.allocation"),
+        "config.allocation": (),
+        "config.hub": (),
         "name_resolve": (),
-        "history": (),
-        "lease": (),
-        "channel": (),
-        "scheduler": ("history",),
-        "parallel": (),
-        "parallel.topology": (),
+        "run.history": (),
+        "run.lease": (),
+        "run.channel": (),
+        "scheduler": ("run.history",),
+        "tensors.parallel": (),
+        "tensors.parallel.topology": (),
     },
     {
-        "plan": ("graph",),
-        "graph": (),
-        "layout": (),
-        "monitor": (),
-        "parallel.gpu": (),
+        "plan": ("plan.graph",),
+        "plan.graph": (),
+        "tensors.layout": (),
+        "watch": (),
+        "tensors.parallel.gpu": (),
     },
     {
-        "data": ("weights",),
-        "ops": (),
-        "parallel.groups": ("parallel.device",),
-        "parallel.device": (),
-        "parallel.gpu_memory": (),
+        "data": ("tensors.weights",),
+        "tensors.ops": (),
+        "tensors.parallel.groups": ("tensors.parallel.device",),
+        "tensors.parallel.device": (),
+        "tensors.parallel.gpu_memory": (),
         "rewards": ("data",),
-        "checkpoint": (),
-        "transfer": ("ops",),
-        "weights": ("checkpoint",),
+        "tensors.checkpoint": (),
+        "tensors.transfer": ("tensors.ops",),
+        "tensors.weights": ("tensors.checkpoint",),
     },
     {"engines": ("models",), "models": ()},
     {"algorithms": ("rollouts",), "rollouts": ()},
@@ -80,11 +80,11 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "__main__": ("cli",),
-        "cli": ("submission", "doctor", "init", "report"),
-        "doctor": ("submission",),
-        "init": ("submission",),
-        "report": ("submission",),
-        "submission": (),
+        "cli": ("desk", "desk.doctor", "desk.init", "desk.report"),
+        "desk.doctor": ("desk",),
+        "desk.init": ("desk",),
+        "desk.report": ("desk",),
+        "desk": (),
     },
 )
 """From the bottom up: a part, and the parts of its own row that it may import. A part may import
@@ -102,16 +102,16 @@ TORCH_FREE = (
     "data.leases",
     "rewards",
     "rewards.*",
-    "checkpoint",
-    "checkpoint.manifest",
-    "checkpoint.export",
-    "transfer",
-    "weights",
+    "tensors.checkpoint",
+    "tensors.checkpoint.manifest",
+    "tensors.checkpoint.export",
+    "tensors.transfer",
+    "tensors.weights",
     "weights.*",
-    "transfer.regions",
-    "transfer.plan",
-    "transfer.costs",
-    "transfer.costs",
+    "tensors.transfer.regions",
+    "tensors.transfer.plan",
+    "tensors.transfer.costs",
+    "tensors.transfer.costs",
     "engines",
     "engines.*.schema",
     "engines.planned",
@@ -247,15 +247,17 @@ def test_imports_point_downwards() -> None:
 
 
 def test_the_layer_check_sees_what_it_forbids() -> None:
-    fsio, config, history, channel = map(part_of, ("fsio.atomic", "config", "history", "channel"))
+    fsio, config, history, channel = map(
+        part_of, ("fsio.atomic", "config", "run.history", "run.channel")
+    )
     assert allowed(history, fsio)
     assert not allowed(fsio, history)
     assert not allowed(channel, history)
     assert not allowed(config, part_of("plan"))
-    assert allowed(part_of("plan.build"), part_of("graph"))
-    assert not allowed(part_of("graph"), part_of("plan.build"))
-    assert part_of("parallel.topology").row < part_of("parallel.gpu").row
-    assert "backoff" in {one.imported for one in imports("channel.follower")}
+    assert allowed(part_of("plan.build"), part_of("plan.graph"))
+    assert not allowed(part_of("plan.graph"), part_of("plan.build"))
+    assert part_of("tensors.parallel.topology").row < part_of("tensors.parallel.gpu").row
+    assert "backoff" in {one.imported for one in imports("run.channel.follower")}
 
 
 def test_the_lowest_row_needs_only_the_standard_library() -> None:
@@ -302,7 +304,7 @@ def test_every_entry_of_the_tables_names_modules() -> None:
 
 def test_torch_free_modules() -> None:
     free = torch_free_modules()
-    assert {"errors", "history.log", "config"} <= set(free)
+    assert {"errors", "run.history.log", "config"} <= set(free)
     command = [sys.executable, "-c", IMPORT_ALL, *(f"slurmrl.{module}" for module in free)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr

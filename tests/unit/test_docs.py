@@ -18,7 +18,7 @@ import pytest
 from ruamel.yaml import YAML
 
 import slurmrl
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

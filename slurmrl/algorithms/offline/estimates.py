@@ -10,7 +10,7 @@ from typing import Final
 from slurmrl.algorithms.reward.attempts import Z_95, attempt_rates, vote_of, wilson
 from slurmrl.config.schema.rollout import subset_sizes
 from slurmrl.errors import UsageError
-from slurmrl.graph.call import Estimate, Measure, Record, Summary
+from slurmrl.plan.graph.call import Estimate, Measure, Record, Summary
 
 ROUNDING: Final = 1e-9
 """How far beyond 0 and 1 a rate may be."""

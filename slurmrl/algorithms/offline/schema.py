@@ -17,8 +17,8 @@ from slurmrl.config.schema import Config
 from slurmrl.config.schema.base import Word
 from slurmrl.config.schema.evaluation import Pattern
 from slurmrl.config.source import KeyPath
-from slurmrl.graph.call import Call, Method, Record, RoleUse, Summary
 from slurmrl.plan.checks.correctness import no_rates, useless_pattern
+from slurmrl.plan.graph.call import Call, Method, Record, RoleUse, Summary
 from slurmrl.registry import resolve
 
 INTERFACES: Final = "slurmrl.algorithms.offline.interface"

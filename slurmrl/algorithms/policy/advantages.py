@@ -27,8 +27,8 @@ from slurmrl.algorithms.policy.schema import (
 from slurmrl.algorithms.policy.shaping import shape_scores
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
-from slurmrl.ops.gae import packed_gae
-from slurmrl.ops.scan import discounted_returns
+from slurmrl.tensors.ops.gae import packed_gae
+from slurmrl.tensors.ops.scan import discounted_returns
 
 
 @dataclass(frozen=True)

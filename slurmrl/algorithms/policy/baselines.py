@@ -15,7 +15,7 @@ from torch import Tensor
 from slurmrl.algorithms.policy.moments import SumOverRanks, moments
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.schema.sections import OF_GROUPS, WITHOUT_OWN
-from slurmrl.ops.upload import upload
+from slurmrl.tensors.ops.upload import upload
 
 
 @dataclass(frozen=True)

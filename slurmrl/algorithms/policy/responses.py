@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slurmrl.ops.upload import upload
+from slurmrl.tensors.ops.upload import upload
 
 
 @dataclass(frozen=True)

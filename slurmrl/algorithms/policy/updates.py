@@ -18,7 +18,7 @@ from slurmrl.algorithms.policy.correction import mismatch_metrics
 from slurmrl.algorithms.policy.schema import Updates
 from slurmrl.data.packing import even_sizes
 from slurmrl.data.sample import SequenceSample
-from slurmrl.ops.upload import upload
+from slurmrl.tensors.ops.upload import upload
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import LossFn, TrainEngine

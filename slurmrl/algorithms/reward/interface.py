@@ -19,7 +19,7 @@ from slurmrl.config.schema import Evaluation
 from slurmrl.data.meta import one_each
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
-from slurmrl.graph.call import Record
+from slurmrl.plan.graph.call import Record
 from slurmrl.plan.metrics import JUDGED, UNSCORED
 from slurmrl.rewards.judged import JudgedCompletions, added
 from slurmrl.rewards.scores import check_sum

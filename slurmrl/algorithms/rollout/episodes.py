@@ -19,7 +19,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import SampledSupport
 from slurmrl.data.tokenizer import decoding
 from slurmrl.engines.base import ServingEngine
-from slurmrl.engines.rollout.lockstep import LockstepEngine
+from slurmrl.engines.lockstep import LockstepEngine
 from slurmrl.rollouts.base import EpisodeItem
 from slurmrl.rollouts.policy import Waiting
 from slurmrl.rollouts.runner import EpisodeOutcome

@@ -17,8 +17,8 @@ from slurmrl.algorithms.token_notes import noted
 from slurmrl.config.schema import Logging
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import SampledSupport
-from slurmrl.layout.copy import Array
 from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.tensors.layout.copy import Array
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import GenerateEngine

@@ -15,16 +15,16 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS
 from slurmrl.engines.initial_weights import generator_of
 from slurmrl.errors import UsageError
-from slurmrl.layout.box import Box, Index
 from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weight, matrix_name, refusal
 from slurmrl.models.base import PackedModel
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.lora import Adapters, attach
 from slurmrl.models.merging import BLOCK, merge
 from slurmrl.models.packed import packed_positions, packed_rows
-from slurmrl.ops.collectives import gathered
-from slurmrl.ops.splitmix import hash64, mix, start
-from slurmrl.parallel.groups import ParallelContext
+from slurmrl.tensors.layout.box import Box, Index
+from slurmrl.tensors.ops.collectives import gathered
+from slurmrl.tensors.ops.splitmix import hash64, mix, start
+from slurmrl.tensors.parallel.groups import ParallelContext
 
 DEVICE_BLOCK = 2**24
 """Elements of a weight that a GPU merges at a time: few launches, and 128 MiB in float32 besides

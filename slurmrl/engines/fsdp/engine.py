@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.shards import RoleSnapshot
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import EXPERTS
@@ -47,17 +46,18 @@ from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
 from slurmrl.engines.prefixes import shared_tokens
 from slurmrl.engines.replay import experts_of, support_of
 from slurmrl.errors import UsageError
-from slurmrl.layout.layout import Layout
 from slurmrl.models.adapters import adapted_weight, trained_shapes
 from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.prefixes import Pieces
 from slurmrl.models.routes import Replayed
-from slurmrl.ops import prefix_attention
-from slurmrl.ops.support import Support
-from slurmrl.ops.upload import OnHost
-from slurmrl.parallel.groups import ParallelContext
+from slurmrl.tensors.checkpoint.shards import RoleSnapshot
+from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.ops import prefix_attention
+from slurmrl.tensors.ops.support import Support
+from slurmrl.tensors.ops.upload import OnHost
+from slurmrl.tensors.parallel.groups import ParallelContext
 
 
 class FSDPEngine(TrainEngine, GatheredGeneration):

@@ -12,16 +12,16 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import PROMPTS, ServingEngine
 from slurmrl.engines.fsdp.sharding import Shards
 from slurmrl.engines.offload import Offload
-from slurmrl.engines.rollout.native.peers import Peers
-from slurmrl.engines.rollout.native.rollout import NativeRollout
-from slurmrl.engines.rollout.native.schedule import Limits
-from slurmrl.engines.rollout.native.stops import Decode
-from slurmrl.engines.rollout.native.whole import generate_by_requests
 from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
 from slurmrl.models.paged import attends_in_place
+from slurmrl.rollouts.generation.native.peers import Peers
+from slurmrl.rollouts.generation.native.rollout import NativeRollout
+from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.stops import Decode
+from slurmrl.rollouts.generation.native.whole import generate_by_requests
 
 ROWS = 256
 """Sequences of a whole batch that are extended at a time, where they are served as requests."""

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from slurmrl.layout.box import Box, Index, chunk
-from slurmrl.layout.holders import HeldBox, Holders
-from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.models.parallel.boxes import TensorSplit
-from slurmrl.parallel.topology import JOINT, ProcessTopology
+from slurmrl.tensors.layout.box import Box, Index, chunk
+from slurmrl.tensors.layout.holders import HeldBox, Holders
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.parallel.topology import JOINT, ProcessTopology
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from slurmrl.errors import RunFailedError
 from slurmrl.models.base import PackedModel
-from slurmrl.parallel.groups import ParallelContext
+from slurmrl.tensors.parallel.groups import ParallelContext
 
 SMALL_BYTES = 256 * 2**20
 """Up to this size it is cheaper to hold whole parameters and gradients than to run the collectives

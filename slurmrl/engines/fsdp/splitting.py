@@ -7,7 +7,7 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.parallel.boxes import TensorSplit, refusals
 from slurmrl.models.parallel.split import Axis, Split
-from slurmrl.parallel.groups import ParallelContext
+from slurmrl.tensors.parallel.groups import ParallelContext
 
 
 def split_of(

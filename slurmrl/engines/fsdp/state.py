@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.rank_files import ShardHeader
-from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
-from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.engines import random_state
 from slurmrl.engines.loading import fill
 from slurmrl.errors import UsageError
-from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.models.hf import as_array
+from slurmrl.tensors.checkpoint.rank_files import ShardHeader
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
+from slurmrl.tensors.checkpoint.tensors import TensorEntry
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
 
 
 def snapshot(

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from slurmrl.engines.initial_weights import BoxReader
 from slurmrl.errors import UsageError
-from slurmrl.layout.box import Box, Index
-from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.base import PackedModel
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import build
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.parallel.split import Split
 from slurmrl.models.shapes import parameter_shapes
+from slurmrl.tensors.layout.box import Box, Index
+from slurmrl.tensors.layout.layout import TensorSpec
 
 
 def new_model(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from slurmrl.parallel.groups import ParallelContext
+from slurmrl.tensors.parallel.groups import ParallelContext
 
 EXPERTS = {
     "ep": "ep",

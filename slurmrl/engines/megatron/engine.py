@@ -13,7 +13,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor, nn
 
-from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import random_state
@@ -54,11 +53,12 @@ from slurmrl.engines.microbatch import (
 from slurmrl.engines.offload import Offload
 from slurmrl.engines.replay import experts_of, support_of
 from slurmrl.errors import UsageError
-from slurmrl.layout.layout import Layout
 from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.rotary import RotaryTable
-from slurmrl.parallel.groups import ParallelContext
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
+from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.parallel.groups import ParallelContext
 
 FUSED = 4
 """How many tensors to cache: at least those that megatron interleaves in one parameter."""

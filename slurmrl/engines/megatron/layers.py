@@ -37,10 +37,10 @@ from slurmrl.engines.megatron.routing import Router
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.norm import RMSNorm
 from slurmrl.models.recompute import Recompute, keeping_products, recomputed
-from slurmrl.ops.attention import packed_attention
-from slurmrl.ops.collectives import exchange
-from slurmrl.ops.gated import gated_halves
-from slurmrl.ops.rotary import rotate
+from slurmrl.tensors.ops.attention import packed_attention
+from slurmrl.tensors.ops.collectives import exchange
+from slurmrl.tensors.ops.gated import gated_halves
+from slurmrl.tensors.ops.rotary import rotate
 
 
 class Norm(RMSNorm):

@@ -15,9 +15,9 @@ from torch import Tensor
 from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.rotary import RotaryTable, Rotation
 from slurmrl.models.routes import UNKNOWN
-from slurmrl.ops.attention import Packing
-from slurmrl.ops.support import Support
-from slurmrl.ops.upload import upload
+from slurmrl.tensors.ops.attention import Packing
+from slurmrl.tensors.ops.support import Support
+from slurmrl.tensors.ops.upload import upload
 
 
 @dataclass

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from slurmrl.engines.megatron.place import Place, Stage
-from slurmrl.layout.box import Box, Index, flat_range
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.shapes import EMBEDDING, LM_HEAD, VALUE_HEAD, parameter_shapes
+from slurmrl.tensors.layout.box import Box, Index, flat_range
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout.shard import Shard
 
 Parts = dict[str, list[Shard]]
 """Shards by storage."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from slurmrl.models.config import ModelConfig
-from slurmrl.parallel.topology import ProcessTopology
+from slurmrl.tensors.parallel.topology import ProcessTopology
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.recompute import Recompute
-from slurmrl.ops.gated import ACTIVATIONS
-from slurmrl.parallel.groups import ParallelContext
+from slurmrl.tensors.ops.gated import ACTIVATIONS
+from slurmrl.tensors.parallel.groups import ParallelContext
 
 
 def transformer_config(

@@ -13,22 +13,22 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, nn
 
-from slurmrl.checkpoint.rank_files import ShardHeader
-from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
-from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.engines import random_state
 from slurmrl.engines.host import HostCopies
 from slurmrl.engines.initial_weights import BoxReader
 from slurmrl.engines.loading import fill as fill_box
 from slurmrl.engines.megatron.optimizer import ShardedOptimizer
 from slurmrl.engines.megatron.parts import Parts, part_of_flat
-from slurmrl.layout.box import Index
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf import as_array
 from slurmrl.models.shapes import parameter_shapes
-from slurmrl.parallel.groups import ParallelContext
+from slurmrl.tensors.checkpoint.rank_files import ShardHeader
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
+from slurmrl.tensors.checkpoint.tensors import TensorEntry
+from slurmrl.tensors.layout.box import Index
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.parallel.groups import ParallelContext
 
 Held = dict[str, tuple[Tensor, list[Shard]]]
 """Flat tensors by storage, and the shards in each."""

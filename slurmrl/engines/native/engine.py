@@ -15,9 +15,9 @@ from slurmrl.engines.fsdp.splitting import split_of, tensor_split
 from slurmrl.engines.fsdp.weights import constant_specs, new_model, whole_shapes
 from slurmrl.engines.initial_weights import model_config
 from slurmrl.engines.offload import Offload
-from slurmrl.layout.layout import Layout
 from slurmrl.models.config import Head
-from slurmrl.parallel.groups import ParallelContext
+from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.parallel.groups import ParallelContext
 
 
 class NativeEngine(GatheredGeneration):

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slurmrl.layout.box import Box, Index
 from slurmrl.models.adapters import LORA_B, adapted_weight
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.shapes import EMBEDDING, LM_HEAD
+from slurmrl.tensors.layout.box import Box, Index
 
 SPLIT_DIMS = {
     "self_attn.q_proj.weight": 0,

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from slurmrl.models.attention import AttentionCore, AttentionSpec
 from slurmrl.models.parallel.split import Axis, Split
-from slurmrl.ops.collectives import exchange
+from slurmrl.tensors.ops.collectives import exchange
 
 
 class SplitCore:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from slurmrl.models.packed import length_order
 from slurmrl.models.parallel.split import Split
-from slurmrl.ops.logprobs import following_tokens, logprobs_and_entropy
-from slurmrl.ops.support import Support
-from slurmrl.ops.upload import upload
-from slurmrl.ops.vocab_parallel import Rows, vocab_parallel_logprobs_and_entropy
+from slurmrl.tensors.ops.logprobs import following_tokens, logprobs_and_entropy
+from slurmrl.tensors.ops.support import Support
+from slurmrl.tensors.ops.upload import upload
+from slurmrl.tensors.ops.vocab_parallel import Rows, vocab_parallel_logprobs_and_entropy
 
 
 def split_logprobs(

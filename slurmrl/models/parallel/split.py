@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from slurmrl.ops.collectives import (
+from slurmrl.tensors.ops.collectives import (
     own_to_partial,
     own_to_whole,
     partial_to_own,

@@ -14,8 +14,8 @@ from slurmrl.config.problems import refused
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.config import OWN_ROLE, ROLES
 from slurmrl.config.source import KeyPath, dotted
-from slurmrl.graph.call import DATASET_KEYS, Call, Measure, Method, RoleUse
 from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.graph.call import DATASET_KEYS, Call, Measure, Method, RoleUse
 from slurmrl.plan.own_algorithm import describe, is_own, without_torch
 from slurmrl.registry import near, resolve
 

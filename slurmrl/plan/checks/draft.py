@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slurmrl.allocation import Allocation
+from slurmrl.config.allocation import Allocation
 from slurmrl.config.schema import Config, Model
 from slurmrl.config.source import KeyPath, Source
 from slurmrl.errors import Problem

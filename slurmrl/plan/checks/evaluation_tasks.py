@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
-from slurmrl.allocation import parse
-from slurmrl.allocation.allocation import BACKENDS
+from slurmrl.config.allocation import parse
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import evaluation_key
 from slurmrl.errors import AllocationError, Problem
-from slurmrl.graph.call import REWARD_MODEL, Call, Method
-from slurmrl.paths import EVALUATED
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks import fit
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.tasks import wrong_slurm
 from slurmrl.plan.engines import ENGINES, rules_of
 from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.graph.call import REWARD_MODEL, Call, Method
+from slurmrl.run.paths import EVALUATED
 
 TASKS: Final = ("evaluation", "tasks")
 LONGEST_SUITE: Final = 40
-"""Of a name of 64 characters (`submission.evaluating`), beside ``-step-123456789-``."""
+"""Of a name of 64 characters (`desk.evaluating`), beside ``-step-123456789-``."""
 LONGEST_EXPERIMENT: Final = 64 - len(EVALUATED)
 MEASURED: Final = ("prompt", "prompt_answer", "messages")
 """Types of dataset on which `evaluate` measures any model."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from slurmrl.allocation import Allocation
+from slurmrl.config.allocation import Allocation
 from slurmrl.config.schema import Model, ParallelSizes
 from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.estimates.lengths import Lengths

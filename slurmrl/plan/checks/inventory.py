@@ -14,9 +14,9 @@ from slurmrl.plan.placement import ROLLOUTS, slurm_of
 from slurmrl.plan.resources import Hosts
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import near
+from slurmrl.run.worlds import TRAINERS
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
-from slurmrl.worlds import TRAINERS
 
 TIMEOUT_S = 10.0
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from slurmrl.allocation import parse
-from slurmrl.allocation.allocation import BACKENDS
-from slurmrl.allocation.parser import format_gpus
+from slurmrl.config.allocation import parse
+from slurmrl.config.allocation.allocation import BACKENDS
+from slurmrl.config.allocation.parser import format_gpus
 from slurmrl.config.schema import Model, evaluation_key
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem
-from slurmrl.graph.call import Method
 from slurmrl.plan import placement
 from slurmrl.plan.algorithms import all_calls
 from slurmrl.plan.checks import fit
@@ -26,9 +25,10 @@ from slurmrl.plan.checks.tasks import tasks
 from slurmrl.plan.engines import ENGINES, rules_of
 from slurmrl.plan.estimates.lengths import lengths_of
 from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.graph.call import Method
 from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, Placement
 from slurmrl.plan.resolve import sizes
-from slurmrl.worlds import TRAINERS
+from slurmrl.run.worlds import TRAINERS
 
 
 def backends(draft: Draft) -> Iterator[Problem]:

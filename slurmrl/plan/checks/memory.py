@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from slurmrl.allocation import parse
-from slurmrl.allocation.allocation import BACKENDS
+from slurmrl.config.allocation import parse
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Model, role_key
 from slurmrl.config.source import dotted
 from slurmrl.errors import Problem

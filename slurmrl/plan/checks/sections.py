@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from slurmrl.allocation.allocation import BACKENDS
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema import WHOLE, Config, Dataset, Model, Reward, evaluation_key
 from slurmrl.config.schema.config import FOLLOWERS
@@ -16,12 +16,12 @@ from slurmrl.config.schema.model import USERS
 from slurmrl.config.schema.reward import ALONE, OWN_REWARD
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.errors import GraphError, Problem
-from slurmrl.graph.call import DATASET_KEYS, Call, Graph, Method
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.estimates.memory import SHARDED
 from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.graph.call import DATASET_KEYS, Call, Graph, Method
 from slurmrl.plan.metrics import (
     EVALUATION_S,
     ROLLOUT_METRICS,

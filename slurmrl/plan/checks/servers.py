@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from slurmrl.allocation import Allocation
-from slurmrl.allocation.allocation import BACKENDS
+from slurmrl.config.allocation import Allocation
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import evaluation_key
 from slurmrl.config.servers import read_keys
 from slurmrl.config.source import KeyPath

@@ -7,12 +7,12 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from slurmrl.allocation.parser import format_gpus, parse_gpus
+from slurmrl.config.allocation.parser import format_gpus, parse_gpus
 from slurmrl.config.schema.cluster import SlurmOfTasks
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem
-from slurmrl.graph.call import Method
 from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.graph.call import Method
 from slurmrl.plan.placement import ROLLOUTS, tasks_inside, trainers
 
 OF_TRAINERS: Final = ("offload", "servers")

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slurmrl.allocation import Allocation
-from slurmrl.allocation.allocation import AXIS_OF
+from slurmrl.config.allocation import Allocation
+from slurmrl.config.allocation.allocation import AXIS_OF
 from slurmrl.config.schema import Model
 from slurmrl.errors import Problem, UsageError
 from slurmrl.fsio import inputs

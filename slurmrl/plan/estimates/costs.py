@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Final, NamedTuple, Protocol
 
 from slurmrl.config.schema import Config, Model
-from slurmrl.graph.call import Call, Method, RoleUse
 from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.estimates import hardware
 from slurmrl.plan.estimates.flops import call_flops, compute_seconds, decode_seconds
@@ -20,6 +19,7 @@ from slurmrl.plan.estimates.memory import (
     whole_weights,
 )
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
+from slurmrl.plan.graph.call import Call, Method, RoleUse
 from slurmrl.plan.placement import (
     ROLLOUTS,
     Placement,

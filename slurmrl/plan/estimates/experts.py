@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from slurmrl.allocation import Allocation
+from slurmrl.config.allocation import Allocation
 from slurmrl.plan.estimates.shape import ModelShape
 
 NUMBER: Final = 2

@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from slurmrl.allocation.allocation import BACKENDS
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.estimates import hardware, servers
 from slurmrl.plan.estimates.costs import Checked, memories
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.placement import ROLLOUTS, Placement, offloaded, placements
-from slurmrl.worlds import TRAINERS
+from slurmrl.run.worlds import TRAINERS
 
 SERVER: Final = "server"
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Final
 
-from slurmrl.allocation import parse
-from slurmrl.allocation.allocation import BACKENDS
+from slurmrl.config.allocation import parse
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Lora, Model
-from slurmrl.graph.call import RoleUse
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.estimates import experts, hardware, servers
 from slurmrl.plan.estimates.costs import Checked, memories, replays_experts
@@ -23,9 +22,10 @@ from slurmrl.plan.estimates.parameters import (
     trained_shard,
 )
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
+from slurmrl.plan.graph.call import RoleUse
 from slurmrl.plan.model import GroupPlan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, offloaded, placements
-from slurmrl.worlds import TRAINERS
+from slurmrl.run.worlds import TRAINERS
 
 SGLANG: Final = "sglang"
 """The only servers that report experts."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slurmrl.allocation import Allocation
+from slurmrl.config.allocation import Allocation
 from slurmrl.config.schema import Lora, Model
-from slurmrl.graph.call import Head
 from slurmrl.plan.estimates.shape import ModelShape
+from slurmrl.plan.graph.call import Head
 
 
 @dataclass(frozen=True)

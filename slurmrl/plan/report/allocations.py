@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from slurmrl.display.document import Block, Document, Grid, GridRow, Lines, Table
-from slurmrl.parallel.topology import ProcessTopology
 from slurmrl.plan.resolve.allocation_mode import USUAL_GPUS_PER_HOST
+from slurmrl.tensors.parallel.topology import ProcessTopology
 
 AXIS_LETTERS: Final = {"pp": "p", "dp": "d", "cp": "c", "tp": "t"}
 """The axes of a model's ranks; neighbours differ in the last one that is split."""

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from slurmrl.parallel.topology import ProcessTopology
 from slurmrl.plan.model import ModelPlan, Plan
-from slurmrl.worlds import TRAINERS
+from slurmrl.run.worlds import TRAINERS
+from slurmrl.tensors.parallel.topology import ProcessTopology
 
 Wanted: TypeAlias = tuple[str, tuple[int, ...]]
 """The use of a group and its ranks."""

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from slurmrl.allocation import parse
-from slurmrl.allocation.allocation import BACKENDS
+from slurmrl.config.allocation import parse
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Model, role_key
 from slurmrl.config.source import dotted
-from slurmrl.graph.call import Call
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
 from slurmrl.plan.estimates import costs, hardware, servers
@@ -22,13 +21,14 @@ from slurmrl.plan.estimates.lengths import as_long_as_rows, lengths_of
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.estimates.parameters import parameters, trained_shard
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
+from slurmrl.plan.graph.call import Call
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, placements
 from slurmrl.plan.precision import generating
 from slurmrl.plan.report import tables
 from slurmrl.plan.report.algorithm import in_force
 from slurmrl.plan.settings import Settings
-from slurmrl.worlds import TRAINERS
+from slurmrl.run.worlds import TRAINERS
 
 
 def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict[str, Any]:

@@ -6,10 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from slurmrl.allocation import Components, parse, parse_components
-from slurmrl.allocation.allocation import BACKENDS
-from slurmrl.allocation.legacy_spellings import ROLES, HostShape, Placed, parse_legacy, spelled
-from slurmrl.allocation.parser import format_gpus, parse_gpus
+from slurmrl.config.allocation import Components, parse, parse_components
+from slurmrl.config.allocation.allocation import BACKENDS
+from slurmrl.config.allocation.legacy_spellings import (
+    ROLES,
+    HostShape,
+    Placed,
+    parse_legacy,
+    spelled,
+)
+from slurmrl.config.allocation.parser import format_gpus, parse_gpus
 from slurmrl.config.schema import Config, Model
 from slurmrl.config.source import Source
 from slurmrl.errors import AllocationError, Problem

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurmrl import log
+from slurmrl.config.hub import contents
+from slurmrl.config.hub.cache import HubCache
+from slurmrl.config.hub.reference import PREFIX, HubKind, HubReference, of_folder, parse
 from slurmrl.config.schema import Config, Dataset, Model, role_key
 from slurmrl.config.source import KeyPath, Source, read
 from slurmrl.errors import EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import inputs
-from slurmrl.hub import contents
-from slurmrl.hub.cache import HubCache
-from slurmrl.hub.reference import PREFIX, HubKind, HubReference, of_folder, parse
-from slurmrl.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths, user_name
 
 logger = log.get(__name__)
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from slurmrl.allocation import parse
-from slurmrl.allocation.parser import parse_gpus
+from slurmrl.config.allocation import parse
+from slurmrl.config.allocation.parser import parse_gpus
 from slurmrl.config.schema import Config, Model, Publish, Rollout, role_key
 from slurmrl.config.source import Source
 from slurmrl.errors import AllocationError, Problem

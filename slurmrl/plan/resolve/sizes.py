@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from slurmrl.allocation import AXES, Allocation, ExpertSizes, parse
-from slurmrl.allocation.allocation import BACKENDS
+from slurmrl.config.allocation import AXES, Allocation, ExpertSizes, parse
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Model, ParallelSizes, Rollout
 from slurmrl.errors import AllocationError
 

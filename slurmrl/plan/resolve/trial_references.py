@@ -20,11 +20,11 @@ from slurmrl.config.schema.model import TRIAL_PREFIX
 from slurmrl.config.source import KeyPath, Source, read
 from slurmrl.errors import EnvironmentFailure, Problem, SlurmrlError, UsageError
 from slurmrl.fsio import inputs
-from slurmrl.history.log import History
-from slurmrl.history.state import Commit, fold
-from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.model_files import CONFIG
 from slurmrl.registry import resolve
+from slurmrl.run.history.log import History
+from slurmrl.run.history.state import Commit, fold
+from slurmrl.run.paths import RunPaths, user_name
 
 FIELDS: Final = ("path", "tokenizer")
 LAST: Final = "last"

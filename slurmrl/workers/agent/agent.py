@@ -21,10 +21,11 @@ from slurmrl.errors import (
     UsageError,
 )
 from slurmrl.fsio import ownership
-from slurmrl.monitor import published
-from slurmrl.monitor.reports import Cause, Failure
-from slurmrl.paths import RunPaths
-from slurmrl.scheduler import hosts
+from slurmrl.run import hosts
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Cause, Failure
+from slurmrl.run.worlds import TRAINERS
+from slurmrl.watch import published
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import FORM_TIMEOUT_S, Incarnation
 from slurmrl.workers.agent.leader import leave_without
@@ -32,7 +33,6 @@ from slurmrl.workers.agent.rollout_task import RolloutTask
 from slurmrl.workers.failure import HOST_LOSSES, publish_loss
 from slurmrl.workers.link import end_as_failed
 from slurmrl.workers.presence import Presence, make_channels
-from slurmrl.worlds import TRAINERS
 
 logger = log.get(__name__)
 T = TypeVar("T")

@@ -12,13 +12,14 @@ from functools import partial
 from typing import IO, TypeAlias
 
 from slurmrl import log
-from slurmrl.channel.follower import Follower
-from slurmrl.channel.pipe import Connection
 from slurmrl.config.schema.cluster import Cluster
-from slurmrl.monitor.hang import RankProgress
-from slurmrl.monitor.reports import Failure, Identity
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import GroupPlan
+from slurmrl.run.channel.follower import Follower
+from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.hang import RankProgress
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Failure, Identity
+from slurmrl.run.worlds import RankId
 from slurmrl.workers import process, pulse, stacks
 from slurmrl.workers.agent import container, environment
 from slurmrl.workers.messages import (
@@ -40,7 +41,6 @@ from slurmrl.workers.messages import (
     WorkerEnded,
     WriteStacks,
 )
-from slurmrl.worlds import RankId
 
 logger = log.get(__name__)
 

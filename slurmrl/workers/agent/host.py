@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import IO
 
 from slurmrl import log
-from slurmrl.channel import frame
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema.rollout import Tasks
 from slurmrl.errors import (
@@ -19,19 +18,21 @@ from slurmrl.errors import (
     TrialEndedError,
 )
 from slurmrl.fsio import atomic, documents, objects
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import TrialState, fold
-from slurmrl.lease import Lease
-from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.hang import LeaseNote
-from slurmrl.monitor.reports import Failure
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.parallel import driver, gpu
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import slurm_of
+from slurmrl.run.channel import frame
+from slurmrl.run.events import EventWriter
+from slurmrl.run.hang import LeaseNote
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import TrialState, fold
+from slurmrl.run.lease import Lease
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Failure
+from slurmrl.run.worlds import MASTER
 from slurmrl.scheduler import stopping
+from slurmrl.tensors.parallel import driver, gpu
 from slurmrl.workers.agent import environment
 from slurmrl.workers.agent.children import Children
 from slurmrl.workers.agent.identity import claim
@@ -43,7 +44,6 @@ from slurmrl.workers.agent.warning import Warnings
 from slurmrl.workers.failure import describe
 from slurmrl.workers.poll_intervals import PollIntervals
 from slurmrl.workers.presence import LOOK_S, Presence
-from slurmrl.worlds import MASTER
 
 logger = log.get(__name__)
 
@@ -107,7 +107,7 @@ class Host:
             return False
 
     def _beat(self) -> None:
-        """Renew the lease. It carries what the ranks are doing, for the status (`monitor.hang`)."""
+        """Renew the lease. It carries what the ranks are doing, for the status (`run.hang`)."""
         doing = tuple(self.children.doing()) if self.serving else ()
         note = LeaseNote(incarnation=self.serving, doing=doing)
         self._lease.beat(frame.encode(objects.to_json(note)))

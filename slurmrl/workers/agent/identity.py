@@ -8,11 +8,12 @@ import os
 import socket
 from collections.abc import Mapping
 
-from slurmrl import env, keys
+from slurmrl import env
 from slurmrl.errors import NameExistsError
 from slurmrl.fsio import objects
-from slurmrl.monitor.reports import Identity
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.run import keys
+from slurmrl.run.reports import Identity
 
 
 def job_name(environ: Mapping[str, str]) -> str:

@@ -15,10 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from slurmrl import keys, log
+from slurmrl import log
 from slurmrl.backoff import Backoff, retry
-from slurmrl.channel.follower import Follower
-from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import (
     EnvironmentFailure,
     NameExistsError,
@@ -27,8 +25,12 @@ from slurmrl.errors import (
     WaitTimeoutError,
 )
 from slurmrl.fsio import objects
-from slurmrl.history.state import TrialState
-from slurmrl.monitor.reports import Cause, Failure
+from slurmrl.run import keys
+from slurmrl.run.channel.follower import Follower
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.history.state import TrialState
+from slurmrl.run.reports import Cause, Failure
+from slurmrl.run.worlds import MASTER
 from slurmrl.workers import address, doorbell, evidence
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.replies import Replies
@@ -47,7 +49,6 @@ from slurmrl.workers.messages import (
     RingAt,
     Start,
 )
-from slurmrl.worlds import MASTER
 
 logger = log.get(__name__)
 T = TypeVar("T")

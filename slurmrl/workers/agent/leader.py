@@ -12,13 +12,13 @@ from collections.abc import Callable
 from slurmrl import log
 from slurmrl.backoff import Interval
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
-from slurmrl.monitor import published
-from slurmrl.monitor.reports import Cause, Failure, Identity
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.paths import RunPaths
+from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Cause, Failure, Identity
 from slurmrl.scheduler.client import usable_hosts
 from slurmrl.scheduler.succession import Link
+from slurmrl.watch import published
 from slurmrl.workers.failure import failed
 from slurmrl.workers.requeue import requeue
 

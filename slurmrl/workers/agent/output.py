@@ -19,8 +19,8 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import opened
-from slurmrl.monitor import log_files
-from slurmrl.paths import rotated
+from slurmrl.run.paths import rotated
+from slurmrl.watch import log_files
 
 logger = log.get(__name__)
 

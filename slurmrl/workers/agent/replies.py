@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from slurmrl import log
-from slurmrl.channel.bell import Bell, BellAddress
-from slurmrl.channel.log import LogWriter
 from slurmrl.errors import EnvironmentFailure
+from slurmrl.run.channel.bell import Bell, BellAddress
+from slurmrl.run.channel.log import LogWriter
 from slurmrl.workers.messages import AGENT_LOG, Answer, FromAgent, Preparing, Ready
 
 logger = log.get(__name__)

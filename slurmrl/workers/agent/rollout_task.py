@@ -16,10 +16,10 @@ from slurmrl import log
 from slurmrl.backoff import Interval, retry
 from slurmrl.errors import EnvironmentFailure, SlurmrlError, TrialEndedError, WaitTimeoutError
 from slurmrl.fsio import atomic, objects
-from slurmrl.monitor.reports import Cause, Failure, Warned
-from slurmrl.monitor.snapshot import newest_submission
-from slurmrl.scheduler import orphaned
-from slurmrl.scheduler.orphaned import Orphaned
+from slurmrl.run import orphaned
+from slurmrl.run.orphaned import Orphaned
+from slurmrl.run.reports import Cause, Failure, Warned
+from slurmrl.watch.snapshot import newest_submission
 from slurmrl.workers import address
 from slurmrl.workers.agent.children import News
 from slurmrl.workers.agent.host import Host

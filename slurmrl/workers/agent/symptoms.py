@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from slurmrl.monitor.reports import Cause, Failure
-from slurmrl.parallel.gpu_faults import GpuFault, find_in
+from slurmrl.run.reports import Cause, Failure
+from slurmrl.tensors.parallel.gpu_faults import GpuFault, find_in
 from slurmrl.workers.agent.children import Children, Ended, News
 from slurmrl.workers.agent.memory import OomKills
 from slurmrl.workers.failure import failed

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from slurmrl import log
 from slurmrl.backoff import Interval
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.lease import GAPS_PER_TTL, LeaseObserver, LeaseView
-from slurmrl.monitor import published
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.paths import RunPaths
-from slurmrl.scheduler.orphaned import Orphaned
-from slurmrl.worlds import TRAINERS
+from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver, LeaseView
+from slurmrl.run.orphaned import Orphaned
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.worlds import TRAINERS
+from slurmrl.watch import published
 
 logger = log.get(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import FrameType
 
 from slurmrl import env, log
-from slurmrl.monitor.reports import Warned
-from slurmrl.monitor.words import signal_name
+from slurmrl.display.words import signal_name
+from slurmrl.run.reports import Warned
 
 logger = log.get(__name__)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from slurmrl import log
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
-from slurmrl.monitor import hang
-from slurmrl.monitor.hang import RankProgress
+from slurmrl.run import hang
+from slurmrl.run.hang import RankProgress
 from slurmrl.workers.agent import stacks
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.stacks import StacksAnswer

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from slurmrl import env, log
-from slurmrl.channel.pipe import Connection
 from slurmrl.fsio import umask
+from slurmrl.run.channel.pipe import Connection
 from slurmrl.workers import output, pulse, stacks
 from slurmrl.workers.master.serve import serve
 from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, allow_tracing

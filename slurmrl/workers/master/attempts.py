@@ -16,24 +16,25 @@ from typing import Annotated, Any, Final
 
 from slurmrl import log
 from slurmrl.backoff import Backoff
-from slurmrl.channel import frame
-from slurmrl.channel.bell import Bell, BellAddress
-from slurmrl.channel.follower import SPARE_LOOKS
-from slurmrl.channel.log import LogPosition, LogReader, LogWriter
 from slurmrl.data.ledger import ItemSample
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import objects
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import FILE_NAME, FieldType
-from slurmrl.history.lineage import Lineage
-from slurmrl.monitor import events, published, story
-from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.reports import Cause, Failure, Identity
-from slurmrl.monitor.rollouts import RolloutTaskView
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
 from slurmrl.plan.placement import ROLLOUTS
-from slurmrl.weights.version import VERSION
+from slurmrl.run import events
+from slurmrl.run.channel import frame
+from slurmrl.run.channel.bell import Bell, BellAddress
+from slurmrl.run.channel.follower import SPARE_LOOKS
+from slurmrl.run.channel.log import LogPosition, LogReader, LogWriter
+from slurmrl.run.events import EventWriter
+from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Cause, Failure, Identity
+from slurmrl.run.rollouts import RolloutTaskView
+from slurmrl.tensors.weights.version import VERSION
+from slurmrl.watch import published, story
 from slurmrl.workers.failure import failed
 from slurmrl.workers.poll_intervals import RESULTS_PER_S
 from slurmrl.workers.rollout_messages import (
@@ -181,7 +182,7 @@ class RolloutAttempt:
 
     def rang(self, read_at: float) -> None:
         """It says that its log has grown, which is to be read then. Rings without news bring reads
-        forward less and less (see `channel.follower`)."""
+        forward less and less (see `run.channel.follower`)."""
         if self._spare > 0:
             self._rung = True
             self.read_at = min(self.read_at, read_at)

@@ -21,21 +21,21 @@ from typing import Any
 
 from slurmrl import log
 from slurmrl.backoff import retry
-from slurmrl.checkpoint.inventory import kept_by
-from slurmrl.checkpoint.manifest import until_certain, verify, write_manifest
 from slurmrl.config.schema.config import Checkpoint
 from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import DEFINITE, cause
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind, Record
-from slurmrl.history.state import Commit, TrialState
-from slurmrl.history.writer import IncarnationWriter, begin
-from slurmrl.monitor import published
-from slurmrl.monitor.events import EventWriter
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.paths import RunPaths
+from slurmrl.run.events import EventWriter
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.state import Commit, TrialState
+from slurmrl.run.history.writer import IncarnationWriter, begin
+from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.checkpoint.manifest import until_certain, verify, write_manifest
+from slurmrl.watch import published
+from slurmrl.watch.checkpoints import kept_by
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Save, Saved
 

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmrl.checkpoint.export import ExportedWeights
-from slurmrl.checkpoint.precision import AS_STORED, FLOATS, Precision, widened
-from slurmrl.checkpoint.stored import Storage, file_entries
-from slurmrl.checkpoint.tensors import DTYPES, TensorEntry
 from slurmrl.config.schema import Model
 from slurmrl.config.schema.config import ExportDtype
 from slurmrl.errors import CheckpointError, CorruptFileError, UsageError
 from slurmrl.fsio import inputs
-from slurmrl.layout.box import Box
 from slurmrl.models.folder_tensors import FolderTensors, open_folder
 from slurmrl.models.headers import read_headers, stored_name
 from slurmrl.plan.model_files import config_values
-from slurmrl.weights.survival import ENOUGH, Survival, survival
+from slurmrl.tensors.checkpoint.export import ExportedWeights
+from slurmrl.tensors.checkpoint.precision import AS_STORED, FLOATS, Precision, widened
+from slurmrl.tensors.checkpoint.stored import Storage, file_entries
+from slurmrl.tensors.checkpoint.tensors import DTYPES, TensorEntry
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.weights.survival import ENOUGH, Survival, survival
 
 
 @dataclass(frozen=True)

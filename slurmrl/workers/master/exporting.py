@@ -12,18 +12,6 @@ from typing import Any, TypeVar
 
 from slurmrl.algorithms.reward_model.schema import INPUTS as REWARD_MODEL_INPUTS
 from slurmrl.algorithms.reward_model.schema import INTERFACE as REWARD_MODEL
-from slurmrl.checkpoint.export import (
-    ExportedWeights,
-    TokenizerFiles,
-    export,
-    write_folder,
-    write_json,
-)
-from slurmrl.checkpoint.manifest import open_verified, read_state, until_certain, verify
-from slurmrl.checkpoint.pinned import VERSION, PinnedOrigin, is_pinned, pin
-from slurmrl.checkpoint.precision import Precision
-from slurmrl.checkpoint.shards import RoleCheckpoint
-from slurmrl.checkpoint.stored import Storage
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config, Lora, Model
 from slurmrl.config.schema.config import ExportDtype, ExportForm
@@ -38,13 +26,10 @@ from slurmrl.errors import (
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import is_temporary
-from slurmrl.history.log import History
-from slurmrl.history.state import Commit, fold
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.merged import MergedCheckpoint
 from slurmrl.models.peft import write_adapter
 from slurmrl.models.storage import file_form
-from slurmrl.paths import RunPaths
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import (
@@ -59,6 +44,21 @@ from slurmrl.plan.model_files import (
     text_config,
 )
 from slurmrl.plan.settings import load_resolved_settings
+from slurmrl.run.history.log import History
+from slurmrl.run.history.state import Commit, fold
+from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.checkpoint.export import (
+    ExportedWeights,
+    TokenizerFiles,
+    export,
+    write_folder,
+    write_json,
+)
+from slurmrl.tensors.checkpoint.manifest import open_verified, read_state, until_certain, verify
+from slurmrl.tensors.checkpoint.pinned import VERSION, PinnedOrigin, is_pinned, pin
+from slurmrl.tensors.checkpoint.precision import Precision
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
+from slurmrl.tensors.checkpoint.stored import Storage
 from slurmrl.workers.master.export_types import ExportTypes, export_types
 from slurmrl.workers.master.progress import STATE
 

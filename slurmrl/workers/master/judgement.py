@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slurmrl.history.record import Kind, Record
-from slurmrl.history.state import fold
-from slurmrl.monitor import published
-from slurmrl.monitor.reports import Cause, Failure
-from slurmrl.monitor.words import first_line
+from slurmrl.display.words import first_line
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.state import fold
+from slurmrl.run.reports import Cause, Failure
+from slurmrl.watch import published
 from slurmrl.workers.evidence import is_hang
 from slurmrl.workers.failure import HOST_LOSSES
 from slurmrl.workers.turns import put_back

@@ -10,11 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from slurmrl.channel.bell import BellAddress
 from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.data.ledger import LeasedItems
-from slurmrl.history.lineage import Lineage
-from slurmrl.weights.version import VersionId
+from slurmrl.run.channel.bell import BellAddress
+from slurmrl.run.history.lineage import Lineage
+from slurmrl.tensors.weights.version import VersionId
 from slurmrl.workers.master.attempts import RolloutAttempt, TaskEvents
 from slurmrl.workers.master.samples import SampleCounts
 from slurmrl.workers.rollout_messages import (

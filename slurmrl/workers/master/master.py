@@ -22,17 +22,17 @@ from slurmrl.config.schema import Config
 from slurmrl.data.chat import template_file
 from slurmrl.errors import CheckpointError, EnvironmentFailure
 from slurmrl.fsio import objects
-from slurmrl.graph.call import Method
-from slurmrl.history.record import Kind
-from slurmrl.history.state import TrialState
-from slurmrl.history.writer import IncarnationWriter
-from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.recorder import MetricsRecorder
-from slurmrl.monitor.samples import KeptSampleWriter
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.paths import RunPaths
+from slurmrl.plan.graph.call import Method
 from slurmrl.plan.model import Plan
 from slurmrl.registry import near
+from slurmrl.run.events import EventWriter
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import TrialState
+from slurmrl.run.history.writer import IncarnationWriter
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.samples import KeptSampleWriter
+from slurmrl.watch.recorder import MetricsRecorder
 from slurmrl.workers import doorbell
 from slurmrl.workers.master import publish
 from slurmrl.workers.master.committer import Committer, Outcome

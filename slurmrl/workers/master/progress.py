@@ -29,11 +29,11 @@ from slurmrl.fsio.shapes import (
     list_of,
     table,
 )
-from slurmrl.graph.call import Refill
-from slurmrl.history.record import END_OF_DATASET
-from slurmrl.monitor.metrics import finite
+from slurmrl.plan.graph.call import Refill
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
+from slurmrl.run.history.record import END_OF_DATASET
+from slurmrl.run.metrics import finite
 from slurmrl.workers.master.attempts import ATTEMPTS
 
 WHERE = "the state of the last commit"

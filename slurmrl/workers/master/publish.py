@@ -15,23 +15,23 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from slurmrl import keys, log
+from slurmrl import log
 from slurmrl.backoff import Interval
-from slurmrl.channel import frame
 from slurmrl.config.schema import WHOLE
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, objects
-from slurmrl.graph.call import Method
-from slurmrl.lease import LeaseObserver, LeaseView
-from slurmrl.monitor import hang, metrics
-from slurmrl.monitor.hang import LeaseNote, RankProgress
-from slurmrl.monitor.metrics import encode
-from slurmrl.monitor.reports import Identity
-from slurmrl.monitor.rollouts import RolloutsView
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.paths import RunPaths
+from slurmrl.plan.graph.call import Method
 from slurmrl.plan.metrics import EVALUATION_S, evaluation_metric
 from slurmrl.plan.model import CallPlan
+from slurmrl.run import hang, keys, metrics
+from slurmrl.run.channel import frame
+from slurmrl.run.hang import LeaseNote, RankProgress
+from slurmrl.run.lease import LeaseObserver, LeaseView
+from slurmrl.run.metrics import encode
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Identity
+from slurmrl.run.rollouts import RolloutsView
 from slurmrl.workers.messages import Done
 
 logger = log.get(__name__)

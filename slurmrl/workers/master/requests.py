@@ -12,8 +12,8 @@ from collections.abc import Callable
 from slurmrl import log
 from slurmrl.backoff import Interval
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.monitor import published
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.watch import published
 from slurmrl.workers.messages import CollectStacks, Order
 
 logger = log.get(__name__)

@@ -26,14 +26,14 @@ from slurmrl.fsio.atomic import (
     sweep_temporaries,
 )
 from slurmrl.fsio.failures import corrupt
-from slurmrl.graph.call import Method, Record, Summary
-from slurmrl.history.record import END_OF_DATASET
-from slurmrl.monitor.metrics import encode, finite
-from slurmrl.parallel.topology import topology_of
-from slurmrl.paths import EVALUATION, RunPaths, part_prefix
+from slurmrl.plan.graph.call import Method, Record, Summary
 from slurmrl.plan.metrics import UNSCORED
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
+from slurmrl.run.history.record import END_OF_DATASET
+from slurmrl.run.metrics import encode, finite
+from slurmrl.run.paths import EVALUATION, RunPaths, part_prefix
+from slurmrl.tensors.parallel.topology import topology_of
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.parts import read_parts
 

@@ -19,9 +19,9 @@ from slurmrl.data.leases import STALE, SampleLedger
 from slurmrl.data.ledger import ItemSample, LedgerRecord
 from slurmrl.errors import EnvironmentFailure, SampleFileError
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.paths import RunPaths
 from slurmrl.plan.metrics import ROLLOUT_SUMS, STALENESS_MAX, STALENESS_MEAN
 from slurmrl.rollouts.sample_files import StoredGroup, read_once, remove_settled
+from slurmrl.run.paths import RunPaths
 from slurmrl.workers.master.attempts import AttemptRecord, RolloutsRecord, parse_name
 
 logger = log.get(__name__)

@@ -12,29 +12,29 @@ from typing import Any
 
 from slurmrl import env, log
 from slurmrl.backoff import READ_S, retry
-from slurmrl.checkpoint.manifest import read_state, until_certain
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config
 from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.errors import RunFailedError, StaleIncarnationError, TrialEndedError, UsageError
 from slurmrl.fsio import ownership
 from slurmrl.fsio.atomic import known_names, remove
-from slurmrl.history.lineage import Lineage
-from slurmrl.history.log import History
-from slurmrl.history.record import Record
-from slurmrl.history.state import TrialState, fold
-from slurmrl.history.writer import IncarnationWriter
-from slurmrl.monitor import events, metrics
-from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.recorder import MetricsRecorder
-from slurmrl.monitor.reports import Failure
-from slurmrl.monitor.story import REPEATS
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import DAMAGED_PREFIX, RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.settings import Settings, load_run_settings
+from slurmrl.run import events, metrics
+from slurmrl.run.events import EventWriter
+from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Record
+from slurmrl.run.history.state import TrialState, fold
+from slurmrl.run.history.writer import IncarnationWriter
+from slurmrl.run.paths import DAMAGED_PREFIX, RunPaths
+from slurmrl.run.reports import Failure
+from slurmrl.tensors.checkpoint.manifest import read_state, until_certain
+from slurmrl.watch.recorder import MetricsRecorder
+from slurmrl.watch.story import REPEATS
 from slurmrl.workers import doorbell, evidence
 from slurmrl.workers.failure import describe, publish
 from slurmrl.workers.master.attempts import TaskBells, rollouts_of

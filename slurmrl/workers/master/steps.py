@@ -15,10 +15,10 @@ from slurmrl.backoff import retry
 from slurmrl.config.schema import WHOLE
 from slurmrl.data.ledger import ItemSample
 from slurmrl.errors import UsageError
-from slurmrl.graph.call import Refill
-from slurmrl.paths import evaluation_prefix, part_prefix
+from slurmrl.plan.graph.call import Refill
 from slurmrl.plan.metrics import EVALUATION_S, WAITED_S
 from slurmrl.plan.model import CallPlan, Plan
+from slurmrl.run.paths import evaluation_prefix, part_prefix
 from slurmrl.workers.master import publish
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.publish import Answered

@@ -32,15 +32,15 @@ from slurmrl.data.ledger import ItemSample, LedgerRecord
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.fsio.shapes import MOST_COUNT
-from slurmrl.history.lineage import Lineage
-from slurmrl.lease import LeaseBoard
-from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.reports import Identity
-from slurmrl.monitor.rollouts import RolloutsView
-from slurmrl.paths import RunPaths
 from slurmrl.plan.placement import ROLLOUTS
-from slurmrl.scheduler import scale
-from slurmrl.weights.version import VersionId
+from slurmrl.run import scale
+from slurmrl.run.events import EventWriter
+from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.lease import LeaseBoard
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Identity
+from slurmrl.run.rollouts import RolloutsView
+from slurmrl.tensors.weights.version import VersionId
 from slurmrl.workers.master.attempts import (
     LEFT,
     LOST,

@@ -17,10 +17,10 @@ from slurmrl.config.schema import Publish
 from slurmrl.errors import EnvironmentFailure, WeightVersionError
 from slurmrl.fsio.atomic import list_names, make_private_directory
 from slurmrl.fsio.calls import REAL
-from slurmrl.history.lineage import Lineage
-from slurmrl.weights.inventory import prune, remove
-from slurmrl.weights.version import MANIFEST, PartIndex, VersionId, read_part, version_ids
-from slurmrl.weights.writer import publish
+from slurmrl.run.history.lineage import Lineage
+from slurmrl.tensors.weights.inventory import prune, remove
+from slurmrl.tensors.weights.version import MANIFEST, PartIndex, VersionId, read_part, version_ids
+from slurmrl.tensors.weights.writer import publish
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Saved, WriteVersion
 

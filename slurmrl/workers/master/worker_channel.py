@@ -10,18 +10,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from slurmrl import keys, log
+from slurmrl import log
 from slurmrl.backoff import Interval, retry
-from slurmrl.channel import frame
-from slurmrl.channel.bell import LOOK_S, Bell, BellAddress
-from slurmrl.channel.follower import Follower
-from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, WaitTimeoutError
-from slurmrl.monitor import published
-from slurmrl.monitor.reports import Cause, Failure, Identity, Warned
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
+from slurmrl.run import keys
+from slurmrl.run.channel import frame
+from slurmrl.run.channel.bell import LOOK_S, Bell, BellAddress
+from slurmrl.run.channel.follower import Follower
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Cause, Failure, Identity, Warned
+from slurmrl.run.worlds import TRAINERS
+from slurmrl.watch import published
 from slurmrl.workers.failure import failed, publish_loss
 from slurmrl.workers.messages import (
     AGENT_LOG,
@@ -37,7 +39,6 @@ from slurmrl.workers.messages import (
     Saved,
     Stacked,
 )
-from slurmrl.worlds import TRAINERS
 
 logger = log.get(__name__)
 T = TypeVar("T")

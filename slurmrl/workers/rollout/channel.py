@@ -1,5 +1,5 @@
 """What a rollout task sends to the masters: samples and the result log of its attempt, of which its
-worker is the only writer, and its doorbell in the asyncio loop (see `channel.bell`)."""
+worker is the only writer, and its doorbell in the asyncio loop (see `run.channel.bell`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from slurmrl import log
-from slurmrl.channel.bell import LOOK_S, Bell, BellAddress
-from slurmrl.channel.log import LogWriter
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.monitor.reports import Identity
-from slurmrl.paths import RunPaths
 from slurmrl.rollouts.sample_files import SampleWriter
 from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.run.channel.bell import LOOK_S, Bell, BellAddress
+from slurmrl.run.channel.log import LogWriter
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Identity
 from slurmrl.workers.rollout_messages import RESULT_LOG, GroupsFinished, Joined, RolloutResult
 
 logger = log.get(__name__)

@@ -13,19 +13,19 @@ from typing import TypeAlias
 import torch
 
 from slurmrl.engines import ENGINES
-from slurmrl.engines.rollout.base import RolloutEngine
-from slurmrl.engines.rollout.native.peers import Peers
-from slurmrl.engines.rollout.native.rollout import NativeRollout
-from slurmrl.engines.rollout.native.schedule import Limits
-from slurmrl.engines.rollout.native.stops import Decode
-from slurmrl.engines.rollout.servers import VISIBLE, ServerKind
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.parallel.split import WHOLE, Axis, Split
-from slurmrl.monitor.events import EventWriter
 from slurmrl.plan.estimates.servers import own_share, share_in_task
 from slurmrl.plan.model import ModelPlan
 from slurmrl.plan.settings import Settings
+from slurmrl.rollouts.generation.base import RolloutEngine
+from slurmrl.rollouts.generation.native.peers import Peers
+from slurmrl.rollouts.generation.native.rollout import NativeRollout
+from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.stops import Decode
+from slurmrl.rollouts.generation.servers import VISIBLE, ServerKind
+from slurmrl.run.events import EventWriter
 from slurmrl.workers.serving import own_server
 
 MakeEngine: TypeAlias = Callable[[Path], RolloutEngine]

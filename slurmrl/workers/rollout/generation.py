@@ -27,7 +27,6 @@ from slurmrl.data import dataset, preparation
 from slurmrl.data.dataset import SampleRows
 from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.rollout.base import RolloutEngine
 from slurmrl.errors import (
     EnvironmentFailure,
     RewardError,
@@ -39,6 +38,7 @@ from slurmrl.fsio import objects
 from slurmrl.rewards.group_judge import group_program
 from slurmrl.rewards.judged import JudgedCompletions
 from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
+from slurmrl.rollouts.generation.base import RolloutEngine
 from slurmrl.rollouts.policy import Waiting
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.rollouts.tools.toolbox import Job, in_thread

@@ -17,9 +17,6 @@ import torch
 from torch import Tensor
 
 from slurmrl import log
-from slurmrl.checkpoint.export import write_json
-from slurmrl.checkpoint.stored import file_entries
-from slurmrl.checkpoint.tensors import TensorEntry, TensorFile, write_tensors
 from slurmrl.config.schema import Lora
 from slurmrl.engines.fingerprint import Fingerprint
 from slurmrl.engines.fsdp.adapters import merged_weight
@@ -32,9 +29,6 @@ from slurmrl.errors import (
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
-from slurmrl.layout.box import Box
-from slurmrl.layout.copy import Array
-from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.adapters import (
     LORA_A,
     LORA_B,
@@ -47,7 +41,13 @@ from slurmrl.models.headers import INDEX_FILE
 from slurmrl.models.hf import Weights, as_array, open_tensors
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.models.storage import storage_of
-from slurmrl.weights.local_copy import CopiedVersion
+from slurmrl.tensors.checkpoint.export import write_json
+from slurmrl.tensors.checkpoint.stored import file_entries
+from slurmrl.tensors.checkpoint.tensors import TensorEntry, TensorFile, write_tensors
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout.layout import TensorSpec
+from slurmrl.tensors.weights.local_copy import CopiedVersion
 
 logger = log.get(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slurmrl.rollouts.sample_group import SampleGroup
-from slurmrl.weights.version import VersionId
+from slurmrl.tensors.weights.version import VersionId
 from slurmrl.workers.rollout_messages import (
     Abort,
     Confirm,

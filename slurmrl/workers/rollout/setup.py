@@ -13,30 +13,30 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.backoff import READ_S, retry
-from slurmrl.channel.bell import Bell
-from slurmrl.channel.pipe import Connection
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema.model import Model
 from slurmrl.data.chat import stop_ids
 from slurmrl.data.tokenizer import decoding, load_tokenizer
 from slurmrl.engines.initial_weights import model_config
-from slurmrl.engines.rollout.native.peers import Peers
-from slurmrl.engines.rollout.native.rollout import NativeRollout
-from slurmrl.engines.rollout.process import HostFolder
-from slurmrl.engines.rollout.servers import weights_config
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
-from slurmrl.monitor.events import EventWriter
-from slurmrl.parallel import device
-from slurmrl.parallel.activity import Activity
-from slurmrl.parallel.device import Accelerator
-from slurmrl.paths import RunPaths
 from slurmrl.plan import processor
 from slurmrl.plan.checks import memory
 from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings
+from slurmrl.rollouts.generation.native.peers import Peers
+from slurmrl.rollouts.generation.native.rollout import NativeRollout
+from slurmrl.rollouts.generation.process import HostFolder
+from slurmrl.rollouts.generation.servers import weights_config
+from slurmrl.run.channel.bell import Bell
+from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.events import EventWriter
+from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.parallel import device
+from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.parallel.device import Accelerator
 from slurmrl.workers import doorbell, gpus
 from slurmrl.workers.distributed import collective_timeout, join
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from slurmrl import log
 from slurmrl.backoff import OUTAGE_S, Backoff
-from slurmrl.channel.bell import Bell, BellAddress
-from slurmrl.channel.log import LogReader
-from slurmrl.engines.rollout.base import RolloutEngine, WeightVersion
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.monitor.reports import Identity
-from slurmrl.paths import RunPaths
+from slurmrl.rollouts.generation.base import RolloutEngine, WeightVersion
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.rollouts.tools.toolbox import in_thread
-from slurmrl.weights.version import VersionId
+from slurmrl.run.channel.bell import Bell, BellAddress
+from slurmrl.run.channel.log import LogReader
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Identity
+from slurmrl.tensors.weights.version import VersionId
 from slurmrl.workers.rollout.channel import ResultWriter, TaskBell
 from slurmrl.workers.rollout.generation import Generation, Judging
 from slurmrl.workers.rollout.session import Key, Session, Work

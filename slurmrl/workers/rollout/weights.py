@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from slurmrl.checkpoint.export import write_json
-from slurmrl.engines.rollout.base import WeightVersion
 from slurmrl.errors import WeightVersionError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
 from slurmrl.models.hf import CONFIG_FILE
-from slurmrl.weights.local_copy import FILE, CopiedVersion, LocalCopy
-from slurmrl.weights.version import MANIFEST, VersionId, version_ids
+from slurmrl.rollouts.generation.base import WeightVersion
+from slurmrl.tensors.checkpoint.export import write_json
+from slurmrl.tensors.weights.local_copy import FILE, CopiedVersion, LocalCopy
+from slurmrl.tensors.weights.version import MANIFEST, VersionId, version_ids
 from slurmrl.workers.rollout.merging import MergingHost
 
 Stamp: TypeAlias = tuple[int, int]

@@ -22,12 +22,12 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import umask, variables
 from slurmrl.fsio.atomic import is_absent
-from slurmrl.monitor import overview
-from slurmrl.monitor.events import EventWriter
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
-from slurmrl.scheduler import orphaned
+from slurmrl.run import orphaned
+from slurmrl.run.events import EventWriter
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.worlds import TRAINERS
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.elastic import ElasticGroup
 from slurmrl.scheduler.slurm import SlurmScheduler
@@ -39,6 +39,7 @@ from slurmrl.scheduler.succession import (
     give_back,
 )
 from slurmrl.scheduler.upkeep import Upkeep
+from slurmrl.watch import overview
 from slurmrl.workers.link import end_as_failed, reason_to_leave
 from slurmrl.workers.supervisor import last_report, late_results
 from slurmrl.workers.supervisor.baton import Baton
@@ -48,7 +49,6 @@ from slurmrl.workers.supervisor.notice import announce
 from slurmrl.workers.supervisor.rounds import Rounds, job_tag
 from slurmrl.workers.supervisor.surplus import wait_for_turn
 from slurmrl.workers.supervisor.watchers import Watchers
-from slurmrl.worlds import TRAINERS
 
 logger = log.get(__name__)
 

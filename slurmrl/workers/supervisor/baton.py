@@ -13,14 +13,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from slurmrl import keys, log
+from slurmrl import log
 from slurmrl.errors import CorruptFileError, NameExistsError, SchedulerError
-from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
-from slurmrl.monitor import events, published
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.paths import RunPaths
+from slurmrl.run import events, keys
+from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.succession import Link
+from slurmrl.watch import published
 from slurmrl.workers.turns import Left, Turn, read_intact
 
 logger = log.get(__name__)

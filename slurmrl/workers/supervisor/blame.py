@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.monitor import published
-from slurmrl.monitor.reports import Cause
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
-from slurmrl.scheduler import hosts
+from slurmrl.run import hosts
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Cause
 from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.watch import published
 
 logger = log.get(__name__)
 

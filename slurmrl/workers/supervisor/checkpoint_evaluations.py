@@ -2,7 +2,7 @@
 
 The batch process links the files of a checkpoint soon after its commit
 (`evaluated_checkpoints`), so that it may be removed, and submits them with ``slurmrl eval``. Nobody
-waits for them, and what they find out is read where they leave it (`monitor.evaluated`).
+waits for them, and what they find out is read where they leave it (`run.evaluated`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import WHOLE, Config
 from slurmrl.errors import SlurmrlError
 from slurmrl.fsio.atomic import exclusive_create, list_names, make_private_directory
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import Commit, fold
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import Commit, fold
+from slurmrl.run.paths import RunPaths
 from slurmrl.workers.supervisor import evaluated_checkpoints
 from slurmrl.workers.supervisor.evaluated_checkpoints import linked
 from slurmrl.workers.supervisor.tasks_inside import signals_held_back, unblock

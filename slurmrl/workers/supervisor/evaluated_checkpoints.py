@@ -15,16 +15,16 @@ from contextlib import suppress
 from typing import Final
 
 from slurmrl import log
-from slurmrl.checkpoint.pinned import ORIGIN, is_pinned
 from slurmrl.config.load import load_resolved
 from slurmrl.errors import SlurmrlError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.primitives import is_temporary
-from slurmrl.history.recent import recent
-from slurmrl.history.record import Kind
-from slurmrl.history.state import Commit
-from slurmrl.paths import RunPaths
 from slurmrl.registry import resolve
+from slurmrl.run.history.recent import recent
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import Commit
+from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.checkpoint.pinned import ORIGIN, is_pinned
 from slurmrl.workers.supervisor import evaluating_trials
 
 logger = log.get(__name__)

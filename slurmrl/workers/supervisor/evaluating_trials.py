@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from slurmrl.config import source
-from slurmrl.monitor import evaluated
-from slurmrl.paths import RunPaths
+from slurmrl.run import evaluated
+from slurmrl.run.paths import RunPaths
 
 
 def subject(paths: RunPaths) -> RunPaths | None:

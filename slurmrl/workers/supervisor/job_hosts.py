@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from slurmrl import env, log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.monitor import published
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
+from slurmrl.run.hosts import BadHost, blamed, failed_starts
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import parse
 from slurmrl.scheduler.client import SlurmClient, usable_hosts
-from slurmrl.scheduler.hosts import BadHost, blamed, failed_starts
+from slurmrl.watch import published
 
 logger = log.get(__name__)
 

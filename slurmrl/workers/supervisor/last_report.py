@@ -10,9 +10,9 @@ from contextlib import suppress
 from slurmrl import log
 from slurmrl.config import source
 from slurmrl.errors import SlurmrlError
-from slurmrl.history.recent import recent
-from slurmrl.history.record import Kind
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.recent import recent
+from slurmrl.run.history.record import Kind
+from slurmrl.run.paths import RunPaths
 
 logger = log.get(__name__)
 

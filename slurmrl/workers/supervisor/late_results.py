@@ -1,5 +1,5 @@
 """What the end of a trial that evaluates a checkpoint means to the trial that trains: its sinks get
-the results (`monitor.sinks.arrivals`), and it keeps the checkpoint no longer."""
+the results (`watch.sinks.arrivals`), and it keeps the checkpoint no longer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 from slurmrl import log
 from slurmrl.errors import SlurmrlError
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 from slurmrl.workers.supervisor import evaluated_checkpoints, evaluating_trials
 
 logger = log.get(__name__)
@@ -29,7 +29,7 @@ def hand_over(paths: RunPaths) -> None:
         evaluated_checkpoints.sweep(trained)
         if not trained.evaluated().is_dir():
             return
-        module = "slurmrl.monitor.sinks.arrivals"
+        module = "slurmrl.watch.sinks.arrivals"
         command = [sys.executable, "-P", "-m", module, str(trained.run)]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     except (SlurmrlError, OSError) as error:

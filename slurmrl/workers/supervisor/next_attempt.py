@@ -5,9 +5,9 @@ from __future__ import annotations
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
-from slurmrl.monitor import published
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
+from slurmrl.watch import published
 
 logger = log.get(__name__)
 

@@ -24,14 +24,14 @@ from urllib.parse import urlsplit
 from slurmrl import log
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Cluster
+from slurmrl.display.words import first_line
 from slurmrl.errors import SlurmrlError
 from slurmrl.fsio import atomic, variables
-from slurmrl.history.recent import recent
-from slurmrl.history.record import Kind, Record
-from slurmrl.monitor import snapshot
-from slurmrl.monitor.status import assemble
-from slurmrl.monitor.words import first_line
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.recent import recent
+from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.paths import RunPaths
+from slurmrl.watch import snapshot
+from slurmrl.watch.status import assemble
 
 logger = log.get(__name__)
 

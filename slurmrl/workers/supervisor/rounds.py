@@ -14,12 +14,12 @@ from types import FrameType
 
 from slurmrl import env, log
 from slurmrl.backoff import retry
-from slurmrl.history.log import History
-from slurmrl.history.state import fold
-from slurmrl.monitor.events import EventWriter
-from slurmrl.paths import RunPaths
 from slurmrl.plan.placement import ROLLOUTS
-from slurmrl.scheduler import leave
+from slurmrl.run import leave
+from slurmrl.run.events import EventWriter
+from slurmrl.run.history.log import History
+from slurmrl.run.history.state import fold
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.client import SRUN
 from slurmrl.workers.link import reason_to_leave
 from slurmrl.workers.presence import Presence

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from slurmrl import log
 from slurmrl.backoff import retry
 from slurmrl.errors import EnvironmentFailure, SchedulerError
-from slurmrl.monitor.events import EventWriter
+from slurmrl.run.events import EventWriter
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import continues
 from slurmrl.scheduler.slurm import SlurmScheduler

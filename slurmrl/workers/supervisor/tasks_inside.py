@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from slurmrl import env, log
-from slurmrl.monitor.events import EventWriter
-from slurmrl.paths import RunPaths
 from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.run.events import EventWriter
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.client import SRUN
 from slurmrl.workers.process import die_with
 from slurmrl.workers.supervisor import next_attempt

@@ -19,15 +19,15 @@ from slurmrl.backoff import Interval, retry
 from slurmrl.config.load import load_resolved
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SchedulerError
 from slurmrl.fsio import umask
-from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
-from slurmrl.monitor import published
-from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.reports import Identity
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
+from slurmrl.run.events import EventWriter
+from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Identity
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.succession import TIMEOUT_S, Link
+from slurmrl.watch import published
 from slurmrl.workers.requeue import requeue, this_start
 
 logger = log.get(__name__)

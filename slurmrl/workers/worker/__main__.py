@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 
 from slurmrl import log
-from slurmrl.channel.pipe import Connection
 from slurmrl.fsio import umask
-from slurmrl.monitor.hang import PendingCollective, RankProgress
-from slurmrl.ops.native import build
-from slurmrl.parallel.activity import Activity
+from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.hang import PendingCollective, RankProgress
+from slurmrl.run.worlds import RankId, group_of
+from slurmrl.tensors.ops.native import build
+from slurmrl.tensors.parallel.activity import Activity
 from slurmrl.workers import output, pulse, stacks
 from slurmrl.workers.messages import FROM_FORK_SERVER, ImportFailed, Pulse
 from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, allow_tracing, ignore_signals
-from slurmrl.worlds import RankId, group_of
 
 COMPILING = "compiling the operators of slurmrl, once for this cache"
 
@@ -29,7 +29,7 @@ def main() -> int:
     ignore_signals()
     parser = argparse.ArgumentParser(prog="slurmrl.workers.worker")
     parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--world", required=True, help="see slurmrl.worlds")
+    parser.add_argument("--world", required=True, help="see slurmrl.run.worlds")
     parser.add_argument(PIPE_FD_OPTION, type=int, required=True)
     parser.add_argument(PULSE_OPTION, type=float, required=True, help="seconds between pulses")
     parser.add_argument(stacks.OPTION, type=int, required=True)

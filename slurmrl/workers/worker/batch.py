@@ -26,12 +26,12 @@ from slurmrl.data.packing import (
     joined,
 )
 from slurmrl.data.sample import SequenceSample
-from slurmrl.graph.call import Method
-from slurmrl.ops.collectives import broadcast_bytes, broadcast_sized
-from slurmrl.parallel.activity import Activity
-from slurmrl.parallel.groups import ParallelContext
-from slurmrl.parallel.topology import ModelRanks, topology_of
+from slurmrl.plan.graph.call import Method
 from slurmrl.plan.model import CallPlan
+from slurmrl.tensors.ops.collectives import broadcast_bytes, broadcast_sized
+from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.parallel.groups import ParallelContext
+from slurmrl.tensors.parallel.topology import ModelRanks, topology_of
 
 COMPLETIONS = "input_ids"
 """Key whose lengths are those of items with their completions."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from slurmrl.monitor.hang import PendingCollective
+from slurmrl.run.hang import PendingCollective
 
 SHOWN = 40
 """Number of newest collectives in a rank's stacks."""

@@ -3,7 +3,7 @@
 `checked` checks what an algorithm's interfaces return, which may be a user's own. `UpdateKept`
 measures the share of each update of the actor that the generating weights have: they may be of a
 narrower type, in which a small update disappears until several add up. Generation then samples from
-older weights, plus rounding. The share is that of exports (see `slurmrl.weights.survival`), of an
+older weights, plus rounding. The share is that of exports (see `slurmrl.tensors.weights.survival`), of an
 equally spaced part of this rank's weights.
 """
 
@@ -26,11 +26,7 @@ from slurmrl.data.ledger import ItemSample
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS, Engine, TrainEngine
 from slurmrl.errors import UsageError
-from slurmrl.graph.call import Method
-from slurmrl.layout.copy import Array
-from slurmrl.parallel.activity import Activity
-from slurmrl.parallel.groups import ParallelContext
-from slurmrl.paths import RunPaths
+from slurmrl.plan.graph.call import Method
 from slurmrl.plan.metrics import UPDATE_KEPT
 from slurmrl.plan.model import CallPlan, ModelPlan, Offloading, Plan
 from slurmrl.plan.precision import rounds_to
@@ -38,7 +34,11 @@ from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
 from slurmrl.rollouts.sample_files import StoredGroup, read_group
 from slurmrl.rollouts.sample_group import SampleGroup
-from slurmrl.weights.survival import survival
+from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.parallel.groups import ParallelContext
+from slurmrl.tensors.weights.survival import survival
 from slurmrl.workers.messages import (
     Done,
     HeldOut,

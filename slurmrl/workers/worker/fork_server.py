@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurmrl import log
-from slurmrl.allocation.allocation import BACKENDS
-from slurmrl.channel.pipe import Connection
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.engines import ENGINES
-from slurmrl.engines.rollout.process import remove_unused
-from slurmrl.engines.rollout.warden import Leftovers
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.registry import resolve
+from slurmrl.rollouts.generation.process import remove_unused
+from slurmrl.rollouts.generation.warden import Leftovers
+from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.worlds import TRAINERS
 from slurmrl.workers import process, stacks
 from slurmrl.workers.messages import (
     FROM_FORK_SERVER,
@@ -34,7 +35,6 @@ from slurmrl.workers.messages import (
     WorkerEnded,
     WriteStacks,
 )
-from slurmrl.worlds import TRAINERS
 
 logger = log.get(__name__)
 

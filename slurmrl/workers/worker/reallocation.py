@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from slurmrl.engines.base import Engine
 from slurmrl.errors import MoveError
-from slurmrl.layout.layout import Layout
-from slurmrl.ops.collectives import broadcast_bytes
-from slurmrl.parallel.activity import Activity
 from slurmrl.plan.model import ModelPlan, Plan, Reallocation
-from slurmrl.transfer.copies import BoxCopies
-from slurmrl.transfer.execute import Holdings, Mover, Storages
-from slurmrl.transfer.plan import MovePlan, plan_move
-from slurmrl.transfer.regions import PlacedLayout
-from slurmrl.transfer.verify import verify_move
+from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.ops.collectives import broadcast_bytes
+from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.transfer.copies import BoxCopies
+from slurmrl.tensors.transfer.execute import Holdings, Mover, Storages
+from slurmrl.tensors.transfer.plan import MovePlan, plan_move
+from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.tensors.transfer.verify import verify_move
 
 Verify = Literal["first", "always", "never"]
 

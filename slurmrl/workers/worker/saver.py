@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Protocol
 
 from slurmrl import log
-from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import discard
+from slurmrl.tensors.checkpoint.tensors import SavedFile
 from slurmrl.workers.messages import Saved
 
 logger = log.get(__name__)

@@ -15,18 +15,19 @@ import torch
 import torch.distributed as dist
 
 from slurmrl import log
-from slurmrl.channel.pipe import Connection
 from slurmrl.errors import (
     EnvironmentFailure,
     UnreadableInputError,
     UnusableGpuError,
     UsageError,
 )
-from slurmrl.monitor.reports import Cause, Failure
-from slurmrl.parallel import device
-from slurmrl.parallel.activity import Activity
-from slurmrl.parallel.gpu_faults import GpuFault, find_fault
-from slurmrl.paths import RunPaths
+from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Cause, Failure
+from slurmrl.run.worlds import TRAINERS, RankId
+from slurmrl.tensors.parallel import device
+from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.parallel.gpu_faults import GpuFault, find_fault
 from slurmrl.workers.failure import concerning, traceback_of
 from slurmrl.workers.messages import (
     FROM_WORKER,
@@ -43,7 +44,6 @@ from slurmrl.workers.messages import (
     WriteVersion,
 )
 from slurmrl.workers.worker.setup import build, build_rollout
-from slurmrl.worlds import TRAINERS, RankId
 
 logger = log.get(__name__)
 

@@ -15,11 +15,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from slurmrl import log
-from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.backoff import READ_S, Interval, retry
-from slurmrl.channel.pipe import Connection
-from slurmrl.checkpoint.manifest import until_certain, verify_share
-from slurmrl.checkpoint.pinned import is_pinned
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Optimizer
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data import dataset, preparation
@@ -29,14 +26,8 @@ from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, TrainEngine
-from slurmrl.engines.rollout.server import Running, Serving
 from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, UsageError
 from slurmrl.fsio import inputs
-from slurmrl.monitor.events import EventWriter
-from slurmrl.parallel import device, groups
-from slurmrl.parallel.activity import Activity
-from slurmrl.parallel.groups import ParallelContext
-from slurmrl.paths import RunPaths
 from slurmrl.plan import processor
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks import memory
@@ -46,6 +37,16 @@ from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.registry import resolve
+from slurmrl.rollouts.generation.server import Running, Serving
+from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.events import EventWriter
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.worlds import TRAINERS, RankId, group_of
+from slurmrl.tensors.checkpoint.manifest import until_certain, verify_share
+from slurmrl.tensors.checkpoint.pinned import is_pinned
+from slurmrl.tensors.parallel import device, groups
+from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.parallel.groups import ParallelContext
 from slurmrl.workers import gpus
 from slurmrl.workers.distributed import collective_timeout, host_group, join, wait_for_all
 from slurmrl.workers.messages import (
@@ -64,7 +65,6 @@ from slurmrl.workers.worker import reallocation, version_writing
 from slurmrl.workers.worker.batch import Mail
 from slurmrl.workers.worker.executor import Executor, UpdateKept
 from slurmrl.workers.worker.reallocation import Reallocations, Residence
-from slurmrl.worlds import TRAINERS, RankId, group_of
 
 logger = log.get(__name__)
 

@@ -11,20 +11,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slurmrl.checkpoint.stored import by_name
-from slurmrl.checkpoint.tensors import SavedFile, TensorEntry
 from slurmrl.engines.base import Engine
 from slurmrl.engines.versions import VersionParts
-from slurmrl.layout.copy import Array
 from slurmrl.models.storage import file_form
-from slurmrl.parallel.device import Accelerator
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import config_values
 from slurmrl.plan.settings import Settings
-from slurmrl.transfer.regions import PlacedLayout
-from slurmrl.weights.version import VersionId, part_file, part_index
-from slurmrl.weights.writer import PartWriter, VersionBits
+from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.checkpoint.stored import by_name
+from slurmrl.tensors.checkpoint.tensors import SavedFile, TensorEntry
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.parallel.device import Accelerator
+from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.tensors.weights.version import VersionId, part_file, part_index
+from slurmrl.tensors.weights.writer import PartWriter, VersionBits
 from slurmrl.workers.messages import Saved, WriteVersion
 from slurmrl.workers.worker.saver import Saver
 

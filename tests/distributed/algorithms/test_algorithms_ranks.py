@@ -17,9 +17,9 @@ from slurmrl.config.schema import Config, Dataset, Model, Optimizer
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import TrainEngine
-from slurmrl.parallel.groups import build
 from slurmrl.plan.model import ModelPlan
 from slurmrl.plan.settings import Settings
+from slurmrl.tensors.parallel.groups import build
 from tests.pool import RankPool
 from tests.support import megatron_cpu
 

@@ -22,8 +22,8 @@ from slurmrl.engines import ENGINES
 from slurmrl.engines.base import GenerateEngine, Outputs, TrainEngine
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
-from slurmrl.ops.upload import OnHost
-from slurmrl.parallel.groups import ParallelContext, build
+from slurmrl.tensors.ops.upload import OnHost
+from slurmrl.tensors.parallel.groups import ParallelContext, build
 from tests.support import megatron_cpu
 
 ARCHITECTURE = {

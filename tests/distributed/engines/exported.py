@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slurmrl.checkpoint.export import export
-from slurmrl.checkpoint.manifest import write_manifest
-from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.models.storage import file_form
+from slurmrl.tensors.checkpoint.export import export
+from slurmrl.tensors.checkpoint.manifest import write_manifest
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import Setup
 from tests.pool import RankPool
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.checkpoint import shards
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import TrainEngine
-from slurmrl.parallel.groups import build
+from slurmrl.tensors.checkpoint import shards
+from slurmrl.tensors.parallel.groups import build
 from slurmrl.workers.worker.batch import share
 from tests.distributed.engines.cases import Placed, Setup, batch, context, denominator, loss, make
 

@@ -32,7 +32,7 @@ def loaded(sides: list[Side], architecture: dict[str, Any], directory: Path) -> 
         finally:
             tracemalloc.stop()
 
-    with mock.patch("slurmrl.checkpoint.shards.BLOCK_BYTES", BLOCK_BYTES):
+    with mock.patch("slurmrl.tensors.checkpoint.shards.BLOCK_BYTES", BLOCK_BYTES):
         target.load(directory)
         allocated = peak_bytes(load)
     dist.barrier()

@@ -16,9 +16,9 @@ from slurmrl.config.schema.model import Model
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import TrainEngine
 from slurmrl.errors import UsageError
-from slurmrl.graph.call import Method
-from slurmrl.layout.layout import Layout
-from slurmrl.parallel.groups import build
+from slurmrl.plan.graph.call import Method
+from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.parallel.groups import build
 from slurmrl.workers.worker.executor import UpdateKept
 from tests.distributed.engines.cases import batch, denominator, loss
 from tests.support import megatron_cpu, transformer_engine_cpu

@@ -23,7 +23,7 @@ from slurmrl.config.schema.rollout import Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import TrainEngine
-from slurmrl.parallel.groups import build
+from slurmrl.tensors.parallel.groups import build
 from tests.support.megatron_cpu import install
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.engines.initial_weights import init_tensor
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.hf import to_hf
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import LENGTHS, Setup, batch
 from tests.distributed.engines.test_engines_megatron import MARGIN, margins, outputs_of

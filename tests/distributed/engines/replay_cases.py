@@ -16,10 +16,10 @@ from slurmrl.algorithms.rollout.recorded import add_experts, add_support
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import EXPERTS, SampledSupport
 from slurmrl.engines.base import Outputs
-from slurmrl.engines.rollout.server_engine import ServerEngine
+from slurmrl.engines.server_engine import ServerEngine
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
 from slurmrl.models.routes import UNKNOWN
-from slurmrl.parallel.groups import build
+from slurmrl.tensors.parallel.groups import build
 from tests.distributed.engines import megatron_cases
 from tests.distributed.engines.cases import (
     ARCHITECTURE,

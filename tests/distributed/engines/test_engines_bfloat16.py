@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs
 from slurmrl.engines.initial_weights import init_tensor
 from slurmrl.models.config import ModelConfig
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, Setup, batch, make, model
 from tests.pool import RankPool
 

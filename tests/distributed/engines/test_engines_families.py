@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.engines.initial_weights import init_tensor
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import from_hf, to_hf
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, model
 from tests.distributed.engines.exported import train_and_export

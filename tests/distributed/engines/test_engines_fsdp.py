@@ -13,9 +13,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from slurmrl.checkpoint.export import export
-from slurmrl.checkpoint.manifest import read_manifest, verify, write_manifest
-from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs
 from slurmrl.engines.fsdp.engine import FSDPEngine
@@ -24,6 +21,9 @@ from slurmrl.errors import CheckpointError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import build
 from slurmrl.models.shapes import EMBEDDING, LM_HEAD, parameter_shapes
+from slurmrl.tensors.checkpoint.export import export
+from slurmrl.tensors.checkpoint.manifest import read_manifest, verify, write_manifest
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, make, model
 from tests.pool import RankError, RankPool
 

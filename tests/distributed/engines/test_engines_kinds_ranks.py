@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.checkpoint.shards import RoleCheckpoint
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Setup, batch, model
 from tests.distributed.engines.test_engines_contract import plain_decoder

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.engines.initial_weights import init_tensor
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.shapes import parameter_shapes
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, Setup, batch, model
 from tests.distributed.engines.one_process import (
     assert_as_one_process,

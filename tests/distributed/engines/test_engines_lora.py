@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from slurmrl.checkpoint.export import export
-from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.config.schema.model import Lora
 from slurmrl.engines.base import Outputs
-from slurmrl.layout.box import Box
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.merged import MergedCheckpoint
 from slurmrl.models.peft import write_adapter
 from slurmrl.models.storage import file_form
+from slurmrl.tensors.checkpoint.export import export
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
+from slurmrl.tensors.layout.box import Box
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Setup, batch
 from tests.distributed.engines.one_process import random_model

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.shards import RoleCheckpoint
-from slurmrl.layout.box import Box
-from slurmrl.layout.copy import view
-from slurmrl.layout.holders import sources
-from slurmrl.layout.layout import Layout
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.copy import view
+from slurmrl.tensors.layout.holders import sources
+from slurmrl.tensors.layout.layout import Layout
 from tests.distributed.engines.cases import LENGTHS, Setup, model
 from tests.distributed.engines.megatron_cases import Case, Placed, placed
 from tests.distributed.engines.one_process import random_model

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.rollout.interface import RolloutInterface
-from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import LossFn, Outputs
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import batch, model, prompts
 from tests.distributed.engines.mixed_cases import ROLES, Step, context, replay
 from tests.distributed.engines.one_process import norm_of, random_model

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from slurmrl.config.schema.model import Model
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import TrainEngine
-from slurmrl.parallel.groups import build
+from slurmrl.tensors.parallel.groups import build
 from tests.distributed.engines.cases import batch, model
 from tests.distributed.engines.megatron_cases import Placed, placed, share, step
 from tests.distributed.engines.test_engines_contract import value_model

@@ -12,10 +12,10 @@ from slurmrl.config.schema.model import Model
 from slurmrl.engines import ENGINES
 from slurmrl.errors import UsageError
 from slurmrl.models.generate import GenerationOptions
-from slurmrl.parallel.groups import build
-from slurmrl.transfer.execute import Holdings, Mover
-from slurmrl.transfer.plan import plan_move
-from slurmrl.transfer.regions import PlacedLayout
+from slurmrl.tensors.parallel.groups import build
+from slurmrl.tensors.transfer.execute import Holdings, Mover
+from slurmrl.tensors.transfer.plan import plan_move
+from slurmrl.tensors.transfer.regions import PlacedLayout
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Placed, Setup, batch, completed, loss, model
 from tests.distributed.engines.test_engines_families import FAMILIES, MOE

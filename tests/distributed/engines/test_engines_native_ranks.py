@@ -17,21 +17,21 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.engines.fsdp import generation as generation_module
-from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.engines.rollout.native import decode as decode_module
-from slurmrl.engines.rollout.native import memory
-from slurmrl.engines.rollout.native import rollout as rollout_module
-from slurmrl.engines.rollout.native import runner as runner_module
-from slurmrl.engines.rollout.native.peers import Peers
-from slurmrl.engines.rollout.native.rollout import NativeRollout
-from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models import generate as generate_module
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import to_hf
 from slurmrl.models.paged import PagedDecoder
-from slurmrl.ops.products import packable
+from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.rollouts.generation.native import decode as decode_module
+from slurmrl.rollouts.generation.native import memory
+from slurmrl.rollouts.generation.native import rollout as rollout_module
+from slurmrl.rollouts.generation.native import runner as runner_module
+from slurmrl.rollouts.generation.native.peers import Peers
+from slurmrl.rollouts.generation.native.rollout import NativeRollout
+from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.tensors.ops.products import packable
 from tests.distributed.engines.cases import (
     ARCHITECTURE,
     LENGTHS,

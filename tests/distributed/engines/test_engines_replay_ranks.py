@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.engines.replay import experts_of
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.moe import SparseMLP
 from slurmrl.models.routes import UNKNOWN, Replayed
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import LENGTHS, Setup, batch, model
 from tests.distributed.engines.megatron_cases import Case, Placed, placed
 from tests.distributed.engines.one_process import assert_gradients, of_folder, random_model

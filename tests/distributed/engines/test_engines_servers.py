@@ -18,13 +18,13 @@ from slurmrl.config.schema.model import Model
 from slurmrl.config.servers import Address, ServerKeys
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
-from slurmrl.engines.rollout.server import Patience, Running, Serving
-from slurmrl.engines.rollout.server_engine import ServerEngine
+from slurmrl.engines.server_engine import ServerEngine
 from slurmrl.models.generate import GenerationOptions
-from slurmrl.parallel.groups import build
-from slurmrl.transfer.execute import Holdings, Mover
-from slurmrl.transfer.plan import plan_move
-from slurmrl.transfer.regions import PlacedLayout
+from slurmrl.rollouts.generation.server import Patience, Running, Serving
+from slurmrl.tensors.parallel.groups import build
+from slurmrl.tensors.transfer.execute import Holdings, Mover
+from slurmrl.tensors.transfer.plan import plan_move
+from slurmrl.tensors.transfer.regions import PlacedLayout
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Placed, Setup, batch, loss, model
 from tests.pool import RankError, RankPool

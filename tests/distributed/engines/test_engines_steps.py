@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.engines.base import TrainEngine
 from slurmrl.models.decoder import Decoder
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Setup, batch, denominator, model
 from tests.distributed.engines.megatron_cases import Case, placed, share, step

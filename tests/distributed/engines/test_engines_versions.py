@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.checkpoint.precision import Precision
-from slurmrl.checkpoint.shards import RoleCheckpoint
-from slurmrl.checkpoint.stored import Storage, file_entries
-from slurmrl.checkpoint.tensors import TensorFile
 from slurmrl.config.schema import Lora
-from slurmrl.layout.box import Box
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.folder_tensors import SafetensorsFolder
 from slurmrl.models.storage import file_form
-from slurmrl.weights.version import VersionId, read_part
-from slurmrl.weights.writer import publish
+from slurmrl.tensors.checkpoint.precision import Precision
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
+from slurmrl.tensors.checkpoint.stored import Storage, file_entries
+from slurmrl.tensors.checkpoint.tensors import TensorFile
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.weights.version import VersionId, read_part
+from slurmrl.tensors.weights.writer import publish
 from slurmrl.workers.rollout import merging
 from slurmrl.workers.rollout.weights import TaskWeights
 from tests.distributed.engines.cases import Setup, model

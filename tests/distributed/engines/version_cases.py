@@ -9,15 +9,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slurmrl.checkpoint.stored import Storage, by_name
 from slurmrl.engines.base import TrainEngine
 from slurmrl.engines.versions import VersionParts
-from slurmrl.layout.layout import Layout
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf_config import stored
 from slurmrl.models.storage import storage_of
-from slurmrl.transfer.regions import PlacedLayout
-from slurmrl.weights.writer import PartWriter
+from slurmrl.tensors.checkpoint.stored import Storage, by_name
+from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.tensors.weights.writer import PartWriter
 from tests.distributed.engines import cases, megatron_cases
 from tests.distributed.engines.cases import Setup, batch, denominator, loss
 from tests.distributed.engines.megatron_cases import Case

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurmrl.parallel.groups import build
-from slurmrl.parallel.topology import topology_of
+from slurmrl.tensors.parallel.groups import build
+from slurmrl.tensors.parallel.topology import topology_of
 from tests.pool import RankPool
 
 HERE = "tests.distributed.parallel.test_parallel_groups"

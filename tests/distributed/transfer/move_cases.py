@@ -17,14 +17,14 @@ from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine
 from slurmrl.engines.planned import planned_layout
 from slurmrl.errors import MoveError
-from slurmrl.layout.layout import Layout
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.parallel.groups import build
-from slurmrl.transfer.copies import BoxCopies
-from slurmrl.transfer.execute import Holdings, Mover
-from slurmrl.transfer.plan import Segment, plan_move
-from slurmrl.transfer.regions import PlacedLayout
-from slurmrl.transfer.verify import verify_move
+from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.parallel.groups import build
+from slurmrl.tensors.transfer.copies import BoxCopies
+from slurmrl.tensors.transfer.execute import Holdings, Mover
+from slurmrl.tensors.transfer.plan import Segment, plan_move
+from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.tensors.transfer.verify import verify_move
 from tests.support import megatron_cpu
 from tests.support.host_memory import peak_bytes
 
@@ -174,7 +174,7 @@ def allocated(sides: list[Side], architecture: dict[str, Any]) -> tuple[int, int
     plan = plan_move(*layouts, hosts=dict.fromkeys(range(8), 0), budget=4 * BUDGET)
     mover = Mover(plan, rank, held, taken, group=None, device=torch.device("cpu"))
     mover.run()
-    with mock.patch("slurmrl.transfer.plan.ALONE", 256):
+    with mock.patch("slurmrl.tensors.transfer.plan.ALONE", 256):
         peak = peak_bytes(mover.run)
     return peak, plan.staging().get(rank, 0)
 
@@ -204,7 +204,7 @@ def coalesced(sides: list[Side], architecture: dict[str, Any]) -> None:
     mover = Mover(plan, rank, held, taken, group=None, device=device, copies=copies)
     real = SimpleNamespace(**vars(dist))
     real.batch_isend_irecv = lambda operations: [Coalesced(operations)]
-    with mock.patch("slurmrl.transfer.execute.dist", real):
+    with mock.patch("slurmrl.tensors.transfer.execute.dist", real):
         mover.run()
     verify_move(*layouts, rank, held, taken, group=None, device=device)
 

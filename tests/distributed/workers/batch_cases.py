@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.data.sample import SequenceSample
-from slurmrl.graph.call import Method
-from slurmrl.parallel.activity import Activity
-from slurmrl.parallel.groups import build
+from slurmrl.plan.graph.call import Method
 from slurmrl.plan.model import CallPlan
+from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.parallel.groups import build
 from slurmrl.workers.worker.batch import Batch, Mail, Shares
 
 

@@ -10,9 +10,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from slurmrl.checkpoint.checksums import checksum
-from slurmrl.checkpoint.manifest import read_state, verify
-from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.config.schema.config import Checkpoint
 from slurmrl.errors import (
     CheckpointError,
@@ -24,10 +21,13 @@ from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import write_new
-from slurmrl.history.log import History
-from slurmrl.history.state import fold
-from slurmrl.history.writer import IncarnationWriter, begin
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.log import History
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import IncarnationWriter, begin
+from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.checkpoint.checksums import checksum
+from slurmrl.tensors.checkpoint.manifest import read_state, verify
+from slurmrl.tensors.checkpoint.tensors import SavedFile
 from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.serve import _clean
 from slurmrl.workers.messages import Done, Save, Saved

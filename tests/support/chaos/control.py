@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import EnvironmentFailure, StaleIncarnationError
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.history.log import History
-from slurmrl.history.state import fold
-from slurmrl.history.writer import begin
-from slurmrl.paths import RunPaths
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.history.log import History
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import begin
+from slurmrl.run.paths import RunPaths
 from slurmrl.workers.master.serve import _clean
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Note

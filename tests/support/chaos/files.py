@@ -9,9 +9,9 @@ from typing import Any
 
 from slurmrl.errors import NameExistsError, NameNotFoundError, SlurmrlError
 from slurmrl.fsio import atomic
-from slurmrl.lease import Lease, read_counter
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.run.lease import Lease, read_counter
 from tests.support.chaos.linearizable import is_linearizable, operations
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Actor, Note

@@ -10,10 +10,10 @@ from slurmrl.errors import (
     TrialEndedError,
     UsageError,
 )
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind, Record
-from slurmrl.history.state import fold
-from slurmrl.history.writer import begin, end, resume
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import begin, end, resume
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Note
 

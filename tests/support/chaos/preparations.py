@@ -13,7 +13,7 @@ from slurmrl.config.schema import Dataset
 from slurmrl.data import preparation, prepared
 from slurmrl.data.prepared import PreparedRows
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Note
 

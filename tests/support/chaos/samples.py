@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurmrl.channel.log import LogPosition, LogReader, LogWriter
 from slurmrl.errors import CorruptFileError, SampleFileError
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.paths import RunPaths
 from slurmrl.rollouts.sample_files import SampleWriter, StoredGroup, read_group, remove_settled
+from slurmrl.run.channel.log import LogPosition, LogReader, LogWriter
+from slurmrl.run.paths import RunPaths
 from slurmrl.workers.rollout_messages import RESULT_LOG, GroupsFinished
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Note

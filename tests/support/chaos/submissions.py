@@ -12,16 +12,16 @@ from functools import cache
 from pathlib import Path
 
 from slurmrl.config.load import dump
+from slurmrl.desk import git, live, prepare, proposal, submit, versions
 from slurmrl.errors import UsageError
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.history.log import History
-from slurmrl.history.state import fold
-from slurmrl.monitor.snapshot import newest_submission
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.log import History
+from slurmrl.run.history.state import fold
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.rows import QueueRow
 from slurmrl.scheduler.slurm import SlurmScheduler
-from slurmrl.submission import git, live, prepare, proposal, submit, versions
+from slurmrl.watch.snapshot import newest_submission
 from tests.fake_runs import write_config
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Note

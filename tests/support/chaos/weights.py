@@ -8,11 +8,11 @@ import numpy as np
 
 from slurmrl.errors import WeightVersionError
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.layout.copy import Array
-from slurmrl.weights.inventory import inventory, prune
-from slurmrl.weights.local_copy import CopiedVersion, LocalCopy
-from slurmrl.weights.version import VersionId, read_manifest, version_ids
-from slurmrl.weights.writer import PartWriter, VersionBits, publish
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.weights.inventory import inventory, prune
+from slurmrl.tensors.weights.local_copy import CopiedVersion, LocalCopy
+from slurmrl.tensors.weights.version import VersionId, read_manifest, version_ids
+from slurmrl.tensors.weights.writer import PartWriter, VersionBits, publish
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Note
 from tests.support.faulty import Faulty

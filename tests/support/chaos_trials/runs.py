@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmrl.history.record import Kind
-from slurmrl.monitor import events
+from slurmrl.run import events
+from slurmrl.run.history.record import Kind
 from tests.support.chaos_trials.kills import Plan, draw
 from tests.support.chaos_trials.monkey import Kill, Monkey, Usual
 from tests.support.chaos_trials.watched import Outcome, Watched

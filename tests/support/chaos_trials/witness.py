@@ -9,12 +9,12 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from slurmrl.channel.log import LogReader
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind, Record
-from slurmrl.history.state import TrialState, fold
-from slurmrl.monitor import metrics
-from slurmrl.paths import RunPaths
+from slurmrl.run import metrics
+from slurmrl.run.channel.log import LogReader
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.state import TrialState, fold
+from slurmrl.run.paths import RunPaths
 from slurmrl.workers.messages import CONTROL_LOG, LoadBatch
 
 Items = list[list[int]]

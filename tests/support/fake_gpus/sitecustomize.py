@@ -4,10 +4,10 @@ files, so workers that get one compute on the CPU, and a torch for CPUs is accep
 import sys
 
 if "slurmrl.workers.worker" in sys.orig_argv:
-    from slurmrl.parallel import device
+    from slurmrl.tensors.parallel import device
 
     device.choose = lambda gpus: device.CPU
 elif sys.orig_argv[1:3] == ["-m", "slurmrl"]:
-    from slurmrl.submission.checks import run
+    from slurmrl.desk.checks import run
 
     run.torch_build = lambda: None

@@ -13,9 +13,9 @@ PROGRAMS = ("slurmrl.workers.agent", "slurmrl.workers.master")
 
 program = next((name for name in PROGRAMS if name in sys.orig_argv), None)
 if program is not None:
-    from slurmrl.channel import wakeup
-    from slurmrl.channel.bell import Bell
-    from slurmrl.channel.follower import Follower
+    from slurmrl.run.channel import wakeup
+    from slurmrl.run.channel.bell import Bell
+    from slurmrl.run.channel.follower import Follower
     from slurmrl.workers import doorbell
 
     wakeup.is_local = doorbell.is_local = lambda directory: False

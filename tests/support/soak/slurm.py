@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 from tests.support import paced
 from tests.support.chaos_trials.watched import Watched
 from tests.support.nodes import private_bed, queued, slurm

@@ -19,9 +19,9 @@ from slurmrl.algorithms.rollout.interface import RolloutInterface
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer, Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.parallel.groups import ParallelContext
-from slurmrl.parallel.topology import ProcessTopology
 from slurmrl.plan.settings import Settings
+from slurmrl.tensors.parallel.groups import ParallelContext
+from slurmrl.tensors.parallel.topology import ProcessTopology
 
 VOCABULARY, END, WANTED = 12, 1, 7
 ARCHITECTURE = {

@@ -18,12 +18,12 @@ from slurmrl.algorithms.rollout.interface import RolloutInterface
 from slurmrl.config.schema import EpisodeSettings, Logging, Reward
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer
-from slurmrl.engines.rollout.native import batch as batch_module
-from slurmrl.engines.rollout.native.pages import PagePool
-from slurmrl.engines.rollout.native.runner import Drawn, Runner
-from slurmrl.engines.rollout.native.schedule import Step
 from slurmrl.errors import RewardError
 from slurmrl.models.paged import cell_bytes
+from slurmrl.rollouts.generation.native import batch as batch_module
+from slurmrl.rollouts.generation.native.pages import PagePool
+from slurmrl.rollouts.generation.native.runner import Drawn, Runner
+from slurmrl.rollouts.generation.native.schedule import Step
 
 MakeWorld = Callable[..., Any]
 TOKENIZER = Path(__file__).parents[3] / "examples" / "addition" / "tokenizer"

@@ -24,9 +24,9 @@ from slurmrl.algorithms.sequences import ReferenceInterface, nth_sequences
 from slurmrl.config.schema import Config, Dataset, Evaluation, Model, Optimizer
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.parallel.groups import ParallelContext
-from slurmrl.parallel.topology import ProcessTopology
 from slurmrl.plan.settings import Settings
+from slurmrl.tensors.parallel.groups import ParallelContext
+from slurmrl.tensors.parallel.topology import ProcessTopology
 
 ARCHITECTURE = {
     "model_type": "qwen2",

@@ -18,8 +18,8 @@ from slurmrl.algorithms.rollout.stored import StoredInterface
 from slurmrl.config.schema import Config
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import EXPERTS, IDS, SIZES, SampledSupport
-from slurmrl.engines.rollout.base import Completion
 from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.generation.base import Completion
 from slurmrl.rollouts.runner import EpisodeOutcome
 from slurmrl.rollouts.sample_group import SampleGroup
 from tests.unit.algorithms.test_algorithms_episodes import SEVERAL, context_of, generated

@@ -14,7 +14,7 @@ from slurmrl.algorithms.policy.scored import only_scored
 from slurmrl.algorithms.reward.interface import score_records
 from slurmrl.config.schema import Dataset, Evaluation
 from slurmrl.data.sample import SequenceSample
-from slurmrl.graph.call import Measure
+from slurmrl.plan.graph.call import Measure
 from tests.unit.algorithms.test_algorithms_baselines import algorithm, estimates, rollout
 from tests.unit.algorithms.test_algorithms_filters import filtered
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from slurmrl.allocation import Components, parse_components
-from slurmrl.allocation.parser import format_gpus, parse_gpus
+from slurmrl.config.allocation import Components, parse_components
+from slurmrl.config.allocation.parser import format_gpus, parse_gpus
 from slurmrl.errors import AllocationError, UnknownNameError
 
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmrl.allocation import parse
-from slurmrl.allocation.legacy_spellings import HostShape, Mesh, mesh, parse_legacy, spelled
-from slurmrl.allocation.parser import Scanner
+from slurmrl.config.allocation import parse
+from slurmrl.config.allocation.legacy_spellings import HostShape, Mesh, mesh, parse_legacy, spelled
+from slurmrl.config.allocation.parser import Scanner
 from slurmrl.errors import AllocationError
 
 SHAPE = HostShape(hosts=2, gpus_per_host=8)

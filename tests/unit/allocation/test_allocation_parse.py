@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmrl.allocation import Allocation, ExpertSizes, parse
-from slurmrl.allocation.allocation import AXIS_OF, BACKENDS
+from slurmrl.config.allocation import Allocation, ExpertSizes, parse
+from slurmrl.config.allocation.allocation import AXIS_OF, BACKENDS
 from slurmrl.errors import AllocationError
 from slurmrl.plan.build import AXIS_ORDER, expert_sizes
 from slurmrl.plan.model import ModelPlan

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.channel import bell as module
-from slurmrl.channel.bell import TOKEN_BYTES, Bell, BellAddress
-from slurmrl.channel.follower import FIRST_POLL_S, RINGING_FIRST_POLL_S, SPARE_LOOKS, Follower
-from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import objects
 from slurmrl.fsio.calls import SystemCalls
+from slurmrl.run.channel import bell as module
+from slurmrl.run.channel.bell import TOKEN_BYTES, Bell, BellAddress
+from slurmrl.run.channel.follower import FIRST_POLL_S, RINGING_FIRST_POLL_S, SPARE_LOOKS, Follower
+from slurmrl.run.channel.log import LogReader, LogWriter
 
 LOOPBACK = "127.0.0.1"
 LONGEST_S = 30.0
@@ -83,7 +83,7 @@ class Site:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurmrl.channel.wakeup.is_local", lambda directory: False)
+    monkeypatch.setattr("slurmrl.run.channel.wakeup.is_local", lambda directory: False)
 
 
 @pytest.fixture

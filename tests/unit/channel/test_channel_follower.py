@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.channel import wakeup as module
-from slurmrl.channel.bell import Bell
-from slurmrl.channel.follower import FIRST_POLL_S, Follower
-from slurmrl.channel.frame import encode
-from slurmrl.channel.log import LogReader, LogWriter, segment_path
-from slurmrl.channel.wakeup import SAFETY_S
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio.calls import SystemCalls, is_local
+from slurmrl.run.channel import wakeup as module
+from slurmrl.run.channel.bell import Bell
+from slurmrl.run.channel.follower import FIRST_POLL_S, Follower
+from slurmrl.run.channel.frame import encode
+from slurmrl.run.channel.log import LogReader, LogWriter, segment_path
+from slurmrl.run.channel.wakeup import SAFETY_S
 
 LONGEST_S = 5.0
 

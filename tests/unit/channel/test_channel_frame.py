@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmrl.channel import frame
-from slurmrl.channel.frame import decode, encode
 from slurmrl.errors import CorruptFileError, UsageError
+from slurmrl.run.channel import frame
+from slurmrl.run.channel.frame import decode, encode
 
 VALUES = st.none() | st.integers() | st.text(max_size=10) | st.lists(st.booleans(), max_size=3)
 MESSAGES = st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=3), max_size=4)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from slurmrl.channel.frame import encode
-from slurmrl.channel.pipe import Connection
 from slurmrl.errors import CorruptFileError
+from slurmrl.run.channel.frame import encode
+from slurmrl.run.channel.pipe import Connection
 
 Pair = tuple[Connection, Connection]
 
@@ -171,7 +171,7 @@ def test_descriptors_that_were_not_taken_are_closed(pair: Pair) -> None:
 
 CHILD = """
 import sys
-from slurmrl.channel.pipe import Connection
+from slurmrl.run.channel.pipe import Connection
 connection = Connection.from_fd(int(sys.argv[1]))
 while (message := connection.receive(timeout_s=60)) is not None:
     connection.send({"echo": message})

@@ -13,17 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slurmrl.checkpoint import precision, shards
-from slurmrl.checkpoint.export import TokenizerFiles, export
-from slurmrl.checkpoint.rank_files import ShardHeader
-from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
-from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.errors import CheckpointError, EnvironmentFailure, UnreadableInputError
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.layout.box import Box, chunk
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
+from slurmrl.tensors.checkpoint import precision, shards
+from slurmrl.tensors.checkpoint.export import TokenizerFiles, export
+from slurmrl.tensors.checkpoint.rank_files import ShardHeader
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
+from slurmrl.tensors.checkpoint.tensors import TensorEntry
+from slurmrl.tensors.layout.box import Box, chunk
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout.shard import Shard
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SHAPES = {"model.b": (5, 4), "model.a": (3,), "lm_head": (2, 2, 2)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slurmrl.checkpoint.inventory import kept_by
-from slurmrl.history.state import Commit
+from slurmrl.run.history.state import Commit
+from slurmrl.watch.checkpoints import kept_by
 
 
 @pytest.mark.parametrize(

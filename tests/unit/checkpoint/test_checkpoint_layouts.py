@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from slurmrl.checkpoint import rank_files, shards
-from slurmrl.checkpoint.manifest import open_verified, read_state, verify, write_manifest
-from slurmrl.checkpoint.rank_files import ShardHeader
-from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
-from slurmrl.checkpoint.tensors import SavedFile, TensorEntry
 from slurmrl.engines.loading import fill
 from slurmrl.errors import CheckpointError, CorruptFileError, DamagedCheckpointError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.layout.box import Box, chunk
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
+from slurmrl.tensors.checkpoint import rank_files, shards
+from slurmrl.tensors.checkpoint.manifest import open_verified, read_state, verify, write_manifest
+from slurmrl.tensors.checkpoint.rank_files import ShardHeader
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
+from slurmrl.tensors.checkpoint.tensors import SavedFile, TensorEntry
+from slurmrl.tensors.layout.box import Box, chunk
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout.shard import Shard
 
 Damage = Callable[[dict[str, Any]], Any]
 RANKS = 5

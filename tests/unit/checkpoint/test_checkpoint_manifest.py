@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.checkpoint.checksums import BUFFER_BYTES, Checksum, checksum
-from slurmrl.checkpoint.manifest import (
+from slurmrl.errors import CheckpointError, DamagedCheckpointError, EnvironmentFailure
+from slurmrl.fsio.calls import SystemCalls
+from slurmrl.tensors.checkpoint.checksums import BUFFER_BYTES, Checksum, checksum
+from slurmrl.tensors.checkpoint.manifest import (
     MANIFEST,
     read_manifest,
     read_state,
@@ -21,9 +23,7 @@ from slurmrl.checkpoint.manifest import (
     verify_share,
     write_manifest,
 )
-from slurmrl.checkpoint.tensors import SavedFile
-from slurmrl.errors import CheckpointError, DamagedCheckpointError, EnvironmentFailure
-from slurmrl.fsio.calls import SystemCalls
+from slurmrl.tensors.checkpoint.tensors import SavedFile
 
 STATE = {"cursor": [1, 20], "kl_coef": 0.1}
 

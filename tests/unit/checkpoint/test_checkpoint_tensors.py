@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slurmrl.checkpoint.checksums import checksum
-from slurmrl.checkpoint.tensors import TensorEntry, TensorFile, write_tensors
 from slurmrl.errors import CheckpointError, CorruptFileError, EnvironmentFailure
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.layout.layout import TensorSpec
+from slurmrl.tensors.checkpoint.checksums import checksum
+from slurmrl.tensors.checkpoint.tensors import TensorEntry, TensorFile, write_tensors
+from slurmrl.tensors.layout.layout import TensorSpec
 
 TENSORS = {
     "z": torch.randn(3, 4),

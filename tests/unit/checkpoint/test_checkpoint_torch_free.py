@@ -8,13 +8,13 @@ import sys
 import pytest
 
 MODULES = (
-    "slurmrl.layout.copy",
-    "slurmrl.layout.holders",
-    "slurmrl.checkpoint.manifest",
-    "slurmrl.checkpoint.shards",
-    "slurmrl.checkpoint.export",
+    "slurmrl.tensors.layout.copy",
+    "slurmrl.tensors.layout.holders",
+    "slurmrl.tensors.checkpoint.manifest",
+    "slurmrl.tensors.checkpoint.shards",
+    "slurmrl.tensors.checkpoint.export",
     "slurmrl.engines",
-    "slurmrl.parallel",
+    "slurmrl.tensors.parallel",
 )
 
 

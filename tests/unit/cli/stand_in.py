@@ -11,15 +11,15 @@ import time
 from pathlib import Path
 
 import slurmrl
-from slurmrl import keys
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import fold
-from slurmrl.history.writer import begin
-from slurmrl.lease import Lease
-from slurmrl.monitor.metrics import MetricsWriter, cut
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
+from slurmrl.run import keys
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import begin
+from slurmrl.run.lease import Lease
+from slurmrl.run.metrics import MetricsWriter, cut
+from slurmrl.run.paths import RunPaths
 
 
 def main(run: str, total: str, mode: str) -> int:

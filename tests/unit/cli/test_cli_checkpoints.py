@@ -16,26 +16,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slurmrl.algorithms.reward_model.schema import INTERFACE
-from slurmrl.checkpoint import manifest as manifest_module
-from slurmrl.checkpoint.manifest import write_manifest
-from slurmrl.checkpoint.rank_files import ShardHeader
-from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
-from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.cli.checkpoints import size
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.errors import DamagedCheckpointError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import fold
-from slurmrl.history.writer import begin
-from slurmrl.layout.box import Box
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import load_settings
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import begin
+from slurmrl.tensors.checkpoint import manifest as manifest_module
+from slurmrl.tensors.checkpoint.manifest import write_manifest
+from slurmrl.tensors.checkpoint.rank_files import ShardHeader
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
+from slurmrl.tensors.checkpoint.tensors import TensorEntry
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout.shard import Shard
 from slurmrl.workers.master.exporting import export_actor, pin_actor
 from tests.fake_runs import FakeRun, write_config
 
@@ -180,7 +180,7 @@ def test_what_was_set_aside_is_shown_and_does_not_count(
 def test_a_commit_that_the_run_deletes_meanwhile_is_left_out(
     trial: Trial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from slurmrl.checkpoint import inventory as module
+    from slurmrl.watch import checkpoints as module
 
     for step in (2, 4):
         trial.commit(step)

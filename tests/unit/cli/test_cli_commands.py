@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from slurmrl.cli.main import main
+from slurmrl.desk import live, proposal, submit
 from slurmrl.fsio import space
-from slurmrl.history.record import END_OF_DATASET, Kind
-from slurmrl.paths import RunPaths, user_name
+from slurmrl.run.history.record import END_OF_DATASET, Kind
+from slurmrl.run.paths import RunPaths, user_name
 from slurmrl.scheduler.base import JobIds, JobState, SubmissionRequest
-from slurmrl.submission import live, proposal, submit
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from slurmrl.cli import doctor as command
 from slurmrl.cli.main import main
-from slurmrl.doctor import examine
-from slurmrl.doctor.check import Check, failed, ok, warning
+from slurmrl.desk.doctor import examine
+from slurmrl.desk.doctor.check import Check, failed, ok, warning
 
 CHECKS = [
     warning("open files", "limit 1024 (hard 4096), below 4096", "put 'ulimit -n 65536' in").at(

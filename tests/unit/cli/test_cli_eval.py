@@ -10,10 +10,10 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump
-from slurmrl.history.record import Kind
-from slurmrl.paths import RunPaths
-from slurmrl.submission.evaluating import evaluation_of
-from slurmrl.submission.proposal import propose
+from slurmrl.desk.evaluating import evaluation_of
+from slurmrl.desk.proposal import propose
+from slurmrl.run.history.record import Kind
+from slurmrl.run.paths import RunPaths
 from tests.fake_runs import FakeRun
 from tests.support.trials import ADDITION, ARCHITECTURE
 
@@ -84,7 +84,7 @@ def test_another_model_with_the_name_of_one_that_was_evaluated_is_told_the_name_
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The trial has the last two names of a model's path."""
-    monkeypatch.setattr("slurmrl.submission.snapshot.is_this_code", lambda _: True)
+    monkeypatch.setattr("slurmrl.desk.snapshot.is_this_code", lambda _: True)
     models = [file.parent / first / "step" / "model" for first in ("a", "b")]
     for model in models:
         shutil.copytree(file.parent / "model", model)

@@ -10,9 +10,9 @@ import pytest
 
 from slurmrl.cli import live
 from slurmrl.cli.live import TrialFollower, View, exit_code
-from slurmrl.history.record import Kind
+from slurmrl.desk.live import Jobs
+from slurmrl.run.history.record import Kind
 from slurmrl.scheduler.base import JobState
-from slurmrl.submission.live import Jobs
 from tests.fake_runs import FakeRun, FakeScheduler, task
 
 

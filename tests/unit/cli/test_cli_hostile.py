@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 from tests.support import hostile
 
 

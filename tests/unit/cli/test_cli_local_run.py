@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.monitor.metrics import read
-from slurmrl.paths import RunPaths, user_name
+from slurmrl.desk.live import newest_jobs
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.metrics import read
+from slurmrl.run.paths import RunPaths, user_name
 from slurmrl.scheduler.base import SubmissionRequest
 from slurmrl.scheduler.local import LocalScheduler
-from slurmrl.submission.live import newest_jobs
 from tests.fake_runs import write_config
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -43,7 +43,7 @@ import sys
 sys.path.insert(0, {str(STAND_IN.parents[3])!r})
 from slurmrl.cli.main import main
 from slurmrl.scheduler import SCHEDULERS
-from slurmrl.submission import snapshot
+from slurmrl.desk import snapshot
 snapshot.is_this_code = lambda folder: True  # the stand-in is in no snapshot
 SCHEDULERS._entries["local"] = "test_cli_local_run:StandInScheduler"
 sys.path.insert(0, {str(STAND_IN.parent)!r})

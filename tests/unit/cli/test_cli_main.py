@@ -20,7 +20,7 @@ from slurmrl.errors import (
     RunFailedError,
     UsageError,
 )
-from slurmrl.history.record import Kind
+from slurmrl.run.history.record import Kind
 from tests.fake_runs import FakeRun, write_config
 
 FREE = {"data", "completion", "init", "examples", "train-tokenizer"}
@@ -201,7 +201,7 @@ def test_exit_codes(
     def fail(root: Path) -> None:
         raise error
 
-    monkeypatch.setattr("slurmrl.submission.trials.all_trials", fail)
+    monkeypatch.setattr("slurmrl.desk.trials.all_trials", fail)
     assert main(["status", *(["--debug"] if debug else [])]) == code
     captured = capsys.readouterr()
     if code == 130:
@@ -214,7 +214,7 @@ def test_an_error_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None
     def fail(root: Path) -> None:
         raise KeyError("bug")
 
-    monkeypatch.setattr("slurmrl.submission.trials.all_trials", fail)
+    monkeypatch.setattr("slurmrl.desk.trials.all_trials", fail)
     with pytest.raises(KeyError):
         main(["status"])
 

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from slurmrl.cli.main import main
+from slurmrl.desk.checks import run as checks
 from slurmrl.plan.checks import inventory
 from slurmrl.scheduler.parse import HostRow
-from slurmrl.submission.checks import run as checks
 from tests.fake_runs import write_config
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from slurmrl.cli.main import main
+from slurmrl.desk import own_code
 from slurmrl.errors import ConfigError
 from slurmrl.plan.settings import load_settings
-from slurmrl.submission import own_code
 from tests.support.trials import ppo_config
 
 REWARD = """

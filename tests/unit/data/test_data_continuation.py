@@ -13,8 +13,8 @@ from slurmrl.config.schema import Dataset
 from slurmrl.data.encoder import Continuations, Encoder
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.data.types import row_type
+from slurmrl.desk.inspector import token_ids
 from slurmrl.rollouts.dialogue import Dialogue
-from slurmrl.submission.inspector import token_ids
 
 SPECIAL = ["<unk>", "<s>", "</s>", "[INST]"]
 SPACED = ["first", "always", "prepend"]

@@ -32,7 +32,7 @@ from slurmrl.data.ledger import (
 )
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import objects
-from slurmrl.history.lineage import Lineage
+from slurmrl.run.history.lineage import Lineage
 
 ALL_STEPS = Lineage({1: None})
 HOLDERS = ("task-0.1", "task-1.1", "task-2.1")

@@ -29,9 +29,9 @@ from slurmrl.data.leases import SampleLedger
 from slurmrl.data.ledger import ItemSample, LedgerRecord
 from slurmrl.errors import CorruptFileError, SlotTakenError, StaleIncarnationError
 from slurmrl.fsio import objects
-from slurmrl.history.lineage import Lineage
-from slurmrl.history.record import Kind, Record
-from slurmrl.history.writer import IncarnationWriter, begin
+from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.writer import IncarnationWriter, begin
 
 TASKS = ("a", "b", "c")
 ITEMS = 2

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from slurmrl.doctor import directory, disk, gpus, limits, slurm, software
-from slurmrl.doctor.check import Check, State, failed, guarded, ok
+from slurmrl.desk.doctor import directory, disk, gpus, limits, slurm, software
+from slurmrl.desk.doctor.check import Check, State, failed, guarded, ok
+from slurmrl.desk.versions import TorchBuild
 from slurmrl.errors import EnvironmentFailure, SchedulerError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.ops.native.recipe import Half, stem
-from slurmrl.parallel import driver
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.submission.versions import TorchBuild
+from slurmrl.tensors.ops.native.recipe import Half, stem
+from slurmrl.tensors.parallel import driver
 
 
 def states(checks: list[Check]) -> dict[str, State]:
@@ -271,6 +271,6 @@ def test_compiled_operators_are_announced_before_a_job_compiles_them(
     folder = tmp_path / "ops"
     atomic.make_private_directory(folder)
     monkeypatch.setenv("SLURMRL_OPS_CACHE", str(folder))
-    assert "python -m slurmrl.ops.native" in software.operators().measured
+    assert "python -m slurmrl.tensors.ops.native" in software.operators().measured
     (folder / f"{stem(Half.CPU)}-0123456789abcdef.so").touch()
     assert software.operators().measured == f"in {folder}"

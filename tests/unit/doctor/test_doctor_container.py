@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from slurmrl.config.schema.cluster import Slurm
-from slurmrl.doctor import container, inside
-from slurmrl.doctor.check import Check, State
-from slurmrl.doctor.examine import Examination, examine
+from slurmrl.desk.doctor import container, inside
+from slurmrl.desk.doctor.check import Check, State
+from slurmrl.desk.doctor.examine import Examination, examine
 from tests.fake_runs import write_config
 
 CONTAINER = """\

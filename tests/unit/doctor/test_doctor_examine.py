@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from slurmrl.cli.main import main
-from slurmrl.doctor import examine as examine_module
-from slurmrl.doctor import job as job_module
-from slurmrl.doctor import login
-from slurmrl.doctor.check import Check, State
-from slurmrl.doctor.examine import Examination, examine
+from slurmrl.desk import live
+from slurmrl.desk.checks.run import Code
+from slurmrl.desk.doctor import examine as examine_module
+from slurmrl.desk.doctor import job as job_module
+from slurmrl.desk.doctor import login
+from slurmrl.desk.doctor.check import Check, State
+from slurmrl.desk.doctor.examine import Examination, examine
 from slurmrl.errors import SchedulerError
 from slurmrl.plan.build import make_plan
 from slurmrl.scheduler.base import JobState, SubmissionRequest
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
-from slurmrl.submission import live
-from slurmrl.submission.checks.run import Code
 from tests.fake_runs import ADDITION, FakeScheduler, task, write_config
 
 
@@ -49,7 +49,7 @@ def test_a_job_on_the_local_scheduler_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_root_with_runs_keeps_them(tmp_path: Path) -> None:
-    from slurmrl.paths import user_name
+    from slurmrl.run.paths import user_name
 
     mine = tmp_path / user_name() / "experiment" / "1"
     mine.mkdir(parents=True)
@@ -243,7 +243,7 @@ def test_the_command(
 
 def test_hosts_that_say_the_same_share_a_row() -> None:
     from slurmrl.cli.doctor import _together
-    from slurmrl.doctor.check import ok, warning
+    from slurmrl.desk.doctor.check import ok, warning
 
     hosts = [f"n{index}" for index in range(6)]
     same = [ok("python", "3.11").at(host) for host in hosts[:2]]

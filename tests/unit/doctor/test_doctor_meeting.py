@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.doctor import meeting, peers
-from slurmrl.doctor.check import Check, State
-from slurmrl.doctor.meeting import ProbeHost
+from slurmrl.desk.doctor import meeting, peers
+from slurmrl.desk.doctor.check import Check, State
+from slurmrl.desk.doctor.meeting import ProbeHost
 from slurmrl.errors import EnvironmentFailure
 
 

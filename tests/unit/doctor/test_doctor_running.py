@@ -15,8 +15,8 @@ from slurmrl.config.schema import Config
 from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.model import Model
 from slurmrl.config.schema.rollout import Rollout
-from slurmrl.doctor.check import Check, State
-from slurmrl.doctor.servers import check_running, running_settings
+from slurmrl.desk.doctor.check import Check, State
+from slurmrl.desk.doctor.servers import check_running, running_settings
 from slurmrl.plan.server_kinds import SERVER_KINDS
 from tests.support.trials import ARCHITECTURE
 

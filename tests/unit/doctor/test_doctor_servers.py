@@ -9,9 +9,9 @@ import pytest
 
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.rollout import Rollout
-from slurmrl.doctor.check import State
-from slurmrl.doctor.servers import check_environment
-from slurmrl.doctor.software import optional_packages
+from slurmrl.desk.doctor.check import State
+from slurmrl.desk.doctor.servers import check_environment
+from slurmrl.desk.doctor.software import optional_packages
 from slurmrl.plan.server_kinds import SERVER_KINDS
 
 PYTHON = """\

@@ -8,7 +8,7 @@ from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.models.shapes import parameter_shapes
-from slurmrl.parallel.topology import ProcessTopology
+from slurmrl.tensors.parallel.topology import ProcessTopology
 
 MOMENTS = ("", "exp_avg/", "exp_avg_sq/")
 

@@ -15,12 +15,12 @@ from slurmrl.engines.megatron.parts import part_of_flat, parts_of
 from slurmrl.engines.megatron.place import Place, misfits, place_of
 from slurmrl.engines.megatron.schema import MegatronModel
 from slurmrl.errors import UsageError
-from slurmrl.layout.box import Box
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.shapes import parameter_shapes
-from slurmrl.parallel.topology import ProcessTopology
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.parallel.topology import ProcessTopology
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen2", "vocab_size": 10, "hidden_size": 8, "intermediate_size": 12,

@@ -6,8 +6,8 @@ import torch
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.microbatch import agree
 from slurmrl.errors import UsageError
-from slurmrl.parallel.groups import ParallelContext
-from slurmrl.parallel.topology import ProcessTopology
+from slurmrl.tensors.parallel.groups import ParallelContext
+from slurmrl.tensors.parallel.topology import ProcessTopology
 
 TOPOLOGY = ProcessTopology(("dp",), (1,))
 ALONE = ParallelContext("actor", torch.device("cpu"), 0, (0,), TOPOLOGY, {})

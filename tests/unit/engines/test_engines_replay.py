@@ -16,12 +16,12 @@ from slurmrl.data.support import SampledSupport
 from slurmrl.engines import prefixes
 from slurmrl.engines.fsdp import generation as generation_module
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.engines.rollout.base import Completion, GenerationRequest
-from slurmrl.engines.rollout.lockstep import LockstepEngine
-from slurmrl.engines.rollout.native.batch import ContinuousBatch
-from slurmrl.engines.rollout.native.schedule import Limits
+from slurmrl.engines.lockstep import LockstepEngine
 from slurmrl.errors import UsageError
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
+from slurmrl.rollouts.generation.base import Completion, GenerationRequest
+from slurmrl.rollouts.generation.native.batch import ContinuousBatch
+from slurmrl.rollouts.generation.native.schedule import Limits
 from slurmrl.rollouts.policy import Waiting
 from tests.unit.engines.test_engines_rollout_native import (
     TIGHT,

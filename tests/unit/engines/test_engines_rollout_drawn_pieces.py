@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from slurmrl.engines.rollout.base import Completion, Finish
-from slurmrl.engines.rollout.dialect import Draw
-from slurmrl.engines.rollout.sglang_requests import DrawnPiece, PiecewiseDraw
 from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import Completion, Finish
+from slurmrl.rollouts.generation.dialect import Draw
+from slurmrl.rollouts.generation.sglang_requests import DrawnPiece, PiecewiseDraw
 
 WORDS = (b"a", b"b", b"ab", b"ba", b"aab", b"c", b"bc", b"b\xe2\x80")
 """The last one ends within a character."""

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.engines.rollout.base import GenerationRequest
-from slurmrl.engines.rollout.native import decode as decode_module
-from slurmrl.engines.rollout.native import runner as runner_module
-from slurmrl.engines.rollout.native.batch import ContinuousBatch
-from slurmrl.engines.rollout.native.schedule import Limits
-from slurmrl.engines.rollout.native.sequence import Sequence
 from slurmrl.models import inference as inference_module
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions
-from slurmrl.ops.sampling import Sampled
+from slurmrl.rollouts.generation.base import GenerationRequest
+from slurmrl.rollouts.generation.native import decode as decode_module
+from slurmrl.rollouts.generation.native import runner as runner_module
+from slurmrl.rollouts.generation.native.batch import ContinuousBatch
+from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.sequence import Sequence
+from slurmrl.tensors.ops.sampling import Sampled
 from tests.support.recorded_graphs import RecordedGraphs
 from tests.unit.models.conftest import BASE, ODD, random_decoder
 

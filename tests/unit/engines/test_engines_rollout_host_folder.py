@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.engines.rollout.process import HostFolder, remove_unused
+from slurmrl.rollouts.generation.process import HostFolder, remove_unused
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from slurmrl.engines.rollout.process import HostFolder
+from slurmrl.rollouts.generation.process import HostFolder
 folder = HostFolder(Path(sys.argv[1]))
 (folder.path / "weights").write_text("0" * 1000)
 print(folder.path, flush=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.rollouts.generation.http import HttpClient
 
 Handler = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmrl.engines.rollout.base import (
+from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
+from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import (
     ABORTED,
     Completion,
     GenerationRequest,
     RolloutEngine,
     WeightVersion,
 )
-from slurmrl.engines.rollout.instances import MOST_ATTEMPTS, InstanceLimits, Instances
-from slurmrl.engines.rollout.prefixes import BLOCK, PrefixIndex
-from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
-from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.instances import MOST_ATTEMPTS, InstanceLimits, Instances
+from slurmrl.rollouts.generation.prefixes import BLOCK, PrefixIndex
 
 T = TypeVar("T")
 LIMITS = InstanceLimits(concurrency=6, probe_every_s=2.0, silence_s=5.0, control_s=20.0)

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout.base import ABORTED, WeightVersion
-from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.kept import KeptEngine
-from slurmrl.engines.rollout.process import ServerProgram
-from slurmrl.engines.rollout.server import Patience
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
+from slurmrl.rollouts.generation.base import ABORTED, WeightVersion
+from slurmrl.rollouts.generation.http import HttpClient
+from slurmrl.rollouts.generation.kept import KeptEngine
+from slurmrl.rollouts.generation.process import ServerProgram
+from slurmrl.rollouts.generation.server import Patience
 from tests.unit.engines.test_engines_rollout_served import ScriptedDialect, completion, request
 
 DEADLINE_S = 60.0

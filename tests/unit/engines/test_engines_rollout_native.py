@@ -12,12 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.engines.rollout.native import rollout as rollout_module
-from slurmrl.engines.rollout.native.memory import bounded
-from slurmrl.engines.rollout.native.rollout import NativeRollout
-from slurmrl.engines.rollout.native.schedule import Limits
-from slurmrl.engines.rollout.native.stops import ends_with_stop
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
@@ -25,7 +19,13 @@ from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.models.paged import PagedCall, PagedDecoder, cell_bytes
 from slurmrl.models.parallel.split import WHOLE
-from slurmrl.ops.logprobs import packed_logprobs_and_entropy
+from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.rollouts.generation.native import rollout as rollout_module
+from slurmrl.rollouts.generation.native.memory import bounded
+from slurmrl.rollouts.generation.native.rollout import NativeRollout
+from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.stops import ends_with_stop
+from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy
 from tests.unit.models.conftest import BASE, ODD, hf_model, random_decoder
 
 STOP = 3

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.engines.rollout.dialect import Dialect, Draw
-from slurmrl.engines.rollout.served import ServedEngine
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.rollouts.generation.dialect import Dialect, Draw
+from slurmrl.rollouts.generation.served import ServedEngine
 
 CONTEXT = 16
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.engines.rollout import server as server_module
-from slurmrl.engines.rollout.process import HostFolder, ServerProcess, ServerProgram
-from slurmrl.engines.rollout.server import KeptServer, Patience
-from slurmrl.engines.rollout.warden import LIST, descendants
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.monitor.events import EventWriter, read_all
-from slurmrl.paths import RunPaths
+from slurmrl.rollouts.generation import server as server_module
+from slurmrl.rollouts.generation.process import HostFolder, ServerProcess, ServerProgram
+from slurmrl.rollouts.generation.server import KeptServer, Patience
+from slurmrl.rollouts.generation.warden import LIST, descendants
+from slurmrl.run.events import EventWriter, read_all
+from slurmrl.run.paths import RunPaths
 
 DEADLINE_S = 60.0
 FAMILY = """

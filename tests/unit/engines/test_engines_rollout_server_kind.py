@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.engines.rollout import servers
-from slurmrl.engines.rollout.process import ServerProgram
-from slurmrl.engines.rollout.server import Patience, Serving
-from slurmrl.engines.rollout.servers import ServerKind
-from slurmrl.engines.rollout.sglang import SglangServer
-from slurmrl.engines.rollout.vllm import VllmServer
 from slurmrl.models.config import ModelConfig
+from slurmrl.rollouts.generation import servers
+from slurmrl.rollouts.generation.process import ServerProgram
+from slurmrl.rollouts.generation.server import Patience, Serving
+from slurmrl.rollouts.generation.servers import ServerKind
+from slurmrl.rollouts.generation.sglang import SglangServer
+from slurmrl.rollouts.generation.vllm import VllmServer
 from tests.unit.models.conftest import BASE, ODD
 
 

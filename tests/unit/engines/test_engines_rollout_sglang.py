@@ -16,16 +16,16 @@ import pytest
 
 from slurmrl.config.servers import Address
 from slurmrl.data.support import SampledSupport
-from slurmrl.engines.rollout.base import Completion, WeightVersion
-from slurmrl.engines.rollout.dialect import Draw
-from slurmrl.engines.rollout.fitness import ServedModel
-from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.sglang import SglangDialect, read_reply, request_body
-from slurmrl.engines.rollout.sglang_checksums import digest_of, read_checksums
-from slurmrl.engines.rollout.sglang_requests import DrawnPiece, PiecewiseDraw, RoutedLayers
-from slurmrl.engines.rollout.weight_checks import Held, TensorPart
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import Completion, WeightVersion
+from slurmrl.rollouts.generation.dialect import Draw
+from slurmrl.rollouts.generation.fitness import ServedModel
+from slurmrl.rollouts.generation.http import HttpClient
+from slurmrl.rollouts.generation.sglang import SglangDialect, read_reply, request_body
+from slurmrl.rollouts.generation.sglang_checksums import digest_of, read_checksums
+from slurmrl.rollouts.generation.sglang_requests import DrawnPiece, PiecewiseDraw, RoutedLayers
+from slurmrl.rollouts.generation.weight_checks import Held, TensorPart
 
 INFO: dict[str, Any] = {
     "version": "0.5.20",

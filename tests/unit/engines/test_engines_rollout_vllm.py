@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout.base import Completion, WeightVersion
-from slurmrl.engines.rollout.fitness import ServedModel
-from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.vllm import (
+from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
+from slurmrl.models.config import ModelConfig
+from slurmrl.rollouts.generation.base import Completion, WeightVersion
+from slurmrl.rollouts.generation.fitness import ServedModel
+from slurmrl.rollouts.generation.http import HttpClient
+from slurmrl.rollouts.generation.vllm import (
     FIRST,
     VllmDialect,
     command,
@@ -24,9 +26,7 @@ from slurmrl.engines.rollout.vllm import (
     read_checksums,
     read_reply,
 )
-from slurmrl.engines.rollout.weight_checks import Held, TensorPart
-from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
-from slurmrl.models.config import ModelConfig
+from slurmrl.rollouts.generation.weight_checks import Held, TensorPart
 from tests.support.trials import ARCHITECTURE
 
 REPLY: dict[str, Any] = {

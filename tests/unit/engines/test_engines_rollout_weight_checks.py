@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slurmrl.engines.rollout.base import WeightVersion
-from slurmrl.engines.rollout.sglang_checksums import on_gpu
-from slurmrl.engines.rollout.weight_checks import (
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.hf import open_tensors
+from slurmrl.rollouts.generation.base import WeightVersion
+from slurmrl.rollouts.generation.sglang_checksums import on_gpu
+from slurmrl.rollouts.generation.weight_checks import (
     Held,
     ServerCheck,
     TensorPart,
@@ -24,8 +26,6 @@ from slurmrl.engines.rollout.weight_checks import (
     parameter,
     sha256,
 )
-from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.hf import open_tensors
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.0"

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp import generation as generation_module
-from slurmrl.engines.rollout.base import Completion, GenerationRequest, RolloutEngine
-from slurmrl.engines.rollout.lockstep import LockstepEngine
-from slurmrl.engines.rollout.native.schedule import Limits
-from slurmrl.engines.rollout.native.whole import generate_by_requests
+from slurmrl.engines.lockstep import LockstepEngine
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
 from slurmrl.models.paged import PagedCache
+from slurmrl.rollouts.generation.base import Completion, GenerationRequest, RolloutEngine
+from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.whole import generate_by_requests
 from slurmrl.rollouts.policy import Waiting
 from tests.unit.engines.test_engines_rollout_native import letters
 from tests.unit.engines.test_engines_waits import engine, sample

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from slurmrl.checkpoint.stored import file_tensors
 from slurmrl.config.schema.model import Model
 from slurmrl.engines.planned import planned_layout
 from slurmrl.engines.versions import owners_of
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.storage import storage_of
+from slurmrl.tensors.checkpoint.stored import file_tensors
 
 MOE = {
     "model_type": "qwen3_moe",

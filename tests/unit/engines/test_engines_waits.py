@@ -13,12 +13,12 @@ from slurmrl.config.schema import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp import generation as generation_module
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.engines.rollout.base import GenerationRequest
 from slurmrl.models import generate as generate_module
 from slurmrl.models import inference as inference_module
 from slurmrl.models.generate import GenerationOptions
-from slurmrl.parallel.groups import ParallelContext
-from slurmrl.parallel.topology import ProcessTopology
+from slurmrl.rollouts.generation.base import GenerationRequest
+from slurmrl.tensors.parallel.groups import ParallelContext
+from slurmrl.tensors.parallel.topology import ProcessTopology
 from tests.support.host_waits import host_waits
 
 ARCHITECTURE = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from slurmrl.history.lineage import Lineage
-from slurmrl.history.record import Kind, Record
+from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.history.record import Kind, Record
 
 
 def lineage(*entries: tuple[Kind, int, dict[str, Any]]) -> Lineage:

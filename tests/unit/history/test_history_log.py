@@ -7,8 +7,8 @@ import pytest
 
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlotTakenError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
 
 
 class NoSleep(SystemCalls):

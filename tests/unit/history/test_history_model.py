@@ -31,10 +31,10 @@ from slurmrl.errors import (
     TrialEndedError,
     UsageError,
 )
-from slurmrl.history import writer as history_writer
-from slurmrl.history.record import Kind, Record
-from slurmrl.history.state import Commit, TrialState, fold
-from slurmrl.history.writer import IncarnationWriter, begin, end, resume
+from slurmrl.run.history import writer as history_writer
+from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.state import Commit, TrialState, fold
+from slurmrl.run.history.writer import IncarnationWriter, begin, end, resume
 from slurmrl.workers.master import committer as committer_module
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.committer import Committer

@@ -7,10 +7,10 @@ import pytest
 
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.history.log import SLOT_DIGITS, History
-from slurmrl.history.recent import recent
-from slurmrl.history.record import Kind, Record, pack
-from slurmrl.history.state import fold
+from slurmrl.run.history.log import SLOT_DIGITS, History
+from slurmrl.run.history.recent import recent
+from slurmrl.run.history.record import Kind, Record, pack
+from slurmrl.run.history.state import fold
 
 
 class Counting(SystemCalls):

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.history.record import Kind, Record
-from slurmrl.history.state import Commit, Export, TrialState, fold
+from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.state import Commit, Export, TrialState, fold
 
 
 def records(*entries: tuple[Kind, int, dict[str, Any]]) -> list[Record]:

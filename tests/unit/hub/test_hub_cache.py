@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.config.hub import contents
+from slurmrl.config.hub.cache import HubCache
+from slurmrl.config.hub.reference import HubKind, is_plain, of_folder, parse
 from slurmrl.data.records import read_records
 from slurmrl.errors import UnreachableHubError, UsageError
-from slurmrl.hub import contents
-from slurmrl.hub.cache import HubCache
-from slurmrl.hub.reference import HubKind, is_plain, of_folder, parse
 from tests.support.hub import Hub
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]

@@ -10,9 +10,9 @@ import pytest
 
 from slurmrl.config.load import dump
 from slurmrl.errors import ConfigError
-from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
+from slurmrl.run.paths import RunPaths, user_name
 from tests.support.hub import Hub
 from tests.support.trials import ADDITION, ARCHITECTURE
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.desk.init import shipped
 from slurmrl.errors import EnvironmentFailure, UsageError
-from slurmrl.init import shipped
 
 
 def test_every_example_says_what_it_is() -> None:

@@ -10,9 +10,9 @@ import pytest
 from slurmrl.config.load import validate
 from slurmrl.config.schema import Profile
 from slurmrl.config.source import KeyPath, read
-from slurmrl.init import profile, questions
-from slurmrl.init.questions import Question, value_of
-from slurmrl.init.survey import NetworkInterface, Survey, interfaces, is_infiniband
+from slurmrl.desk.init import profile, questions
+from slurmrl.desk.init.questions import Question, value_of
+from slurmrl.desk.init.survey import NetworkInterface, Survey, interfaces, is_infiniband
 from slurmrl.scheduler.cluster import Accounts, partitions
 
 SINFO = """\

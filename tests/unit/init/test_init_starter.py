@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.desk.init import files, starter
+from slurmrl.desk.init.starter import STARTERS
 from slurmrl.errors import EnvironmentFailure, UsageError
-from slurmrl.init import files, starter
-from slurmrl.init.starter import STARTERS
 from slurmrl.plan.algorithms import ALGORITHMS
 from slurmrl.plan.settings import load_settings
 

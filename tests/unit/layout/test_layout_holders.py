@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmrl.layout.box import Box
-from slurmrl.layout.holders import relative_storage, storage_of
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.holders import relative_storage, storage_of
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout.shard import Shard
 
 NAMES = st.text("ab./", max_size=6)
 

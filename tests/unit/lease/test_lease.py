@@ -8,7 +8,7 @@ import pytest
 
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.lease import Lease, LeaseObserver, LeaseView, read_counter
+from slurmrl.run.lease import Lease, LeaseObserver, LeaseView, read_counter
 
 TTL_S = 60.0
 POLL_S = 5.0

@@ -16,7 +16,7 @@ from slurmrl.models.config import Head
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.recompute import Recompute
 from slurmrl.models.shapes import parameter_shapes
-from slurmrl.ops.logprobs import packed_logprobs_and_entropy
+from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy
 
 LENGTHS = (5, 1, 17, 5, 33, 1, 40)
 

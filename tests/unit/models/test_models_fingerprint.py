@@ -12,14 +12,14 @@ import torch
 from slurmrl.config.schema import Lora
 from slurmrl.engines.fingerprint import Fingerprint
 from slurmrl.errors import UsageError
-from slurmrl.layout.box import Box
-from slurmrl.layout.layout import TensorSpec
 from slurmrl.models import merged
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import build
 from slurmrl.models.hf import to_hf
 from slurmrl.models.merged import MergedCheckpoint
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.layout import TensorSpec
 from tests.unit.models.conftest import BASE, ODD
 
 LORA = Lora(rank=2, targets=("q_proj",))

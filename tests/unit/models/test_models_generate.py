@@ -13,7 +13,7 @@ from slurmrl.models import generate as generate_module
 from slurmrl.models.attention import AttentionCore
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
-from slurmrl.ops.logprobs import packed_logprobs_and_entropy
+from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy
 
 STOP = 3
 

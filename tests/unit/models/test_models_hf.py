@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from slurmrl.errors import CorruptFileError, UnreadableInputError, UsageError
-from slurmrl.layout.box import Box
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.families import FAMILIES
 from slurmrl.models.hf import TensorSource, Weights, from_hf, read_config, to_hf
+from slurmrl.tensors.layout.box import Box
 
 
 @pytest.fixture

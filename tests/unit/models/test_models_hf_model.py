@@ -13,7 +13,7 @@ from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_head import only_multiplies
 from slurmrl.models.hf_model import HFModel, refuse_dropout
-from slurmrl.ops import logprobs
+from slurmrl.tensors.ops import logprobs
 from tests.support.largest_tensor import LargestTensor
 
 SIZES = {"vocab_size": 37, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

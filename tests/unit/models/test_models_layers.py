@@ -9,8 +9,8 @@ from torch import Tensor
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.inference import short_forward
 from slurmrl.models.paged import PagedCache, PagedCall, PagedCore
-from slurmrl.ops.attention import Packing
-from slurmrl.ops.layer import PackedLayer
+from slurmrl.tensors.ops.attention import Packing
+from slurmrl.tensors.ops.layer import PackedLayer
 from tests.unit.models.conftest import BASE, ODD, random_decoder
 
 PAGE, PAGES = 4, 40

@@ -16,11 +16,11 @@ import pytest
 from slurmrl.config.load import dump
 from slurmrl.config.schema import Logging
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.monitor import metrics
-from slurmrl.monitor.recorder import MetricsRecorder
-from slurmrl.monitor.sinks import arrivals
-from slurmrl.paths import RunPaths
 from slurmrl.plan.settings import load_settings
+from slurmrl.run import metrics
+from slurmrl.run.paths import RunPaths
+from slurmrl.watch.recorder import MetricsRecorder
+from slurmrl.watch.sinks import arrivals
 from tests.fake_runs import FakeRun, evaluation, write_config
 from tests.support.sink_readers import ALL_SINKS, arrived_points, mlflow_run, wandb_records
 from tests.support.trials import REPOSITORY

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.history.record import Kind
-from slurmrl.lease import Lease
-from slurmrl.monitor.collect import collect
+from slurmrl.run.history.record import Kind
+from slurmrl.run.lease import Lease
 from slurmrl.scheduler.base import JobState, Scheduler
+from slurmrl.watch.collect import collect
 from tests.fake_runs import FakeRun, FakeScheduler, task
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.monitor.diagnosis import diagnose
+from slurmrl.watch.diagnosis import diagnose
 from tests.fake_status import incarnation, pending, rollouts, status, timing
 
 SLOW = timing(step_s=280.0, commit_s=20.0, left_s=13440.0)

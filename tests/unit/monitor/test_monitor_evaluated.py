@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from slurmrl.monitor import evaluated, snapshot
+from slurmrl.run import evaluated
+from slurmrl.watch import snapshot
 from tests.fake_runs import FakeRun, evaluation
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from slurmrl.monitor import events
-from slurmrl.paths import RunPaths
+from slurmrl.run import events
+from slurmrl.run.paths import RunPaths
 
 
 def test_writers_are_merged_by_time(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slurmrl.monitor import hang
-from slurmrl.monitor.hang import PendingCollective, RankProgress, explain, grouped
+from slurmrl.run import hang
+from slurmrl.run.hang import PendingCollective, RankProgress, explain, grouped
 
 
 def row(rank: int, call: str, **more: Any) -> RankProgress:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import UnknownNameError
-from slurmrl.monitor.log_files import newest, serving
+from slurmrl.watch.log_files import newest, serving
 from tests.fake_runs import FakeRun
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.fsio import lines
-from slurmrl.monitor.log_files import LogFile, head
-from slurmrl.monitor.log_lines import OutputReader, Wanted
-from slurmrl.paths import rotated
+from slurmrl.run.paths import rotated
+from slurmrl.watch.log_files import LogFile, head
+from slurmrl.watch.log_lines import OutputReader, Wanted
 from tests.fake_runs import FakeRun
 
 DAY = "2026-01-31"

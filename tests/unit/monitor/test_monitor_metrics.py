@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from slurmrl.config.schema import Logging
+from slurmrl.desk.report.contents import Curve
+from slurmrl.desk.report.curves import curves
 from slurmrl.fsio import lines
-from slurmrl.monitor import metrics
-from slurmrl.monitor.recorder import MetricsRecorder
-from slurmrl.paths import RunPaths
-from slurmrl.report.contents import Curve
-from slurmrl.report.curves import curves
+from slurmrl.run import metrics
+from slurmrl.run.paths import RunPaths
+from slurmrl.watch.recorder import MetricsRecorder
 
 
 @pytest.fixture

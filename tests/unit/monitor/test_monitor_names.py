@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.lease import Lease
-from slurmrl.monitor.names import collect
 from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.run.lease import Lease
+from slurmrl.watch.names import collect
 from tests.fake_runs import FakeRun
 
 

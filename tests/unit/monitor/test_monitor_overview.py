@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from slurmrl.cli import render
-from slurmrl.history.record import Kind
-from slurmrl.monitor import overview
-from slurmrl.monitor.collect import collect, glance
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.record import Kind
+from slurmrl.run.paths import RunPaths
+from slurmrl.watch import overview
+from slurmrl.watch.collect import collect, glance
 from tests.fake_runs import FakeRun, FakeScheduler
 
 

@@ -13,8 +13,8 @@ import pytest
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import lines
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.monitor import samples
-from slurmrl.monitor.samples import KeptSampleWriter
+from slurmrl.run import samples
+from slurmrl.run.samples import KeptSampleWriter
 from tests.support.faulty import Faulty
 
 

@@ -17,13 +17,14 @@ import pytest
 from slurmrl.config.load import dump
 from slurmrl.config.schema import Logging, Mlflow, Wandb
 from slurmrl.errors import MissingDependencyError, StaleIncarnationError, TrialEndedError
-from slurmrl.monitor import metrics, sinks
-from slurmrl.monitor.recorder import MetricsRecorder
-from slurmrl.monitor.sinks.base import Lines, numbers
-from slurmrl.monitor.sinks.feeder import Feeder
-from slurmrl.monitor.sinks.wandb import held_by
-from slurmrl.paths import RunPaths
 from slurmrl.plan.settings import load_settings
+from slurmrl.run import metrics
+from slurmrl.run.paths import RunPaths
+from slurmrl.watch import sinks
+from slurmrl.watch.recorder import MetricsRecorder
+from slurmrl.watch.sinks.base import Lines, numbers
+from slurmrl.watch.sinks.feeder import Feeder
+from slurmrl.watch.sinks.wandb import held_by
 from tests.fake_runs import FakeRun, write_config
 from tests.support.sink_readers import (
     ALL_SINKS,
@@ -74,7 +75,7 @@ def test_mlflow_tells_nobody(tmp_path: Path) -> None:
     """The library decides while it is imported whether it sends what clusters do to its makers."""
     code = (
         "import sys; from pathlib import Path; from slurmrl.config.schema import Logging, Mlflow; "
-        "from slurmrl.monitor import sinks; from slurmrl.paths import RunPaths; "
+        "from slurmrl.watch import sinks; from slurmrl.run.paths import RunPaths; "
         "sinks.make_feeders(RunPaths(Path(sys.argv[1])), Logging(mlflow=Mlflow(experiment='e')), "
         "committed=-1, incarnation=None); from mlflow.telemetry import get_telemetry_client; "
         "print(get_telemetry_client())"
@@ -296,7 +297,7 @@ def test_a_sink_of_a_trial_that_fell_back_is_opened_before_the_steps_that_come_a
 def test_a_sink_that_fails_is_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("slurmrl.monitor.sinks.feeder.PAUSES_S", (0.001, 0.001))
+    monkeypatch.setattr("slurmrl.watch.sinks.feeder.PAUSES_S", (0.001, 0.001))
     fed = Fed(tmp_path, range(3))
     feeder = fed.feeder(failures=1, committed=2)
     wait_until("the steps", lambda: not feeder.is_behind)

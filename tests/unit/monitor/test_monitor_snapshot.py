@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from slurmrl import keys
 from slurmrl.errors import CorruptFileError
-from slurmrl.history.record import Kind
-from slurmrl.monitor.requests import Request
-from slurmrl.monitor.snapshot import STORY, read
-from slurmrl.monitor.status import assemble
 from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.run import keys
+from slurmrl.run.history.record import Kind
+from slurmrl.watch.requests import Request
+from slurmrl.watch.snapshot import STORY, read
+from slurmrl.watch.status import assemble
 from tests.fake_runs import FakeRun
 
 SLACK = 12

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from slurmrl import keys
 from slurmrl.cli import render
 from slurmrl.fsio import objects
-from slurmrl.history.record import END_OF_DATASET, Kind
-from slurmrl.monitor.rollouts import RolloutsView, RolloutTaskView
-from slurmrl.monitor.snapshot import newest_submission, read
-from slurmrl.monitor.status import assemble, present_link
+from slurmrl.run import keys
+from slurmrl.run.history.record import END_OF_DATASET, Kind
+from slurmrl.run.rollouts import RolloutsView, RolloutTaskView
 from slurmrl.scheduler.base import JobState, TaskState
+from slurmrl.watch.snapshot import newest_submission, read
+from slurmrl.watch.status import assemble, present_link
 from tests.fake_runs import FakeRun, task
 
 RUNNING, PENDING, FAILED = JobState.RUNNING, JobState.PENDING, JobState.FAILED

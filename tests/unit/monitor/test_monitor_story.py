@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from slurmrl import keys
 from slurmrl.config.schema import Logging
-from slurmrl.history.record import Kind
-from slurmrl.monitor.recorder import MetricsRecorder
-from slurmrl.monitor.reports import Failure
-from slurmrl.monitor.snapshot import STORY, read
-from slurmrl.monitor.status import assemble
-from slurmrl.monitor.story import failure_words
 from slurmrl.name_resolve.base import encode
+from slurmrl.run import keys
+from slurmrl.run.history.record import Kind
+from slurmrl.run.reports import Failure
 from slurmrl.scheduler.base import JobState, TaskState
+from slurmrl.watch.recorder import MetricsRecorder
+from slurmrl.watch.snapshot import STORY, read
+from slurmrl.watch.status import assemble
+from slurmrl.watch.story import failure_words
 from tests.fake_runs import FakeRun, task
 
 WORKER = {"host": "n1", "rank": 3, "call": "train_step", "step": 4}

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from slurmrl.monitor import snapshot, throughput
-from slurmrl.monitor.status import assemble
+from slurmrl.watch import snapshot, throughput
+from slurmrl.watch.status import assemble
 from tests.fake_runs import FakeRun
 
 

@@ -15,9 +15,9 @@ from slurmrl.errors import (
     NameNotFoundError,
 )
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.lease import Lease, LeaseBoard
 from slurmrl.name_resolve import base, file
 from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.run.lease import Lease, LeaseBoard
 
 
 def test_stores_share_a_directory_and_nothing_else(tmp_path: Path) -> None:

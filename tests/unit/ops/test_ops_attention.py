@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import UsageError
-from slurmrl.ops import attention as attention_module
-from slurmrl.ops import flash
-from slurmrl.ops.attention import Packing, Run, cache_bias, cached_attention, packed_attention
+from slurmrl.tensors.ops import attention as attention_module
+from slurmrl.tensors.ops import flash
+from slurmrl.tensors.ops.attention import (
+    Packing,
+    Run,
+    cache_bias,
+    cached_attention,
+    packed_attention,
+)
 
 SCALE = 0.3
 

@@ -24,12 +24,12 @@ import torch
 from filelock import FileLock
 
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UsageError
-from slurmrl.monitor.hang import RankProgress, describe
-from slurmrl.ops.gae import packed_gae
-from slurmrl.ops.native import build, load, recipe, toolchain
-from slurmrl.ops.native.recipe import Half, Recipe
-from slurmrl.ops.native.toolchain import Toolchain
-from slurmrl.parallel.activity import Activity
+from slurmrl.run.hang import RankProgress, describe
+from slurmrl.tensors.ops.gae import packed_gae
+from slurmrl.tensors.ops.native import build, load, recipe, toolchain
+from slurmrl.tensors.ops.native.recipe import Half, Recipe
+from slurmrl.tensors.ops.native.toolchain import Toolchain
+from slurmrl.tensors.parallel.activity import Activity
 from slurmrl.workers.worker.__main__ import COMPILING
 from tests.support.installs import pip
 from tests.support.trials import wait_until
@@ -274,7 +274,7 @@ def test_one_warning_and_torch_instead(
     assert float(advantages[-1]) == 1.0
     assert len(caplog.records) == 1
     assert "pure torch" in caplog.text
-    assert "python -m slurmrl.ops.native" in caplog.text
+    assert "python -m slurmrl.tensors.ops.native" in caplog.text
     assert "there is no C++ compiler here" in caplog.text
 
 
@@ -300,7 +300,7 @@ def test_native_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ADD_UP = """
 import torch
-from slurmrl.ops.scan import discounted_sums
+from slurmrl.tensors.ops.scan import discounted_sums
 print(discounted_sums(torch.ones(3), torch.tensor([0, 3]), 1.0).tolist())
 """
 
@@ -430,7 +430,7 @@ def test_the_operators_build_from_the_wheel(tmp_path: Path) -> None:
     carried = {path.name for path in (installed / "slurmrl" / "cuda").rglob("*") if path.is_file()}
     assert carried == {Path(name).name for half in Half for name in recipe.inputs(half)}
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "slurmrl.ops.native", "cpu", "cuda"],
+        [sys.executable, "-P", "-m", "slurmrl.tensors.ops.native", "cpu", "cuda"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -455,7 +455,7 @@ def test_build_is_announced_in_the_log_with_the_command_that_does_it_before(
         build.library(made, cache, host, run=compile_at_once)
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith("compiling the operators of slurmrl into")
-    assert "python -m slurmrl.ops.native" in first
+    assert "python -m slurmrl.tensors.ops.native" in first
     assert second.startswith("compiled the operators in")
 
 

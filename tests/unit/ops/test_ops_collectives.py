@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch.distributed as dist
 
-from slurmrl.ops import collectives
+from slurmrl.tensors.ops import collectives
 
 NEW_NAMES = {"all_gather_single": "all_gather", "reduce_scatter_single": "reduce_scatter"}
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slurmrl.errors import UsageError
-from slurmrl.ops.checks import check_vector
-from slurmrl.ops.gae import packed_gae, reference
+from slurmrl.tensors.ops.checks import check_vector
+from slurmrl.tensors.ops.gae import packed_gae, reference
 
 Sequences = list[tuple[list[float], list[float], bool]]
 """(rewards, values including the final state's, truncated) of each sequence."""

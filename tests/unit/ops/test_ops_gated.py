@@ -12,9 +12,9 @@ from torch import Tensor
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.mlp import GatedMLP
-from slurmrl.ops import fused
-from slurmrl.ops.gated import ACTIVATIONS, gated_halves, gated_linear, gated_product
-from slurmrl.ops.products import add_product, wide_linear, wide_product
+from slurmrl.tensors.ops import fused
+from slurmrl.tensors.ops.gated import ACTIVATIONS, gated_halves, gated_linear, gated_product
+from slurmrl.tensors.ops.products import add_product, wide_linear, wide_product
 
 TOKENS, INNER, HIDDEN = 11, 24, 8
 

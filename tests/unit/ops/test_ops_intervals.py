@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slurmrl.errors import UsageError
-from slurmrl.ops.intervals import Intervals, gather, scatter
+from slurmrl.tensors.ops.intervals import Intervals, gather, scatter
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 ALL = [*FLOATS, torch.int8, torch.uint8, torch.bool, torch.int64, torch.complex64, torch.complex128]

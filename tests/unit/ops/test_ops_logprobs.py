@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slurmrl.ops.logprobs import (
+from slurmrl.tensors.ops.logprobs import (
     following_tokens,
     logprobs_and_entropy,
     packed_logprobs_and_entropy,

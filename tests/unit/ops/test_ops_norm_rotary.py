@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.ops.norm import rms_norm
-from slurmrl.ops.rotary import rotate
+from slurmrl.tensors.ops.norm import rms_norm
+from slurmrl.tensors.ops.rotary import rotate
 
 
 @pytest.mark.parametrize("shape", [(7, 16), (5, 3, 8), (0, 16), (1, 1, 2)])

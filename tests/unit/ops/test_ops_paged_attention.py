@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.ops.paged_attention import paged_attention
-from slurmrl.ops.paged_reference import reference
+from slurmrl.tensors.ops.paged_attention import paged_attention
+from slurmrl.tensors.ops.paged_reference import reference
 
 PAGE, PAGES, ROWS, LONGEST = 4, 90, 9, 40
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.ops import paged_check, paged_launch
-from slurmrl.ops.paged_attention import paged_attention, reads_in_place, write_cells
-from slurmrl.ops.paged_check import Sizes, example
-from slurmrl.ops.paged_reference import reference
+from slurmrl.tensors.ops import paged_check, paged_launch
+from slurmrl.tensors.ops.paged_attention import paged_attention, reads_in_place, write_cells
+from slurmrl.tensors.ops.paged_check import Sizes, example
+from slurmrl.tensors.ops.paged_reference import reference
 
 SIZES = Sizes(torch.device("cpu"), torch.bfloat16, 4, 2, 8, 16)
 BOUNDS: dict[str, Any] = {"page": 16, "longest": 200, "scale": 0.3, "window": None}

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.engines.rollout.native import decode as decode_module
-from slurmrl.engines.rollout.native import runner as runner_module
-from slurmrl.engines.rollout.native.schedule import Limits
-from slurmrl.engines.rollout.native.whole import generate_by_requests
 from slurmrl.models import inference
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
-from slurmrl.ops import paged_check, paged_launch
-from slurmrl.ops.paged_attention import paged_attention, write_cells
+from slurmrl.rollouts.generation.native import decode as decode_module
+from slurmrl.rollouts.generation.native import runner as runner_module
+from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.whole import generate_by_requests
+from slurmrl.tensors.ops import paged_check, paged_launch
+from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells
 from tests.support.recorded_graphs import RecordedGraphs
 from tests.unit.models.conftest import BASE, ODD, random_decoder
 
@@ -192,7 +192,7 @@ def test_completions_are_those_of_torch(
     found: list[GenerationOutput] = []
     # A GPU has no compiled operators for a whole layer, or for its heads.
     monkeypatch.setattr(inference, "_whole", lambda layer: None)
-    monkeypatch.setattr("slurmrl.ops.paged_attention.for_floats", lambda like: None)
+    monkeypatch.setattr("slurmrl.tensors.ops.paged_attention.for_floats", lambda like: None)
     for choice, make in (("torch", False), ("native", graphs)):
         recorded = RecordedGraphs() if make else None
         monkeypatch.setattr(runner_module, "capture_for", lambda decoder, made=recorded: made)

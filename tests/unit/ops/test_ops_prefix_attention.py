@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.ops.attention import Packing, packed_attention
-from slurmrl.ops.prefix_attention import Prefix, PrefixPacking, available, prefix_attention
+from slurmrl.tensors.ops.attention import Packing, packed_attention
+from slurmrl.tensors.ops.prefix_attention import Prefix, PrefixPacking, available, prefix_attention
 
 PIECES = (2, 3, 3, 5, 4, 4, 1, 6)
 PARENTS = {0: 3, 1: 3, 4: 3, 2: 7, 6: 7}

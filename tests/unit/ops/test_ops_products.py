@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slurmrl.ops.products import PackedMatrix, packable
+from slurmrl.tensors.ops.products import PackedMatrix, packable
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.ops import rows
-from slurmrl.ops.gated import gated_halves, gated_linear, gated_product
-from slurmrl.ops.norm import rms_norm
-from slurmrl.ops.paged_attention import attend_heads
-from slurmrl.ops.rotary import rotate
+from slurmrl.tensors.ops import rows
+from slurmrl.tensors.ops.gated import gated_halves, gated_linear, gated_product
+from slurmrl.tensors.ops.norm import rms_norm
+from slurmrl.tensors.ops.paged_attention import attend_heads
+from slurmrl.tensors.ops.rotary import rotate
 
 SIZES = (1, 15, 16, 17, 130)
 """Elements of a row: below, at and beside the 16 that are computed together."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.ops.sampling import joined, keyed_uniform, sample
+from slurmrl.tensors.ops.sampling import joined, keyed_uniform, sample
 
 
 def splitmix(x: int) -> int:

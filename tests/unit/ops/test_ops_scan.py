@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slurmrl.errors import UsageError
-from slurmrl.ops.scan import discounted_returns, discounted_sums, forward_sums, reference
+from slurmrl.tensors.ops.scan import discounted_returns, discounted_sums, forward_sums, reference
 
 
 @pytest.fixture(autouse=True, params=["torch", "native"])

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.ops.collectives import Group
-from slurmrl.ops.logprobs import (
+from slurmrl.tensors.ops.collectives import Group
+from slurmrl.tensors.ops.logprobs import (
     logprobs_and_entropy,
     packed_logprobs_and_entropy,
     packed_logprobs_of_logits,
 )
-from slurmrl.ops.support import Support
-from slurmrl.ops.vocab_parallel import Rows, vocab_parallel_logprobs_and_entropy
+from slurmrl.tensors.ops.support import Support
+from slurmrl.tensors.ops.vocab_parallel import Rows, vocab_parallel_logprobs_and_entropy
 
 TOKENS, HIDDEN, VOCABULARY = 37, 12, 301
 CU_SEQLENS = torch.tensor([0, 9, 10, 37], dtype=torch.int32)
@@ -125,7 +125,7 @@ def test_ranks_with_parts_of_the_vocabulary_agree(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):  # the second time, all ranks' statistics are known
         for rank, part in enumerate(parts):
             monkeypatch.setattr(
-                "slurmrl.ops.vocab_parallel.gathered",
+                "slurmrl.tensors.ops.vocab_parallel.gathered",
                 lambda values, group: keep(group.rank(), values),
             )
             rows = Rows(cast(Group, _Ranks(rank)), each)

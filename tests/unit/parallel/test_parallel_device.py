@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slurmrl.errors import UnusableGpuError, UsageError
-from slurmrl.parallel import device, driver
+from slurmrl.tensors.parallel import device, driver
 
 TOO_OLD = (
     "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU "

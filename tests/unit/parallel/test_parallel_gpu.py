@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.parallel.gpu import Device, DeviceKind, assign, parse_visible
+from slurmrl.tensors.parallel.gpu import Device, DeviceKind, assign, parse_visible
 
 UUID = "GPU-5a1b2c3d-0000-1111-2222-333344445555"
 OTHER = "GPU-5a1b2c3d-0000-1111-2222-333344446666"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slurmrl.errors import UnusableGpuError
-from slurmrl.parallel import driver, gpu_memory
+from slurmrl.tensors.parallel import driver, gpu_memory
 
 GIB = 2**30
 DEVICE = torch.device("cuda", 0)

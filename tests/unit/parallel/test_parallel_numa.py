@@ -13,7 +13,7 @@ SCRIPT = """
 import os, sys, threading
 from pathlib import Path
 from types import SimpleNamespace
-from slurmrl.parallel.numa import bind_to
+from slurmrl.tensors.parallel.numa import bind_to
 
 ready, end = threading.Event(), threading.Event()
 tid = []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmrl.parallel.topology import ProcessTopology
+from slurmrl.tensors.parallel.topology import ProcessTopology
 
 GRIDS = [sizes for length in (1, 2, 3, 4) for sizes in itertools.product((1, 2, 3), repeat=length)]
 AXES = ("pp", "dp", "cp", "tp")

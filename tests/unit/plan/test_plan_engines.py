@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmrl.allocation import parse
+from slurmrl.config.allocation import parse
 from slurmrl.config.schema import Model
 from slurmrl.errors import AllocationError
 from slurmrl.plan.checks import fit

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.allocation import parse
+from slurmrl.config.allocation import parse
 from slurmrl.config.schema import Cluster, Model, Optimizer, Slurm
-from slurmrl.graph.call import Method
 from slurmrl.models import flops as decoder_flops
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.ops import logprobs
 from slurmrl.plan.estimates import costs, gpus, hardware, memory
 from slurmrl.plan.estimates.flops import call_flops
 from slurmrl.plan.estimates.lengths import Lengths
@@ -28,7 +26,9 @@ from slurmrl.plan.estimates.memory import (
     parameters,
 )
 from slurmrl.plan.estimates.shape import ModelShape, read
+from slurmrl.plan.graph.call import Method
 from slurmrl.plan.settings import Settings
+from slurmrl.tensors.ops import logprobs
 
 Load = Callable[..., Settings]
 LLAMA_8B = {

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slurmrl.allocation import parse
+from slurmrl.config.allocation import parse
 from slurmrl.display import text
 from slurmrl.models.parallel.split import WHOLE
 from slurmrl.models.routes import Replayed

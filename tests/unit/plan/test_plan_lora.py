@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 
-from slurmrl.allocation import parse
+from slurmrl.config.allocation import parse
+from slurmrl.desk.checks.room import checkpoint_bytes, version_bytes
 from slurmrl.engines.planned import planned_layout
 from slurmrl.errors import ConfigError
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.writer import begin
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.shapes import parameter_shapes
-from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.estimates.costs import memories
 from slurmrl.plan.estimates.host import WORKER, task_bytes, worker_bytes
@@ -35,7 +32,10 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.report.document import document
 from slurmrl.plan.report.values import report
 from slurmrl.plan.settings import Settings
-from slurmrl.submission.checks.room import checkpoint_bytes, version_bytes
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.writer import begin
+from slurmrl.run.paths import RunPaths, user_name
 from tests.unit.plan.conftest import EXPERTS, LARGE
 
 Load = Callable[..., Settings]

@@ -11,11 +11,11 @@ import pytest
 
 from slurmrl.config.changes import differences
 from slurmrl.config.load import dump
+from slurmrl.desk import own_code
 from slurmrl.errors import ConfigError, Problem
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks.sections import known_metrics
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.submission import own_code
 from tests.unit.plan.conftest import Load, write_model
 
 CODE = """
@@ -25,7 +25,7 @@ from slurmrl.algorithms.base import Interface
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.schema import AlgorithmSchema
 from slurmrl.config.schema import PositiveFloat
-from slurmrl.graph.call import Call, Method, RoleUse
+from slurmrl.plan.graph.call import Call, Method, RoleUse
 
 
 class Mine(AlgorithmSchema):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from slurmrl.allocation.parser import parse_gpus
+from slurmrl.config.allocation.parser import parse_gpus
 from slurmrl.errors import ConfigError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks import inventory

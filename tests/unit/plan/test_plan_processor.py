@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slurmrl.cli.main import main
-from slurmrl.doctor import software
-from slurmrl.doctor.check import State
+from slurmrl.desk.doctor import software
+from slurmrl.desk.doctor.check import State
 from slurmrl.plan import processor
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import load_settings

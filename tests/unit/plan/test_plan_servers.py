@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.engines.rollout import sglang, vllm
 from slurmrl.errors import ConfigError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks.memory import refusal
@@ -20,6 +19,7 @@ from slurmrl.plan.estimates.servers import computing, least, own_share
 from slurmrl.plan.precision import generating
 from slurmrl.plan.report.values import report
 from slurmrl.plan.settings import Settings
+from slurmrl.rollouts.generation import sglang, vllm
 from tests.unit.plan.conftest import EXPERTS, memory_problems
 from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
 

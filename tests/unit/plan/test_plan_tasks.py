@@ -7,13 +7,13 @@ import re
 import pytest
 
 from slurmrl.config.schema import Config
-from slurmrl.graph.call import Method
 from slurmrl.plan.build import ROLLOUT_WORKER, STORED, make_plan
 from slurmrl.plan.checks import inventory
 from slurmrl.plan.checks.memory import refusal_in_task
 from slurmrl.plan.estimates.costs import memories
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.host import VERSIONS, WORKER, task_bytes, worker_bytes
+from slurmrl.plan.graph.call import Method
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import slurm_of
 from slurmrl.plan.report import tables

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slurmrl.checkpoint.manifest import verify
 from slurmrl.config.load import dump
+from slurmrl.desk.evaluating import EvaluatedModel, find_checkpoint
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.history.log import History
-from slurmrl.history.state import fold
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.shapes import parameter_shapes
-from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.submission.evaluating import EvaluatedModel, find_checkpoint
+from slurmrl.run.history.log import History
+from slurmrl.run.history.state import fold
+from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.tensors.checkpoint.manifest import verify
 from slurmrl.workers.master.exporting import pin_to_evaluate
 from slurmrl.workers.worker.setup import verify_pinned
 from tests.fake_runs import FakeRun

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.config.schema import Config
+from slurmrl.desk.report.collect import collect
+from slurmrl.desk.report.contents import CallTime, Curve, TrialReport
+from slurmrl.desk.report.curves import thinned
+from slurmrl.desk.report.samples import MOST_TEXT, MOST_TOKENS, read_samples
+from slurmrl.desk.report.settings import differences, flat
+from slurmrl.desk.report.story import task_spans
 from slurmrl.fsio import atomic
-from slurmrl.history.record import Kind
-from slurmrl.monitor.collect import collect as collect_statuses
-from slurmrl.monitor.samples import KeptSampleWriter
-from slurmrl.report.collect import collect
-from slurmrl.report.contents import CallTime, Curve, TrialReport
-from slurmrl.report.curves import thinned
-from slurmrl.report.samples import MOST_TEXT, MOST_TOKENS, read_samples
-from slurmrl.report.settings import differences, flat
-from slurmrl.report.story import task_spans
+from slurmrl.run.history.record import Kind
+from slurmrl.run.samples import KeptSampleWriter
 from slurmrl.scheduler.base import JobState
+from slurmrl.watch.collect import collect as collect_statuses
 from tests.fake_runs import FakeRun, FakeScheduler, task
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from slurmrl.cli.main import main
-from slurmrl.history.record import Kind
-from slurmrl.report.page import embedded
+from slurmrl.desk.report.page import embedded
+from slurmrl.run.history.record import Kind
 from tests.fake_runs import FakeRun
 from tests.support import browser
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from slurmrl.cli.main import main
-from slurmrl.monitor.samples import KeptSampleWriter
-from slurmrl.report.contents import Curve
-from slurmrl.report.curves import smoothed
-from slurmrl.report.terminal import chart
+from slurmrl.desk.report.contents import Curve
+from slurmrl.desk.report.curves import smoothed
+from slurmrl.desk.report.terminal import chart
+from slurmrl.run.samples import KeptSampleWriter
 from tests.fake_runs import FakeRun
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slurmrl.channel.log import LogWriter
 from slurmrl.fsio import objects
 from slurmrl.rollouts.sample_files import SampleWriter
 from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.run.channel.log import LogWriter
 from tests.support.rollout_checker import Checker
 from tests.support.rollout_evidence import Archive
 from tests.support.sample_groups import small_group

@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 from slurmrl.algorithms.rollout.totals import Totals
 from slurmrl.config.schema import Dataset, EpisodeSettings
-from slurmrl.engines.rollout.base import GenerationRequest
 from slurmrl.errors import EpisodeError, RunFailedError
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.base import Environment, EpisodeItem, PolicyTurn, Reply
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.dialogue import Dialogue
+from slurmrl.rollouts.generation.base import GenerationRequest
 from slurmrl.rollouts.policy import Draws, EpisodeLimits, Policy, Waiting
 from slurmrl.rollouts.runner import EpisodeOutcome, EpisodeRunner
 from slurmrl.rollouts.sample_group import SampleGroup

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.slurm import SlurmScheduler
 from tests.scheduler_contract import request_of
 from tests.support.scripted_slurm import Slurm

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UnknownNameError
-from slurmrl.paths import user_name
+from slurmrl.run.paths import user_name
 from slurmrl.scheduler import choose, environment, limits, make, rows
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.client import SlurmClient

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.paths import RunPaths
-from slurmrl.scheduler import orphaned, scale
+from slurmrl.run import orphaned, scale
+from slurmrl.run.orphaned import Orphaned
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.elastic import HELD, Change, ElasticGroup, balance
-from slurmrl.scheduler.orphaned import Orphaned
 from slurmrl.scheduler.slurm import SlurmScheduler
 from tests.fake_runs import FakeRun, task
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import SchedulerError, UsageError
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import elastic, extend, extensions
 from slurmrl.scheduler.rows import QueueRow
 from slurmrl.scheduler.slurm import SlurmScheduler

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import CorruptFileError, SchedulerError, UsageError
-from slurmrl.history.record import Kind, Record, pack
-from slurmrl.paths import RunPaths
-from slurmrl.scheduler import exclusion, hosts, leave
+from slurmrl.run import hosts, leave
+from slurmrl.run.history.record import Kind, Record, pack
+from slurmrl.run.paths import RunPaths
+from slurmrl.scheduler import exclusion
 from slurmrl.scheduler.slurm import SlurmScheduler
 from tests.support.scripted_slurm import Slurm
 

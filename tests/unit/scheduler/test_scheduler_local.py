@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import CorruptFileError, SchedulerError
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.writer import end
-from slurmrl.paths import RunPaths
-from slurmrl.scheduler import scale
+from slurmrl.run import scale
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.writer import end
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.local import LocalScheduler
 from slurmrl.scheduler.local_state import ChainState, chain_process

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import UsageError
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import directives, render
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 from slurmrl.scheduler.local import LocalScheduler

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import SchedulerError
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.writer import begin, end
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.writer import begin, end
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import elastic, succession, upkeep
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import TopUp, continues, top_up

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import SchedulerError
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.try_out import Refusal, refusals

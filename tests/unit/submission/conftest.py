@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmrl.submission import live, proposal, submit
+from slurmrl.desk import live, proposal, submit
 from tests.fake_runs import FakeScheduler
 
 

@@ -18,17 +18,17 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.config.load import load, load_resolved, parse
+from slurmrl.desk.bundle import unpack as unpacking
+from slurmrl.desk.bundle import wheels
+from slurmrl.desk.bundle.contents import collect
+from slurmrl.desk.bundle.make import make_bundle
+from slurmrl.desk.bundle.manifest import is_safe
+from slurmrl.desk.bundle.unpack import BUNDLES, is_bundle, unpack
+from slurmrl.desk.own_code import OwnCode
 from slurmrl.errors import ConfigError, EnvironmentFailure, OwnershipError, UsageError
 from slurmrl.fsio import space
-from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.settings import load_settings
-from slurmrl.submission.bundle import unpack as unpacking
-from slurmrl.submission.bundle import wheels
-from slurmrl.submission.bundle.contents import collect
-from slurmrl.submission.bundle.make import make_bundle
-from slurmrl.submission.bundle.manifest import is_safe
-from slurmrl.submission.bundle.unpack import BUNDLES, is_bundle, unpack
-from slurmrl.submission.own_code import OwnCode
+from slurmrl.run.paths import RunPaths, user_name
 from tests.fake_runs import FakeScheduler, write_config
 
 WHOLE = "bundle.tar"

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from slurmrl.checkpoint.manifest import write_manifest
 from slurmrl.data.sources.base import fingerprint_of, state_of
-from slurmrl.history.record import Kind
+from slurmrl.desk.checks.changed_data import changed_data
+from slurmrl.desk.checks.finding import Finding, Weight
 from slurmrl.plan.settings import load_settings
-from slurmrl.submission.checks.changed_data import changed_data
-from slurmrl.submission.checks.finding import Finding, Weight
+from slurmrl.run.history.record import Kind
+from slurmrl.tensors.checkpoint.manifest import write_manifest
 from tests.fake_runs import FakeRun, write_config
 
 ROW = '{"id": "1", "prompt": "a", "answer": "b"}\n'
@@ -110,5 +110,5 @@ def test_file_is_not_read_again_if_prepared_rows_have_its_state(
         values = {"version": 4, "recipe": "r", "source": site.sources()[name]}
         values |= {"source_state": state_of([path]), "rows": 1, "left_out": 0, "token_bytes": 2}
         (directory / "manifest.json").write_text(json.dumps({**values, "row_bytes": 1}))
-    monkeypatch.setattr("slurmrl.submission.checks.changed_data.fingerprint_of", None)
+    monkeypatch.setattr("slurmrl.desk.checks.changed_data.fingerprint_of", None)
     assert site.findings() == []

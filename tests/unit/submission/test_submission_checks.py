@@ -20,20 +20,20 @@ from slurmrl.cli.main import main
 from slurmrl.cli.start import carry_out_all
 from slurmrl.config.schema import Lora
 from slurmrl.data.tokenizer import save_tokenizer, vocabulary
+from slurmrl.desk import input_checks, own_code
+from slurmrl.desk.checks import room, run
+from slurmrl.desk.checks.finding import Finding, Weight
+from slurmrl.desk.checks.run import Code, check, refuse
+from slurmrl.desk.proposal import Proposal
+from slurmrl.desk.versions import TorchBuild
 from slurmrl.errors import ConfigError
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import build
 from slurmrl.models.hf import to_hf
-from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.submission import input_checks, own_code
-from slurmrl.submission.checks import room, run
-from slurmrl.submission.checks.finding import Finding, Weight
-from slurmrl.submission.checks.run import Code, check, refuse
-from slurmrl.submission.proposal import Proposal
-from slurmrl.submission.versions import TorchBuild
+from slurmrl.run.paths import RunPaths, user_name
 from slurmrl.workers.master.exporting import pin_actor
 from tests.fake_runs import write_config
 from tests.support.committed import CommittedTrial, Weights
@@ -139,7 +139,7 @@ def test_a_torch_for_cpus_is_refused_where_workers_get_gpus(
 
 def test_the_build_of_torch_is_read_without_importing_it() -> None:
     code = (
-        "import sys; from slurmrl.submission.versions import torch_build; "
+        "import sys; from slurmrl.desk.versions import torch_build; "
         "print(*torch_build()); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -437,7 +437,7 @@ def test_the_trials_of_several_suites_have_their_checkpoint_compared_once(
 
     proposals = [cast(Proposal, SimpleNamespace(check=checked)) for _ in range(3)]
     monkeypatch.setattr("slurmrl.cli.dry_run.show", lambda *_, **__: 0)
-    monkeypatch.setattr("slurmrl.submission.submit.rehearse", lambda _: None)
+    monkeypatch.setattr("slurmrl.desk.submit.rehearse", lambda _: None)
     assert carry_out_all(proposals, check_s=1.0, dry_run=True, wait=None, as_json=False) == 0
     assert known == [set(), {"checkpoint"}, {"checkpoint"}]
 

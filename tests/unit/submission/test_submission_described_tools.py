@@ -11,20 +11,20 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.config.schema import Config
-from slurmrl.doctor import login
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.writer import begin
-from slurmrl.paths import RunPaths
+from slurmrl.desk import inspection, inspector
+from slurmrl.desk.checks import run
+from slurmrl.desk.checks.finding import Finding
+from slurmrl.desk.checks.run import Code
+from slurmrl.desk.doctor import login
+from slurmrl.desk.inspection import described
+from slurmrl.desk.proposal import propose, propose_resume
+from slurmrl.desk.submit import submit
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.submission import inspection, inspector
-from slurmrl.submission.checks import run
-from slurmrl.submission.checks.finding import Finding
-from slurmrl.submission.checks.run import Code
-from slurmrl.submission.inspection import described
-from slurmrl.submission.proposal import propose, propose_resume
-from slurmrl.submission.submit import submit
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.writer import begin
+from slurmrl.run.paths import RunPaths
 from tests.fake_runs import CONFIG, FakeScheduler
 
 TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }}={% endfor %}"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from slurmrl.config.load import load
+from slurmrl.desk.evaluating import choose_suites, evaluation_of, find_checkpoint
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.submission.evaluating import choose_suites, evaluation_of, find_checkpoint
 from tests.support.committed import CommittedTrial
 from tests.support.trials import ARCHITECTURE
 

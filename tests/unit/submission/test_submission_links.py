@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.desk.links import add_links
+from slurmrl.desk.proposal import propose, propose_resume
+from slurmrl.desk.submit import submit
 from slurmrl.errors import UsageError
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.writer import end
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.writer import end
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
-from slurmrl.submission.links import add_links
-from slurmrl.submission.proposal import propose, propose_resume
-from slurmrl.submission.submit import submit
 from tests.fake_runs import FakeScheduler, task, write_config
 
 

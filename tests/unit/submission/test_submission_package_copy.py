@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from slurmrl import package
+from slurmrl.desk import copying, package_copy
 from slurmrl.package import ARCHIVE, FOLDER, PROGRAMS
-from slurmrl.submission import copying, package_copy
 
 IMPORTS = """\
 import sys
@@ -72,7 +72,7 @@ def test_copy_compiles_its_sources_under_another_python(copied: Path) -> None:
     with zipfile.ZipFile(copied / ARCHIVE) as file:
         other = b"\0\0\r\n" + file.read("keys.pyc")[4:]
     rewrite(copied / ARCHIVE, "keys.pyc", other)
-    done = run(copied, "import slurmrl.keys as k; print(k.__file__, k.failure(3))")
+    done = run(copied, "import slurmrl.run.keys as k; print(k.__file__, k.failure(3))")
     assert done.stdout.split()[0] == f"{copied}/{ARCHIVE}/keys.py", done.stderr
 
 
@@ -93,7 +93,7 @@ def test_fault_in_own_code_is_placed_there_by_a_copy(copied: Path) -> None:
 def test_copy_of_a_copy_is_equal_to_the_package(copied: Path, tmp_path: Path) -> None:
     again = tmp_path / "again" / "slurmrl"
     program = (
-        "from pathlib import Path; from slurmrl.submission import package_copy as c;"
+        "from pathlib import Path; from slurmrl.desk import package_copy as c;"
         f"c.copy(Path({str(again)!r})); print(c.is_equal(Path({str(FOLDER)!r})))"
     )
     assert run(copied, program).stdout == "True\n"
@@ -104,7 +104,7 @@ def test_copy_of_a_copy_is_equal_to_the_package(copied: Path, tmp_path: Path) ->
 def test_changed_copy_is_not_equal(copied: Path) -> None:
     assert package_copy.is_equal(copied)
     archive = (copied / ARCHIVE).read_bytes()
-    rewrite(copied / ARCHIVE, "keys.py", b"OTHER = 1\n")
+    rewrite(copied / ARCHIVE, "run/keys.py", b"OTHER = 1\n")
     assert not package_copy.is_equal(copied)
     (copied / ARCHIVE).write_bytes(archive[:-40])
     assert not package_copy.is_equal(copied)
@@ -119,7 +119,7 @@ def test_copy_as_plain_files_is_equal(tmp_path: Path) -> None:
     """As releases up to 0.1 made it."""
     copying.copy(FOLDER, tmp_path / "slurmrl", package_copy.NO_CODE)
     assert package_copy.is_equal(tmp_path / "slurmrl")
-    (tmp_path / "slurmrl" / "keys.py").write_text("OTHER = 1\n")
+    (tmp_path / "slurmrl" / "run/keys.py").write_text("OTHER = 1\n")
     assert not package_copy.is_equal(tmp_path / "slurmrl")
 
 

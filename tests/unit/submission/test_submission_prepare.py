@@ -10,12 +10,12 @@ import pytest
 
 import slurmrl
 from slurmrl.config.load import load_resolved
+from slurmrl.desk import prepare as module
+from slurmrl.desk import snapshot
+from slurmrl.desk.prepare import is_prepared, prepare, trial_uuid
+from slurmrl.desk.proposal import Proposal, propose
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.plan.model import Plan
-from slurmrl.submission import prepare as module
-from slurmrl.submission import snapshot
-from slurmrl.submission.prepare import is_prepared, prepare, trial_uuid
-from slurmrl.submission.proposal import Proposal, propose
 from tests.fake_runs import write_config
 
 

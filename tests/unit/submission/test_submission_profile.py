@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from slurmrl.config.load import load_resolved
-from slurmrl.paths import RunPaths
-from slurmrl.submission.proposal import propose, propose_resume
-from slurmrl.submission.submit import submit
-from slurmrl.submission.trials import root_folder
+from slurmrl.desk.proposal import propose, propose_resume
+from slurmrl.desk.submit import submit
+from slurmrl.desk.trials import root_folder
+from slurmrl.run.paths import RunPaths
 from tests.fake_runs import FakeScheduler, write_config
 
 SITE = """\

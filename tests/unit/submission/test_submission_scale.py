@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 from slurmrl.cli.main import main
+from slurmrl.desk.proposal import propose, propose_resume
+from slurmrl.desk.scale import IDLE, WITHIN_SECONDS, set_tasks
+from slurmrl.desk.submit import submit
 from slurmrl.errors import UsageError
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.writer import end
-from slurmrl.paths import RunPaths
-from slurmrl.scheduler import directives, scale
+from slurmrl.run import scale
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.writer import end
+from slurmrl.run.paths import RunPaths
+from slurmrl.scheduler import directives
 from slurmrl.scheduler.base import JobState
-from slurmrl.submission.proposal import propose, propose_resume
-from slurmrl.submission.scale import IDLE, WITHIN_SECONDS, set_tasks
-from slurmrl.submission.submit import submit
 from tests.fake_runs import FakeScheduler, task, write_config
 
 GRPO = (

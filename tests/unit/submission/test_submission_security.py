@@ -10,23 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.checkpoint.manifest import read_manifest, read_state
 from slurmrl.config.load import load_resolved
+from slurmrl.desk.prepare import prepare, trial_uuid
+from slurmrl.desk.proposal import Proposal, propose
+from slurmrl.desk.submit import submit
 from slurmrl.errors import CorruptFileError, OwnershipError, SlurmrlError
 from slurmrl.fsio import atomic
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind, Record
-from slurmrl.history.state import fold
-from slurmrl.monitor import events, metrics, snapshot
-from slurmrl.monitor.events import EventWriter
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
+from slurmrl.run import events, metrics
+from slurmrl.run.events import EventWriter
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.state import fold
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.local_state import ChainState
 from slurmrl.scheduler.submission import read_jobs, write_jobs, write_scripts
-from slurmrl.submission.prepare import prepare, trial_uuid
-from slurmrl.submission.proposal import Proposal, propose
-from slurmrl.submission.submit import submit
+from slurmrl.tensors.checkpoint.manifest import read_manifest, read_state
+from slurmrl.watch import snapshot
 from slurmrl.workers.master.judgement import read_ending
 from tests.fake_runs import FakeRun, write_config
 

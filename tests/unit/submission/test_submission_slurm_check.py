@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.desk.checks import engines, slurm
+from slurmrl.desk.checks.finding import Finding, Weight
+from slurmrl.desk.own_code import OwnCode
+from slurmrl.desk.proposal import Proposal, run_paths
+from slurmrl.desk.record import ProvenanceWriter
 from slurmrl.errors import SchedulerError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import load_settings
-from slurmrl.submission.checks import engines, slurm
-from slurmrl.submission.checks.finding import Finding, Weight
-from slurmrl.submission.own_code import OwnCode
-from slurmrl.submission.proposal import Proposal, run_paths
-from slurmrl.submission.record import ProvenanceWriter
 from tests.fake_runs import write_config
 from tests.support.scripted_slurm import PickySlurm
 

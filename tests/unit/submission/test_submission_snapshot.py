@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.desk import copying, git, own_code, snapshot
+from slurmrl.desk.proposal import Proposal, propose, propose_resume
+from slurmrl.desk.record import ProvenanceWriter, recorded_folders
+from slurmrl.desk.submit import submit
 from slurmrl.errors import ConfigError, EnvironmentFailure, UsageError
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.writer import begin, end
 from slurmrl.package import ARCHIVE
-from slurmrl.paths import RunPaths
-from slurmrl.submission import copying, git, own_code, snapshot
-from slurmrl.submission.proposal import Proposal, propose, propose_resume
-from slurmrl.submission.record import ProvenanceWriter, recorded_folders
-from slurmrl.submission.submit import submit
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.writer import begin, end
+from slurmrl.run.paths import RunPaths
 from tests.fake_runs import FakeScheduler, write_config
 
 REWARD = "import helper\nclass Mine:\n    score = helper.SCORE\n"
@@ -175,7 +175,7 @@ def test_a_trial_of_another_slurmrl_is_not_written_to(user: Path, scheduler: Fak
     paths = submit(proposed(user)).paths
     end(History(paths.history), Kind.CANCELLED, {})
     scheduler.tasks = []
-    (paths.code / "slurmrl" / "keys.py").write_text("NEW = 1\n")
+    (paths.code / "slurmrl" / "run/keys.py").write_text("NEW = 1\n")
     assert not snapshot.is_this_code(paths.code)
     before = paths.config.read_bytes(), paths.plan.read_bytes()
     for proposal in (proposed(user, "total_steps=9"), propose_resume(paths, ["total_steps=9"])):
@@ -293,7 +293,7 @@ def test_update_code_of_a_trial_that_lacks_a_setting(
     text = paths.config.read_text()
     assert lacks in text
     paths.config.write_text(text.replace(lacks, ""))
-    (paths.code / "slurmrl" / "keys.py").write_text("OLD = 1\n")
+    (paths.code / "slurmrl" / "run/keys.py").write_text("OLD = 1\n")
     with pytest.raises(UsageError, match=difference):
         submit(propose_resume(paths, [value], update_code=True))
     assert submit(propose_resume(paths, [], update_code=True)).resumed_step == 1
@@ -359,7 +359,7 @@ def test_an_update_whose_submitter_was_killed_counts_for_nothing(
 
     paths = submit(proposed(user, MINE)).paths
     with monkeypatch.context() as patch:
-        patch.setattr("slurmrl.submission.claims.claim", kill)
+        patch.setattr("slurmrl.desk.claims.claim", kill)
         with pytest.raises(Killed):
             submit(propose_resume(paths, [], update_code=True))
     assert paths.snapshot(2).exists()

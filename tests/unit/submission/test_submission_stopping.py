@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from slurmrl.cli.main import main
+from slurmrl.desk import stopping
 from slurmrl.errors import SchedulerError, UsageError
-from slurmrl.history.record import Kind
-from slurmrl.monitor.collect import collect
-from slurmrl.paths import user_name
+from slurmrl.run.history.record import Kind
+from slurmrl.run.paths import user_name
 from slurmrl.scheduler import stopping as requests
 from slurmrl.scheduler.base import Continue, JobState
 from slurmrl.scheduler.chain import Chain, TopUp, why_not
-from slurmrl.submission import stopping
+from slurmrl.watch.collect import collect
 from slurmrl.workers.link import reason_to_leave
 from tests.fake_runs import FakeRun, FakeScheduler, task
 

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 from slurmrl.config.load import load_resolved
+from slurmrl.desk import claims, live
+from slurmrl.desk.live import cancel
+from slurmrl.desk.proposal import propose, propose_resume
+from slurmrl.desk.submit import Submitted, submit
 from slurmrl.errors import (
     ConfigError,
     EnvironmentFailure,
@@ -18,20 +22,16 @@ from slurmrl.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import TrialState, fold
-from slurmrl.history.writer import begin, end
-from slurmrl.monitor import overview
-from slurmrl.monitor.collect import collect
-from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.model import Plan
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import TrialState, fold
+from slurmrl.run.history.writer import begin, end
+from slurmrl.run.paths import RunPaths, user_name
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.processes import ProcessId
-from slurmrl.submission import claims, live
-from slurmrl.submission.live import cancel
-from slurmrl.submission.proposal import propose, propose_resume
-from slurmrl.submission.submit import Submitted, submit
+from slurmrl.watch import overview
+from slurmrl.watch.collect import collect
 from tests.fake_runs import FakeScheduler, task, write_config
 
 Submit = Callable[..., Submitted]

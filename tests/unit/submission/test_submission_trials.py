@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.desk import trials
 from slurmrl.errors import UnknownNameError, UsageError
-from slurmrl.submission import trials
 from tests.fake_runs import FakeRun
 
 

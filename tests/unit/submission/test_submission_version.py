@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl import package, version
-from slurmrl.submission import git
+from slurmrl.desk import git
 
 
 def in_git(folder: Path, *words: str) -> str:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.transfer import copies
-from slurmrl.transfer.copies import BoxCopies
+from slurmrl.tensors.transfer import copies
+from slurmrl.tensors.transfer.copies import BoxCopies
 
 CPU = torch.device("cpu")
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.layout.box import Box
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
-from slurmrl.transfer import copies, execute, verify
-from slurmrl.transfer.plan import plan_move
-from slurmrl.transfer.regions import PlacedLayout
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.transfer import copies, execute, verify
+from slurmrl.tensors.transfer.plan import plan_move
+from slurmrl.tensors.transfer.regions import PlacedLayout
 from tests.support.host_memory import peak_bytes
 
 SHAPE = (1, 96, 4096)

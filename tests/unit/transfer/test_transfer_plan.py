@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmrl.errors import LayoutError
-from slurmrl.layout.box import Box, chunk
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
-from slurmrl.transfer.plan import MovePlan, plan_move
-from slurmrl.transfer.regions import PlacedLayout
+from slurmrl.tensors.layout.box import Box, chunk
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.transfer.plan import MovePlan, plan_move
+from slurmrl.tensors.transfer.regions import PlacedLayout
 
 WORLD = 6
 BUDGET = 4 * 16

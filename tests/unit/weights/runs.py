@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.layout.copy import Array
-from slurmrl.layout.layout import ITEM_BYTES
-from slurmrl.weights.version import VersionId, VersionManifest
-from slurmrl.weights.writer import PartWriter, VersionBits, publish
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout.layout import ITEM_BYTES
+from slurmrl.tensors.weights.version import VersionId, VersionManifest
+from slurmrl.tensors.weights.writer import PartWriter, VersionBits, publish
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "embed.weight": ("bfloat16", (40, 64)),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmrl.errors import WeightVersionError
-from slurmrl.weights import delta
+from slurmrl.tensors.weights import delta
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 8]), st.integers(0, 700))

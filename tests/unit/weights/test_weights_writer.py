@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, WeightVersionError
-from slurmrl.weights.version import (
+from slurmrl.tensors.weights.version import (
     DELTA,
     MANIFEST,
     RAW,
@@ -22,7 +22,7 @@ from slurmrl.weights.version import (
     read_record,
     version_ids,
 )
-from slurmrl.weights.writer import PartWriter, publish
+from slurmrl.tensors.weights.writer import PartWriter, publish
 from tests.support.faulty import Faulty
 from tests.unit.weights.runs import SHAPES, Ranks, changed, published, random_bits
 

@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from slurmrl.desk.prepare import prepare
+from slurmrl.desk.proposal import propose
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.graph.call import Method
-from slurmrl.paths import RunPaths
+from slurmrl.plan.graph.call import Method
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.submission.prepare import prepare
-from slurmrl.submission.proposal import propose
+from slurmrl.run.paths import RunPaths
 from tests.fake_runs import write_config
 
 MODEL = {

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from slurmrl import keys
-from slurmrl.channel.log import LogReader
 from slurmrl.errors import (
     EnvironmentFailure,
     SlurmrlError,
@@ -20,13 +18,15 @@ from slurmrl.errors import (
     TrialEndedError,
     UsageError,
 )
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.writer import begin, end
-from slurmrl.monitor import events, published
-from slurmrl.monitor.reports import Failure
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
+from slurmrl.run import events, keys
+from slurmrl.run.channel.log import LogReader
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.writer import begin, end
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Failure
+from slurmrl.watch import published
 from slurmrl.workers.agent import agent as agent_module
 from slurmrl.workers.agent import incarnation as incarnation_module
 from slurmrl.workers.agent.agent import AGAIN, FAILED, OK, Agent

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from slurmrl import keys
 from slurmrl.errors import EnvironmentFailure, NameNotFoundError, RunFailedError
 from slurmrl.fsio import objects
-from slurmrl.monitor.reports import Failure, Identity
 from slurmrl.plan.model import Plan
+from slurmrl.run import keys
+from slurmrl.run.reports import Failure, Identity
 from slurmrl.workers.master.worker_channel import AgentRegistry
 from tests.support.memory_names import MemoryNameStore
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from slurmrl import backoff
-from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import EnvironmentFailure, OwnershipError, WaitTimeoutError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.paths import RunPaths
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.paths import RunPaths
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import Incarnation
 from slurmrl.workers.agent.replies import Replies

@@ -11,23 +11,23 @@ from typing import Any
 
 import pytest
 
-from slurmrl import keys
 from slurmrl.backoff import HIDDEN_PAUSES_S, retry
-from slurmrl.checkpoint.checksums import checksum
-from slurmrl.checkpoint.manifest import write_manifest
-from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind, Record
-from slurmrl.history.state import TrialState, fold
-from slurmrl.history.writer import IncarnationWriter, begin
-from slurmrl.monitor import events, published
-from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.reports import Failure
 from slurmrl.name_resolve.base import encode
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
+from slurmrl.run import events, keys
+from slurmrl.run.events import EventWriter
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.state import TrialState, fold
+from slurmrl.run.history.writer import IncarnationWriter, begin
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Failure
+from slurmrl.tensors.checkpoint.checksums import checksum
+from slurmrl.tensors.checkpoint.manifest import write_manifest
+from slurmrl.tensors.checkpoint.tensors import SavedFile
+from slurmrl.watch import published
 from slurmrl.workers.failure import describe, publish
 from slurmrl.workers.master import committer as base_module
 from slurmrl.workers.master import serve

@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from slurmrl import keys
 from slurmrl.errors import CorruptFileError, SchedulerError
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.writer import end
-from slurmrl.lease import Lease
-from slurmrl.monitor.events import EventWriter, read_all
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
+from slurmrl.run import keys
+from slurmrl.run.events import EventWriter, read_all
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.writer import end
+from slurmrl.run.lease import Lease
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.slurm import SlurmScheduler, TaskStart
 from slurmrl.scheduler.succession import Link
 from slurmrl.workers.supervisor import surplus

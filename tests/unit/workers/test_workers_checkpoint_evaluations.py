@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from slurmrl.checkpoint.pinned import ORIGIN
 from slurmrl.config.load import dump
 from slurmrl.errors import UsageError
 from slurmrl.fsio.primitives import temporary_beside
-from slurmrl.history.record import Kind
-from slurmrl.history.state import Commit
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import Commit
+from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.checkpoint.pinned import ORIGIN
 from slurmrl.workers.supervisor import checkpoint_evaluations, evaluated_checkpoints
 from slurmrl.workers.supervisor.checkpoint_evaluations import TRIES, CheckpointEvaluations
 from tests.fake_runs import FakeRun

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from slurmrl.channel.pipe import Connection
 from slurmrl.config.schema.cluster import Cluster
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
-from slurmrl.monitor.reports import Identity
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
+from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Identity
 from slurmrl.workers import process
 from slurmrl.workers.agent import children as children_module
 from slurmrl.workers.agent.children import Children, Ended, News
@@ -27,7 +27,7 @@ from tests.support.trials import wait_until
 REPOSITORY = Path(__file__).parents[3]
 STUB = """
 import os, sys
-from slurmrl.channel.pipe import Connection
+from slurmrl.run.channel.pipe import Connection
 from slurmrl.workers.worker import fork_server
 def option(name):
     return sys.argv[sys.argv.index(name) + 1]
@@ -51,7 +51,7 @@ while (message := pipe.receive(60)) is not None:
 """
 MASTER = """
 import sys, time
-from slurmrl.channel.pipe import Connection
+from slurmrl.run.channel.pipe import Connection
 pipe = Connection.from_fd(int(sys.argv[sys.argv.index("--pipe-fd") + 1]))
 assert sys.argv[sys.argv.index("--job") + 1] == "41.0.0"
 pipe.send({"type": "pulse"})

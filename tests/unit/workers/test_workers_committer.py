@@ -13,17 +13,17 @@ from typing import Any, cast
 
 import pytest
 
-from slurmrl.checkpoint.checksums import checksum
-from slurmrl.checkpoint.manifest import read_state, verify
-from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.config.schema.config import Checkpoint
 from slurmrl.errors import StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import TrialState, fold
-from slurmrl.history.writer import begin
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import TrialState, fold
+from slurmrl.run.history.writer import begin
+from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.checkpoint.checksums import checksum
+from slurmrl.tensors.checkpoint.manifest import read_state, verify
+from slurmrl.tensors.checkpoint.tensors import SavedFile
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.worker_channel import WorkerChannel

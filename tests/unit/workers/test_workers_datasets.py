@@ -15,7 +15,7 @@ import pytest
 from slurmrl.config.schema import Dataset
 from slurmrl.data import preparation
 from slurmrl.errors import UsageError
-from slurmrl.parallel.activity import Activity
+from slurmrl.tensors.parallel.activity import Activity
 from slurmrl.workers.messages import Preparing
 from slurmrl.workers.run_store import RunStore
 from slurmrl.workers.worker.setup import Datasets

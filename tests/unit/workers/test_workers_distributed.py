@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import slurmrl
-from slurmrl.parallel import device
+from slurmrl.tensors.parallel import device
 from slurmrl.workers import distributed
 from slurmrl.workers.distributed import collective_timeout, join, wait_for_all
 from slurmrl.workers.messages import Start

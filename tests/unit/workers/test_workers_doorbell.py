@@ -8,12 +8,12 @@ from typing import cast
 
 import pytest
 
-from slurmrl.channel.bell import TOKEN_BYTES, Bell, BellAddress
-from slurmrl.channel.follower import Follower
-from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.fsio import objects
 from slurmrl.fsio.calls import is_local
-from slurmrl.paths import RunPaths
+from slurmrl.run.channel.bell import TOKEN_BYTES, Bell, BellAddress
+from slurmrl.run.channel.follower import Follower
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.paths import RunPaths
 from slurmrl.workers import doorbell
 from slurmrl.workers.agent.children import News
 from slurmrl.workers.agent.host import Host
@@ -33,8 +33,8 @@ def test_the_masters_log_is_read_when_it_rings_and_not_for_anything_else(
     incarnation: Incarnation, run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither what its children send nor a forged ring has an agent look at the log."""
-    monkeypatch.setattr("slurmrl.channel.wakeup.is_local", lambda directory: False)
-    monkeypatch.setattr("slurmrl.channel.follower.FIRST_POLL_S", 600.0)
+    monkeypatch.setattr("slurmrl.run.channel.wakeup.is_local", lambda directory: False)
+    monkeypatch.setattr("slurmrl.run.channel.follower.FIRST_POLL_S", 600.0)
     ours, masters, stranger = (Bell("127.0.0.1") for _ in range(3))
     reader = LogReader(run.master_log(1))
     log = Follower([reader], run.control, longest_poll_s=600.0, bell=ours)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.data.dataset import SampleRows
 from slurmrl.data.meta import SampleMeta
 from slurmrl.data.sample import SequenceSample
@@ -25,13 +24,14 @@ from slurmrl.engines.base import TrainEngine
 from slurmrl.errors import UsageError
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.failures import explain
-from slurmrl.parallel.activity import Activity
-from slurmrl.parallel.groups import ParallelContext
-from slurmrl.parallel.topology import ProcessTopology
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.rewards.judged import JudgedCompletions
 from slurmrl.rollouts.sample_files import SampleWriter
+from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.checkpoint.tensors import SavedFile
+from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.parallel.groups import ParallelContext
+from slurmrl.tensors.parallel.topology import ProcessTopology
 from slurmrl.workers.messages import Done, HeldOut, LoadBatch, Ready, RunCall, Save, Saved
 from slurmrl.workers.parts import read_parts
 from slurmrl.workers.worker import executor as executor_module

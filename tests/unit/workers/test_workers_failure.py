@@ -14,8 +14,8 @@ from slurmrl.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from slurmrl.monitor import published
-from slurmrl.monitor.reports import Failure
+from slurmrl.run.reports import Failure
+from slurmrl.watch import published
 from slurmrl.workers import failure
 from slurmrl.workers.failure import describe, publish
 from tests.support.memory_names import MemoryNameStore

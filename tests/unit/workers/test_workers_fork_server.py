@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from slurmrl.channel.pipe import Connection
 from slurmrl.fsio import atomic
-from slurmrl.paths import RunPaths
 from slurmrl.plan.build import make_plan
+from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.worlds import RankId
 from slurmrl.workers import process
 from slurmrl.workers.agent.children import Slot
-from slurmrl.worlds import RankId
 from tests.support.trials import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
@@ -44,7 +44,7 @@ print(len(os.listdir("/proc/self/task")))
 """
 WORKER = """
 import os, subprocess, sys
-from slurmrl.channel.pipe import Connection
+from slurmrl.run.channel.pipe import Connection
 from slurmrl.workers.worker import fork_server
 def option(name):
     return int(sys.argv[sys.argv.index(name) + 1])
@@ -68,14 +68,14 @@ os.kill(os.getpid(), message["signal"])
 OF_A_TASK = """
 import gc, sys
 from pathlib import Path
-from slurmrl.parallel import device
+from slurmrl.tensors.parallel import device
 from slurmrl.workers.worker import fork_server
 fork_server.preload(Path(sys.argv[1]), "rollout")
 assert gc.isenabled() and gc.get_freeze_count()
 import torch
 device.set_up(device.choose(0), threads=1, deterministic=True)
 assert torch.are_deterministic_algorithms_enabled()
-assert "slurmrl.engines.rollout.native.rollout" in sys.modules
+assert "slurmrl.rollouts.generation.native.rollout" in sys.modules
 unused = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "sympy"}
 print(unused.intersection(sys.modules) or "none")
 from torch._inductor import config  # for compiled models of the user
@@ -85,7 +85,7 @@ COMPUTE = """
 import hashlib, os, sys
 from pathlib import Path
 import torch
-from slurmrl.parallel import device
+from slurmrl.tensors.parallel import device
 from slurmrl.workers.worker import fork_server
 
 def compute():

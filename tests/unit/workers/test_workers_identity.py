@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl import keys
-from slurmrl.monitor.reports import Identity
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.run import keys
+from slurmrl.run.reports import Identity
 from slurmrl.workers.agent.identity import claim
 from tests.support.memory_names import MemoryNameStore
 

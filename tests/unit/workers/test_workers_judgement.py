@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from slurmrl import keys
 from slurmrl.errors import TrialEndedError
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind, Record
-from slurmrl.history.state import fold
-from slurmrl.history.writer import IncarnationWriter, begin, end, resume
-from slurmrl.paths import RunPaths
+from slurmrl.run import keys
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import IncarnationWriter, begin, end, resume
+from slurmrl.run.paths import RunPaths
 from slurmrl.workers.master import judgement
 from slurmrl.workers.master.judgement import Verdict, judge
 from tests.support.memory_names import MemoryNameStore

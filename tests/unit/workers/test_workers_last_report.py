@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.history.record import Kind
-from slurmrl.monitor.collect import collect
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.record import Kind
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
+from slurmrl.watch.collect import collect
 from slurmrl.workers.supervisor import last_report
 from tests.fake_runs import FakeRun, FakeScheduler, task
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.worlds import TRAINERS
 from slurmrl.workers.supervisor import __main__ as supervisor
 from slurmrl.workers.supervisor import late_results
 from slurmrl.workers.supervisor.evaluating_trials import subject
-from slurmrl.worlds import TRAINERS
 from tests.fake_runs import FakeRun
 
 

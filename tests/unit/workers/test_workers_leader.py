@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from slurmrl import keys
 from slurmrl.errors import RunFailedError, SchedulerError
 from slurmrl.fsio import objects
-from slurmrl.lease import Lease
-from slurmrl.monitor.reports import Failure, Identity
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
+from slurmrl.run import keys
+from slurmrl.run.lease import Lease
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Failure, Identity
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
 from slurmrl.scheduler.rows import QueueRow

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from slurmrl.channel import frame
-from slurmrl.channel.bell import BellAddress
-from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.data.ledger import ItemSample
 from slurmrl.errors import CorruptFileError
-from slurmrl.monitor.hang import PendingCollective, RankProgress
-from slurmrl.monitor.reports import Failure, Identity, Warned
+from slurmrl.run.channel import frame
+from slurmrl.run.channel.bell import BellAddress
+from slurmrl.run.hang import PendingCollective, RankProgress
+from slurmrl.run.reports import Failure, Identity, Warned
+from slurmrl.tensors.checkpoint.tensors import SavedFile
 from slurmrl.workers.messages import (
     AGENT_LOG,
     CONTROL_LOG,

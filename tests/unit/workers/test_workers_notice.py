@@ -13,10 +13,10 @@ import pytest
 
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.config.schema import Notify
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.writer import end, resume
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.writer import end, resume
+from slurmrl.run.paths import RunPaths
 from slurmrl.workers.supervisor import __main__ as supervisor
 from slurmrl.workers.supervisor import notice
 

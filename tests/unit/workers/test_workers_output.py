@@ -13,9 +13,9 @@ import pytest
 
 from slurmrl.cli.logs import Printer
 from slurmrl.fsio import atomic
-from slurmrl.monitor.log_files import LogFile
-from slurmrl.monitor.log_lines import OutputReader
-from slurmrl.paths import rotated
+from slurmrl.run.paths import rotated
+from slurmrl.watch.log_files import LogFile
+from slurmrl.watch.log_lines import OutputReader
 from slurmrl.workers.agent.output import Output
 
 LIMIT = 40_000

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.channel.follower import Follower
-from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import fold
-from slurmrl.lease import Lease, LeaseObserver
 from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.run.channel.follower import Follower
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import fold
+from slurmrl.run.lease import Lease, LeaseObserver
 from slurmrl.workers.agent.lease_guard import LeaseGuard
 from slurmrl.workers.poll_intervals import PollIntervals
 
@@ -109,7 +109,7 @@ def test_a_trial_at_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: int, simulated: int
 ) -> None:
     """``simulated`` of the agents, and the master's looks at these; both scale with the hosts."""
-    monkeypatch.setattr("slurmrl.channel.wakeup.is_local", lambda directory: False)
+    monkeypatch.setattr("slurmrl.run.channel.wakeup.is_local", lambda directory: False)
     (tmp_path / "history").mkdir()
     History(tmp_path / "history").append(Kind.BEGIN, 1, {}, after=-1)
     for name in ("master", *(f"agent.{task}" for task in range(simulated))):

@@ -8,8 +8,8 @@ import pytest
 
 from slurmrl.errors import RunFailedError, RunGoneError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.monitor.reports import Failure
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Failure
 from slurmrl.workers.presence import GONE_S, LOOK_S, Presence, make_channels
 
 

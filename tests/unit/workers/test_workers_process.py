@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.channel.pipe import Connection
+from slurmrl.display.words import signal_name
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
-from slurmrl.monitor.words import signal_name
+from slurmrl.run.channel.pipe import Connection
 from slurmrl.workers import process
 from tests.support.trials import wait_until
 
 HERE = Path(__file__).parents[3]
 CHILD = """
 import os, signal, sys
-from slurmrl.channel.pipe import Connection
+from slurmrl.run.channel.pipe import Connection
 pipe = Connection.from_fd(int(sys.argv[sys.argv.index("--pipe-fd") + 1]))
 ignored = [n for n in signal.Signals if signal.getsignal(n) is signal.SIG_IGN]
 pipe.send({"pid": os.getpid(), "ignored": [int(n) for n in ignored], "arguments": sys.argv[1:3]})
@@ -114,7 +114,7 @@ def test_command_that_cannot_be_executed(tmp_path: Path) -> None:
 PARENT = """
 import os, sys, time
 from pathlib import Path
-from slurmrl.monitor.words import signal_name
+from slurmrl.display.words import signal_name
 from slurmrl.fsio import atomic
 from slurmrl.workers import process
 with atomic.open_log(Path(sys.argv[1])) as output:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from slurmrl.checkpoint.manifest import read_state, write_manifest
 from slurmrl.config.schema.data import DataSource
 from slurmrl.data.ledger import LedgerRecord
 from slurmrl.data.order import DataOrder
 from slurmrl.errors import CheckpointError, CorruptFileError, DamagedCheckpointError
 from slurmrl.plan.settings import Settings
+from slurmrl.tensors.checkpoint.manifest import read_state, write_manifest
 from slurmrl.workers.master.progress import REQUIRED, STATE, Progress
 
 SIZE = 10

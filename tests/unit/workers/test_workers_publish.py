@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from slurmrl import keys
-from slurmrl.channel import frame
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.lease import Lease
-from slurmrl.monitor import published
-from slurmrl.monitor.reports import Identity
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
+from slurmrl.run import keys
+from slurmrl.run.channel import frame
+from slurmrl.run.lease import Lease
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Identity
+from slurmrl.watch import published
 from slurmrl.workers.master import publish
 from slurmrl.workers.master.publish import StatusPublisher
 from tests.support.memory_names import MemoryNameStore

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmrl.channel.pipe import Connection
+from slurmrl.run.channel.pipe import Connection
 from slurmrl.workers import pulse
 from slurmrl.workers.pulse import Watch
 

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.layout.box import Box
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
-from slurmrl.ops import intervals
-from slurmrl.parallel.activity import Activity
 from slurmrl.plan.model import Reallocation
-from slurmrl.transfer.copies import BoxCopies
-from slurmrl.transfer.plan import plan_move
-from slurmrl.transfer.regions import PlacedLayout
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.ops import intervals
+from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.transfer.copies import BoxCopies
+from slurmrl.tensors.transfer.plan import plan_move
+from slurmrl.tensors.transfer.regions import PlacedLayout
 from slurmrl.workers.worker import reallocation
 from slurmrl.workers.worker.reallocation import PreparedMove, Reallocations, Residence, Verify
 
@@ -65,9 +65,9 @@ def test_intervals_are_made_once_for_all_moves(monkeypatch: pytest.MonkeyPatch) 
     group = cast(dist.ProcessGroup, None)
     prepared = PreparedMove(average, (trained, averaged), (held, taken), plan, group, cpu, copies)
     scatter = mock.Mock(side_effect=intervals.scatter)
-    monkeypatch.setattr("slurmrl.transfer.copies.scatter", scatter)
+    monkeypatch.setattr("slurmrl.tensors.transfer.copies.scatter", scatter)
     prepared.run(verify=False)
-    monkeypatch.setattr("slurmrl.transfer.copies.Intervals.of", None)
+    monkeypatch.setattr("slurmrl.tensors.transfer.copies.Intervals.of", None)
     prepared.run(verify=False)
     assert scatter.call_count == 2
     torch.testing.assert_close(target[:, 64:192], 0.75 * source)

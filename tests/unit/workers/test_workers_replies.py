@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from slurmrl.channel.bell import Bell
-from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import EnvironmentFailure
+from slurmrl.run.channel.bell import Bell
+from slurmrl.run.channel.log import LogReader, LogWriter
 from slurmrl.workers.agent.replies import HOLD_S, Answers, Replies
 from slurmrl.workers.messages import AGENT_LOG, Done, FromAgent, Ready, Saved
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slurmrl import keys
 from slurmrl.errors import EnvironmentFailure, NameNotFoundError
+from slurmrl.run import keys
 from slurmrl.workers.master.requests import StackRequests
 from slurmrl.workers.messages import CollectStacks, Order
 from tests.support.memory_names import MemoryNameStore

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.graph.call import Method
-from slurmrl.paths import RunPaths, part_prefix
+from slurmrl.plan.graph.call import Method
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.plan.settings import Settings
+from slurmrl.run.paths import RunPaths, part_prefix
 from slurmrl.workers.master.progress import Progress, RecordedSteps
 from slurmrl.workers.master.results import Results
 from slurmrl.workers.parts import write_part

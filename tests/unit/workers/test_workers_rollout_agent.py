@@ -14,22 +14,21 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from slurmrl import keys
-from slurmrl.channel.pipe import Connection
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.config.schema.rollout import Tasks
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import objects
-from slurmrl.history.record import Kind
-from slurmrl.history.writer import begin, end
-from slurmrl.lease import Lease, LeaseObserver
-from slurmrl.monitor import events, published
-from slurmrl.monitor.reports import Cause, Failure, Identity, Warned
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
-from slurmrl.scheduler import orphaned
-from slurmrl.scheduler.orphaned import Orphaned
+from slurmrl.run import events, keys, orphaned
+from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.writer import begin, end
+from slurmrl.run.lease import Lease, LeaseObserver
+from slurmrl.run.orphaned import Orphaned
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Cause, Failure, Identity, Warned
+from slurmrl.watch import published
 from slurmrl.workers import process
 from slurmrl.workers.agent import agent as agent_module
 from slurmrl.workers.agent.agent import FAILED, OK, Agent
@@ -41,7 +40,7 @@ from slurmrl.workers.failure import failed
 REPOSITORY = Path(__file__).parents[3]
 STUB = """
 import json, os, sys
-from slurmrl.channel.pipe import Connection
+from slurmrl.run.channel.pipe import Connection
 from slurmrl.workers.worker import fork_server
 def option(name):
     return sys.argv[sys.argv.index(name) + 1]

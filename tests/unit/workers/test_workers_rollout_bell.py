@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from slurmrl.channel.bell import Bell
+from slurmrl.run.channel.bell import Bell
 from slurmrl.workers.rollout.channel import TaskBell
 
 DEADLINE_S, NEVER_S = 60.0, 3600.0

@@ -13,17 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slurmrl.checkpoint.precision import Precision
-from slurmrl.checkpoint.stored import file_entries
-from slurmrl.checkpoint.tensors import TensorFile
 from slurmrl.config.schema import Lora
 from slurmrl.engines.fingerprint import Fingerprint
-from slurmrl.engines.rollout.native.weights import read_weights
 from slurmrl.errors import UnreadableInputError, UsageError, WeightVersionError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.layout.box import Box
-from slurmrl.layout.copy import Array
-from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
@@ -32,8 +25,15 @@ from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.models.merged import MergedCheckpoint
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.models.storage import storage_of
-from slurmrl.weights.version import VersionId, VersionManifest, part_file, read_manifest
-from slurmrl.weights.writer import PartWriter, VersionBits, publish
+from slurmrl.rollouts.generation.native.weights import read_weights
+from slurmrl.tensors.checkpoint.precision import Precision
+from slurmrl.tensors.checkpoint.stored import file_entries
+from slurmrl.tensors.checkpoint.tensors import TensorFile
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout.layout import TensorSpec
+from slurmrl.tensors.weights.version import VersionId, VersionManifest, part_file, read_manifest
+from slurmrl.tensors.weights.writer import PartWriter, VersionBits, publish
 from slurmrl.workers.rollout.merging import ADAPTED, SHARED, MergingHost
 from slurmrl.workers.rollout.weights import TaskWeights
 from tests.distributed.engines.one_process import random_model

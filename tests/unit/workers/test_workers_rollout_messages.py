@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from slurmrl.channel import frame
-from slurmrl.channel.bell import BellAddress
-from slurmrl.channel.log import LogPosition, LogReader, LogWriter
 from slurmrl.errors import CorruptFileError
-from slurmrl.monitor.reports import Identity
-from slurmrl.paths import RunPaths
 from slurmrl.rollouts.sample_files import SampleWriter, StoredGroup, read_group
+from slurmrl.run.channel import frame
+from slurmrl.run.channel.bell import BellAddress
+from slurmrl.run.channel.log import LogPosition, LogReader, LogWriter
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Identity
 from slurmrl.workers.messages import MessageSet
 from slurmrl.workers.rollout_messages import (
     REQUEST_LOG,

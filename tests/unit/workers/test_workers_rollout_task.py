@@ -18,26 +18,26 @@ from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import RecomputeInterface
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.rollout.interface import RolloutInterface
-from slurmrl.channel.bell import Bell
-from slurmrl.channel.log import LogReader, LogWriter
-from slurmrl.checkpoint.tensors import TensorFile
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer, Rollout
 from slurmrl.data import dataset, preparation
 from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.engines.rollout.native.batch import ContinuousBatch
-from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.models.hf import to_hf
-from slurmrl.monitor.reports import Identity
-from slurmrl.paths import RunPaths
 from slurmrl.plan.settings import Settings
+from slurmrl.rollouts.generation.native.batch import ContinuousBatch
+from slurmrl.rollouts.generation.native.rollout import NativeRollout
 from slurmrl.rollouts.sample_files import read_group
 from slurmrl.rollouts.sample_group import SampleGroup
-from slurmrl.weights.inventory import remove
-from slurmrl.weights.version import VersionId, part_file
-from slurmrl.weights.writer import PartWriter, publish
+from slurmrl.run.channel.bell import Bell
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Identity
+from slurmrl.tensors.checkpoint.tensors import TensorFile
+from slurmrl.tensors.weights.inventory import remove
+from slurmrl.tensors.weights.version import VersionId, part_file
+from slurmrl.tensors.weights.writer import PartWriter, publish
 from slurmrl.workers.rollout.engines import undefined_decoder
 from slurmrl.workers.rollout.generation import Generation, TaskRows
 from slurmrl.workers.rollout.setup import actor_config

@@ -17,10 +17,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from slurmrl import keys
-from slurmrl.channel import frame
-from slurmrl.channel.bell import TOKEN_BYTES, Bell
-from slurmrl.channel.follower import SPARE_LOOKS
 from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.data.ledger import LedgerRecord
 from slurmrl.errors import (
@@ -32,17 +28,20 @@ from slurmrl.errors import (
 from slurmrl.fsio import objects
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.shapes import MOST_COUNT, wrong
-from slurmrl.history.lineage import Lineage
-from slurmrl.lease import Lease
-from slurmrl.monitor.events import EventWriter, read_all
-from slurmrl.monitor.reports import Cause, Failure, Identity
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.sample_files import StoredGroup, read_group
-from slurmrl.scheduler import scale
-from slurmrl.weights.version import VersionId
+from slurmrl.run import keys, scale
+from slurmrl.run.channel import frame
+from slurmrl.run.channel.bell import TOKEN_BYTES, Bell
+from slurmrl.run.channel.follower import SPARE_LOOKS
+from slurmrl.run.events import EventWriter, read_all
+from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.lease import Lease
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Cause, Failure, Identity
+from slurmrl.tensors.weights.version import VersionId
 from slurmrl.workers import doorbell
 from slurmrl.workers.failure import publish_attempt
 from slurmrl.workers.master import serve

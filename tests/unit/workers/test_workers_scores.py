@@ -14,8 +14,8 @@ import pytest
 from slurmrl.algorithms.reward.attempts import Z_95, wilson
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, StaleIncarnationError, UsageError
 from slurmrl.fsio import atomic
-from slurmrl.paths import RunPaths, evaluation_prefix
 from slurmrl.plan.settings import Settings
+from slurmrl.run.paths import RunPaths, evaluation_prefix
 from slurmrl.workers.master import results as scores_module
 from slurmrl.workers.master.results import EvaluationScores, ScoringCall
 from slurmrl.workers.parts import write_part

@@ -11,11 +11,11 @@ import torch
 
 from slurmrl.config.schema import Rollout
 from slurmrl.config.servers import Address
-from slurmrl.engines.rollout.http import HttpClient
-from slurmrl.engines.rollout.sglang import SglangDialect, SglangServer
-from slurmrl.engines.rollout.vllm import VllmDialect, VllmServer
 from slurmrl.models.config import ModelConfig
 from slurmrl.plan.settings import Settings
+from slurmrl.rollouts.generation.http import HttpClient
+from slurmrl.rollouts.generation.sglang import SglangDialect, SglangServer
+from slurmrl.rollouts.generation.vllm import VllmDialect, VllmServer
 from slurmrl.workers.rollout.engines import native
 from slurmrl.workers.serving import own_server
 from tests.unit.models.conftest import BASE, ODD, random_decoder

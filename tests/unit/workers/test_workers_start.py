@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from slurmrl.checkpoint.manifest import write_manifest
 from slurmrl.errors import DamagedCheckpointError
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind
-from slurmrl.history.state import fold
-from slurmrl.history.writer import begin
-from slurmrl.paths import RunPaths
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import begin
+from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.checkpoint.manifest import write_manifest
 from slurmrl.workers.master.progress import STATE, Progress
 from slurmrl.workers.master.serve import restore
 

@@ -16,10 +16,10 @@ import pytest
 from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.data.ledger import ItemSample
 from slurmrl.errors import UsageError
-from slurmrl.graph.call import Method, Refill
-from slurmrl.history.lineage import Lineage
+from slurmrl.plan.graph.call import Method, Refill
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.rollouts.sample_files import StoredGroup
+from slurmrl.run.history.lineage import Lineage
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.steps import StepRunner
 from slurmrl.workers.messages import Done, LoadBatch, Order, RunCall

@@ -15,22 +15,23 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl import backoff, keys
+from slurmrl import backoff
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.fsio import objects
-from slurmrl.history.log import History
-from slurmrl.history.record import Kind, Record
-from slurmrl.history.writer import begin, end, resume
-from slurmrl.monitor import overview
-from slurmrl.monitor.events import read_all
-from slurmrl.monitor.reports import Failure, Identity
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
+from slurmrl.run import keys
+from slurmrl.run.events import read_all
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.writer import begin, end, resume
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Failure, Identity
 from slurmrl.scheduler.client import SlurmClient, is_dead
 from slurmrl.scheduler.parse import HostRow
 from slurmrl.scheduler.succession import Link
+from slurmrl.watch import overview
 from slurmrl.workers.failure import publish
 from slurmrl.workers.link import reason_to_leave
 from slurmrl.workers.supervisor import __main__ as supervisor
@@ -125,7 +126,7 @@ SUPERVISOR = """
 import sys
 from argparse import Namespace
 from pathlib import Path
-from slurmrl.paths import RunPaths
+from slurmrl.run.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers.supervisor import rounds
 from slurmrl.workers.supervisor.job_hosts import JobHosts

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import RunFailedError
-from slurmrl.monitor.reports import Failure
+from slurmrl.run.reports import Failure
 from slurmrl.workers.agent.children import Ended, News
 from slurmrl.workers.agent.symptoms import ECHO_GRACE_S, Symptoms
 

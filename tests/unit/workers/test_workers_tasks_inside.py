@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import pytest
 
-from slurmrl import keys
 from slurmrl.fsio import objects
-from slurmrl.monitor.events import EventWriter, read_all
-from slurmrl.monitor.reports import Identity
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
+from slurmrl.run import keys
+from slurmrl.run.events import EventWriter, read_all
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Identity
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.supervisor import tasks_inside
 from slurmrl.workers.supervisor.tasks_inside import MOST_FAILURES, SOUND_S, TasksInside

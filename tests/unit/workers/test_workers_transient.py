@@ -21,7 +21,6 @@ from safetensors.numpy import save_file
 
 from slurmrl import backoff, rewards
 from slurmrl.backoff import retry
-from slurmrl.checkpoint.export import TokenizerFiles
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Model
 from slurmrl.data.records import read_records
@@ -33,10 +32,11 @@ from slurmrl.models.hf import TensorSource, read_values
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.plan.model_files import config_values, generation_values
+from slurmrl.run.worlds import RankId
+from slurmrl.tensors.checkpoint.export import TokenizerFiles
 from slurmrl.workers.failure import describe
 from slurmrl.workers.master.export_types import _source_dtypes
 from slurmrl.workers.worker import serve as serve_module
-from slurmrl.worlds import RankId
 
 RANK = RankId("trainer", 3)
 CONFIG = {"model_type": "gpt2", "vocab_size": 300, "eos_token_id": 0}

@@ -12,9 +12,9 @@ from torch import Tensor
 from slurmrl.config.schema import Config
 from slurmrl.engines.base import Engine
 from slurmrl.engines.fsdp.adapters import MergedWeights
-from slurmrl.graph.call import Method
+from slurmrl.plan.graph.call import Method
 from slurmrl.plan.precision import rounds_to
-from slurmrl.weights.survival import survival
+from slurmrl.tensors.weights.survival import survival
 from slurmrl.workers.worker.executor import MOST, UpdateKept
 from tests.unit.algorithms.test_algorithms_behaviour import (
     BFLOAT16_SERVER,

@@ -13,18 +13,18 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from slurmrl.checkpoint.tensors import NUMPY_DTYPES, TensorEntry
 from slurmrl.config.schema import Publish
 from slurmrl.engines.base import Engine
 from slurmrl.engines.versions import VersionParts
 from slurmrl.errors import StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.fsio.failures import explain
-from slurmrl.history.lineage import Lineage
-from slurmrl.layout.layout import TensorSpec
-from slurmrl.weights.inventory import COMPLETE, inventory, remove
-from slurmrl.weights.reader import VersionFiles, resolved
-from slurmrl.weights.version import VersionId, part_file, version_ids
+from slurmrl.run.history.lineage import Lineage
+from slurmrl.tensors.checkpoint.tensors import NUMPY_DTYPES, TensorEntry
+from slurmrl.tensors.layout.layout import TensorSpec
+from slurmrl.tensors.weights.inventory import COMPLETE, inventory, remove
+from slurmrl.tensors.weights.reader import VersionFiles, resolved
+from slurmrl.tensors.weights.version import VersionId, part_file, version_ids
 from slurmrl.workers.master.versions import Publication, VersionPublisher, remove_leftovers
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Done, Saved, WriteVersion
@@ -381,7 +381,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing(
         raise explain(OSError(errno.ENOSPC, "full"), "write", tmp_path)
 
     writing = VersionWriting(tmp_path, 0, cast(VersionParts, Parts()))
-    monkeypatch.setattr("slurmrl.weights.writer.pwrite_all", refuse)
+    monkeypatch.setattr("slurmrl.tensors.weights.writer.pwrite_all", refuse)
     (said,) = write(writing, "1.1", None, FakeEngine())
     assert "ENOSPC" in said.error
     assert list((tmp_path / "1.1").iterdir()) == []

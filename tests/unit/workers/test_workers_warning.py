@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from slurmrl import env
-from slurmrl.monitor.reports import Warned
+from slurmrl.run.reports import Warned
 from slurmrl.workers.agent.warning import SIGNALS, Warnings
 
 NOW = 1_000_000.0

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from slurmrl import keys
 from slurmrl.errors import SchedulerError
 from slurmrl.fsio import objects
-from slurmrl.lease import Lease
-from slurmrl.monitor.events import read_all
-from slurmrl.monitor.reports import Identity
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.paths import RunPaths
+from slurmrl.run import keys
+from slurmrl.run.events import read_all
+from slurmrl.run.lease import Lease
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Identity
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.rows import QueueRow
 from slurmrl.scheduler.succession import Link

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from slurmrl.channel.bell import Bell
-from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import EnvironmentFailure, RunFailedError, WaitTimeoutError
-from slurmrl.monitor.reports import Failure, Identity, Warned
-from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
+from slurmrl.run.channel.bell import Bell
+from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Failure, Identity, Warned
 from slurmrl.workers.master import worker_channel
 from slurmrl.workers.master.worker_channel import Mailbox, WorkerChannel
 from slurmrl.workers.messages import (
@@ -291,8 +291,8 @@ class RingingSite(Site):
 def ringing(
     paths: RunPaths, plans: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RingingSite]:
-    monkeypatch.setattr("slurmrl.channel.wakeup.is_local", lambda directory: False)
-    monkeypatch.setattr("slurmrl.channel.follower.RINGING_FIRST_POLL_S", LONGEST_S)
+    monkeypatch.setattr("slurmrl.run.channel.wakeup.is_local", lambda directory: False)
+    monkeypatch.setattr("slurmrl.run.channel.follower.RINGING_FIRST_POLL_S", LONGEST_S)
     found = RingingSite(paths, plans(hosts=2, per_host=2))
     yield found
     for bell in (found.bell, *found.bells):

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.errors import UnusableGpuError
-from slurmrl.monitor.reports import Failure
-from slurmrl.parallel import device
+from slurmrl.run.reports import Failure
+from slurmrl.run.worlds import RankId
+from slurmrl.tensors.parallel import device
 from slurmrl.workers.worker.serve import _describe, _Place, recognise
-from slurmrl.worlds import RankId
 
 GLOO = (
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer "

@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from slurmrl.channel.pipe import Connection
 from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, RewardError
-from slurmrl.monitor.reports import Failure, Identity
-from slurmrl.parallel.activity import Activity
+from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.reports import Failure, Identity
+from slurmrl.run.worlds import RankId
+from slurmrl.tensors.parallel.activity import Activity
 from slurmrl.workers.messages import (
     FROM_WORKER,
     TO_ROLLOUT_WORKER,
@@ -34,7 +35,6 @@ from slurmrl.workers.messages import (
     StartRollout,
 )
 from slurmrl.workers.worker import serve as serve_module
-from slurmrl.worlds import RankId
 
 START = TO_WORKER.to_json(Start(world_size=4))
 READY = Ready(rank=3, size=40, fingerprint="f")

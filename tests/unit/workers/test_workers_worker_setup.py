@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from slurmrl.backoff import retry
-from slurmrl.checkpoint.manifest import read_state, write_manifest
 from slurmrl.engines.base import TrainEngine
 from slurmrl.errors import UnreadableInputError, UsageError
-from slurmrl.parallel.activity import Activity
-from slurmrl.paths import RunPaths
 from slurmrl.plan import build
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
+from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.checkpoint.manifest import read_state, write_manifest
+from slurmrl.tensors.parallel.activity import Activity
 from slurmrl.workers import gpus
 from slurmrl.workers.messages import Start
 from slurmrl.workers.worker import setup

@@ -33,8 +33,8 @@ from slurmrl.algorithms.schema import (
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import UsageError
-from slurmrl.graph.call import REWARD_MODEL, Call, Method, RoleUse
 from slurmrl.plan.algorithms import PolicyGradientName
+from slurmrl.plan.graph.call import REWARD_MODEL, Call, Method, RoleUse
 from slurmrl.plan.precision import unlike_training
 from slurmrl.registry import near
 

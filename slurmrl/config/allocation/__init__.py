@@ -1,0 +1,14 @@
+"""Engine strings such as ``fsdp:d2``: an engine, and the layout of its model over ranks.
+
+``allocation`` has the table of engines with their dimensions (a new engine is one line there) and
+the meaning of a string, which may join allocations by ``+`` (on separate ranks) or ``|`` (on the
+same ranks). ``parser`` reads strings, ``legacy_spellings`` those of earlier systems with their
+lists of hosts.
+"""
+
+from __future__ import annotations
+
+from slurmrl.config.allocation.allocation import AXES, Allocation, Components, ExpertSizes
+from slurmrl.config.allocation.parser import parse, parse_components
+
+__all__ = ["AXES", "Allocation", "Components", "ExpertSizes", "parse", "parse_components"]

@@ -1,0 +1,197 @@
+"""The child process that fetches a repository.
+
+It downloads one commit into ``<home>/fetching``, resuming what an
+interrupted call has left there, makes the folder ``<home>/<commit>.<pid>`` of it, and renames that
+to ``<home>/<commit>``, beside which ``<commit>.json`` lists its files. Progress is shown on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from slurmrl import child
+from slurmrl.config.hub import contents
+from slurmrl.config.hub.reference import HubKind, HubReference
+from slurmrl.errors import EnvironmentFailure, MissingDependencyError, UsageError
+from slurmrl.fsio import atomic
+
+TIMEOUT_S: Final = 30.0
+OF_TOKENIZERS: Final = (
+    *("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt", "chat_template*"),
+    *("special_tokens_map.json", "added_tokens.json", "config.json"),
+)
+PATTERNS: Final = {
+    HubKind.TOKENIZER: OF_TOKENIZERS,
+    HubKind.MODEL: (*OF_TOKENIZERS, "*.json", "*.safetensors"),
+}
+"""Files of a repository that are fetched; all of a dataset's."""
+LEFT_OUT: Final = ("*/*", "consolidated*.safetensors")
+"""Other forms of the same weights."""
+SIGN_IN: Final = "set HF_TOKEN, or sign in with: hf auth login"
+
+
+class RepositoryFetcher:
+    """Fetches one commit of a repository.
+
+    :raises UsageError: the repository cannot be used.
+    :raises EnvironmentFailure: the folder cannot be written.
+    """
+
+    def __init__(self, reference: HubReference, home: Path) -> None:
+        from huggingface_hub import constants
+
+        self._reference = reference
+        self._home = home
+        self._type = "dataset" if reference.kind is HubKind.DATASET else "model"
+        self._endpoint = constants.ENDPOINT
+
+    def fetch(self) -> str:
+        """Make the folder of the revision's newest commit, unless it is there as a whole; return
+        the commit."""
+        from huggingface_hub import HfApi
+
+        reference = self._reference
+        info = HfApi().repo_info(
+            reference.repository,
+            repo_type=self._type,
+            revision=reference.revision,
+            timeout=TIMEOUT_S,
+        )
+        commit = str(info.sha)
+        target = self._home / commit
+        if not contents.damage(target):
+            return commit
+        made = self._home / f"{commit}.{os.getpid()}"
+        try:
+            self._make(commit, made)
+            self._publish(made, target)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+        atomic.sync_directory(self._home)
+        shutil.rmtree(self._home / "fetching", ignore_errors=True)
+        return commit
+
+    def _publish(self, made: Path, target: Path) -> None:
+        """Give a folder its place, perhaps that of one that has lost files. Runs that read those
+        that it still had keep them open."""
+        contents.record(made, target)
+        old = made.with_name(f"{made.name}.old")
+        with suppress(FileNotFoundError):
+            os.rename(target, old)
+        try:
+            os.rename(made, target)
+        except OSError:
+            if contents.damage(target):  # unless another process has made it
+                raise
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _make(self, commit: str, made: Path) -> None:
+        from huggingface_hub import snapshot_download
+
+        reference = self._reference
+        patterns = list(PATTERNS.get(reference.kind, ()))
+        snapshot = snapshot_download(
+            reference.repository,
+            repo_type=self._type,
+            revision=commit,
+            allow_patterns=patterns or None,
+            ignore_patterns=list(LEFT_OUT) if patterns else None,
+        )
+        if reference.kind is HubKind.DATASET:
+            self._save_rows(snapshot, made)
+        else:
+            self._copy(Path(snapshot), made)
+        for path in made.rglob("*"):
+            if path.is_file():
+                atomic.sync_file(path)
+
+    def _copy(self, snapshot: Path, made: Path) -> None:
+        names = sorted(path.name for path in snapshot.iterdir() if path.is_file())
+        weights = [name for name in names if name.endswith(".safetensors")]
+        if self._reference.kind is HubKind.MODEL and not weights:
+            raise UsageError(f"{self._url} has no *.safetensors: its weights cannot be read")
+        made.mkdir(parents=True)
+        for name in names:
+            source = os.path.realpath(snapshot / name)
+            try:
+                os.link(source, made / name)
+            except OSError:  # a file system without links
+                shutil.copyfile(source, made / name)
+
+    def _save_rows(self, snapshot: str, made: Path) -> None:
+        """Let `datasets` find the files of the subset and its splits, and convert them."""
+        try:
+            import datasets
+        except ImportError as error:
+            message = f"{self._url}: needs the package datasets: pip install datasets pyarrow"
+            raise MissingDependencyError(message) from error
+        subset = self._reference.subset
+        try:
+            known = datasets.get_dataset_config_names(snapshot)
+            if subset is None and len(known) > 1 and "default" not in known:
+                message = f"has the subsets {', '.join(known)}: set dataset.subset to one of them"
+                raise UsageError(f"{self._url} {message}")
+            if subset is not None and subset not in known:
+                raise UsageError(f"{self._url} has no subset '{subset}'; it has {', '.join(known)}")
+            datasets.load_dataset(snapshot, subset).save_to_disk(made)
+        except UsageError:
+            raise
+        except (ValueError, RuntimeError, FileNotFoundError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UsageError(f"{self._url} cannot be read as a dataset: {reason}") from error
+
+    @property
+    def _url(self) -> str:
+        """The address of the repository, for people."""
+        folder = "datasets/" if self._type == "dataset" else ""
+        return f"{self._endpoint}/{folder}{self._reference.repository}"
+
+    def explained(self) -> dict[str, str]:
+        """The reply: ``commit``, ``unreachable`` or ``error``."""
+        import httpx2
+        from huggingface_hub import errors
+
+        reference, what = self._reference, self._type
+        try:
+            return {"commit": self.fetch()}
+        except errors.GatedRepoError:
+            message = f"{self._url} is gated: accept its conditions there, then {SIGN_IN}"
+        except errors.RevisionNotFoundError:
+            message = f"{self._url} has no branch, tag or commit '{reference.revision}'"
+        except errors.RepositoryNotFoundError:
+            message = f"{self._url} does not exist, or is a private {what}: {SIGN_IN}"
+        except (
+            errors.OfflineModeIsEnabled,
+            errors.LocalEntryNotFoundError,
+            httpx2.TransportError,
+        ) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            message = f"{self._url} cannot be reached from here ({reason})"
+            return {"unreachable": message}
+        except errors.HfHubHTTPError as error:
+            reason = str(error).splitlines()[0]
+            message = f"{self._url} cannot be fetched: {reason}"
+            if error.response.status_code >= 500:
+                return {"unreachable": message}
+        except (UsageError, EnvironmentFailure, MissingDependencyError) as error:
+            message = str(error)
+        except OSError as error:
+            message = f"{self._url} cannot be fetched to {self._home}: {error}"
+        return {"error": message}
+
+
+def replies(request: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Yield the reply to a reference and the folder of its repository, ``home``."""
+    os.umask(0o077)
+    values = {key: value for key, value in request.items() if key != "home"}
+    reference = HubReference(**{**values, "kind": HubKind(values["kind"])})
+    yield RepositoryFetcher(reference, Path(request["home"])).explained()
+
+
+if __name__ == "__main__":
+    child.answer(replies)

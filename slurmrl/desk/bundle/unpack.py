@@ -1,0 +1,225 @@
+"""Unpacking a bundle: nothing of an archive is believed before it was checked."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tarfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from slurmrl import log
+from slurmrl.desk.bundle.manifest import (
+    CONFIG,
+    FORMAT,
+    MANIFEST,
+    MANIFEST_BYTES,
+    MOST_FILES,
+    BundleManifest,
+    Member,
+    is_safe,
+)
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
+from slurmrl.fsio import atomic, documents, objects, ownership, space
+from slurmrl.fsio.calls import REAL
+from slurmrl.fsio.failures import explain
+from slurmrl.fsio.primitives import write_new_parts
+from slurmrl.run.paths import user_name
+
+logger = log.get(__name__)
+
+BUNDLES: Final = ".bundles"
+"""Folder of unpacked bundles, beside those of experiments (whose names do not begin with a dot)."""
+DIGEST_CHARACTERS: Final = 16
+CHUNK_BYTES: Final = 4 << 20
+HEADER_BYTES: Final = 512
+MAGIC: Final = (257, b"ustar")
+REGULAR: Final = (tarfile.REGTYPE, tarfile.AREGTYPE)
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether a file is an archive; no configuration looks like one."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEADER_BYTES)
+    except OSError:
+        return False  # whoever reads it reports it
+    offset, magic = MAGIC
+    return head[offset : offset + len(magic)] == magic or path.suffix == ".tar"
+
+
+def unpack(path: Path, root: Path) -> Path:
+    """Return the configuration in a bundle's folder below ``root``, which is made unless it is
+    there. The folder appears once it is whole and has been compared with the checksums.
+
+    Raises UsageError for what is no whole bundle, EnvironmentFailure.
+    """
+    bundles = root / user_name() / BUNDLES
+    with _opened(path) as archive:
+        members = _members(archive, path)
+        manifest, digest = _manifest(archive, members, path)
+        folder = bundles / digest
+        if folder.exists():
+            _check_unpacked(folder, manifest)
+            return folder / CONFIG
+        _require_space(bundles, manifest)
+        part = bundles / f".part-{digest}-{uuid.uuid4().hex}"
+        try:
+            _extract(archive, members, manifest, part, path)
+            _publish(part, folder)
+        except (OSError, EnvironmentFailure):
+            if not folder.exists():  # else another process was faster, and has removed our part
+                raise
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        _check_unpacked(folder, manifest)
+    for left in bundles.glob(f".part-{digest}-*"):  # of killed ones
+        shutil.rmtree(left, ignore_errors=True)
+    logger.info("unpacked %s into %s", path, folder)
+    return folder / CONFIG
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tarfile.TarFile]:
+    try:
+        with tarfile.open(path, mode="r:", errorlevel=2) as archive:
+            yield archive
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise _incomplete(path, str(error)) from error
+    except OSError as error:
+        if isinstance(error, EnvironmentFailure):
+            raise
+        raise explain(error, "read", path) from error
+
+
+def _members(archive: tarfile.TarFile, path: Path) -> dict[str, tarfile.TarInfo]:
+    """The archive's members. Raises UsageError for any that is not a regular file below the folder
+    that it is unpacked into."""
+    found: dict[str, tarfile.TarInfo] = {}
+    for member in archive:
+        shown = repr(member.name[:80])
+        if member.type not in REGULAR or member.sparse is not None:
+            raise UsageError(f"{path} is refused: {shown} is not a regular file")
+        if not is_safe(member.name):
+            raise UsageError(f"{path} is refused: {shown} is not allowed as a name")
+        if member.name in found:
+            raise UsageError(f"{path} is refused: it has {shown} twice")
+        if len(found) == MOST_FILES:
+            raise UsageError(f"{path} is refused: it has more than {MOST_FILES} files")
+        found[member.name] = member
+    for name in found:
+        if above := [str(one) for one in Path(name).parents if str(one) in found]:
+            raise UsageError(f"{path} is refused: {above[0]!r} is a file and a folder")
+    return found
+
+
+def _manifest(
+    archive: tarfile.TarFile, members: dict[str, tarfile.TarInfo], path: Path
+) -> tuple[BundleManifest, str]:
+    """What the bundle says of its files, which its members must agree with, and its digest."""
+    if MANIFEST not in members:
+        raise _incomplete(path, f"it has no {MANIFEST}, its last file")
+    if members[MANIFEST].size > MANIFEST_BYTES:
+        raise UsageError(f"{path} is refused: {MANIFEST} has {members[MANIFEST].size} bytes")
+    text = b"".join(_read(archive, members[MANIFEST]))
+    try:
+        values = documents.parse(text, path)
+        manifest = objects.from_json(BundleManifest, values, path, remedy="copy it again")
+    except CorruptFileError as error:
+        raise UsageError(str(error)) from error
+    if manifest.format != FORMAT:
+        raise UsageError(
+            f"{path} has format {manifest.format}; this slurmrl reads {FORMAT}: make it again, or "
+            f"use slurmrl {manifest.slurmrl}"
+        )
+    stated = {one.name: one.bytes for one in manifest.files}
+    there = {name: one.size for name, one in members.items() if name != MANIFEST}
+    wrong = sorted(
+        name for name in stated.keys() | there.keys() if stated.get(name) != there.get(name)
+    )
+    if wrong or len(stated) != len(manifest.files) or CONFIG not in stated:
+        raise _incomplete(path, f"{(wrong or [CONFIG])[0]} is not as {MANIFEST} says")
+    return manifest, hashlib.sha256(text).hexdigest()[:DIGEST_CHARACTERS]
+
+
+def _extract(
+    archive: tarfile.TarFile,
+    members: dict[str, tarfile.TarInfo],
+    manifest: BundleManifest,
+    part: Path,
+    path: Path,
+) -> None:
+    """Write what a trial needs. The folder is new and only regular files are made in it, so no
+    name can lead out of it."""
+    atomic.make_private_directory(part)
+    for stated in manifest.unpacked:
+        target = part / stated.name
+        atomic.make_private_directory(target.parent)
+        data = _verified(archive, members[stated.name], stated, path)
+        try:
+            write_new_parts(target, data, True, REAL)
+        except OSError as error:
+            raise explain(error, "write", target) from error
+
+
+def _verified(
+    archive: tarfile.TarFile, member: tarfile.TarInfo, stated: Member, path: Path
+) -> Iterator[bytes]:
+    found = hashlib.sha256()
+    for data in _read(archive, member):
+        found.update(data)
+        yield data
+    if found.hexdigest() != stated.sha256:
+        raise _incomplete(path, f"{stated.name} has another checksum")
+
+
+def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[bytes]:
+    """The content of a member. Raises tarfile.ReadError where the archive is cut."""
+    file = archive.extractfile(member)
+    assert file is not None, "it is a regular file"
+    while data := file.read(CHUNK_BYTES):
+        yield data
+
+
+def _publish(part: Path, folder: Path) -> None:
+    for directory in {path.parent for path in part.rglob("*")}:
+        atomic.sync_directory(directory)
+    try:
+        part.rename(folder)
+    except OSError as error:
+        raise explain(error, "write", folder) from error
+    atomic.sync_directory(folder.parent)
+
+
+def _check_unpacked(folder: Path, manifest: BundleManifest) -> None:
+    """Raises OwnershipError if other users could change what is there, UsageError if files of a
+    bundle that was unpacked earlier have been lost or changed their sizes."""
+    for warning in ownership.check(folder):
+        logger.warning("%s", warning)
+    for stated in manifest.unpacked:
+        target = folder / stated.name
+        if not target.is_file() or target.stat().st_size != stated.bytes:
+            raise UsageError(
+                f"{folder}, where this bundle was unpacked earlier, has changed: {stated.name} is "
+                f"not what it was; remove the folder, and submit again"
+            )
+
+
+def _require_space(bundles: Path, manifest: BundleManifest) -> None:
+    existing = next(path for path in (bundles, *bundles.parents) if path.is_dir())
+    needed = sum(one.bytes for one in manifest.unpacked)
+    free = space.free_bytes(existing)
+    if free is not None and free < needed + space.LEAST_BYTES:
+        raise EnvironmentFailure(
+            f"the bundle needs {needed >> 20} MiB, and {free >> 20} MiB are free on the file "
+            f"system of {existing}; nothing was unpacked"
+        )
+
+
+def _incomplete(path: Path, why: str) -> UsageError:
+    return UsageError(f"{path} is damaged or not whole: {why}; copy it again")

@@ -1,0 +1,150 @@
+"""What Slurm says about the jobs of a trial before they are submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from slurmrl.config.schema import Slurm
+from slurmrl.config.schema.cluster import time_limit_s
+from slurmrl.desk.checks.finding import Finding, Weight
+from slurmrl.errors import SchedulerError
+from slurmrl.plan.placement import ROLLOUTS, slurm_of
+from slurmrl.plan.settings import Settings
+from slurmrl.registry import near
+from slurmrl.run.paths import user_name
+from slurmrl.scheduler.base import SubmissionRequest
+from slurmrl.scheduler.client import SlurmClient, is_out_of_service
+from slurmrl.scheduler.cluster import Partition
+from slurmrl.scheduler.try_out import Refusal, refusals
+
+SUBJECT: Final = "slurm"
+TIMEOUT_S: Final = 20.0
+OF_CLUSTER: Final = {
+    "mem": "cluster.mem_per_worker",
+    "cpus-per-task": "cluster.cpus_per_worker",
+    "nodes": "cluster.hosts",
+}
+OF_SLURM: Final = {"gres": "gpu_type", "gpus-per-node": "gpu_type"}
+"""Settings behind directives of another name."""
+
+
+def check(
+    settings: Settings, request: SubmissionRequest, client: SlurmClient | None = None
+) -> list[Finding]:
+    """Return what Slurm would refuse, with its words and the setting, and what would never start.
+    Nothing is submitted."""
+    client = client or SlurmClient(timeout_s=TIMEOUT_S)
+    try:
+        refused = list(refusals(client, request))
+        partitions = {one.name: one for one in client.partitions()}
+    except SchedulerError as error:
+        text = f"Slurm was not asked whether it accepts the jobs: {error}"
+        return [Finding(SUBJECT, Weight.WARNING, text)]
+    findings = [_refused(one, settings, client, partitions) for one in refused]
+    found = {finding.key for finding in findings}
+    for group in request.groups:
+        slurm = slurm_of(settings.config, group.name)
+        used = _partitions_of(slurm, partitions)
+        more = [*_too_long(slurm, used), *_gpu_type(slurm, used), *_by_accounting(slurm, client)]
+        for name, weight, message in more:
+            key = _key(settings, group.name, name)
+            findings += [] if key in found else [Finding(SUBJECT, weight, message, key)]
+            found.add(key)
+    return findings
+
+
+def _refused(
+    one: Refusal, settings: Settings, client: SlurmClient, partitions: dict[str, Partition]
+) -> Finding:
+    name = one.directive
+    if name.startswith("#"):
+        what, key = f" ({name})", _key(settings, one.group, "extra_lines")
+    elif name in OF_CLUSTER:
+        what, key = f" (--{name})", OF_CLUSTER[name]
+    else:
+        what, key = "", _key(settings, one.group, OF_SLURM.get(name, name))
+    job = f"the job of the {one.group} group"
+    if one.waits or (one.unclear and _out_of_service(one, settings, client, partitions)):
+        message = f"Slurm would accept {job}{what}, but not start it now: {one.words}"
+        return Finding(SUBJECT, Weight.WARNING, message, key)
+    return Finding(SUBJECT, Weight.FAILED, f"Slurm would refuse {job}{what}: {one.words}", key)
+
+
+def _key(settings: Settings, group: str, name: str) -> str:
+    """The dotted key of an option of a group's jobs; an empty ``name`` is the whole section."""
+    path = ("rollout", "slurm", name) if name else ("rollout", "slurm")
+    own = group == ROLLOUTS and settings.source.writes(*path)
+    section = "rollout.slurm" if own else "cluster.slurm"
+    return f"{section}.{name}" if name else section
+
+
+def _partitions_of(slurm: Slurm, partitions: dict[str, Partition]) -> list[Partition]:
+    """Return the partitions in which a job may run, as far as the user can see them."""
+    if slurm.partition is None:
+        return [one for one in partitions.values() if one.is_default]
+    names = [name.strip() for name in slurm.partition.split(",")]
+    return [partitions[name] for name in names if name in partitions]
+
+
+def _out_of_service(
+    one: Refusal, settings: Settings, client: SlurmClient, partitions: dict[str, Partition]
+) -> bool:
+    """Return whether a host or partition that the job may use is out of service."""
+    slurm = slurm_of(settings.config, one.group)
+    if not all(part.is_up for part in _partitions_of(slurm, partitions)):
+        return True
+    try:
+        return any(is_out_of_service(row.state) for row in client.hosts(slurm.partition))
+    except SchedulerError:
+        return True
+
+
+def _too_long(slurm: Slurm, partitions: list[Partition]) -> Iterator[tuple[str, Weight, str]]:
+    """Yield a time limit above that of every partition. sbatch accepts it on most clusters."""
+    if slurm.time is None or not partitions:
+        return
+    longest = max(partitions, key=lambda one: time_limit_s(one.time_limit))
+    if time_limit_s(slurm.time) <= time_limit_s(longest.time_limit):
+        return
+    message = (
+        f"{slurm.time} is above the limit of partition {longest.name}, {longest.time_limit}: Slurm "
+        "would never start the job (PartitionTimeLimit)"
+    )
+    if slurm.qos is None:
+        yield "time", Weight.FAILED, message
+    else:
+        yield "time", Weight.WARNING, f"{message}, unless QOS {slurm.qos} overrides the limit"
+
+
+def _gpu_type(slurm: Slurm, partitions: list[Partition]) -> Iterator[tuple[str, Weight, str]]:
+    known = list(dict.fromkeys(name for one in partitions for name in one.gpu_types))
+    if slurm.gpu_type is None or slurm.gpu_directive == "none" or not known:
+        return
+    if slurm.gpu_type not in known:
+        where = ", ".join(one.name for one in partitions)
+        message = f"no host of partition {where} has GPUs of type '{slurm.gpu_type}'"
+        yield "gpu_type", Weight.FAILED, f"{message}; {near(slurm.gpu_type, known)}"
+
+
+def _by_accounting(slurm: Slurm, client: SlurmClient) -> Iterator[tuple[str, Weight, str]]:
+    """Yield names that the accounting database does not have, though sbatch accepts them, and a
+    time above the limit of the QOS."""
+    try:
+        accounts = client.accounts(user_name()).names if slurm.account is not None else ()
+        limits = client.qos_limits() if slurm.qos is not None else {}
+    except SchedulerError:
+        return  # no accounting, or not for ordinary users
+    if slurm.account is not None and accounts and slurm.account not in accounts:
+        message = f"Slurm's accounting has no account '{slurm.account}' of {user_name()}"
+        yield "account", Weight.WARNING, f"{message}; {near(slurm.account, list(accounts))}"
+    if slurm.qos is None or not limits:
+        return
+    if slurm.qos not in limits:
+        message = f"Slurm's accounting has no QOS '{slurm.qos}'"
+        yield "qos", Weight.WARNING, f"{message}; {near(slurm.qos, sorted(limits))}"
+        return
+    most = limits[slurm.qos]
+    if slurm.time is not None and time_limit_s(slurm.time) > time_limit_s(most):
+        message = f"{slurm.time} is above the limit of QOS {slurm.qos}, {most}"
+        yield "time", Weight.WARNING, f"{message}: Slurm may never start the job"

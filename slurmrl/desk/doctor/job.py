@@ -1,0 +1,247 @@
+"""The short job: submitted like the job of a run, in its own folder beside the runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmrl.config.schema import Cluster
+from slurmrl.desk import package_copy
+from slurmrl.desk.doctor import directory, probe
+from slurmrl.desk.doctor.check import Check, failed, guarded, ok
+from slurmrl.desk.live import Jobs, clear_away
+from slurmrl.fsio import atomic, documents
+from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.scheduler import make
+from slurmrl.scheduler.base import Continue, GroupRequest, JobState, SubmissionRequest, TaskState
+from slurmrl.scheduler.client import SRUN
+
+FOLDER = ".doctor"
+MINUTES = "5"
+"""The time limit: the checks take seconds, on a busy host or a slow directory longer."""
+LEAD_S = 1
+"""The least: it commits nothing, and a warning, which Slurm sends up to a minute early, ends it."""
+RUNS_S = 180.0
+"""How long a job that has started may take, Slurm's own delays included."""
+LATE_S = 15.0
+"""How long results may take to become visible after the job has ended."""
+SAY_EVERY_S = 10.0
+CONTENT_BYTES = 2**20
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """Resources that the job requests."""
+
+    hosts: int
+    workers_per_host: int = 1
+    gpus_per_worker: int = 0
+    cpus_per_worker: int = 1
+    mem_per_worker: str | None = None
+
+    @property
+    def gpus(self) -> int:
+        """GPUs on each host."""
+        return self.workers_per_host * self.gpus_per_worker
+
+
+@contextmanager
+def scratch(root: Path) -> Iterator[RunPaths]:
+    """A folder beside the runs that is gone afterwards, with the parents that had to be made."""
+    folder = root / user_name() / FOLDER
+    made = [path for path in folder.parents if not path.exists()]
+    paths = RunPaths(folder / uuid.uuid4().hex)
+    atomic.make_private_directory(paths.run)
+    try:
+        yield paths
+    finally:
+        shutil.rmtree(paths.run, ignore_errors=True)
+        with suppress(OSError):  # somebody else uses it by now
+            for path in (folder, *made):
+                path.rmdir()
+
+
+class ProbeJob:
+    """One short job and the checks of its hosts."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        kind: str,
+        cluster: Cluster,
+        shape: JobShape,
+        timeout_s: float,
+        say: Say,
+        servers: Mapping[str, Any] | None = None,
+        narrow: Sequence[str] = (),
+    ) -> None:
+        """``servers``: those of `servers.running_settings`, which the job's first host must reach;
+        ``narrow``: models that compute in bfloat16 on processors."""
+        self.paths = paths
+        self.kind = kind
+        self.cluster = cluster
+        self.shape = shape
+        self.timeout_s = timeout_s
+        self.say = say
+        self.servers = servers
+        self.narrow = list(narrow)
+        self.folder = paths.run / "probe"
+
+    def run(self) -> list[Check]:
+        """Submit, wait, collect; an error on the way becomes a failed check."""
+        advice = "see whether 'sbatch' takes a job by hand with the same options"
+        return guarded("job", advice, self._run)
+
+    def _run(self) -> list[Check]:
+        scheduler = make(self.kind)
+        hosts = self.shape.hosts
+        self.say(f"a job of {hosts} host{'s' * (hosts > 1)} on {self.kind} runs the checks")
+        self._write()
+        ids = scheduler.submit(self.request())
+        jobs = Jobs(1, scheduler, ids)
+        try:
+            ended = self._wait(jobs)
+        except BaseException:
+            clear_away(jobs)
+            raise
+        results = self._results()
+        checks = [check for task in sorted(results) for check in results[task]]
+        checks += guarded("job", "end it with scancel", lambda: _clear(jobs))
+        missing = sorted(set(range(self.shape.hosts)) - set(results))
+        if missing:
+            checks.append(self._lost(missing, ended))
+        elif hosts == 1:
+            checks.append(
+                ok("other hosts", "the job had one host, so there was no other to compare with")
+            )
+        return checks
+
+    def request(self) -> SubmissionRequest:
+        once = {"time": MINUTES, "signal_lead_s": LEAD_S, "continue": Continue.NONE.value}
+        slurm = {**self.cluster.slurm.model_dump(mode="json", by_alias=True), **once}
+        run = (sys.executable, "-P", "-m", "slurmrl.desk.doctor.probe", str(self.folder))
+        return SubmissionRequest(
+            number=1,
+            uuid=uuid.uuid4().hex,
+            trial="doctor",
+            run=self.paths,
+            python=sys.executable,
+            groups=(
+                GroupRequest(
+                    name="doctor",
+                    hosts=self.shape.hosts,
+                    workers_per_host=self.shape.workers_per_host,
+                    gpus_per_worker=self.shape.gpus_per_worker,
+                    cpus_per_worker=self.shape.cpus_per_worker,
+                    mem_per_worker=self.shape.mem_per_worker,
+                    links=1,
+                    command=run if self.kind == "local" else (*SRUN, *run),
+                ),
+            ),
+            options={**self.cluster.model_dump(mode="json"), "slurm": slurm},
+        )
+
+    def _write(self) -> None:
+        """Write what the job reads: this package, the request, and content to compare."""
+        for folder in (*self.paths.directories(), self.folder):
+            atomic.make_private_directory(folder)
+        package_copy.copy(self.paths.code / "slurmrl")
+        content = os.urandom(CONTENT_BYTES)
+        atomic.replace(self.folder / directory.CONTENT, content)
+        script = self.paths.submission_script(1, "doctor") if self.kind != "local" else None
+        request = {
+            "token": secrets.token_hex(32),
+            "hosts": self.shape.hosts,
+            "gpus": self.shape.gpus,
+            "interface": self.cluster.interface,
+            "slurm": self.cluster.slurm.model_dump(include={"container", "container_python"}),
+            "script": str(script) if script else None,
+            "servers": self.servers,
+            "narrow": self.narrow,
+            "content": hashlib.sha256(content).hexdigest(),
+        }
+        atomic.replace(self.folder / directory.ASK, json.dumps(request).encode())
+
+    def _wait(self, jobs: Jobs) -> str:
+        """Wait until the job has ended; returns how it stands then, in words."""
+        began = time.monotonic()
+        started: float | None = None
+        said = began
+        while True:
+            now = time.monotonic()
+            active = jobs.active()
+            if not active:
+                return self._last_words(jobs)
+            state = _shown(active[0])
+            if started is None and active[0].state is JobState.RUNNING:
+                started = now
+            if started is not None and now - started > RUNS_S:
+                return f"{state}, after {RUNS_S:.0f} s"
+            if started is None and now - began > self.timeout_s:
+                return f"{state} after {self.timeout_s:.0f} s; it was cancelled"
+            if now - said >= SAY_EVERY_S:
+                said = now
+                self.say(f"{state}, for {now - began:.0f} s of at most {self.timeout_s:.0f} s")
+            time.sleep(0.2 if self.kind == "local" else 1.0)
+
+    def _last_words(self, jobs: Jobs) -> str:
+        """How the job ended, after its results are visible or LATE_S is over."""
+        deadline = time.monotonic() + LATE_S
+        while len(self._results()) < self.shape.hosts and time.monotonic() < deadline:
+            time.sleep(0.2)
+        ended = jobs.scheduler.query(jobs.ids)
+        return _shown(ended[0]) if ended else "the job is gone"
+
+    def _results(self) -> dict[int, list[Check]]:
+        results = {}
+        for task in range(self.shape.hosts):
+            path = self.folder / probe.result_name(task)
+            try:
+                values = documents.read(path)
+            except FileNotFoundError:
+                continue
+            with documents.expecting(path):
+                results[task] = [Check.from_json(check) for check in values["checks"]]
+        return results
+
+    def _lost(self, missing: list[int], ended: str) -> Check:
+        hosts = ", ".join(map(str, missing))
+        measured = f"no result from host {hosts} of {self.shape.hosts}: {ended}"
+        last = self._log()
+        if last:
+            measured += f"; its output ends with: {last}"
+        advice = (
+            "a job that does not start: raise --timeout or look at 'squeue --me'; one that fails: "
+            "the first error of its output"
+        )
+        return failed("job", measured, advice)
+
+    def _log(self) -> str:
+        logs = sorted((self.paths.logs / "doctor").glob("slurm-*.out"))
+        logs += sorted((self.paths.logs / "doctor").glob("local-*.out"))
+        text = logs[-1].read_text(errors="replace") if logs else ""
+        return " | ".join(text.strip().splitlines()[-3:])
+
+
+def _clear(jobs: Jobs) -> list[Check]:
+    clear_away(jobs)
+    return []
+
+
+def _shown(task: TaskState) -> str:
+    why = task.words or task.reason
+    why = f" ({why})" if why else ""
+    return f"job {task.job_id}: {task.raw or task.state}{why}"

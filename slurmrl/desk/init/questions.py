@@ -1,0 +1,152 @@
+"""The settings of a site profile as questions, each with what was found and a proposal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from slurmrl.config.load import validate
+from slurmrl.config.profiles import ROOT_RULE, is_root
+from slurmrl.config.schema import Profile
+from slurmrl.config.source import KeyPath, Source
+from slurmrl.desk.init.survey import NetworkInterface, Survey
+from slurmrl.registry import near
+from slurmrl.scheduler.cluster import HostKind, Partition
+from slurmrl.scheduler.parse import duration_s
+
+DAY_S: Final = 24 * 3600
+DAY: Final = "24:00:00"
+MOST_SHOWN: Final = 12
+PARTITION: Final = ("cluster", "slurm", "partition")
+GPUS: Final = ("cluster", "gpus_per_worker")
+SETUP: Final = ("cluster", "slurm", "setup")
+
+
+@dataclass(frozen=True)
+class Question:
+    """One setting of the profile."""
+
+    key: KeyPath
+    about: str
+    """What it is, and what was found."""
+    proposal: str = ""
+    """Empty leaves the setting out."""
+
+
+def first_questions(found: Survey, root: str) -> Iterator[Question]:
+    """Those that depend on no other answer."""
+    about = "Folder of all runs, on a file system that login and compute nodes share."
+    yield Question(("root",), about, root)
+    shown = [_partition(one) for one in found.partitions[:MOST_SHOWN]]
+    more = len(found.partitions) - len(shown)
+    about = "Partition. " + ("; ".join(shown) if shown else "None was found.")
+    yield Question(PARTITION, about + (f"; and {more} more." if more > 0 else ""), _best(found))
+
+
+def further_questions(found: Survey, partition: str, modules: str) -> Iterator[Question]:
+    """Those about the hosts of a partition (empty: the cluster's default), and the others.
+    ``modules`` are those that are loaded in this shell, as LOADEDMODULES lists them."""
+    chosen = [one for one in found.partitions if one.name in partition.split(",")]
+    chosen = chosen or [one for one in found.partitions if one.is_default]
+    accounts, default = found.accounts.names, found.accounts.default
+    about = f"Account to charge. Yours: {', '.join(accounts) or 'not known'}."
+    yield Question(("cluster", "slurm", "account"), about, default or (accounts or ("",))[0])
+    limits = [one.time_limit for one in chosen]
+    about = "Time limit of one job of the chain; a run may take many of them."
+    about += f" That of the partition: {', '.join(limits)}." if limits else ""
+    yield Question(("cluster", "slurm", "time"), about, _time(limits))
+    types = list(dict.fromkeys(name for one in chosen for name in one.gpu_types))
+    if types:
+        about = f"GPU type to request. There: {', '.join(types)}."
+        yield Question(("cluster", "slurm", "gpu_type"), about, types[0] if len(types) == 1 else "")
+    elif chosen and not any(one.most_gpus for one in chosen):
+        yield Question(GPUS, "GPUs of a worker, 0 or 1. The partition's hosts have none.", "0")
+    shown = ", ".join(map(_interface, found.interfaces)) or "not known"
+    about = (
+        "Network interface between workers; left out: that of the default route. On this host: "
+        f"{shown}. Compute nodes may have others: slurmrl doctor --job looks there."
+    )
+    fast = [one.name for one in found.interfaces if one.is_infiniband]
+    yield Question(("cluster", "interface"), about, fast[0] if fast else "")
+    about = "Shell lines at the top of each job, separated by ';'."
+    about += " Proposed: the modules that are loaded in this shell." if modules else ""
+    yield Question(
+        SETUP, about, "; ".join(f"module load {one}" for one in modules.split(":") if one)
+    )
+
+
+def value_of(question: Question, answer: str) -> Any:
+    """What a profile has for an answer. Raises ValueError for one that it may not have."""
+    value: Any = answer
+    if question.key == SETUP:
+        value = [line.strip() for line in answer.split(";") if line.strip()]
+    elif question.key == GPUS:
+        value = int(answer) if answer.isdecimal() else answer
+    elif question.key == ("root",) and not is_root(answer):
+        raise ValueError(ROOT_RULE)
+    _, problems = validate(Profile, _source(nested({question.key: value})))
+    if problems:
+        raise ValueError(problems[0].message)
+    return value
+
+
+def doubt(question: Question, answer: str, found: Survey) -> str:
+    """What speaks against an answer that is allowed; empty if nothing does. (sinfo does not show
+    partitions that are hidden from the user.)"""
+    known = [one.name for one in found.partitions]
+    unknown = [name for name in answer.split(",") if name not in known]
+    if question.key != PARTITION or not known or not unknown:
+        return ""
+    return f"sinfo shows no partition '{unknown[0]}'; {near(unknown[0], known)}"
+
+
+def nested(values: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """Sections of settings by key."""
+    made: dict[str, Any] = {}
+    for key, value in values.items():
+        section = made
+        for part in key[:-1]:
+            section = section.setdefault(str(part), {})
+        section[str(key[-1])] = value
+    return made
+
+
+def _source(values: dict[str, Any]) -> Source:
+    return Source(Path("answers"), values)
+
+
+def _best(found: Survey) -> str:
+    """The default partition, unless only others have GPUs: then the first of these."""
+    up = [one for one in found.partitions if one.is_up and one.hosts]
+    with_gpus = [one for one in up if one.most_gpus]
+    return next((one.name for one in [*with_gpus, *up]), "")
+
+
+def _time(limits: list[str]) -> str:
+    """The least limit, and a day where that is longer or endless."""
+    if not limits:
+        return ""
+    known = {limit: duration_s(limit) for limit in limits}
+    shortest = min(limits, key=lambda limit: known[limit] or float("inf"))
+    seconds = known[shortest]
+    return DAY if seconds is None or seconds > DAY_S else shortest
+
+
+def _partition(one: Partition) -> str:
+    facts = ["default"] if one.is_default else []
+    facts += [] if one.is_up else ["not up"]
+    facts += [_hosts(kind) for kind in one.kinds]
+    return f"{one.name} ({', '.join(facts)}, time limit {one.time_limit})"
+
+
+def _hosts(kind: HostKind) -> str:
+    gpus = f"{kind.gpus} GPUs {'/'.join(kind.gpu_types)}".strip() if kind.gpus else "no GPU"
+    return f"{kind.hosts} hosts of {kind.cpus} CPUs, {kind.memory_mib >> 10} GiB, {gpus}"
+
+
+def _interface(one: NetworkInterface) -> str:
+    facts = [*(["InfiniBand"] if one.is_infiniband else [])]
+    facts += ["default route"] if one.is_default else []
+    return f"{one.name} ({', '.join(facts)})" if facts else one.name

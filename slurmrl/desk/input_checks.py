@@ -1,0 +1,428 @@
+"""The checks of a trial's inputs by the inspector: weights, data, the tokenizer, and the user's own
+code."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing, suppress
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+from slurmrl.config.schema import Config, EpisodeSettings, Reward, evaluation_key, role_key
+from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.config.source import KeyPath, dotted
+from slurmrl.data.records import MOST_PROBLEMS, listed
+from slurmrl.data.rows import DatasetRows, Remarks
+from slurmrl.data.tokenizer import load_tokenizer, vocabulary
+from slurmrl.desk.checks.algorithm_code import wrong_code
+from slurmrl.desk.checks.changed_data import changed_data
+from slurmrl.desk.checks.finding import Finding, Weight
+from slurmrl.errors import ConfigError, Problem, SlurmrlError, UnreadableInputError, UsageError
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.finite import small_not_finite
+from slurmrl.models.headers import Header, mismatches, read_headers, unused
+from slurmrl.models.pinned import PinnedTensors
+from slurmrl.models.shapes import VALUE_HEAD
+from slurmrl.models.tied import other_projection
+from slurmrl.plan.algorithms import uses_of
+from slurmrl.plan.estimates.lengths import longest
+from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.model_files import config_values
+from slurmrl.plan.own_algorithm import is_own
+from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
+from slurmrl.plan.settings import Settings, load_resolved_settings
+from slurmrl.registry import describe
+from slurmrl.rewards.reward import MODEL_SCORES
+from slurmrl.rewards.weighted import WeightedReward, make_reward
+from slurmrl.rollouts.configured import make_episode, message_role
+from slurmrl.rollouts.dialogue import Dialogue
+from slurmrl.rollouts.tools.schemas import ToolSchemas
+from slurmrl.rollouts.tools.toolbox import make_tools
+from slurmrl.tensors.checkpoint.pinned import is_pinned
+
+MOST_BYTES: Final = 64 * 2**20
+"""Bytes of a data file that are checked, from its start."""
+MOST_MEMORY: Final = 8 * 2**30
+
+
+class InputChecks:
+    """Checks the inputs of a configuration. The adapters of the ``compared`` checkpoints have been
+    compared with their model before."""
+
+    def __init__(self, settings: Settings, compared: Collection[str] = ()) -> None:
+        self._compared = compared
+        self.config = settings.config
+        self.algorithm = settings.algorithm
+        self.roles = uses_of(settings.config, settings.algorithm)
+        self.rows: dict[str, DatasetRows] = {}
+        """Valid data sets by the dotted key of their section."""
+        self.left_out: dict[str, int] = {}
+        """Lines of these that a length limit leaves out."""
+
+    def checks(self) -> dict[str, tuple[str, Callable[[], Iterator[Finding]]]]:
+        """Return the checks by subject, with words for what each is doing."""
+        return {
+            "algorithm": ("importing the algorithm", self._algorithm),
+            "weights": ("reading the headers of the weights", self._weights),
+            "data": ("reading the data", self._data),
+            "changes": ("comparing the data with those of the last commit", self._changed),
+            "reward": ("importing and making the reward", self._reward),
+            "episode": ("importing and making the episode", self._episode),
+            "tokenizer": ("reading the tokenizer", self._tokenizer),
+            "lengths": ("tokenising the data", self._lengths),
+            "prompts": ("looking for traps in the data", self._remarks),
+            "steps": ("counting the steps", self._steps),
+            "adapters": ("comparing the models that adapters belong to", self._adapters),
+        }
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        """Yield ``{"begins": …}`` before each check, and its findings."""
+        for subject, (what, check) in self.checks().items():
+            yield {"begins": what, "subject": subject}
+            try:
+                for finding in check():
+                    yield finding.to_json()
+            except MemoryError:
+                message = f"{what} took more than {MOST_MEMORY >> 30} GiB; not checked"
+                yield Finding(subject, Weight.WARNING, message).to_json()
+            except (SlurmrlError, OSError) as error:
+                yield Finding(subject, Weight.FAILED, str(error)).to_json()
+        yield {"begins": "", "subject": ""}
+
+    def _algorithm(self) -> Iterator[Finding]:
+        if not is_own(self.algorithm.name):
+            return
+        try:
+            for message in wrong_code(self.config, self.algorithm):
+                yield Finding("algorithm", Weight.FAILED, message, "algorithm.name")
+        except UsageError as error:
+            yield Finding("algorithm", *self._weighed(error), "algorithm.name")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+            message = f"{self.algorithm.name}: {describe(error)}"
+            yield Finding("algorithm", Weight.FAILED, message, "algorithm.name")
+
+    def _weighed(self, error: UsageError) -> tuple[Weight, str]:
+        """The weight of an import that fails, which may succeed in the job's own environment."""
+        slurm = self.config.cluster.slurm
+        elsewhere = isinstance(error, UnreadableInputError) and (slurm.container or slurm.setup)
+        hint = " (the job's own container or setup may have it)" if elsewhere else ""
+        return (Weight.WARNING if elsewhere else Weight.FAILED), f"{error}{hint}"
+
+    def _weights(self) -> Iterator[Finding]:
+        seen = set()
+        for use in self.roles:
+            model = self.config.model(use.role)
+            what = (model.path, use.head, use.trained, model.implementation)
+            if model.path is None or what in seen:
+                continue
+            seen.add(what)
+            key = dotted((*role_key(use.role), "path"))
+            headers, wrong = read_headers(Path(model.path))
+            if model.implementation == "builtin" and not wrong:
+                config = ModelConfig.from_hf(config_values(model))
+                wrong = _wrong_weights(Path(model.path), headers, config, use.head)
+                if extra := unused(headers, config, use.head):
+                    message = f"{model.path}: {len(extra)} tensors are not used, such as {extra[0]}"
+                    yield Finding("weights", Weight.WARNING, message, key)
+            silent = use.head == "value" and not use.trained and VALUE_HEAD not in headers
+            if silent and not wrong:
+                wrong = [
+                    f"{model.path} has no {VALUE_HEAD}: every score would be 0; use an export of "
+                    "algorithm.name: reward_model or another folder with a scalar head"
+                ]
+            for message in wrong:
+                yield Finding("weights", Weight.FAILED, message, key)
+
+    def _adapters(self) -> Iterator[Finding]:
+        """Of checkpoints that are evaluated without an export, which would compare them. The last
+        check, because it reads whole models."""
+        models = {use.role: self.config.model(use.role).path for use in self.roles}
+        roles = {path: role for role, path in models.items() if path is not None}
+        for path, role in roles.items():
+            folder = Path(path)
+            try:
+                if is_pinned(folder) and path not in self._compared:
+                    PinnedTensors(folder).check_base()
+            except UsageError as error:
+                key = dotted((*role_key(role), "path"))
+                yield Finding("adapters", Weight.FAILED, str(error), key)
+
+    def _data(self) -> Iterator[Finding]:
+        for key, dataset in datasets(self.config):
+            try:
+                rows = self.rows[key] = DatasetRows(dataset, most_bytes=MOST_BYTES)
+            except ConfigError as error:
+                yield from (_of_data(key, problem) for problem in error.problems)
+                continue
+            except UsageError as error:
+                yield Finding("data", Weight.FAILED, str(error), key)
+                continue
+            if not rows.records.whole:
+                message = (
+                    f"the file has more than {MOST_BYTES >> 20} MiB: its first {len(rows)} lines "
+                    "were checked; the run checks the others when it starts"
+                )
+                yield Finding("data", Weight.WARNING, message, f"{key}.path")
+
+    def _changed(self) -> Iterator[Finding]:
+        yield from changed_data(self.config)
+
+    def _reward(self) -> Iterator[Finding]:
+        for where, reward in self.config.rewards().items():
+            yield from self._one_reward(dotted(where), reward)
+
+    def _one_reward(self, key: str, reward: Reward) -> Iterator[Finding]:
+        try:
+            with closing(make_reward(reward)) as function:
+                function.check_rows([])
+                if MODEL_SCORES in function.wanted() and not reward.uses_model:
+                    message = (
+                        f"'{reward.title}' asks for {MODEL_SCORES}: add a part with name: model"
+                    )
+                    yield Finding("reward", Weight.FAILED, message, key)
+                yield from self._judged_rows(function, judged(self.config, key))
+        except UsageError as error:
+            yield Finding("reward", *self._weighed(error), key)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+            message = f"reward '{reward.title}': {describe(error)}"
+            yield Finding("reward", Weight.FAILED, message, key)
+
+    def _episode(self) -> Iterator[Finding]:
+        settings = self.config.rollout.episode
+        if not settings.has_turns:
+            return
+        try:
+            with closing(make_tools(settings.tools)) as tools:
+                make_episode(settings, tools)
+            self._try_messages(settings)
+        except UsageError as error:
+            weight, message = self._weighed(error)
+            yield Finding("episode", weight, message, "rollout.episode")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+            message = f"episode '{settings.name}': {describe(error)}"
+            yield Finding("episode", Weight.FAILED, message, "rollout.episode")
+
+    def _try_messages(self, settings: EpisodeSettings) -> None:
+        """Raise ChatTemplateError if the chat template has no place for an environment's messages.
+        Those of a user's own may have any role."""
+        environment, folder = settings.environment, self.config.actor.tokenizer
+        chat = [dataset for _, dataset in datasets(self.config) if dataset.is_chat]
+        if environment is None or ":" in environment.name or folder is None or not chat:
+            return
+        role = message_role(environment)
+        tokenizer = load_tokenizer(Path(folder))
+        for dataset in chat:
+            Dialogue(dataset, tokenizer).require([role])
+
+    def _judged_rows(
+        self, function: WeightedReward, sections: Mapping[KeyPath, DatasetConfig]
+    ) -> Iterator[Finding]:
+        """Yield the rows that the reward cannot judge."""
+        for key, dataset in sources(sections):
+            rows = self.rows.get(key)
+            if dataset.kind != "prompt" or rows is None:
+                continue
+            if not rows.have_references and function.needs_answers:
+                message = (
+                    f"{dataset.path} has no answers under '{dataset.answer_key}' for the reward"
+                )
+                yield Finding("reward", Weight.FAILED, message, f"{key}.answer_key")
+                continue
+            everyone = range(len(rows))
+            answers = rows.answers(everyone)
+            lines = [
+                {**row, "answer": answer}
+                for row, answer in zip(rows.records.rows, answers, strict=True)
+            ]
+            messages = zip(rows.records.numbers, function.check_rows(lines), strict=True)
+            refused = ((number, message) for number, message in messages if message)
+            problems = [
+                Problem(rows.records.where(number), dataset.answer_key, message)
+                for number, message in islice(refused, MOST_PROBLEMS)
+            ]
+            for problem in listed(problems):
+                yield Finding("reward", Weight.FAILED, problem.message, problem.key, problem.where)
+
+    def _tokenizer(self) -> Iterator[Finding]:
+        folder = self.config.actor.tokenizer
+        assert folder is not None, "checked before"
+        known = vocabulary(Path(folder))
+        if known is None:
+            known = load_tokenizer(Path(folder)).get_vocab()
+        yield from self._other_tokenizers(folder, known)
+        last = max(known, key=lambda token: known[token])
+        for use in self.roles:
+            shape = shape_of(self.config.model(use.role))
+            if shape is None or known[last] < shape.vocabulary:
+                continue
+            message = (
+                f"'{folder}' does not fit the model: its largest token id is {known[last]} "
+                f"({last!r}), and {use.role} embeds {shape.vocabulary} tokens (vocab_size)"
+            )
+            yield Finding("tokenizer", Weight.FAILED, message, "actor.tokenizer")
+            return
+
+    def _other_tokenizers(self, folder: str, known: Mapping[str, int]) -> Iterator[Finding]:
+        """Yield the models that were trained with another tokenizer than the actor's: they get the
+        actor's token ids."""
+        for use in self.roles:
+            path = self.config.model(use.role).path
+            if use.role not in OWN_WEIGHTS or path is None:
+                continue
+            other = vocabulary(Path(path))
+            differing = [token for token in known if other and other.get(token) != known[token]]
+            if other and differing:
+                token = differing[0]
+                message = (
+                    f"'{path}' was trained with another tokenizer than '{folder}': {token!r} is "
+                    f"{other.get(token, 'no token')} there and {known[token]} here; {use.role} and "
+                    "actor must share one"
+                )
+                yield Finding(
+                    "tokenizer", Weight.FAILED, message, dotted((*role_key(use.role), "path"))
+                )
+
+    def _lengths(self) -> Iterator[Finding]:
+        """Yield how many lines a length limit leaves out, and how many the models cannot take."""
+        for key, dataset in datasets(self.config):
+            rows = self.rows.get(key)
+            if rows is None or self.config.actor.tokenizer is None:
+                continue
+            limited, most = _is_limited(dataset), self._most_tokens(dataset)
+            if not limited and not rows.may_be_longer(most):
+                continue
+            try:
+                tokenizer = load_tokenizer(Path(self.config.actor.tokenizer))
+                found = rows.count_long(tokenizer, most, limited=limited)
+            except ConfigError as error:
+                yield from (_of_data(key, problem) for problem in error.problems)
+                continue
+            self.left_out[key] = found.left_out
+            if left := found.left_out:
+                weight = Weight.WARNING if 2 * left > len(rows) else Weight.NOTE
+                what = f"longer than {limits(dataset)} and are left out"
+                yield Finding("data", weight, f"{_share(left, rows)} are {what}", key)
+            if found.beyond:
+                yield _beyond(_share(found.beyond, rows), key, dataset, most)
+
+    def _remarks(self) -> Iterator[Finding]:
+        folder = self.config.actor.tokenizer
+        if folder is None:
+            return
+        load = cache(lambda: load_tokenizer(Path(folder)))
+        episode = self.config.rollout.episode
+        without_schema = ToolSchemas(episode).reason
+        for key, dataset in datasets(self.config):
+            if key not in self.rows:
+                continue
+            remarks = Remarks(dataset, self.rows[key].records.rows, load)
+            with suppress(ConfigError):  # `_lengths` has told it
+                for remark in remarks.all(episode.tools, without_schema):
+                    weight = Weight.WARNING if remark.warning else Weight.NOTE
+                    yield Finding("data", weight, remark.message, f"{key}.{remark.key}")
+
+    def _most_tokens(self, dataset: DatasetConfig) -> int | None:
+        """The most tokens of a row that all models have positions for, and for a prompt's first
+        new token; None if no model states it, or if a setting bounds the rows: the plan's checks
+        compare that."""
+        if longest(dataset, 0) is not None:
+            return None
+        shapes = [shape_of(self.config.model(use.role)) for use in self.roles]
+        positions = [shape.positions for shape in shapes if shape and shape.positions]
+        return min(positions) - (dataset.kind == "prompt") if positions else None
+
+    def _steps(self) -> Iterator[Finding]:
+        """Yield the steps of a single pass, if all of its rows were read."""
+        rows = 0
+        for key, dataset in datasets(self.config) if self.algorithm.one_pass else ():
+            known = self.rows.get(key)
+            if known is None or not known.records.whole:
+                return
+            if _is_limited(dataset) and key not in self.left_out:
+                return
+            rows += len(known) - self.left_out.get(key, 0)
+        if rows:
+            size = self.algorithm.batch_size
+            message = f"one pass over {rows} rows, {size} in a step: {-(-rows // size)} steps"
+            if self.config.total_steps is not None:
+                message += f" (total_steps {self.config.total_steps} is a limit)"
+            yield Finding("steps", Weight.NOTE, message, "algorithm.batch_size")
+
+
+def _wrong_weights(
+    folder: Path, headers: Mapping[str, Header], config: ModelConfig, head: Head
+) -> list[str]:
+    """Return why the built-in decoder cannot start from a folder's weights."""
+    if misfits := mismatches(headers, config, head):
+        return [f"{folder}: {misfit}" for misfit in misfits]
+    if tied := other_projection(folder, config, head):
+        return [f"{folder}: {tied}"]
+    damage = small_not_finite(folder, config, head)
+    return [damage] if damage else []
+
+
+def _is_limited(dataset: DatasetConfig) -> bool:
+    """Whether it may leave out lines, depending on their tokens."""
+    return bool(dataset.max_prompt_tokens or dataset.max_tokens or dataset.is_chat)
+
+
+def datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
+    """The sources of all data sets with the dotted keys of their sections."""
+    return sources(config.datasets())
+
+
+def sources(sections: Mapping[KeyPath, DatasetConfig]) -> Iterator[tuple[str, DatasetConfig]]:
+    for key, section in sections.items():
+        for name, part in section.parts.items():
+            yield dotted((*key, "sources", name) if name else key), part
+
+
+def judged(config: Config, reward: str) -> Mapping[KeyPath, DatasetConfig]:
+    """The data sets that the reward with this dotted key judges: that of the trial all but those of
+    suites that have their own."""
+    judges: dict[KeyPath, str] = {("dataset",): "reward"}
+    for suite in config.evaluations:
+        key = evaluation_key(suite)
+        own = (*key, "reward") in config.rewards()
+        judges[*key, "dataset"] = dotted((*key, "reward")) if own else "reward"
+    return {key: part for key, part in config.datasets().items() if judges[key] == reward}
+
+
+def limits(dataset: DatasetConfig) -> str:
+    """``max_prompt_tokens 512``"""
+    named = {"max_prompt_tokens": dataset.max_prompt_tokens, "max_tokens": dataset.max_tokens}
+    return " or ".join(f"{name} {value}" for name, value in named.items() if value is not None)
+
+
+def _share(lines: int, rows: DatasetRows) -> str:
+    return f"{lines} of {len(rows)} lines ({lines / len(rows):.1%})"
+
+
+def _beyond(lines: str, key: str, dataset: DatasetConfig, most: int | None) -> Finding:
+    setting, what = "max_tokens", "allows"
+    if dataset.kind == "prompt":
+        setting, what = "max_prompt_tokens", "allows before a completion"
+    message = (
+        f"{lines} of {dataset.path} have more than {most} tokens, the most that "
+        f"max_position_embeddings {what}; {setting}: {most} leaves them out"
+    )
+    section, _, _ = key.partition(".sources.")
+    return Finding("data", Weight.FAILED, message, f"{section}.{setting}")
+
+
+def _of_data(section: str, problem: Any) -> Finding:
+    """Locate a problem without a place in the configuration, any other in the data file."""
+    if not problem.where:
+        key = f"{section}.{problem.key}" if problem.key else section
+        return Finding("data", Weight.FAILED, problem.message, key)
+    return Finding("data", Weight.FAILED, problem.message, problem.key, problem.where)
+
+
+def inputs(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what `InputChecks.run` does."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
+    settings = load_resolved_settings(Path(request["config"]))
+    yield from InputChecks(settings, request["compared"]).run()

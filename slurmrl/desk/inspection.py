@@ -1,0 +1,272 @@
+"""Questions to the inspector about a configuration: its data, reward, and tools. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmrl import log
+from slurmrl.child import ChildRequest
+from slurmrl.config.schema import Config, Reward
+from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.config.source import KeyPath, dotted
+from slurmrl.desk import own_code
+from slurmrl.desk.checks.run import TIMEOUT_S, Code, inspect, job_variables
+from slurmrl.desk.found_rows import Selection
+from slurmrl.errors import ConfigError, Problem, RunFailedError, UsageError, WaitTimeoutError
+from slurmrl.fsio import variables
+from slurmrl.plan.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRun:
+    """Adjacent tokens of a sequence that are all targets, or all context."""
+
+    text: str
+    tokens: int
+    target: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSample:
+    """One row as the model sees it."""
+
+    source: str
+    """Dotted key of the section."""
+    where: str
+    id: str
+    sequences: tuple[tuple[TextRun, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCounts:
+    """What a source holds."""
+
+    source: str
+    path: str
+    rows: int
+    """Usable rows."""
+    left_out: int
+    """Rows above the length limits."""
+    tokens: int
+    targets: int
+    """Tokens that are trained on."""
+    longest: int
+    """Tokens of the longest sequence."""
+    equal_pairs: int
+    """Pairs whose chosen and rejected answers are the same tokens."""
+    remarks: tuple[str, ...] = ()
+    """Traps in the data (`data.remarks`)."""
+
+
+class DataReport:
+    """Asks a child process about the data of a configuration. ``problems`` are those found while
+    iterating.
+
+    Methods raise UsageError for a configuration without a tokenizer, RunFailedError if the child
+    fails.
+    """
+
+    def __init__(self, settings: Settings, code: Code) -> None:
+        """``code`` has the user's own types."""
+        self._code = code
+        if settings.config.actor.tokenizer is None:
+            raise UsageError("actor.tokenizer: the data cannot be tokenised without a tokenizer")
+        self._settings = settings
+        self._problems: list[Problem] = []
+
+    def samples(self, rows: int) -> Iterator[DataSample]:
+        """The first usable rows of each source."""
+        for line in self._ask(rows):
+            sequences = tuple(tuple(TextRun(**run) for run in runs) for runs in line["sequences"])
+            yield DataSample(
+                source=line["source"], where=line["where"], id=line["id"], sequences=sequences
+            )
+
+    def counts(self) -> Iterator[DataCounts]:
+        """Read and tokenise all rows of each source."""
+        for line in self._ask(0):
+            counts = {**line["counts"], "remarks": tuple(line["counts"]["remarks"])}
+            yield DataCounts(source=line["source"], path=line["path"], **counts)
+
+    def finish(self) -> None:
+        """:raises ConfigError: rows or settings that cannot be used."""
+        if self._problems:
+            raise ConfigError(tuple(self._problems))
+
+    def _ask(self, rows: int) -> Iterator[dict[str, Any]]:
+        """The child's lines, without problems."""
+        with tempfile.TemporaryDirectory(prefix="slurmrl-data-") as name:
+            request = inspect(
+                "data", self._settings, self._code, Path(name), {}, shown=True, rows=rows
+            )
+            for reply in request:
+                yield from self._understood(reply)
+            if code := request.ended.code:
+                raise RunFailedError(f"reading the data failed, see above (exit code {code})")
+
+    def _understood(self, line: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if "error" in line:
+            raise UsageError(line["error"])
+        if "problems" not in line:
+            yield line
+            return
+        for where, key, message in line["problems"]:
+            if not where:  # a setting's
+                key = f"{line['source']}.{key}" if key else line["source"]
+                where = self._settings.source.where(tuple(key.split(".")))
+            self._problems.append(Problem(where, key, message))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One completion and its score."""
+
+    line: int
+    """Line of the row in the data file."""
+    id: str
+    completion: str
+    answer: str
+    score: float | None
+    """None: the reward could not judge it."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    items: tuple[Judged, ...]
+    stats: dict[str, float]
+    """Means of the reward's other statistics."""
+    made_s: float
+    """Seconds to import and construct the reward."""
+    scored_s: float
+    """Seconds of its call, including the start of its processes."""
+
+
+class RewardData:
+    """The rows that a configuration's reward judges.
+
+    :raises ConfigError: a configuration without a reward, or without prompts to judge.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        config = settings.config
+        if config.reward is None:
+            raise ConfigError(
+                (settings.source.problem(("reward",), "the configuration has no reward"),)
+            )
+        self.reward: Reward = config.reward
+        judged = [own for own in config.evaluations.values() if own.reward == config.reward]
+        sections = (config.dataset, *(own.held_out for own in judged))
+        prompts = [data for data in sections if data.kind == "prompt"]
+        if not prompts:
+            message = "has no prompts for a reward to judge: type 'prompt' is required"
+            raise ConfigError((settings.source.problem(("dataset",), message),))
+        self.dataset = next(iter(prompts[0].parts.values()))
+        file = config.cluster.variables_file
+        self.variables = variables.read(Path(file)) if file else {}
+
+
+def try_reward(
+    data: RewardData, selection: Selection, code: own_code.OwnCode, timeout_s: float
+) -> Tried:
+    """Judge completions in one call, in a child process with the code and the environment that the
+    run's would have. The child also reads the rows, whose type may be the user's code.
+
+    :raises ConfigError: rows that cannot be used.
+    :raises UsageError: the reward or its return value is wrong, or it needs a model.
+    :raises RunFailedError: the reward raised something else; its traceback is on standard error.
+    :raises WaitTimeoutError: the reward took longer than ``timeout_s``.
+    """
+    with tempfile.TemporaryDirectory(prefix="slurmrl-reward-") as folder:
+        request = inspect(
+            "reward",
+            data.settings,
+            Code(paths=code.paths),
+            Path(folder),
+            data.variables,
+            timeout_s,
+            shown=True,
+            reward=data.reward.model_dump(mode="json"),
+            dataset=data.dataset.model_dump(mode="json"),
+            selection=asdict(selection),
+        )
+        reply = _checked(request, data.reward.title, timeout_s)
+    return Tried(
+        tuple(Judged(**item) for item in reply["items"]),
+        {name: total / count for name, (total, count) in reply["stats"].items() if count},
+        reply["made_s"],
+        reply["scored_s"],
+    )
+
+
+def _checked(request: ChildRequest, name: str, timeout_s: float) -> dict[str, Any]:
+    """Return the result of a request about the reward with this name."""
+    reply = request.last()
+    code = request.ended.code
+    if code is None:
+        raise WaitTimeoutError(
+            f"reward '{name}' took longer than {timeout_s:g} s; raise the limit with --timeout"
+        )
+    if code != 0 or not reply:
+        raise RunFailedError(f"reward '{name}' failed, see above (exit code {code})")
+    if "problems" in reply:
+        raise ConfigError(tuple(Problem(*problem) for problem in reply["problems"]))
+    if "error" in reply:
+        raise UsageError(reply["error"])
+    return reply
+
+
+logger = log.get(__name__)
+
+
+def described(settings: Settings, code: Code, begun: Config | None = None) -> Settings:
+    """Return the settings with schemas for each dataset of `undescribed`. ``begun`` is the
+    configuration of a trial that continues, which keeps its schemas, or has none. The file of a
+    trial stays as it is."""
+    config = settings.config
+    if settings.source.resolved or not undescribed(config):
+        return settings
+    if begun is None:
+        made = _made(settings, code)
+    else:
+        made = {dotted(key): dataset.tools for key, dataset in begun.datasets().items()}
+    wanted = {key: made.get(dotted(key)) for key in undescribed(config)}
+
+    def with_tools(key: KeyPath, dataset: DatasetConfig) -> DatasetConfig:
+        if (tools := wanted.get(key)) is None:
+            return dataset
+        return dataset.model_copy(update={"tools": tuple(tools)})
+
+    return dataclasses.replace(settings, config=config.with_datasets(with_tools))
+
+
+def undescribed(config: Config) -> Mapping[KeyPath, DatasetConfig]:
+    """Return the datasets whose prompts may describe the episode's tools and that leave this to the
+    default."""
+    if not config.rollout.episode.describes_tools or config.actor.tokenizer is None:
+        return {}
+    return {
+        key: dataset
+        for key, dataset in config.datasets().items()
+        if dataset.kind == "prompt" and dataset.is_chat and dataset.tools is None
+    }
+
+
+def _made(settings: Settings, code: Code) -> dict[str, Any]:
+    """Ask a child, because transformers imports torch to make schemas."""
+    with tempfile.TemporaryDirectory(prefix="slurmrl-tools-") as name:
+        variables = job_variables(settings)
+        request = inspect("tools", settings, code, Path(name), variables, TIMEOUT_S)
+        made = request.last()
+    if request.ended.code == 0:
+        return made
+    reason = request.ended.last_line or f"exit code {request.ended.code}"
+    if request.ended.code is None:
+        reason = f"making their schemas took longer than {TIMEOUT_S:g} s"
+    logger.warning("prompts do not describe the tools of rollout.episode.tools: %s", reason)
+    return {}

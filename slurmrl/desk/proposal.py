@@ -1,0 +1,289 @@
+"""Checked and planned trials, before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from slurmrl import log
+from slurmrl.config.changes import (
+    follow_actor,
+    keep_precision,
+)
+from slurmrl.config.load import Derive, load_resolved
+from slurmrl.config.schema import Config
+from slurmrl.desk import own_code, snapshot, trials
+from slurmrl.desk.checks import slurm
+from slurmrl.desk.checks.finding import Finding
+from slurmrl.desk.checks.run import Code, check
+from slurmrl.desk.inspection import described
+from slurmrl.desk.prepare import is_prepared, trial_uuid
+from slurmrl.desk.record import ProvenanceWriter, recorded_folders
+from slurmrl.errors import ConfigError, Problem, UsageError
+from slurmrl.plan.build import make_plan
+from slurmrl.plan.checks import devices, inventory
+from slurmrl.plan.model import Plan
+from slurmrl.plan.own_algorithm import is_own
+from slurmrl.plan.placement import slurm_of
+from slurmrl.plan.settings import Settings, load_settings
+from slurmrl.run import scale
+from slurmrl.run.history.log import History
+from slurmrl.run.history.state import fold
+from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.scheduler import choose, make
+from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
+from slurmrl.watch.snapshot import submission_numbers
+
+logger = log.get(__name__)
+
+SLURM: Final = "slurm"
+UNNAMED: Final = "check"
+"""In place of a trial's id, in jobs that are not submitted."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A checked and planned trial, before anything is written."""
+
+    settings: Settings
+    plan: Plan
+    paths: RunPaths
+    kind: str
+    """The scheduler: ``local`` or ``slurm``."""
+    recorder: ProvenanceWriter
+    """The code of a possible snapshot, and the writer of its record."""
+    update_code: bool = False
+    """Take a new snapshot even if there is one."""
+
+    @property
+    def trial(self) -> str:
+        return f"{self.paths.experiment}/{self.paths.trial}"
+
+    def request(self, number: int, trial_id: str, code: int) -> SubmissionRequest:
+        """``code`` is the number of the snapshot that the jobs run."""
+        return SubmissionRequest(
+            snapshot=code,
+            number=number,
+            uuid=trial_id,
+            trial=self.trial,
+            run=self.paths,
+            python=sys.executable,
+            groups=tuple(
+                GroupRequest(
+                    name=group.name,
+                    hosts=group.hosts,
+                    workers_per_host=group.slots_per_host,
+                    gpus_per_worker=group.gpus_per_worker,
+                    cpus_per_worker=group.cpus_per_worker,
+                    mem_per_worker=group.mem_per_worker,
+                    links=group.links,
+                    elastic=group.elastic,
+                    at_once=scale.wanted(self.paths, group.name, group.hosts),
+                    spares=self.settings.config.cluster.slurm.spares,
+                    slurm=slurm_of(self.settings.config, group.name).model_dump(mode="json"),
+                )
+                for group in self.plan.jobs
+            ),
+            options=self.settings.config.cluster.model_dump(mode="json"),
+        )
+
+    def scripts(self) -> dict[str, str]:
+        """Return the batch scripts of the next submission, by group."""
+        number = max(submission_numbers(self.paths), default=0) + 1
+        known = trial_uuid(self.paths) if self.paths.identity.exists() else uuid.uuid4().hex
+        code = snapshot.following if self.update_code else snapshot.current
+        return make(self.kind).scripts(self.request(number, known, code(self.paths)))
+
+    def check(self, timeout_s: float, compared: set[str] | None = None) -> list[Finding]:
+        """Check everything that the run will read (see `checks.run`, also for ``compared``), and
+        whether Slurm accepts its jobs. Check nothing for a trial with another slurmrl, which may
+        not know all settings of this one: `submit` refuses it, unless it is complete."""
+        code = Code(paths=self.recorder.code.paths)
+        if is_prepared(self.paths) and not self.update_code:
+            kept = self.paths.snapshot(snapshot.current(self.paths))
+            if not snapshot.is_this_code(kept):
+                return []
+            code = Code(kept)
+        return check(
+            self.settings,
+            self.plan,
+            code,
+            timeout_s=timeout_s,
+            compared=compared,
+            more=self.ask_slurm(),
+        )
+
+    def ask_slurm(self) -> list[Finding]:
+        """Ask whether Slurm would accept the jobs; nothing under another scheduler."""
+        if self.kind != SLURM:
+            return []
+        return slurm.check(self.settings, self.request(1, UNNAMED, 1))
+
+
+def propose(
+    config: Path,
+    overrides: Sequence[str],
+    *,
+    root: str | None = None,
+    scheduler: str | None = None,
+    new: bool = False,
+    derive: Derive | None = None,
+) -> Proposal:
+    """Check a configuration file and plan its trial. ``new`` gives it a free name; ``derive`` makes
+    another configuration of the file's.
+
+    Raises ConfigError with all problems.
+    """
+    chosen = trials.chosen_root(root)
+    read = partial(load_settings, config, root=chosen, scheduler=scheduler, derive=derive)
+    settings = read(overrides)
+    added = [f"trial={json.dumps(free_name(settings))}"] if new else kept(settings)
+    if added:
+        settings = read([*overrides, *added])
+    other = _needs_other_code(run_paths(settings), settings.config)
+    name = settings.algorithm.name
+    if is_own(name) and is_prepared(run_paths(settings)) and not other:
+        code = run_paths(settings).snapshot(snapshot.current(run_paths(settings)))
+        settings = read([*overrides, *added, f"algorithm.name={name}"], folders=[code])
+    own = _own_code(settings, settings.folders)
+    settings = described(settings, Code(paths=own.paths), begun(settings))
+    return _planned(settings, scheduler, own, update_code=other)
+
+
+def propose_resume(
+    paths: RunPaths,
+    overrides: Sequence[str],
+    *,
+    scheduler: str | None = None,
+    update_code: bool = False,
+) -> Proposal:
+    """Plan to resume the trial of a run directory, with changes. ``update_code`` runs the present
+    code instead of that of the newest submission. Raises UsageError if the trial was never
+    prepared."""
+    if not is_prepared(paths):
+        raise UsageError(
+            f"{paths.experiment}/{paths.trial} was never submitted completely: submit it again"
+        )
+    before = load_resolved(paths.config)
+    overrides = follow_actor(before, overrides)
+    root = paths.run.parents[2]
+    kept = paths.snapshot(snapshot.current(paths))
+    folders = [*recorded_folders(kept), Path.cwd()] if update_code else [kept]
+    settings = load_settings(
+        paths.config, overrides, root=root, scheduler=scheduler, folders=folders, resumed=True
+    )
+    if run_paths(settings) != paths:
+        raise UsageError("resume cannot rename a trial: submit the configuration with --new")
+    if not update_code:
+        if settings.config.code != before.code:
+            raise UsageError("code: a resumed trial keeps its code; add --update-code to change it")
+        own = _own_names(settings.config)
+        if own and own != _own_names(before):
+            raise UsageError(
+                "a resumed trial keeps the code of its algorithm, reward, data and episodes; add "
+                "--update-code"
+            )
+        return _planned(settings, scheduler, own_code.OwnCode())
+    code = _own_code(settings, list(dict.fromkeys(settings.folders)))
+    return _planned(settings, scheduler, code, update_code=True)
+
+
+def _own_names(config: Config) -> list[str]:
+    """Return the names of the user's own algorithm, rewards, types of dataset and episodes."""
+    functions = [part for reward in config.rewards().values() for part in reward.functions.values()]
+    sections = config.datasets().values()
+    algorithm = str(config.algorithm["name"])
+    names = [algorithm, *(part.name for part in functions), *(part.type for part in sections)]
+    return [*(name for name in names if ":" in name), *config.rollout.episode.own.values()]
+
+
+def _needs_other_code(paths: RunPaths, config: Config) -> bool:
+    """Return whether a trial exists that has no commit and whose configuration now names other
+    code."""
+    if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is not None:
+        return False
+    before = load_resolved(paths.config)
+    return (config.code, _own_names(config)) != (before.code, _own_names(before))
+
+
+def kept(settings: Settings) -> list[str]:
+    """Return overrides that keep what the configuration leaves to a default that may have been
+    another one when the trial began."""
+    before = begun(settings)
+    return [] if before is None else keep_precision(before, settings.config, settings.source)
+
+
+def begun(settings: Settings) -> Config | None:
+    """Return the configuration of the trial of this name, if that has a commit."""
+    paths = run_paths(settings)
+    if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is None:
+        return None
+    return load_resolved(paths.config)
+
+
+def _own_code(settings: Settings, folders: Sequence[Path]) -> own_code.OwnCode:
+    code = own_code.find(settings.config, settings.source, folders, settings.algorithm)
+    for note in code.notes:
+        logger.warning("%s", note)
+    return code
+
+
+def _planned(
+    settings: Settings,
+    scheduler: str | None,
+    code: own_code.OwnCode,
+    *,
+    update_code: bool = False,
+) -> Proposal:
+    """Plan a trial. The resolved configuration holds the chosen scheduler."""
+    for note in settings.notes:
+        logger.warning("%s: %s", settings.source.path, note)
+    config = settings.config
+    kind = choose(scheduler or config.cluster.scheduler, asks_slurm=config.asks_slurm)
+    cluster = config.cluster.model_copy(update={"scheduler": kind})
+    config = config.model_copy(update={"cluster": cluster})
+    settings = dataclasses.replace(settings, config=config)
+    hosts = inventory.ask(config) if kind == "slurm" else None
+    plan = make_plan(settings, scheduler=kind, hosts=hosts)
+    if lacking := inventory.lacking(plan, config, hosts):
+        where = str(settings.source.path)
+        raise ConfigError(tuple(Problem(where, "cluster", text) for text in lacking))
+    if without_gpus := devices.lacking_gpus(settings, plan):
+        raise ConfigError(tuple(without_gpus))
+    _check_number(plan, config, run_paths(settings))
+    recorder = ProvenanceWriter(config, settings.source.path, code, kind, settings.profile)
+    return Proposal(settings, plan, run_paths(settings), kind, recorder, update_code)
+
+
+def _check_number(plan: Plan, config: Config, paths: RunPaths) -> None:
+    """Raise UsageError if fewer rollout tasks may run than a start waits for, as the user has set
+    their number before."""
+    tasks = config.rollout.tasks
+    for group in plan.jobs:
+        number = scale.wanted(paths, group.name, group.hosts)
+        if group.elastic and tasks is not None and 0 < number < tasks.min:
+            raise UsageError(
+                f"rollout.tasks.min: {tasks.min} is not allowed: slurmrl scale has set {number} "
+                "tasks for this trial. Change rollout.tasks.max too, which sets their number anew"
+            )
+
+
+def run_paths(settings: Settings) -> RunPaths:
+    """The run directory of a trial."""
+    config = settings.config
+    return RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
+
+
+def free_name(settings: Settings) -> str:
+    """The name of the trial, or the next one that no trial has."""
+    here = run_paths(settings)
+    return trials.next_free(
+        here.trial, lambda name: RunPaths(here.run.with_name(name)).run.exists()
+    )

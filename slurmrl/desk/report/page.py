@@ -1,0 +1,81 @@
+"""Reports as one HTML file.
+
+The file loads nothing and sends nothing: its policy allows the scripts and the styles of this
+package, by their digests, and no connections. What trials have written is data: JSON in a script
+element that is never run, in which no text can end the element. The script puts it into the page as
+text only.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from functools import cache, partial
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from slurmrl import __version__
+from slurmrl.desk.report.contents import TrialReport
+from slurmrl.desk.report.settings import differences
+from slurmrl.fsio import atomic
+
+HARMLESS = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+"""How JSON writes the characters that mean something to HTML or JavaScript."""
+
+
+def write(path: Path, reports: Sequence[TrialReport]) -> None:
+    """Replace the file. Raises EnvironmentFailure."""
+    atomic.replace(path, render(reports, now=time.time()).encode(), durable=False)
+
+
+def render(reports: Sequence[TrialReport], *, now: float) -> str:
+    """Return the page. ``now``: seconds since the epoch, the time that the page says it is of."""
+    data = {
+        "version": __version__,
+        "written": now,
+        "trials": reports,
+        "differences": differences([report.settings for report in reports]),
+    }
+    scripts = [_asset("uplot.js"), _asset("page.js")]
+    styles = [_asset("uplot.css"), _asset("page.css")]
+    return Template(_asset("page.html")).substitute(
+        policy="; ".join(
+            (
+                "default-src 'none'",
+                f"script-src {_digests(scripts)}",
+                f"style-src {_digests(styles)}",
+                "base-uri 'none'",
+                "form-action 'none'",
+            )
+        ),
+        styles="\n".join(f"<style>{text}</style>" for text in styles),
+        data=embedded(data),
+        scripts="\n".join(f"<script>{text}</script>" for text in scripts),
+    )
+
+
+def embedded(value: Any) -> str:
+    """Return JSON that can stand in a script element, whatever texts and numbers it has."""
+    encode = partial(json.dumps, default=vars, separators=(",", ":"))
+    try:
+        text = encode(value, allow_nan=False)
+    except ValueError:  # a file has 1e400 or NaN, which JSON lacks: as texts they are readable
+        text = encode(json.loads(encode(value), parse_constant=str), allow_nan=False)
+    return text.translate(HARMLESS)
+
+
+def _digests(texts: Sequence[str]) -> str:
+    return " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for text in texts
+    )
+
+
+@cache
+def _asset(name: str) -> str:
+    return files(__package__).joinpath("assets", name).read_text(encoding="utf-8")

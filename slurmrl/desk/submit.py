@@ -1,0 +1,292 @@
+"""Submission of a trial: a new, ended or interrupted one.
+
+The order of the steps makes every crash harmless: a submission exists once its request does, only
+the owner of the claim changes the configuration, and job ids are found again by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmrl.algorithms.offline.schema import Evaluate
+from slurmrl.config.changes import (
+    consequences,
+    differences,
+    may_change,
+    moved_schedules,
+)
+from slurmrl.config.load import load_resolved
+from slurmrl.config.schema import Config
+from slurmrl.desk import claims, snapshot
+from slurmrl.desk.live import Jobs, clear_away, newest_jobs
+from slurmrl.desk.prepare import (
+    check_owner,
+    is_prepared,
+    prepare,
+    rewrite,
+    trial_uuid,
+)
+from slurmrl.desk.proposal import Proposal, free_name, run_paths
+from slurmrl.desk.undo import Before, undo
+from slurmrl.errors import SchedulerError, UsageError
+from slurmrl.fsio import space, variables
+from slurmrl.plan.settings import Settings, with_present_defaults
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import END_OF_DATASET, Kind, Record
+from slurmrl.run.history.state import TrialState, fold
+from slurmrl.run.history.writer import resume
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.worlds import TRAINERS
+from slurmrl.scheduler import make
+from slurmrl.scheduler.base import JobIds, Scheduler
+from slurmrl.scheduler.client import may_have_worked
+from slurmrl.watch import sinks
+from slurmrl.workers.poll_intervals import PollIntervals
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The state of a trial that may be submitted again."""
+
+    state: TrialState
+    complete: bool
+    """It finished, and would finish again at once."""
+    left: Jobs | None
+    """Jobs of the trial that are still in the queue, although nothing trains. They are replaced."""
+    notes: tuple[str, ...] = ()
+    """Changes from before, and their consequences."""
+
+    @property
+    def step(self) -> int | None:
+        """Step of the commit from which it would resume."""
+        return self.state.last_commit.step if self.state.last_commit else None
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it was a single pass, which reached the end of its dataset."""
+        end = self.state.end
+        return end is not None and end.data.get("reason") == END_OF_DATASET
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """The result of a submission."""
+
+    paths: RunPaths
+    kind: str
+    jobs: Jobs | None
+    """None: the trial is complete, and nothing was submitted."""
+    earlier: int = 0
+    """Number of earlier incarnations of the trial."""
+    resumed_step: int | None = None
+    """Step of the commit from which the trial resumes; None: it starts from the beginning."""
+    notes: tuple[str, ...] = ()
+    """Changes from before, and their consequences."""
+    may_have_more: bool = True
+    """Whether a trial that is complete would continue with more steps."""
+
+    @property
+    def trial(self) -> str:
+        return f"{self.paths.experiment}/{self.paths.trial}"
+
+    @property
+    def root(self) -> Path:
+        return self.paths.run.parents[2]
+
+
+def submit(proposal: Proposal) -> Submitted:
+    """Write the run directory and start the jobs.
+
+    Raises UsageError for a live trial and for one whose configuration differs, EnvironmentFailure
+    if the scheduler or the directory does not work.
+    """
+    scheduler = make(proposal.kind)
+    scheduler.check()
+    sinks.check(proposal.settings.config.logging)
+    if file := proposal.settings.config.cluster.variables_file:
+        variables.read(Path(file))
+    space.require(proposal.paths.run)
+    proposal.scripts()  # what cannot be written into a script is refused before anything is
+    outlook = Outlook(fold([]), complete=False, left=None)
+    fresh = prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
+    before = 0
+    if not fresh:
+        before = claims.newest(proposal.paths)
+        outlook = look(proposal)
+    if outlook.left is not None:
+        clear_away(outlook.left)
+    if outlook.complete:
+        more = not outlook.exhausted
+        return Submitted(proposal.paths, proposal.kind, None, may_have_more=more)
+    state, notes = outlook.state, outlook.notes
+    code = _snapshot(proposal)
+    number = claims.claim(proposal.paths, before, _request(proposal, code))
+    if proposal.update_code:
+        notes += (f"runs the current code: {proposal.paths.snapshot(code)}",)
+    ids = _hand_over(proposal, scheduler, number, code, None if fresh else state)
+    jobs = Jobs(number, scheduler, ids)
+    claims.confirm(proposal.paths, jobs)
+    return Submitted(proposal.paths, proposal.kind, jobs, state.incarnation, outlook.step, notes)
+
+
+def _hand_over(
+    proposal: Proposal, scheduler: Scheduler, number: int, code: int, state: TrialState | None
+) -> JobIds:
+    """Write the configuration into an existing trial (``state``; None: a new one), and submit its
+    jobs. If the scheduler rejects them, nothing stays behind. Raises SchedulerError."""
+    paths = proposal.paths
+    before = None if state is None else Before.of(paths, state.end)
+    if before is not None:
+        rewrite(paths, proposal.settings, proposal.plan)
+    if before is not None and before.end is not None:
+        resume(History(paths.history), {"submission": number})
+    try:
+        return scheduler.submit(proposal.request(number, trial_uuid(paths), code))
+    except SchedulerError as error:
+        if not may_have_worked(error):
+            undo(paths, number, before)
+        raise
+
+
+def rehearse(proposal: Proposal) -> Outlook | None:
+    """Return the state of the trial that `submit` would continue, None for a new one; change
+    nothing. Raises as `submit` does where it refuses to continue the trial."""
+    if not is_prepared(proposal.paths):
+        return None
+    check_owner(proposal.paths)
+    claims.newest(proposal.paths)
+    return look(proposal)
+
+
+def look(proposal: Proposal) -> Outlook:
+    """Return the state of the trial in a run directory; change nothing. Raises UsageError for a
+    live trial, one with another configuration and one with another slurmrl."""
+    state = fold(History(proposal.paths.history).read())
+    left = _jobs_left(proposal, state)
+    settings = proposal.settings
+    before = with_present_defaults(load_resolved(proposal.paths.config), settings.algorithm)
+    changed = differences(before, settings.config)
+    if changed and state.last_commit is not None:
+        _check_code(proposal)  # another version may have other defaults
+        raise UsageError(_other_configuration(before, settings, changed))
+    if _complete(proposal, state):
+        return Outlook(state, complete=True, left=left)
+    _check_code(proposal)
+    commit = state.last_commit
+    if commit is not None:
+        notes = _notes(before, settings, commit.step)
+    else:
+        notes = [f"starts from the beginning with {line}" for line in changed]
+    return Outlook(state, complete=False, left=left, notes=tuple(notes))
+
+
+def refusal(settings: Settings) -> str:
+    """Why the trial of this name cannot continue with a configuration; empty if it can, if there is
+    no such trial, or if it began with another slurmrl, whose defaults may differ."""
+    paths = run_paths(settings)
+    if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is None:
+        return ""
+    before = load_resolved(paths.config)
+    changed = differences(before, settings.config)
+    if not changed or not snapshot.is_this_code(paths.snapshot(snapshot.current(paths))):
+        return ""
+    return _other_configuration(before, settings, changed)
+
+
+def _other_configuration(before: Config, settings: Settings, changed: Sequence[str]) -> str:
+    paths, config = run_paths(settings), settings.config
+    trial = f"{paths.experiment}/{paths.trial}"
+    lines = "".join(f"\n  {line}" for line in changed)
+    algorithm = settings.algorithm
+    if isinstance(algorithm, Evaluate) and config.actor.path != before.actor.path:
+        chosen = f"--suite {algorithm.suite} " if algorithm.suite else ""
+        name = free_name(settings)
+        return (
+            f"{trial} is the evaluation of another model of this name:{lines}\n"
+            f"To evaluate this one too, add to the command: {chosen}trial={name}"
+        )
+    return (
+        f"{trial} exists with another configuration: submit it with --new, or undo:{lines}\n"
+        f"Settings that a trial may change: {may_change()}"
+    )
+
+
+def _notes(before: Config, settings: Settings, step: int) -> list[str]:
+    """Return what changes after the commit of ``step``."""
+    algorithm = settings.algorithm
+    return [
+        *consequences(before, settings.config),
+        *moved_schedules(
+            before,
+            settings.config,
+            trained={
+                use.role: algorithm.untrained_steps(use.role)
+                for use in algorithm.roles()
+                if use.trained
+            },
+            step=step,
+            optimizer_steps=algorithm.optimizer_steps,
+        ),
+    ]
+
+
+def _check_code(proposal: Proposal) -> None:
+    """The jobs read our files with the trial's own code, which must therefore equal ours."""
+    code = proposal.paths.snapshot(snapshot.current(proposal.paths))
+    if not proposal.update_code and not snapshot.is_this_code(code):
+        name = proposal.trial
+        raise UsageError(
+            f"{name} was submitted with another slurmrl ({code}): slurmrl resume {name} continues "
+            f"with that one, slurmrl resume {name} --update-code with this one"
+        )
+
+
+def _jobs_left(proposal: Proposal, state: TrialState) -> Jobs | None:
+    """Return the remaining jobs of a trial that has ended or whose trainers have no job left.
+    Raises UsageError for a live one."""
+    jobs = newest_jobs(proposal.paths)
+    active = jobs.active() if jobs else []
+    trainers = [task for task in active if task.group == TRAINERS]
+    if trainers and state.end is None:
+        name = proposal.trial
+        raise UsageError(
+            f"{name} is live (job {trainers[0].job_id}, {trainers[0].state}): see slurmrl status "
+            f"{name}, end it with slurmrl stop {name}, or submit another trial with --new"
+        )
+    return jobs if active else None
+
+
+def _complete(proposal: Proposal, state: TrialState) -> bool:
+    """Return whether the trial finished, and would finish at once if resumed."""
+    end: Record | None = state.end
+    if end is None or end.kind is not Kind.FINISHED:
+        return False
+    config = proposal.settings.config
+    before = load_resolved(proposal.paths.config)
+    at_end = config.total_steps is not None and end.data["step"] >= config.total_steps
+    return at_end or (end.data["reason"] != "total_steps" and config.stop_when == before.stop_when)
+
+
+def _snapshot(proposal: Proposal) -> int:
+    """Return the code snapshot that the next submission runs. A new one takes effect once the
+    submission's request names it."""
+    if not proposal.update_code:
+        return snapshot.current(proposal.paths)
+    return snapshot.add(proposal.paths, proposal.recorder.code, proposal.recorder)
+
+
+def _request(proposal: Proposal, code: int) -> dict[str, Any]:
+    """Return the content of a submission's request."""
+    config = proposal.settings.config
+    lead_s = config.cluster.slurm.signal_lead_s if proposal.kind == "slurm" else None
+    return {
+        "scheduler": proposal.kind,
+        "snapshot": code,
+        "continue": config.cluster.slurm.continue_,
+        "total_steps": None if proposal.settings.algorithm.one_pass else config.total_steps,
+        "heartbeat_s": PollIntervals.of(proposal.plan.hosts, config.cluster.heartbeat_s).beat_s,
+        "signal_lead_s": lead_s,
+    }

@@ -1,0 +1,134 @@
+"""The trials under a root folder, and their names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from slurmrl import env
+from slurmrl.config import profiles
+from slurmrl.config.profiles import expanded
+from slurmrl.errors import UnknownNameError, UsageError
+from slurmrl.registry import near
+from slurmrl.run.paths import RunPaths, user_name
+
+DEFAULT_ROOT = "./runs"
+
+
+def chosen_root(option: str | None) -> Path | None:
+    """``--root``, else SLURMRL_ROOT, absolute; None if neither is given. Raises UsageError for a
+    variable without a value."""
+    text = option or env.ROOT.get()
+    return Path(os.path.abspath(expanded(text))) if text else None
+
+
+def root_folder(option: str | None) -> Path:
+    """Return the root folder for commands without a configuration: the given one, else that of the
+    site profile, else ./runs. Raises UsageError for a profile that cannot be used."""
+    if (chosen := chosen_root(option)) is not None:
+        return chosen
+    text = profiles.root() or DEFAULT_ROOT
+    return Path(os.path.abspath(text))
+
+
+def experiments(root: Path) -> list[str]:
+    return _folders(root / user_name())
+
+
+def trials(root: Path, experiment: str) -> list[RunPaths]:
+    """Return the trials of an experiment in numeric order: 2 before 10."""
+    names = sorted(_folders(root / user_name() / experiment), key=_counting)
+    found = [RunPaths.of(root, user_name(), experiment, name) for name in names]
+    return [paths for paths in found if paths.identity.exists()]
+
+
+def all_trials(root: Path) -> list[RunPaths]:
+    return [paths for name in experiments(root) for paths in trials(root, name)]
+
+
+def names(root: Path, prefix: str) -> list[str]:
+    """The names EXPERIMENT/TRIAL that begin with ``prefix``, in numeric order.
+
+    Only folders of matching experiments are listed, and nothing in a trial is looked at.
+    """
+    experiment, slash, _ = prefix.partition("/")
+    labels = [
+        f"{name}/{trial}"
+        for name in experiments(root)
+        if (name == experiment if slash else name.startswith(experiment))
+        for trial in sorted(_folders(root / user_name() / name), key=_counting)
+    ]
+    return [label for label in labels if label.startswith(prefix)]
+
+
+def find(root: Path, name: str) -> RunPaths:
+    """The trial EXPERIMENT/TRIAL. Raises UsageError, UnknownNameError with the near misses."""
+    experiment, slash, trial = name.partition("/")
+    if not slash or not experiment or not trial or "/" in trial:
+        known = " ".join(_label(paths) for paths in all_trials(root)[:5])
+        hint = f"; there are: {known}" if known else ""
+        raise UsageError(f"'{name}': expected EXPERIMENT/TRIAL{hint}")
+    for paths in trials(root, experiment):
+        if paths.trial == trial:
+            return paths
+    raise _unknown(root, "trial", name, [_label(paths) for paths in all_trials(root)])
+
+
+def newest(root: Path) -> RunPaths:
+    """The trial that was submitted or resumed last. Raises UnknownNameError without trials."""
+    found = all_trials(root)
+    if not found:
+        raise UnknownNameError(f"there are no trials in {root / user_name()} yet")
+    return max(found, key=_submitted_ns)
+
+
+def _submitted_ns(paths: RunPaths) -> int:
+    """When the newest submission was added, or the trial was created."""
+    try:
+        return paths.submissions.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def find_experiment(root: Path, name: str) -> list[RunPaths]:
+    """The trials of an experiment. Raises UnknownNameError with the near misses."""
+    found = trials(root, name)
+    if not found:
+        known = [experiment for experiment in experiments(root) if trials(root, experiment)]
+        raise _unknown(root, "experiment", name, known)
+    return found
+
+
+def next_free(name: str, taken: Callable[[str], bool]) -> str:
+    """``name`` if it is free, else the first free one after it: 1 -> 2, abc -> abc-2 -> abc-3."""
+    while taken(name):
+        match = re.fullmatch(r"(.*-)?([0-9]+)", name)
+        name = f"{match[1] or ''}{int(match[2]) + 1}" if match else f"{name}-2"
+    return name
+
+
+def _unknown(root: Path, kind: str, name: str, known: list[str]) -> UnknownNameError:
+    where = root / user_name()
+    if not known:
+        return UnknownNameError(f"no {kind} '{name}': there are no trials in {where} yet")
+    return UnknownNameError(f"no {kind} '{name}' in {where}; {near(name, known)}")
+
+
+def _label(paths: RunPaths) -> str:
+    return f"{paths.experiment}/{paths.trial}"
+
+
+def _folders(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _counting(name: str) -> list[tuple[int, str]]:
+    """Sort key in which runs of digits count as numbers."""
+    return [
+        (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)
+    ]

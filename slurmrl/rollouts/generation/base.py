@@ -1,0 +1,125 @@
+"""The contract of engines that serve requests for completions, one by one and in any order.
+
+Everything here runs in one asyncio loop. An engine that computes in this process does so between
+two awaits, so tools and rewards must run in processes or threads of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from slurmrl.data.support import SampledSupport
+from slurmrl.models.generate import GenerationOptions
+from slurmrl.tensors.layout.copy import Array
+
+Finish: TypeAlias = Literal["stop", "length", "aborted"]
+"""A stop token or stop string, the limit of new tokens or of the context, `RolloutEngine.abort`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """Completions of one prompt. Their tokens depend on ``seed``, ``step``, ``keys``, the options
+    and the weights only, and not on what else an engine computes at the time."""
+
+    request_id: str
+    """Unique among the requests of an engine."""
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    keys: tuple[int, ...]
+    """int64; the random stream of each completion. Completions of one request share the prompt's
+    cache."""
+    seed: int
+    step: int
+    options: GenerationOptions
+    priority: int = 0
+    """Requests with a lower number begin first."""
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> GenerationRequest:
+        """The inverse of ``dataclasses.asdict``, also after a passage through JSON."""
+        options = dict(values["options"])
+        for name in ("stop_token_ids", "stop_strings"):
+            options[name] = tuple(options[name])
+        tokens = {name: tuple(values[name]) for name in ("prompt", "keys")}
+        return cls(**{**values, **tokens, "options": GenerationOptions(**options)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """The tokens drawn for one key of a request."""
+
+    tokens: tuple[int, ...]
+    """New token ids, a stop token included."""
+    logprobs: tuple[float, ...]
+    """Of each token, under the distribution that it was drawn from: after temperature, top-k and
+    top-p."""
+    versions: tuple[str, ...]
+    """The weight version that drew each token."""
+    finish: Finish
+    support: SampledSupport | None = None
+    """Of each token, the tokens that top-k and top-p left; None unless `GenerationOptions.support`
+    asks for it."""
+    experts: Array | None = None
+    """The experts that read each token, those of the prompt too: int16 [tokens, experts of all
+    blocks], -1 for the last one, which was not read. None unless `GenerationOptions.experts` asks
+    for it, and of a request that was aborted."""
+
+
+ABORTED = Completion(tokens=(), logprobs=(), versions=(), finish="aborted")
+"""Of a request that was aborted before its first token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightVersion:
+    """Weights that an engine is to serve."""
+
+    name: str
+    """``<step>.<incarnation>``"""
+    folder: Path | None = None
+    """A Hugging Face checkpoint of them. None: the engine's own tensors hold them already."""
+
+
+class RolloutEngine(ABC):
+    """One instance of an engine: a model in this process, or a server."""
+
+    @property
+    @abstractmethod
+    def version(self) -> str | None:
+        """The weight version that draws the next token. None: none was installed yet."""
+
+    @abstractmethod
+    def submit(self, request: GenerationRequest) -> asyncio.Future[tuple[Completion, ...]]:
+        """Queue a request. The future gets one completion for each key; it fails with UsageError
+        for a request that can never be served (an empty prompt, one longer than the context), and
+        with RunFailedError if the engine is lost."""
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """End a request: its future gets the tokens drawn so far as ``aborted``. No-op if it is
+        unknown or has ended."""
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Draw no token from the return on. Requests keep theirs."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Undo ``pause``."""
+
+    @abstractmethod
+    async def update_weights(self, version: WeightVersion) -> None:
+        """Serve ``version`` from the return on. Requests in flight continue with it behind the
+        tokens that they have; no token is drawn meanwhile."""
+
+    @abstractmethod
+    async def health(self) -> None:
+        """Return if the engine answers; raises RunFailedError with the reason."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Free what the engine holds. Requests in flight fail with RunFailedError."""

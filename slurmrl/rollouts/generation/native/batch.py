@@ -1,0 +1,203 @@
+"""Continuous batching: sequences enter and leave between two calls of the model."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from itertools import count
+from zlib import crc32
+
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.decoder import Decoder
+from slurmrl.rollouts.generation.base import GenerationRequest
+from slurmrl.rollouts.generation.native.memory import bounded
+from slurmrl.rollouts.generation.native.pages import PagePool
+from slurmrl.rollouts.generation.native.runner import Drawn, Runner
+from slurmrl.rollouts.generation.native.schedule import Limits, Schedule
+from slurmrl.rollouts.generation.native.sequence import Sequence
+from slurmrl.rollouts.generation.native.stops import Decode, ends_with_stop
+
+
+class ContinuousBatch:
+    """Requests that one decoder serves together. All ranks of a decoder that is split call each
+    method with the same arguments and get the same results."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        limits: Limits,
+        *,
+        context: int | None,
+        decode: Decode | None = None,
+        support: bool = True,
+        turns: bool = True,
+        late: bool | None = None,
+    ) -> None:
+        """``context`` is the most tokens of a sequence, prompt included; None for no limit.
+        ``decode`` is needed for stop strings. ``support``: see ``Runner``. Without ``turns``, the
+        cache does not grow to keep what later prompts might begin with. With ``late``, the tokens
+        of a call are read while the next one runs (default: on a GPU)."""
+        limits = bounded(limits, decoder)
+        self._pool = PagePool(limits.page_tokens, limits.pages, keep=turns)
+        self._schedule = Schedule(limits, self._pool)
+        self._runner = Runner(decoder, limits, self._pool, support=support)
+        self._limits, self._context, self._decode = limits, context, decode
+        self._vocabulary = decoder.config.vocab_size
+        self._late = decoder.head_weight().is_cuda if late is None else late
+        self._unread: list[Drawn] = []
+        self._ended: list[Sequence] = []
+        self._arrivals = count()
+        self.version = ""
+        """The weights that draw."""
+        self.drawn = 0
+        """Tokens drawn in all."""
+        self.checksum = 0
+        """Of these tokens, in their order."""
+        self.read = 0
+        """Tokens that the model has read in all."""
+
+    @property
+    def busy(self) -> bool:
+        return self._schedule.busy or bool(self._ended)
+
+    def add(self, request: GenerationRequest) -> list[Sequence]:
+        """Queue a request; its completions, one for each key.
+
+        Raises UsageError for a request that can never be served."""
+        limit = self._limit(request)
+        if request.options.experts and not self._runner.has_experts:
+            raise UsageError(f"request {request.request_id}: the model has no experts to record")
+        if request.options.stop_strings and self._decode is None:
+            raise UsageError(
+                f"request {request.request_id} has stop strings, but the engine has no tokenizer"
+            )
+        if request.options.experts and not self._runner.records_experts:
+            self._empty_cache()
+            self._runner.record_experts()
+        arrivals = [(request.priority, next(self._arrivals)) for _ in request.keys]
+        sequences = [
+            Sequence(rank, request, key, limit)
+            for rank, key in zip(arrivals, request.keys, strict=True)
+        ]
+        if sequences:
+            sequences[0].followers = sequences[1:]
+            self._schedule.add(sequences[0])
+        return sequences
+
+    def step(self) -> list[Sequence]:
+        """Call the model once; return the sequences that have ended since the last call."""
+        step = self._schedule.next(self._settle)
+        drawn = self._runner.run(step, self.version) if step.readings else None
+        self.read += sum(reading.tokens for reading in step.readings)
+        self._settle()  # what the call before has drawn, while this one runs
+        if drawn is not None:
+            self._unread.append(drawn)
+        if not self._late:
+            self._settle()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def abort(self, sequences: list[Sequence]) -> None:
+        """End those that have not ended; they keep their tokens."""
+        self._settle()
+        for sequence in sequences:
+            sequence.followers = []
+            if sequence.finish is None:
+                sequence.finish = "aborted"
+                self._schedule.remove(sequence)
+
+    def renew(self, version: str, *, stale_cache: bool = False) -> None:
+        """The decoder's weights have changed: sequences keep their tokens, which are read again, or
+        with ``stale_cache`` also the keys and values of these, which no other sequence then
+        shares."""
+        if stale_cache:
+            self._settle()
+            self._schedule.seclude()
+            self._pool.forget()
+        else:
+            self._empty_cache()
+        self._runner.renew()
+        self.version = version
+
+    def _empty_cache(self) -> None:
+        """All tokens are read again."""
+        self._settle()
+        for sequence in list(self._schedule.running):
+            self._schedule.preempt(sequence)
+        self._pool.forget()
+
+    def _limit(self, request: GenerationRequest) -> int:
+        """Most tokens of the request's sequences."""
+        prompt, name = len(request.prompt), f"request {request.request_id}"
+        if not prompt:
+            raise UsageError(f"{name}: an empty prompt cannot be continued")
+        vocabulary = self._vocabulary
+        for token in (min(request.prompt), max(request.prompt)):
+            if not 0 <= token < vocabulary:
+                raise UsageError(f"{name}: token {token} is not in the vocabulary of {vocabulary}")
+        if self._context is not None and prompt >= self._context:
+            raise UsageError(
+                f"{name}: a prompt of {prompt} tokens leaves no room for a new token in the "
+                f"model's context of {self._context} tokens"
+            )
+        wanted = prompt + request.options.max_new_tokens
+        limit = wanted if self._context is None else min(wanted, self._context)
+        pages, page = self._limits.pages, self._limits.page_tokens
+        if pages is not None and -(-limit // page) > pages:
+            raise UsageError(
+                f"{name}: a prompt of {prompt} tokens with up to {limit - prompt} new ones does "
+                f"not fit into the cache of {pages * page} tokens; allow fewer new tokens or "
+                "a larger cache (rollout.episode.cache_gib)"
+            )
+        return limit
+
+    def _settle(self) -> None:
+        """Read all tokens that were drawn."""
+        unread, self._unread = self._unread, []
+        for drawn in unread:
+            self._absorb(drawn)
+
+    def _absorb(self, drawn: Drawn) -> None:
+        """Take what a call drew; end the sequences that are complete."""
+        tokens, logprobs, supports = drawn.read()
+        self.checksum = crc32(array("q", tokens), self.checksum)
+        if not all(map(math.isfinite, logprobs)):
+            raise RunFailedError("the model's logits are not finite: its weights have diverged")
+        for sequence, token, logprob, support in zip(
+            drawn.sequences, tokens, logprobs, supports, strict=True
+        ):
+            sequence.unread -= 1
+            if sequence.finish is not None:
+                continue  # it had ended when this token was drawn
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.versions.append(drawn.version)
+            if sequence.request.options.support:
+                sequence.support.add(support)
+            self.drawn += 1
+            self._finish(sequence, token)
+
+    def _finish(self, sequence: Sequence, token: int) -> None:
+        """End a sequence whose last token ends it."""
+        options = sequence.request.options
+        if token in options.stop_token_ids or (options.stop_strings and self._stopped(sequence)):
+            sequence.finish = "stop"
+        elif len(sequence.tokens) >= sequence.limit:
+            sequence.finish = "length"
+        else:
+            return
+        if options.experts:
+            sequence.experts = self._runner.experts(sequence)
+        # (a call that was to read the last token may be left out now)
+        sequence.stored = min(sequence.stored, len(sequence.tokens) - 1)
+        self._schedule.store(sequence)
+        self._schedule.remove(sequence)
+        self._ended.append(sequence)
+
+    def _stopped(self, sequence: Sequence) -> bool:
+        options, new = sequence.request.options, len(sequence.logprobs)
+        if new <= options.min_new_tokens:
+            return False
+        assert self._decode is not None
+        tokens = sequence.tokens[len(sequence.request.prompt) :]
+        return ends_with_stop(self._decode, tokens, options.stop_strings)

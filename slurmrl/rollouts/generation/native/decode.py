@@ -1,0 +1,214 @@
+"""Calls that read one token of each row and draw the next one.
+
+Their inputs have few shapes, so a GPU repeats them as CUDA graphs: the host starts one graph for
+each token of all rows, whatever the number of layers. Other devices compute the same directly.
+
+B rows of a call, padding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from slurmrl import log
+from slurmrl.models.paged import PagedCall, PagedDecoder
+from slurmrl.rollouts.generation.native.rows import RowState
+from slurmrl.rollouts.generation.native.sequence import Law
+from slurmrl.tensors.ops.attention import Packing
+from slurmrl.tensors.ops.sampling import Sampled, sample, stream_uniform
+from slurmrl.tensors.ops.upload import upload
+
+logger = log.get(__name__)
+
+LEAST_CELLS = 1024
+"""Graphs are made for rows of up to this many cells of the cache, and twice as many, and so on."""
+
+
+class RowInput(NamedTuple):
+    """What a call gets of one row."""
+
+    token: int
+    """`UNREAD` if the host has not read it."""
+    slot: int
+    """The cell for its key and value."""
+    position: int
+    row: int
+    stream: int
+
+
+class DecodeShape(NamedTuple):
+    """What is fixed in a graph."""
+
+    rows: int
+    longest: int
+    """Upper bound of the cells that a row sees."""
+    law: Law
+    banned: tuple[int, ...]
+
+
+class DecodeGraph(Protocol):
+    draws: Sampled
+    """In the same memory after every replay."""
+
+    def replay(self) -> None:
+        """Compute again, from what the inputs' memory holds now."""
+        ...
+
+
+Capture = Callable[[Callable[[], Sampled]], DecodeGraph]
+"""Makes a graph of a function, whose tensors keep their place in memory."""
+
+
+class CUDAGraphs:
+    """Captures graphs that share memory: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], Sampled]) -> DecodeGraph:
+        return _CUDAGraph(compute, self._pool)
+
+
+class _CUDAGraph:
+    def __init__(self, compute: Callable[[], Sampled], pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads of the process may call CUDA meanwhile.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self.draws = compute()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def capture_for(decoder: PagedDecoder) -> Capture | None:
+    """How to capture a decoder's calls; None to compute them directly: on CPUs, with ranks that
+    compute together, and with experts, of which the host reads how many tokens each gets."""
+    model = decoder.decoder
+    if not model.head_weight().is_cuda or not model.split.whole or model.config.moe is not None:
+        return None
+    return CUDAGraphs()
+
+
+class DecodeStep:
+    """The calls of one decoder."""
+
+    def __init__(
+        self, decoder: PagedDecoder, state: RowState, *, support: bool, capture: Capture | None
+    ) -> None:
+        """``support``: see ``Runner``."""
+        self._decoder, self._state, self._support = decoder, state, support
+        self._capture, self._device = capture, state.last.device
+        self._inputs: dict[int, Tensor] = {}
+        """By B: [5, B] int64, the columns of ``RowInput``."""
+        self._banned: dict[tuple[int, ...], Tensor] = {}
+        self._graphs: dict[DecodeShape, DecodeGraph | None] = {}
+        """None: computed once, which initializes what a capture cannot."""
+
+    def forget(self) -> None:
+        """Drop all graphs: what they read or write has moved in memory."""
+        self._graphs = dict.fromkeys(self._graphs)
+
+    def run(self, inputs: list[RowInput], law: Law, banned: tuple[int, ...]) -> Sampled:
+        """Read a token of each row and draw the next, which the next call can read. The results
+        are valid until the next call; nothing waits for a GPU, except where a graph is made."""
+        shape = self._shape(inputs, law, banned)
+        more = shape.rows - len(inputs)
+        spare = RowInput(0, self._decoder.cache.spare, 0, self._state.spare, 0)
+        rows = torch.tensor([*inputs, *[spare] * more], dtype=torch.int64)
+        draws = self._replayed(rows.t().contiguous(), shape)
+        return draws.each(lambda values: values[: len(inputs)])
+
+    def _shape(self, inputs: list[RowInput], law: Law, banned: tuple[int, ...]) -> DecodeShape:
+        count, longest = len(inputs), 1 + max(each.position for each in inputs)
+        if self._capture is None:
+            return DecodeShape(count, longest, law, banned)
+        rows = min(_power(count), self._state.spare)
+        return DecodeShape(rows, max(LEAST_CELLS, _power(longest)), law, banned)
+
+    def _replayed(self, columns: Tensor, shape: DecodeShape) -> Sampled:
+        if shape.banned not in self._banned:
+            stops = torch.tensor(shape.banned, dtype=torch.int64)
+            (self._banned[shape.banned],) = upload([stops], self._device)
+        if self._capture is None:
+            parts = upload(columns.unbind(), self._device)
+            return self._compute(parts, shape)
+        inputs = self._placed(columns)
+        if shape not in self._graphs:
+            self._graphs[shape] = None
+            return self._compute(inputs, shape)
+        graph = self._graphs[shape]
+        if graph is None:
+            return self._captured(self._capture, inputs, shape)
+        graph.replay()
+        return graph.draws
+
+    def _captured(
+        self, capture: Capture, inputs: tuple[Tensor, ...], shape: DecodeShape
+    ) -> Sampled:
+        """Make the graph of a shape. Its first replay must draw what a direct call draws; else, or
+        if it cannot be made, all later calls are direct ones."""
+        last = self._state.last.clone()
+        draws = self._compute(inputs, shape)
+        after = self._state.last.clone()
+        self._state.last.copy_(last)
+        try:
+            graph = capture(lambda: self._compute(inputs, shape))
+            graph.replay()
+            if torch.equal(graph.draws.tokens, draws.tokens):
+                self._graphs[shape] = graph
+                return graph.draws
+            reason = "its tokens differ from those of a direct call"
+        except RuntimeError as error:
+            reason = str(error)
+        logger.warning("decode runs without CUDA graphs, which is slower: %s", reason)
+        self._capture = None
+        self._graphs.clear()
+        self._state.last.copy_(after)
+        return draws
+
+    def _placed(self, columns: Tensor) -> tuple[Tensor, ...]:
+        """The inputs in the memory that graphs of as many rows read."""
+        rows = columns.shape[1]
+        if rows not in self._inputs:
+            self._inputs[rows] = torch.empty(columns.shape, dtype=torch.int64, device=self._device)
+        host = torch.empty(columns.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._inputs[rows].copy_(host.copy_(columns), non_blocking=True)
+        return self._inputs[rows].unbind()
+
+    def _compute(self, inputs: tuple[Tensor, ...], shape: DecodeShape) -> Sampled:
+        ids, slots, positions, rows, streams = inputs
+        lengths = positions + 1
+        call = PagedCall(
+            slots=slots,
+            fresh=Packing(torch.zeros(1, dtype=torch.int32), 0),
+            fresh_tokens=0,
+            tables=self._state.tables,
+            rows=rows,
+            lengths=lengths,
+            longest=shape.longest,
+        )
+        ids = self._state.tokens(ids, rows)
+        logits = self._decoder.logits(ids, positions, call, None)
+        temperature, top_k, top_p, greedy, record = shape.law
+        drawn = sample(
+            logits,
+            stream_uniform(streams, lengths),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            greedy=greedy,
+            banned=self._banned[shape.banned] if shape.banned else None,
+            support=self._support,
+            record=record,
+        )
+        self._state.last.index_copy_(0, rows, drawn.tokens)
+        return drawn
+
+
+def _power(number: int) -> int:
+    """The least power of 2 that is not below a number."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,270 @@
+"""Calls of the model and draws: from a step of the scheduler to tensors and back.
+
+D draws of a call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.paged import PagedCall, PagedDecoder
+from slurmrl.models.routes import UNKNOWN
+from slurmrl.rollouts.generation.native.decode import DecodeStep, RowInput, capture_for
+from slurmrl.rollouts.generation.native.pages import PagePool
+from slurmrl.rollouts.generation.native.rows import UNREAD, RowState
+from slurmrl.rollouts.generation.native.schedule import Limits, Reading, Step
+from slurmrl.rollouts.generation.native.sequence import Law, Sequence
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.ops.attention import Packing
+from slurmrl.tensors.ops.sampling import NONE, Sampled, joined, sample, stream_uniform
+from slurmrl.tensors.ops.upload import upload
+
+GROWTH = 1.5
+"""Factor on the number of pages when there are too few."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The tokens that a call drew, still on the device."""
+
+    sequences: list[Sequence]
+    draws: Sampled
+    """[D]; log-probabilities of the distribution that each was drawn from or of the whole one."""
+    version: str
+    copied: torch.cuda.Event | None
+    """When they are in host memory; None if they are now."""
+
+    def read(self) -> tuple[list[int], list[float], list[list[int]]]:
+        """Wait for the tokens, their log-probabilities and their recorded supports."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        tokens, logprobs, support = self.draws
+        if support is None:
+            return tokens.tolist(), logprobs.tolist(), [[]] * len(tokens)
+        kept = support != NONE
+        ends = [0, *accumulate(kept.sum(-1).tolist())]
+        ids = support[kept].tolist()
+        supports = [ids[begin:end] for begin, end in pairwise(ends)]
+        return tokens.tolist(), logprobs.tolist(), supports
+
+
+class Runner:
+    """The decoder, its cache, and its rows."""
+
+    def __init__(self, decoder: Decoder, limits: Limits, pool: PagePool, *, support: bool) -> None:
+        """With ``support``, log-probabilities are those of the tokens that top-k and top-p leave;
+        otherwise of the whole distribution, as training computes them."""
+        self._limits, self._pool, self._support = limits, pool, support
+        self._device = decoder.head_weight().device
+        self._decoder = PagedDecoder(decoder, limits.page_tokens)
+        self._rows = RowState(limits.rows, self._device)
+        self._decode = DecodeStep(
+            self._decoder, self._rows, support=support, capture=capture_for(self._decoder)
+        )
+
+    def renew(self) -> None:
+        """Compute with the weights that the decoder has now."""
+        self._decoder.renew()
+        if self._decoder.copies_weights:
+            self._decode.forget()
+
+    @torch.no_grad()
+    def run(self, step: Step, version: str) -> Drawn | None:
+        """Read the step's tokens and draw the next ones, if any of its sequences is complete.
+        Nothing waits for a GPU."""
+        self._grow()
+        if _only_decodes(step):
+            return self._decoded([reading.sequence for reading in step.readings], version)
+        fresh = sorted((c for c in step.readings if not c.begin), key=lambda c: c.tokens)
+        readings = fresh + [reading for reading in step.readings if reading.begin]
+        apart = len(fresh) if self._decoder.reads_beginnings_apart else 0
+        logits = self._logits(readings, apart)
+        sequences = [reading.sequence for reading in readings if reading.draws]
+        places = {id(sequence): place for place, sequence in enumerate(sequences)}
+        if step.forks:
+            of_leaders = [places[id(leader)] for leader, _ in step.forks]
+            sequences = sequences + [follower for _, follower in step.forks]
+            rows = torch.tensor([*range(len(places)), *of_leaders])
+            logits = logits[upload([rows], self._device)[0]]
+        drawn = self._draws(sequences, logits, version) if sequences else None
+        if step.copies:
+            sources, targets = zip(*step.copies, strict=True)
+            pages = upload([torch.tensor(sources), torch.tensor(targets)], self._device)
+            self._decoder.cache.copy_pages(*pages)
+        return drawn
+
+    @property
+    def has_experts(self) -> bool:
+        return self._decoder.cache.has_experts
+
+    @property
+    def records_experts(self) -> bool:
+        return bool(self._decoder.cache.experts)
+
+    def record_experts(self) -> None:
+        """From now on; what the cache holds has no record."""
+        self._decoder.cache.record_experts()
+        self._decode.forget()
+
+    def experts(self, sequence: Sequence) -> Array:
+        """Of a sequence that has just drawn its last token; see `Completion`."""
+        page, read = self._limits.page_tokens, len(sequence.tokens) - 1
+        places = torch.arange(read)
+        cells = torch.tensor(sequence.pages)[places // page] * page + places % page
+        (index,) = upload([cells], self._device)
+        rows = torch.cat([slab[index] for slab in self._decoder.cache.experts], -1)
+        return F.pad(rows, (0, 0, 0, 1), value=UNKNOWN).cpu().numpy()
+
+    def _grow(self) -> None:
+        """Have all pages of the pool in memory."""
+        if self._pool.made <= self._decoder.cache.pages:
+            return
+        grown = int(self._pool.made * GROWTH)
+        most = self._limits.pages
+        self._decoder.cache.grow(grown if most is None else min(grown, most))
+        self._decode.forget()
+
+    def _decoded(self, sequences: list[Sequence], version: str) -> Drawn:
+        """Read the last token of each sequence and draw the next."""
+        inputs = []
+        for sequence in sequences:
+            position = sequence.length - 1
+            row, slot = self._rows.row(sequence), self._slot(sequence, position)
+            token = sequence.tokens[position] if not sequence.unread else UNREAD
+            inputs.append(RowInput(token, slot, position, row, sequence.stream))
+        self._write_tables()
+        draws = self._decode.run(inputs, sequences[0].law, sequences[0].banned)
+        return self._drawn(sequences, draws, version)
+
+    def _slot(self, sequence: Sequence, position: int) -> int:
+        page = self._limits.page_tokens
+        return sequence.pages[position // page] * page + position % page
+
+    def _write_tables(self) -> None:
+        if self._rows.write():
+            self._decode.forget()
+
+    def _logits(self, readings: list[Reading], fresh: int) -> Tensor:
+        """The logits [·, V] after the readings that draw; the first ``fresh`` begin at 0 and are
+        read apart."""
+        page = self._limits.page_tokens
+        ids: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        ends, last = [0], []
+        for sequence, begin, count, ready in readings:
+            own, pages = self._rows.row(sequence), sequence.pages
+            end = begin + count
+            known = sequence.tokens[begin:end]
+            if len(known) < count:  # its last token is on the device only
+                known.append(UNREAD)
+            ids += known
+            slots += [pages[n // page] * page + n % page for n in range(begin, end)]
+            positions += range(begin, end)
+            rows += [own] * count
+            ends.append(len(ids))
+            if ready:
+                last.append(len(ids) - 1)
+        first = ends[fresh]
+        host = [torch.tensor(x, dtype=torch.int64) for x in (ids, slots, positions, rows, last)]
+        input_ids, slot, position, row, ending = upload(host, self._device)
+        self._write_tables()
+        call = PagedCall(
+            slots=slot,
+            fresh=_packing(ends[: fresh + 1]),
+            fresh_tokens=first,
+            tables=self._rows.tables,
+            rows=row[first:],
+            lengths=position[first:] + 1,
+            longest=max(positions[first:], default=0) + 1,
+            chunk=max((reading.tokens for reading in readings[fresh:]), default=1),
+        )
+        input_ids = self._rows.tokens(input_ids, row)
+        return self._decoder.logits(input_ids, position, call, ending)
+
+    def _draws(self, sequences: list[Sequence], logits: Tensor, version: str) -> Drawn:
+        """Draw a token for each sequence from logits [D, V]."""
+        groups: dict[tuple[Law, tuple[int, ...]], list[int]] = {}
+        for place, sequence in enumerate(sequences):
+            groups.setdefault((sequence.law, sequence.banned), []).append(place)
+        parts = [self._sampled(sequences, logits, *group) for group in groups.items()]
+        draws = joined(parts)
+        order = torch.tensor([place for places in groups.values() for place in places])
+        own = torch.tensor([sequence.row for sequence in sequences], dtype=torch.int64)
+        back, rows = upload([order.argsort(), own], self._device)
+        if len(groups) > 1:
+            draws = draws.each(lambda values: values[back])
+        self._rows.last.index_copy_(0, rows, draws.tokens)
+        return self._drawn(sequences, draws, version)
+
+    def _sampled(
+        self,
+        sequences: list[Sequence],
+        logits: Tensor,
+        settings: tuple[Law, tuple[int, ...]],
+        places: list[int],
+    ) -> Sampled:
+        """The tokens of the sequences at these places, which are drawn from one law without the
+        same stop tokens."""
+        group = [sequences[place] for place in places]
+        (temperature, top_k, top_p, greedy, record), banned = settings
+        host = (
+            torch.tensor([sequence.stream for sequence in group], dtype=torch.int64),
+            torch.tensor([sequence.length for sequence in group], dtype=torch.int64),
+            torch.tensor(banned, dtype=torch.int64),
+            torch.tensor(places, dtype=torch.int64),
+        )
+        streams, positions, stops, index = upload(host, self._device)
+        return sample(
+            logits if len(places) == len(sequences) else logits[index],
+            stream_uniform(streams, positions),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            greedy=greedy,
+            banned=stops if banned else None,
+            support=self._support,
+            record=record,
+        )
+
+    def _drawn(self, sequences: list[Sequence], draws: Sampled, version: str) -> Drawn:
+        """Start to copy what was drawn, before the next call may overwrite it."""
+        for sequence in sequences:
+            sequence.unread += 1
+        if self._device.type != "cuda":
+            return Drawn(sequences, draws.each(torch.clone), version, None)
+        host = draws.each(_on_its_way)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return Drawn(sequences, host, version, copied)
+
+
+def _on_its_way(values: Tensor) -> Tensor:
+    """A copy in host memory, which is not waited for."""
+    copy = torch.empty_like(values, device="cpu", pin_memory=True)
+    return copy.copy_(values, non_blocking=True)
+
+
+def _only_decodes(step: Step) -> bool:
+    """Whether a call reads the last token of some rows only, which all draw alike."""
+    first = step.readings[0].sequence
+    return not step.forks and all(
+        reading.draws
+        and reading.tokens == 1
+        and reading.begin
+        and reading.sequence.law == first.law
+        and reading.sequence.banned == first.banned
+        for reading in step.readings
+    )
+
+
+def _packing(ends: list[int]) -> Packing:
+    lengths = [stop - start for start, stop in pairwise(ends)]
+    return Packing(torch.tensor(ends, dtype=torch.int32), max(lengths, default=0))

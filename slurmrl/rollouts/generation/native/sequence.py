@@ -1,0 +1,93 @@
+"""One completion while it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slurmrl.data.support import SampledSupport
+from slurmrl.rollouts.generation.base import Completion, Finish, GenerationRequest
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.ops.sampling import stream
+
+Rank = tuple[int, int]
+"""A sequence's place in the order of service: priority and arrival."""
+Law = tuple[float, int | None, float, bool, bool]
+"""What is common to draws that one call of `tensors.ops.sampling.sample` can make: temperature, top k, top
+p, greedy, and whether supports are recorded."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """The tokens of a completion and its part of the cache."""
+
+    rank: Rank
+    request: GenerationRequest
+    key: int
+    limit: int
+    """Most tokens, those of the prompt included."""
+    tokens: list[int] = field(init=False)
+    """The prompt and the tokens drawn, as far as the host knows them."""
+    law: Law = field(init=False)
+    stream: int = field(init=False)
+    """Its random numbers, for `tensors.ops.sampling.stream_uniform`."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of the tokens drawn."""
+    versions: list[str] = field(default_factory=list)
+    support: SampledSupport = field(default_factory=SampledSupport)
+    """Of the tokens drawn, if the request asks for it."""
+    experts: Array | None = None
+    """Of all tokens, once it has ended, if the request asks for it."""
+    finish: Finish | None = None
+    followers: list[Sequence] = field(default_factory=list)
+    """Completions of the same prompt that begin when it has been read."""
+    pages: list[int] = field(default_factory=list)
+    row: int | None = None
+    """The row of the batch; None while it waits."""
+    stored: int = 0
+    """Leading tokens whose keys and values are in the cache, or will be before the next call."""
+    shared: int = 0
+    """Leading pages whose content the pool knows."""
+    tabled: int = 0
+    """Leading pages that are in the batch's table."""
+    unread: int = 0
+    """Tokens drawn on the device that the host has not read."""
+
+    def __post_init__(self) -> None:
+        request, options = self.request, self.request.options
+        self.tokens = list(request.prompt)
+        self.law = (
+            *(options.temperature, options.top_k, options.top_p),
+            *(options.greedy, options.support),
+        )
+        self.stream = stream(request.seed, request.step, self.key)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) + self.unread
+
+    @property
+    def ahead(self) -> int:
+        """Tokens to read before the next one can be drawn; 0 if the last one was drawn."""
+        return 0 if self.length >= self.limit else self.length - self.stored
+
+    @property
+    def drawn(self) -> int:
+        """Tokens drawn, unread ones included."""
+        return self.length - len(self.request.prompt)
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Stop tokens that the next draw must not give."""
+        options = self.request.options
+        return options.stop_token_ids if self.drawn < options.min_new_tokens else ()
+
+    def completion(self) -> Completion:
+        assert self.finish is not None
+        return Completion(
+            tokens=tuple(self.tokens[len(self.request.prompt) :]),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            finish=self.finish,
+            support=self.support if self.request.options.support else None,
+            experts=self.experts,
+        )

@@ -1,0 +1,324 @@
+"""What a server is on its host: its processes, its log and a private folder in memory.
+
+The processes start together, end together and are never left behind (`warden.py`). The log shows
+the error with which a server ended. SGLang logs a traceback as one message (``[2026-01-02 03:04:05
+TP0] Scheduler hit an exception: Traceback …``), vLLM with a prefix on every line
+(``(EngineCore pid=7) ERROR 01-02 03:04:05 [core.py:718] ValueError: …``). Both end with tracebacks
+of processes that only waited for the failed one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import select
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from slurmrl import log, package
+from slurmrl.display.words import exit_words
+from slurmrl.fsio.atomic import open_log
+from slurmrl.fsio.failures import explain
+from slurmrl.rollouts.generation.warden import LIST, remove_shared
+from slurmrl.run.events import EventWriter
+from slurmrl.tensors.parallel.gpu_faults import find_in
+
+logger = log.get(__name__)
+
+WARDEN = package.program("rollouts/generation/warden.py")
+ENDING_S = 10.0
+"""How long the processes of a server may take to end after SIGKILL."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerProgram:
+    """A server and where it runs."""
+
+    name: str
+    """For messages: ``sglang server 0``."""
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    """All of its variables."""
+    log: Path
+    """Its output is appended to this file, which only the user can read."""
+    more: Callable[[], Sequence[str]] = tuple
+    """Further arguments, made at each start."""
+    events: EventWriter | None = None
+    """Gets an event when the server ends."""
+
+
+class ServerProcess:
+    """A running server.
+
+    It and all that it starts end when this object is closed or the process that made it ends,
+    however that happens: a warden (`warden.py`) kills them. If the warden is killed itself, the
+    kernel kills the server, and ``close`` the rest of its session.
+    """
+
+    def __init__(self, program: ServerProgram) -> None:
+        """Raises EnvironmentFailure if the log cannot be written or the program not executed."""
+        self._program = program
+        with open_log(program.log) as output:
+            self._begin = output.seek(0, os.SEEK_END)
+            self._warden = subprocess.Popen(
+                [sys.executable, "-I", str(WARDEN), *program.command, *program.more()],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(program.environment),
+                start_new_session=True,
+            )
+        self.pidfd = os.pidfd_open(self._warden.pid)
+        """Readable once the server has ended."""
+        self._closed = False
+
+    @property
+    def ended(self) -> bool:
+        return self._closed or bool(select.select([self.pidfd], [], [], 0)[0])
+
+    def ending(self) -> str:
+        """How it ended: ``sglang server 0 ended (SIGKILL)``."""
+        code = self._warden.returncode if self._closed else _code(self.pidfd)
+        words = "still runs" if code is None else exit_words(code if code <= 128 else 128 - code)
+        return f"{self._program.name} ended ({words})"
+
+    def last_words(self) -> ServerLog:
+        """The end of this start's output. It may wait for a shared directory."""
+        return read_end(self._program.log, self._begin)
+
+    def close(self) -> None:
+        """End the server with all of its processes."""
+        if self._closed:
+            return
+        assert self._warden.stdin is not None
+        self._warden.stdin.close()
+        ended = select.select([self.pidfd], [], [], ENDING_S)[0]
+        # not reaped yet, so the session's number is still its own
+        with suppress(ProcessLookupError):
+            os.killpg(self._warden.pid, signal.SIGKILL)
+        if not ended:
+            logger.error(
+                "%s: processes have not ended %g s after SIGKILL", self._program.name, ENDING_S
+            )
+        self._warden.wait()
+        os.close(self.pidfd)
+        self._closed = True
+
+
+def _code(pidfd: int) -> int | None:
+    """The exit code of an ended child, which stays to be reaped; None while it runs."""
+    result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    if result is None:
+        return None
+    status = int(result.si_status)
+    return status if result.si_code == os.CLD_EXITED else -status
+
+
+TAIL_BYTES: Final = 256 * 1024
+"""How much of a log's end is read: tracebacks of several ranks."""
+LAST_LINES: Final = 5
+MOST_CHARACTERS: Final = 500
+"""Of an error in a message."""
+TRACEBACK: Final = "Traceback (most recent call last):"
+_PREFIX: Final = re.compile(
+    r"(\([\w+.-]+ pid=\d+\) ?)?"
+    r"((DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:.]+ \[[^\]]*\] ?"
+    r"|\[\d{4}-\d\d-\d\d[^\]]*\] )?"
+)
+"""Of a line of vLLM's or SGLang's log."""
+_TOLERATED: Final = re.compile(
+    r"(\([\w+.-]+ pid=\d+\) ?)?(DEBUG|INFO|WARNING) \d\d-\d\d "
+    r"|\[\d{4}-\d\d-\d\d[^\]]*\] \[http_server\] Error: "
+)
+"""What a server goes on after: vLLM's warnings, with their tracebacks, and requests that SGLang has
+refused."""
+_RAISED: Final = re.compile(r"(?=\S*[a-z])[A-Za-z_][\w.]*(: .*)?$")
+"""The last line of a traceback."""
+_ERROR: Final = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|\b[Ee]rror: ")
+_CONSEQUENCE: Final = re.compile(
+    r"root cause|EngineDeadError|scheduler is dead"
+    r"|^(\w+\.)*(EOFError|BrokenPipeError|CancelledError|KeyboardInterrupt|SystemExit)\b"
+)
+"""Errors of processes that have lost another one."""
+_OF_THE_HOST: Final = re.compile(
+    r"^(\w+\.)*(OSError|IOError|MemoryError|TimeoutError|\w+NotFoundError|PermissionError"
+    r"|Connection\w*Error|Dist\w+Error)\b"
+    r"|\[Errno \d+\]|No space left|Cannot allocate memory|cannot open shared object file"
+)
+_NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+
+@dataclass(frozen=True)
+class ServerLog:
+    """The end of a log, from its position ``begin`` on."""
+
+    path: Path
+    lines: tuple[str, ...] = ()
+    """The last ones that are not empty."""
+    error: str = ""
+    """That of the last traceback, or the last line about an error; empty if there is none."""
+
+    @property
+    def kind(self) -> str:
+        """The error without its numbers, which differ from start to start."""
+        return _NUMBER.sub("#", self.error)
+
+    @property
+    def of_the_host(self) -> bool:
+        """Whether a server on another host may not meet the error."""
+        return bool(_OF_THE_HOST.search(self.error)) or find_in(self.error) is not None
+
+    def __str__(self) -> str:
+        where = f"its log is {self.path}"
+        if self.error:
+            return f"{self.error}; {where}"
+        return "\n".join([f"{where}, which ends with:", *self.lines]) if self.lines else where
+
+
+def read_end(path: Path, begin: int) -> ServerLog:
+    """Read the end of a log, of which this start of the server has written what follows ``begin``
+    bytes. A log that cannot be read counts as empty."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(begin, size - TAIL_BYTES))
+            text = file.read(TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return ServerLog(path)
+    lines = text.splitlines()
+    last = tuple(line for line in lines[-LAST_LINES:] if line.strip())
+    return ServerLog(path, last, last_error(lines))
+
+
+def last_error(lines: Sequence[str]) -> str:
+    """The error of the last traceback, those of processes that have lost another one only if there
+    are no others; without a traceback the last line about an error."""
+    lines = [line for line in lines if not _TOLERATED.match(line)]
+    raised = list(_raised([_PREFIX.sub("", line.rstrip(), count=1) for line in lines]))
+    causes = [error for error in raised if not _CONSEQUENCE.search(error)]
+    if raised:
+        return (causes or raised)[-1][:MOST_CHARACTERS]
+    told = (line.strip() for line in reversed(lines) if _ERROR.search(line))
+    return next(told, "")[:MOST_CHARACTERS]
+
+
+def _raised(lines: Sequence[str]) -> Iterator[str]:
+    """The error of each traceback, with what its message says in indented lines below."""
+    inside = False
+    for index, line in enumerate(lines):
+        if line.endswith(TRACEBACK):
+            inside = True
+        elif inside and _RAISED.match(line):
+            inside = False
+            yield " ".join([line, *_indented(lines[index + 1 :])])
+
+
+def _indented(lines: Sequence[str]) -> Iterator[str]:
+    for line in lines:
+        if not line.startswith(" ") or not line.strip():
+            return
+        yield line.strip()
+
+
+ROOT = Path("/dev/shm")
+
+
+class HostFolder:
+    """A new folder with mode 0700 that is locked while this process lives.
+
+    A process that is killed leaves its folder behind. `remove_unused` removes it, and so does the
+    next process of this user on the host that makes a folder. All are in one folder of the user,
+    which has another name where somebody else has taken the known one.
+    """
+
+    def __init__(self, root: Path = ROOT) -> None:
+        """Raises EnvironmentFailure if it cannot be made."""
+        try:
+            parent = next(_parents(root), None) or _new_parent(root)
+            with (parent / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                _remove_unlocked(parent)
+                self.path = Path(tempfile.mkdtemp(dir=parent))
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            raise explain(error, "make a folder in", root) from error
+
+    def close(self) -> None:
+        """Remove it."""
+        _remove(self.path)
+        os.close(self._descriptor)
+
+
+def remove_unused(root: Path = ROOT) -> None:
+    """Remove the folders of this user's processes that were killed. What cannot be removed now is
+    left to the next one that makes a folder."""
+    with suppress(OSError):
+        for parent in _parents(root):
+            with (parent / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                _remove_unlocked(parent)
+
+
+def _parents(root: Path) -> Iterator[Path]:
+    """Yield the folders of this user that nobody else can change, the known name first."""
+    known = root / _known_name()
+    for path in (known, *sorted(root.glob(f"{known.name}.*"))):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
+        mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if mine and not status.st_mode & 0o077:
+            yield path
+
+
+def _new_parent(root: Path) -> Path:
+    known = root / _known_name()
+    try:
+        known.mkdir(mode=0o700)
+    except FileExistsError:
+        if known in _parents(root):  # another process of this user was faster
+            return known
+        chosen = Path(tempfile.mkdtemp(prefix=f"{known.name}.", dir=root))
+        logger.warning("using %s: %s is not a folder of yours with mode 0700", chosen, known)
+        return chosen
+    return known
+
+
+def _known_name() -> str:
+    return f"slurmrl-{os.getuid()}"
+
+
+def _remove_unlocked(parent: Path) -> None:
+    """Under the lock of ``parent``."""
+    for folder in parent.iterdir():
+        if not folder.is_dir():
+            continue
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue  # its process lives
+        else:
+            _remove(folder)
+        finally:
+            os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, and what its servers have left in shared memory."""
+    for place, _, names in os.walk(folder):  # others may be removing it, too
+        if LIST in names:
+            remove_shared(os.path.join(place, LIST))
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,238 @@
+"""The engine of one running server, of any kind (`dialect.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from slurmrl.backoff import Backoff
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.rollouts.generation.base import (
+    ABORTED,
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    WeightVersion,
+)
+from slurmrl.rollouts.generation.dialect import Dialect, Draw
+from slurmrl.rollouts.generation.fitness import check_context
+from slurmrl.tensors.ops.splitmix import start
+
+
+@dataclass
+class _Served:
+    """A request in flight. ``draws`` are by the name of each completion on the server."""
+
+    future: asyncio.Future[tuple[Completion, ...]]
+    draws: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)
+    sent: set[str] = field(default_factory=set)
+    """The draws that the server may know."""
+    aborting: asyncio.Task[None] | None = None
+
+
+class ServedEngine(RolloutEngine):
+    """One running server. The completions of a request are drawn by one HTTP request each, because
+    each has a random stream of its own; they share the prompt in the server's cache."""
+
+    def __init__(self, dialect: Dialect, context: int, *, concurrency: int = 256) -> None:
+        """``context``: what ``dialect.connect`` returned; ``concurrency``: completions that are
+        requested at a time."""
+        self._dialect = dialect
+        self._context = context
+        self._free = asyncio.Semaphore(concurrency)
+        self._jobs: dict[str, _Served] = {}
+        self._numbers = itertools.count()
+        self._version: str | None = None
+        self._held: set[str] = set()
+        """The versions that were installed here."""
+        self._installed = asyncio.Event()
+        """Set while there is a version; requests wait for it."""
+        self.paused = False
+        """Whether `update_weights` leaves the server paused."""
+        self.asleep = False
+        """Whether its device memory may be free, wholly or in part."""
+        self._control = asyncio.Lock()
+        """Pausing, resuming and updates of weights, one at a time."""
+        self._updated = self._update_s = 0.0
+        """When the last update ended, and how long it took."""
+        self._lost: RunFailedError | None = None
+
+    @classmethod
+    async def connect(
+        cls, dialect: Dialect, *, concurrency: int = 256, least: int = 0
+    ) -> ServedEngine:
+        """The engine of a server that answers now. It has no weight version yet, whatever the
+        server holds. Raises UsageError if the server takes fewer than ``least`` tokens of a prompt
+        and its completion. Closes the dialect if that fails."""
+        try:
+            context = await dialect.connect()
+            check_context(dialect.where, context, least)
+            return cls(dialect, context, concurrency=concurrency)
+        except BaseException:
+            await dialect.close()
+            raise
+
+    @property
+    def version(self) -> str | None:
+        return self._version
+
+    def submit(self, request: GenerationRequest) -> asyncio.Future[tuple[Completion, ...]]:
+        future: asyncio.Future[tuple[Completion, ...]]
+        future = asyncio.get_running_loop().create_future()
+        problem = self._lost or self._refusal(request)
+        if problem is not None:
+            future.set_exception(problem)
+            return future
+        job = self._jobs[request.request_id] = _Served(future)
+        number = next(self._numbers)  # the server may still draw for a request that was cancelled
+        for index, key in enumerate(request.keys):
+            draw = Draw(
+                name=f"{request.request_id}-{number}-{index}",
+                prompt=request.prompt,
+                seed=start(request.seed, request.step, key) & (2**63 - 1),
+                options=request.options,
+                priority=request.priority,
+            )
+            task = asyncio.create_task(self._draw(job, draw))
+            job.draws[draw.name] = task
+            task.add_done_callback(lambda _: self._settle(request.request_id))
+        future.add_done_callback(lambda _: self._forget(request.request_id))
+        return future
+
+    async def _draw(self, job: _Served, draw: Draw) -> Completion:
+        async with self._free:
+            await self._installed.wait()
+            job.sent.add(draw.name)
+            completion = await self._dialect.draw(draw)
+        if others := set(completion.versions) - self._held:
+            raise RunFailedError(
+                f"{draw.name}: {self._dialect.where} has drawn with weights {min(others)}, which "
+                "this run has not installed: it was started again, or another run uses it"
+            )
+        if not all(map(math.isfinite, completion.logprobs)):
+            raise RunFailedError(
+                f"{draw.name}: {self._dialect.where} has drawn tokens with log-probabilities that "
+                "are not finite numbers; have the weights diverged?"
+            )
+        if completion.finish == "aborted" and job.aborting is None:
+            raise RunFailedError(
+                f"{draw.name}: the server aborted the request, as one that ends does"
+            )
+        return completion
+
+    def _refusal(self, request: GenerationRequest) -> UsageError | None:
+        """Why a request can never be served."""
+        name, prompt = f"request {request.request_id}", len(request.prompt)
+        if request.request_id in self._jobs:
+            return UsageError(f"{name} is in flight already")
+        if not prompt or not request.keys:
+            return UsageError(f"{name}: the prompt and the keys must not be empty")
+        if prompt >= self._context:
+            return UsageError(
+                f"{name}: a prompt of {prompt} tokens leaves no room for a completion: the server "
+                f"takes {self._context} tokens in all"
+            )
+        return None
+
+    def abort(self, request_id: str) -> None:
+        job = self._jobs.get(request_id)
+        if job is not None and job.aborting is None:
+            job.aborting = asyncio.create_task(self._abort(job))
+
+    async def _abort(self, job: _Served) -> None:
+        """Abort until all draws have ended: the server may not have read a request yet when it
+        reads that it is to be aborted."""
+        backoff = Backoff(0.02, 1.0)
+        while unfinished := {name: task for name, task in job.draws.items() if not task.done()}:
+            for name, task in unfinished.items():
+                if name not in job.sent:
+                    task.cancel()
+                    continue
+                with suppress(RunFailedError):  # its draws fail as well, or end later
+                    await self._dialect.abort(name)
+            await asyncio.wait(unfinished.values(), timeout=backoff.next_s())
+
+    def _settle(self, request_id: str) -> None:
+        """Answer a request whose draws have all ended, or of which one has failed."""
+        job = self._jobs.get(request_id)
+        if job is None or job.future.done():
+            return
+        ended = [task for task in job.draws.values() if task.done()]
+        errors = (task.exception() for task in ended if not task.cancelled())
+        error = next((error for error in errors if error is not None), None)
+        if error is not None:
+            job.future.set_exception(error)
+        elif len(ended) == len(job.draws):
+            results = (ABORTED if task.cancelled() else task.result() for task in ended)
+            job.future.set_result(tuple(results))
+
+    def _forget(self, request_id: str) -> None:
+        """End what is left of a request that was answered, failed or cancelled. A server stops
+        drawing for a connection that was closed."""
+        job = self._jobs.pop(request_id)
+        for task in (*job.draws.values(), *([job.aborting] if job.aborting else [])):
+            task.cancel()
+
+    async def pause(self) -> None:
+        async with self._control:
+            self.paused = True
+            await self._dialect.pause()
+
+    async def resume(self) -> None:
+        async with self._control:
+            self.paused = False
+            await self._dialect.resume()
+
+    async def update_weights(self, version: WeightVersion) -> None:
+        async with self._control:
+            self._version = None
+            self._installed.clear()
+            if self.asleep:
+                await self._dialect.wake()
+                self.asleep = False
+            await self._let_run()
+            began = time.monotonic()
+            await self._dialect.pause()
+            self._held.add(version.name)
+            await self._dialect.load(version)
+            if not self.paused:
+                await self._dialect.resume()
+            self._version = version.name
+            self._updated, self._update_s = time.monotonic(), time.monotonic() - began
+            self._installed.set()
+
+    async def sleep(self) -> None:
+        """Free the server's device memory until the next `update_weights`. There must be no
+        request."""
+        assert not self._jobs, "a server sleeps once its requests are answered"
+        async with self._control:
+            self._version = None
+            self._installed.clear()
+            self.asleep = True
+            await self._dialect.sleep()
+
+    async def _let_run(self) -> None:
+        """Wait until the server has run for as long as its last update took, so that updates in
+        quick succession leave it time to compute caches again and to draw."""
+        if self._jobs and not self.paused:
+            await asyncio.sleep(self._updated + self._update_s - time.monotonic())
+
+    async def health(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+        async with self._control:  # a server answers nothing else while it loads weights
+            await self._dialect.health()
+            if self._version is not None:
+                await self._dialect.check_version(self._version)
+
+    async def close(self) -> None:
+        if self._lost is None:
+            self._lost = RunFailedError("the engine of this server was closed")
+        for job in list(self._jobs.values()):
+            if not job.future.done():
+                job.future.set_exception(self._lost)
+        await self._dialect.close()

@@ -1,0 +1,238 @@
+"""The servers of one copy of a model: how a kind of server is started, and which ones generate.
+
+A copy has a server of its own, or uses servers that run already.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from slurmrl.config.servers import Address
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.fsio import atomic
+from slurmrl.fsio.calls import REAL
+from slurmrl.fsio.failures import explain
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.hf import CONFIG_FILE
+from slurmrl.rollouts.generation.base import RolloutEngine, WeightVersion
+from slurmrl.rollouts.generation.dialect import Dialect
+from slurmrl.rollouts.generation.fitness import ServedModel
+from slurmrl.rollouts.generation.http import HttpClient
+from slurmrl.rollouts.generation.instances import InstanceLimits, Instances
+from slurmrl.rollouts.generation.kept import KeptEngine
+from slurmrl.rollouts.generation.process import HostFolder, ServerProgram
+from slurmrl.rollouts.generation.served import ServedEngine
+from slurmrl.rollouts.generation.server import Running, Serving
+from slurmrl.rollouts.generation.weight_checks import WeightChecks
+from slurmrl.tensors.checkpoint.export import write_json
+
+ROOT_UID = 0
+
+
+class Speak(Protocol):
+    """Makes the dialect of a server. ``control`` is a client with its key for administration;
+    without one, ``client`` has it."""
+
+    def __call__(self, client: HttpClient, control: HttpClient | None = None) -> Dialect: ...
+
+
+class Servers(ABC):
+    """Made in a running asyncio loop."""
+
+    engine: RolloutEngine
+    folder: Path
+    """For weight versions: the servers see it under this path."""
+
+    @abstractmethod
+    async def up(self) -> None:
+        """Return once requests can be served. Raises RunFailedError if that takes too long,
+        UsageError if it will never be so."""
+
+    async def install(self, version: WeightVersion) -> None:
+        """Serve ``version``, whose folder is in ``folder``. Raises UsageError if it is refused."""
+        await self.engine.update_weights(version)
+
+    async def sleep(self) -> None:  # noqa: B027 - only servers of one's own do
+        """Free device memory until the next `install`."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End what was started, and remove ``folder``."""
+
+
+class PlacedServer(Servers):
+    """A server that this process keeps. It reads weights from this host's memory."""
+
+    def __init__(self, folder: HostFolder, kept: KeptEngine) -> None:
+        self._host_folder, self.folder = folder, folder.path
+        self.engine = self._kept = kept
+
+    async def up(self) -> None:
+        await self._kept.up()
+
+    async def sleep(self) -> None:
+        await self._kept.sleep()
+
+    async def close(self) -> None:
+        await self._kept.close()
+        self._host_folder.close()
+
+
+class RunningServers(Servers):
+    """Servers that run already. They read weights from a directory that their hosts share."""
+
+    def __init__(self, running: Running, speak: Speak) -> None:
+        self._running, self._speak = running, speak
+        self.folder = _new_folder(running.weights)
+        patience = running.patience
+        self._instances = Instances(
+            {address.text: partial(self._connect, address) for address in running.addresses},
+            limits=InstanceLimits(silence_s=patience.silence_s, control_s=patience.start_s),
+            patience_s=patience.start_s,
+        )
+        self.engine = self._instances
+
+    async def _connect(self, address: Address) -> RolloutEngine:
+        if address.socket is not None:
+            _check_owner(address.socket)
+        keys = self._running.keys
+        clients = (HttpClient(address, api_key=key) for key in (keys.api, keys.admin))
+        dialect = self._speak(*clients)
+        return await ServedEngine.connect(dialect, least=self._running.context)
+
+    async def install(self, version: WeightVersion) -> None:
+        try:
+            await super().install(version)
+        except UsageError as error:
+            raise UsageError(
+                f"{error}; do the servers see {version.folder}? If not, set "
+                "rollout.server_weights to a folder that they do"
+            ) from error
+
+    async def up(self) -> None:
+        await self._instances.start(wait_s=self._running.patience.start_s)
+
+    async def close(self) -> None:
+        await self._instances.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _new_folder(parent: Path) -> Path:
+    """A folder of this process in ``parent``, which is emptied: what is there belongs to
+    incarnations that have ended. Raises EnvironmentFailure."""
+    try:
+        atomic.make_private_directory(parent)
+        for older in parent.iterdir():
+            shutil.rmtree(older, ignore_errors=True)
+        folder = parent / secrets.token_hex(4)
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise explain(error, "make a folder for weights in", parent) from error
+    return folder
+
+
+def _check_owner(socket: str) -> None:
+    """Another user's server would get the path of the weights, and its tokens would be trained
+    on."""
+    try:
+        owner = os.stat(socket).st_uid
+    except OSError as error:
+        raise RunFailedError(f"unix:{socket}: {error.strerror}") from error
+    if owner not in (os.geteuid(), ROOT_UID):
+        raise UsageError(f"unix:{socket} belongs to user {owner}, not to you; not used")
+
+
+DROPPED = (
+    *("PYTHONPATH", "PYTHONHOME", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    "TORCHINDUCTOR_DETERMINISTIC",
+)
+"""Variables of a worker that mean something else to a server, or that its engine needs alone: a
+server cannot free memory of expandable segments."""
+SOCKET = "server.sock"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class ServerKind(ABC):
+    """Servers of one kind for one model."""
+
+    name: str
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: str,
+        serving: Serving | Running,
+        *,
+        tensor_ranks: int,
+        device: torch.device,
+    ) -> None:
+        """``tensor_ranks``: GPUs that share the model, of which ``device`` is one."""
+        self.config, self.dtype, self.serving = config, dtype, serving
+        self.tensor_ranks, self.device = tensor_ranks, device
+        self.model = ServedModel.of(config, dtype, text=serving.text, experts=serving.experts)
+        self.checks = WeightChecks(device, own=isinstance(serving, Serving))
+        self.stale_cache = isinstance(serving, Serving) and serving.stale_cache
+
+    @abstractmethod
+    def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
+        """The command that starts a server without weights, over ``tensor_ranks`` GPUs."""
+
+    @abstractmethod
+    def memory_flags(self, share: int, free: int, total: int) -> Sequence[str]:
+        """Arguments with which a server uses ``share`` bytes of each GPU, of which ``free`` of
+        ``total`` are free when it starts."""
+
+    @abstractmethod
+    def environment(self) -> Mapping[str, str]:
+        """Variables of the server, over those of this process."""
+
+    @abstractmethod
+    def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
+        """How to speak to it. Log-probabilities are under the distribution over all tokens."""
+
+    def keep(self, serving: Serving, folder: Path, *, name: str, visible: str) -> KeptEngine:
+        """Start a server and keep it. Call this in a running asyncio loop.
+
+        ``folder`` is of this process alone, with mode 0700: it gets the server's socket and its
+        temporary files. ``visible``: CUDA_VISIBLE_DEVICES of the server.
+        """
+        model, temporary = folder / "model", folder / "tmp"
+        for each in (model, temporary):
+            each.mkdir(mode=0o700)
+        write_json(model / CONFIG_FILE, weights_config(self.config, self.dtype), REAL)
+        inherited = {name: value for name, value in os.environ.items() if name not in DROPPED}
+        own = {"TMPDIR": str(temporary), VISIBLE: visible}
+        program = ServerProgram(
+            name=name,
+            command=self.command(serving, model, folder / SOCKET),
+            environment={**inherited, **own, **self.environment()},
+            log=serving.log,
+            more=partial(self._share_of_memory, serving.memory_bytes),
+            events=serving.events,
+        )
+        address = Address(f"unix:{folder / SOCKET}")
+        return KeptEngine(
+            program, address, self.dialect, patience=serving.patience, context=serving.context
+        )
+
+    def _share_of_memory(self, share: int | None) -> Sequence[str]:
+        if share is None:
+            return ()
+        torch.cuda.empty_cache()
+        return self.memory_flags(share, *torch.cuda.mem_get_info(self.device))
+
+
+def weights_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` of weights that servers load, without the model's stop tokens: a request
+    has its own."""
+    return {**config.to_hf(head="lm", dtype=dtype), "eos_token_id": None}

@@ -1,0 +1,341 @@
+"""Completions from SGLang: requests, replies, and completions of several requests.
+
+An update of weights may end a request, so a completion may need several requests. A server looks
+for stop strings only in the tokens of one request. A stop string may span two requests, so the
+second request also stops at the suffixes of stop strings that may have begun. A server stops at
+stop strings before ``min_new_tokens`` too; the completion then goes on with another request.
+Before a server aborts a request it samples one more token, and does not check whether that token
+ends the request.
+
+SGLang stores the experts of tokens next to keys and values. A cached prefix has the experts of the
+request that computed it. A completion takes all experts from its last request, whose prompt
+contains the tokens of the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from operator import contains
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from slurmrl.data.support import SampledSupport
+from slurmrl.errors import RunFailedError
+from slurmrl.models.config import ModelConfig
+from slurmrl.plan.server_kinds import EXPERTS_FLAG
+from slurmrl.rollouts.generation.base import ABORTED, Completion, Finish
+from slurmrl.rollouts.generation.dialect import Draw
+from slurmrl.tensors.layout.copy import Array
+
+NEUTRAL: Mapping[str, float] = {
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Without these a server's ``--preferred-sampling-params`` would apply."""
+
+
+class _SglangSpan(BaseModel):
+    """``version`` drew the tokens ``start`` to ``end`` - 1."""
+
+    version: str
+    start: int
+    end: int
+
+
+class _SglangFinish(BaseModel):
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    message: str | None = None
+
+
+class _SglangMeta(BaseModel):
+    finish_reason: _SglangFinish
+    weight_versions: list[_SglangSpan] = []
+    output_token_logprobs: list[tuple[float, int, str | None]]
+    output_token_sampling_logprobs: list[float] | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
+    routed_experts: str | None = None
+
+
+class _SglangReply(BaseModel):
+    output_ids: list[int]
+    text: str | None = None
+    """None from a server without a tokenizer."""
+    meta_info: _SglangMeta
+
+
+REPLY = TypeAdapter(_SglangReply)
+FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
+
+
+def restricted(draw: Draw) -> bool:
+    """Whether a draw is from a part of the vocabulary."""
+    return not draw.options.greedy and (draw.options.top_k is not None or draw.options.top_p < 1.0)
+
+
+def masks(draw: Draw, *, full: bool) -> bool:
+    """Whether the server is to report the support of each token, and log-probabilities under it."""
+    return restricted(draw) and (draw.options.support or not full)
+
+
+def request_body(
+    draw: Draw, *, vocabulary: int, full: bool, cache: str | None = None
+) -> dict[str, Any]:
+    """The body of a request for one completion. ``full``: see `read_reply`. ``cache``: prompts are
+    shared in the server's cache with requests of the same name only; None: with all without."""
+    options, masked = draw.options, masks(draw, full=full)
+    all_tokens = vocabulary if masked else -1  # the support is reported up to a limit
+    return {
+        "rid": draw.name + "/",  # an abort also ends requests whose names begin with its own
+        "input_ids": list(draw.prompt),
+        "sampling_params": {
+            "max_new_tokens": options.max_new_tokens,
+            "min_new_tokens": options.min_new_tokens,
+            "temperature": options.temperature,
+            "top_p": 1.0 if options.greedy else options.top_p,
+            "top_k": 1 if options.greedy else options.top_k or all_tokens,
+            **NEUTRAL,
+            "stop_token_ids": list(options.stop_token_ids),
+            "stop": list(options.stop_strings),
+            "sampling_seed": draw.seed,
+            "skip_special_tokens": False,  # stop strings may contain them
+            "no_stop_trim": True,
+        },
+        "return_logprob": True,
+        "return_sampling_mask": masked,
+        "return_routed_experts": options.experts,
+        "priority": draw.priority,
+        "extra_key": cache,
+    }
+
+
+def read_reply(
+    where: str, reply: object, draw: Draw, *, full: bool, routed: RoutedLayers | None = None
+) -> DrawnPiece:
+    """What a reply brings. ``full``: its log-probabilities are those under the distribution
+    over all tokens, whatever the draw was restricted to, unless it records its support.
+    ``routed``: the model's blocks of experts."""
+    try:
+        read = REPLY.validate_python(reply)
+    except ValidationError as error:
+        raise RunFailedError(f"{where}: the answer does not have SGLang's form: {error}") from error
+    tokens, meta = read.output_ids, read.meta_info
+    finish, options = meta.finish_reason, draw.options
+    masked = masks(draw, full=full)
+    if finish.type == "abort" and masked and meta.output_token_sampling_mask is None:
+        # It was aborted while it waited: to be read, or to be read again.
+        support = SampledSupport() if options.support else None
+        return DrawnPiece(completion=replace(ABORTED, support=support))
+    logprobs = [entry[0] for entry in meta.output_token_logprobs]
+    if masked:
+        logprobs = meta.output_token_sampling_logprobs or []
+    versions = [span.version for span in meta.weight_versions for _ in range(span.start, span.end)]
+    if [entry[1] for entry in meta.output_token_logprobs] != tokens or not (
+        len(logprobs) == len(versions) == len(tokens)
+    ):
+        raise RunFailedError(
+            f"{where}: {len(tokens)} tokens came with {len(logprobs)} log-probabilities and "
+            f"{len(versions)} weight versions, or with those of other tokens"
+        )
+    support = None
+    if options.support:
+        support = _support(where, tokens, meta.output_token_sampling_mask or [])
+    experts = None
+    if options.experts:
+        assert routed is not None, "checked with the request"
+        # (a request that was aborted before it was read has none)
+        with suppress(RunFailedError) if finish.type == "abort" else nullcontext():
+            experts = routed.read(where, meta.routed_experts, len(draw.prompt) + len(tokens))
+    stops = (*options.stop_token_ids, *options.stop_strings)
+    if finish.type == "stop" and finish.matched not in stops:
+        raise RunFailedError(
+            f"{where}: the server ended a completion at {finish.matched!r}, which is not among its "
+            f"stop tokens and stop strings {stops}"
+        )
+    if options.stop_strings and read.text is None:
+        raise RunFailedError(f"{where}: an answer to a request with stop strings has no text")
+    completion = Completion(
+        tokens=tuple(tokens),
+        logprobs=tuple(logprobs),
+        versions=tuple(versions),
+        finish=FINISH[finish.type],
+        support=support,
+        experts=experts,
+    )
+    stop = finish.matched if isinstance(finish.matched, str) else ""
+    return DrawnPiece(completion=completion, text=read.text or "", stop=stop)
+
+
+def _support(where: str, tokens: list[int], masks: list[list[int]]) -> SampledSupport:
+    """From the tokens that a server says it could have drawn, each time most likely ones first."""
+    if len(masks) != len(tokens) or not all(map(contains, masks, tokens)):
+        raise RunFailedError(
+            f"{where}: {len(tokens)} tokens came with {len(masks)} sampling masks, or with one "
+            "that does not have its token"
+        )
+    support = SampledSupport()
+    for mask in masks:
+        support.add(sorted(mask))
+    return support
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedLayers:
+    """The blocks of experts of a model."""
+
+    layers: int
+    """All layers of the model, dense ones included."""
+    sparse: tuple[int, ...]
+    """Those with experts, ascending."""
+    experts: int
+    per_token: int
+
+    @staticmethod
+    def of(config: ModelConfig) -> RoutedLayers | None:
+        """None for a model without experts."""
+        if config.moe is None:
+            return None
+        return RoutedLayers(
+            layers=config.num_layers,
+            sparse=tuple(sorted(config.moe.layers)),
+            experts=config.moe.experts,
+            per_token=config.moe.per_token,
+        )
+
+    def read(self, where: str, text: str | None, tokens: int) -> Array:
+        """Of a completion with its prompt, as `Completion` has them, from what the server reports:
+        int32 [tokens - 1, layers, experts of a token] in base64. Raises RunFailedError if that is
+        something else."""
+        if text is None:
+            raise RunFailedError(
+                f"{where}: the answer has no experts; start the server with {EXPERTS_FLAG}"
+            )
+        try:
+            numbers = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
+            rows = numbers.reshape(tokens - 1, self.layers, self.per_token)[:, self.sparse]
+        except (binascii.Error, ValueError) as error:
+            raise RunFailedError(
+                f"{where}: the experts of {tokens} tokens are not {tokens - 1} rows of "
+                f"{self.per_token} in each of {self.layers} layers: {error}"
+            ) from error
+        ordered = np.sort(rows, -1)
+        known = (ordered >= 0).all() and (ordered < self.experts).all()
+        if not known or (ordered[..., 1:] == ordered[..., :-1]).any():
+            raise RunFailedError(
+                f"{where}: the experts of a token are not {self.per_token} of the {self.experts} "
+                "experts of each layer"
+            )
+        flat = rows.reshape(tokens - 1, len(self.sparse) * self.per_token).astype(np.int16)
+        return np.pad(flat, ((0, 1), (0, 0)), constant_values=-1)
+
+
+INCOMPLETE = "\ufffd"
+"""In a text, for a character of which not all bytes are drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnPiece:
+    """What one request has drawn. Its text is read for stop strings only."""
+
+    completion: Completion
+    text: str = ""
+    stop: str = ""
+    """The stop string that ended it."""
+
+
+@dataclass
+class PiecewiseDraw:
+    """What a draw has so far."""
+
+    draw: Draw
+    pieces: list[DrawnPiece] = field(default_factory=list)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for piece in self.pieces for token in piece.completion.tokens)
+
+    def rest(self) -> Draw:
+        """The draw of what is missing. It begins again if the last piece was aborted within a
+        character that a stop string may have. One that a stop string has ended there would end
+        there again, so the draw goes on, and misses a stop string with that character."""
+        stops = self.draw.options.stop_strings
+        aborted = bool(self.pieces) and self.pieces[-1].completion.finish == "aborted"
+        if stops and aborted and self._text.endswith(INCOMPLETE):
+            self.pieces.clear()
+        options, tokens = self.draw.options, self.tokens
+        left = replace(
+            options,
+            max_new_tokens=options.max_new_tokens - len(tokens),
+            min_new_tokens=max(options.min_new_tokens - len(tokens), 0),
+            stop_strings=(*stops, *self._rests_of_stops()),
+        )
+        return replace(self.draw, prompt=self.draw.prompt + tokens, options=left)
+
+    def add(self, piece: DrawnPiece) -> Finish | None:
+        """How the draw has ended; "aborted" if only the piece has. None: the piece ended at a stop
+        string before the least number of tokens, or at the rest of one that did not follow its
+        beginning, so that the draw goes on."""
+        self.pieces.append(piece)
+        if self._is_stopped(piece):
+            return "stop"
+        if len(self.tokens) >= self.draw.options.max_new_tokens:
+            return "length"
+        return None if piece.stop else piece.completion.finish
+
+    def _is_stopped(self, piece: DrawnPiece) -> bool:
+        """Whether the last token of the piece ends the draw. A server names one reason of several
+        to stop, or none if it has aborted the piece."""
+        options, tokens, text = self.draw.options, self.tokens, self._text
+        if piece.completion.finish == "stop" and not piece.stop:
+            return True  # at a stop token
+        if not piece.completion.tokens or len(tokens) <= options.min_new_tokens:
+            return False
+        before, stops = len(text) - len(piece.text), options.stop_strings
+        return (
+            piece.stop in stops
+            or tokens[-1] in options.stop_token_ids
+            or any(stop in text[max(before - len(stop) + 1, 0) :] for stop in stops)
+        )
+
+    @property
+    def _text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    def _rests_of_stops(self) -> list[str]:
+        """Of the stop strings whose beginnings the text so far ends with."""
+        text, stops = self._text, self.draw.options.stop_strings
+        cuts = ((stop, cut) for stop in stops for cut in range(1, len(stop)))
+        return sorted({stop[cut:] for stop, cut in cuts if text.endswith(stop[:cut])} - {*stops})
+
+    def completion(self, finish: Finish) -> Completion:
+        pieces = [piece.completion for piece in self.pieces]
+        read = self.draw.options.experts and finish != "aborted"
+        experts = pieces[-1].experts if read else None
+        if read and experts is None:
+            raise RunFailedError(f"{self.draw.name}: the server aborted it without its experts")
+        return Completion(
+            tokens=self.tokens,
+            logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+            versions=tuple(version for piece in pieces for version in piece.versions),
+            finish=finish,
+            support=_joined_support(pieces) if self.draw.options.support else None,
+            experts=experts,
+        )
+
+
+def _joined_support(pieces: Sequence[Completion]) -> SampledSupport:
+    support = SampledSupport()
+    for piece in pieces:
+        assert piece.support is not None, "every piece of the draw has one"
+        support.extend(piece.support)
+    return support

@@ -1,0 +1,469 @@
+"""vLLM 0.32 and later, as a server: how it is started, asked, updated and checked.
+
+Weights are replaced while the scheduler is paused with ``mode=keep``: the server holds its
+requests, computes their caches again with the new weights (or keeps them, with ``stale_cache``),
+and reports which version drew which token. The routes for that need ``VLLM_SERVER_DEV_MODE=1`` and
+ask for no key, so our own servers listen on a Unix socket in a folder that only the user can enter.
+
+Log-probabilities are under the distribution that was drawn from: after temperature, top-k, top-p
+and the ban of stop tokens before ``min_new_tokens``. Those of greedy tokens are at temperature 1.
+
+vLLM computes checksums of its weights (``/weight_checker``) by SHA-256 in host memory, which takes
+seconds for each 10 GB. Kernels may store matrices in another order (CPU kernels do), so only the
+embedding, norms and biases are compared: they differ in a server that did not take an update.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from slurmrl.engines.server_engine import ServerEngine
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.generate import GenerationOptions
+from slurmrl.plan.server_kinds import VLLM_FLAGS
+from slurmrl.rollouts.generation.base import Completion, Finish, WeightVersion
+from slurmrl.rollouts.generation.dialect import Dialect, Draw
+from slurmrl.rollouts.generation.fitness import (
+    ServedModel,
+    check_vllm,
+    check_vllm_reads,
+    field_of,
+    without_dev_mode,
+)
+from slurmrl.rollouts.generation.http import HttpClient
+from slurmrl.rollouts.generation.server import Serving
+from slurmrl.rollouts.generation.servers import ServerKind
+from slurmrl.rollouts.generation.weight_checks import (
+    Digest,
+    Held,
+    ServerCheck,
+    TensorPart,
+    WeightChecks,
+    sha256,
+)
+
+CONTROL_S = 60.0
+"""Time limit of pausing, resuming, aborting: the server answers between two steps."""
+FIRST_S = 600.0
+"""Time limit of the first token, before which a server may compile."""
+GENERATE = "/inference/v1/generate"
+FIRST = Draw(
+    name="first",
+    prompt=(0,),
+    seed=0,
+    options=GenerationOptions(max_new_tokens=1, greedy=True),
+    priority=0,
+)
+"""What a server is tried with."""
+RESET = "/reset_prefix_cache?reset_running_requests=true"
+KEEP = "/pause?mode=keep"
+LOADING = {"load_config": {"load_format": "auto"}}
+"""A server starts without reading weights, and is to read them from then on."""
+
+
+@dataclass(frozen=True)
+class _ReplyLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class _ReplyLogprobs:
+    content: list[_ReplyLogprob]
+
+
+@dataclass(frozen=True)
+class _ReplySpan:
+    """``version`` drew the tokens ``start`` to ``end`` - 1."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _ReplyChoice:
+    finish_reason: Literal["stop", "length", "abort"]
+    token_ids: list[int]
+    logprobs: _ReplyLogprobs
+    weight_versions: list[_ReplySpan] | None
+
+
+@dataclass(frozen=True)
+class _Reply:
+    choices: list[_ReplyChoice]
+
+
+REPLY = TypeAdapter(_Reply)
+FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
+PREFIX = "generate-tokens-"
+"""What the server puts before the id of a request."""
+
+
+def request_body(draw: Draw, *, cache: str | None = None) -> dict[str, Any]:
+    """The body of a request for one completion. ``cache``: prompts are shared in the server's cache
+    with requests of the same name only; None: with all without."""
+    return {
+        "request_id": draw.name,
+        "token_ids": list(draw.prompt),
+        "priority": draw.priority,
+        "sampling_params": _sampling(draw.options, draw.seed),
+        "cache_salt": cache,
+    }
+
+
+def _sampling(options: GenerationOptions, seed: int) -> dict[str, Any]:
+    return {
+        "max_tokens": options.max_new_tokens,
+        "min_tokens": options.min_new_tokens,
+        "temperature": 0.0 if options.greedy else options.temperature,
+        "top_p": options.top_p,
+        "top_k": options.top_k or 0,  # 0: all
+        "stop_token_ids": list(options.stop_token_ids),
+        "stop": list(options.stop_strings),
+        "ignore_eos": True,  # it is among the stop ids where it should end a completion
+        "seed": seed,
+        "logprobs": 0,  # those of the drawn tokens
+        "detokenize": bool(options.stop_strings),
+        "skip_special_tokens": False,  # stop strings may contain them
+    }
+
+
+def read_reply(where: str, reply: object) -> Completion:
+    """The completion of a reply."""
+    try:
+        (choice,) = REPLY.validate_python(reply).choices
+    except (ValidationError, ValueError) as error:
+        raise RunFailedError(f"{where}: the answer does not have vLLM's form: {error}") from error
+    tokens, content = choice.token_ids, choice.logprobs.content
+    versions = [
+        span.version for span in choice.weight_versions or () for _ in range(span.start, span.end)
+    ]
+    if tokens != [entry.token_id for entry in content] or len(versions) != len(tokens):
+        raise RunFailedError(
+            f"{where}: {len(tokens)} tokens came with {len(content)} log-probabilities and "
+            f"{len(versions)} weight versions, or with those of other tokens"
+        )
+    return Completion(
+        tokens=tuple(tokens),
+        logprobs=tuple(entry.logprob for entry in content),
+        versions=tuple(versions),
+        finish=FINISH[choice.finish_reason],
+    )
+
+
+class VllmDialect(Dialect):
+    """One vLLM server."""
+
+    def __init__(
+        self,
+        client: HttpClient,
+        control: HttpClient | None = None,
+        *,
+        model: ServedModel,
+        checks: WeightChecks | None = None,
+        health_s: float = 30.0,
+        stale_cache: bool = False,
+    ) -> None:
+        """``control``: a client with the key for administration, if that is another one. ``model``:
+        `connect` refuses servers of other models. ``checks``: those of all servers of this run.
+        ``health_s``: time limit of `health`; at least the longest step of the model.
+        ``stale_cache``: requests in flight keep what older weights have computed."""
+        self._client, self._control = client, control or client
+        self._model = model
+        self._checks = checks or WeightChecks()
+        self._check: ServerCheck | None = None
+        self._health_s = health_s
+        self._stale_cache = stale_cache
+        self._loaded: str | None = None
+        """The last version that was loaded, since the server was connected to."""
+        self.where = client.address.text
+
+    async def connect(self) -> int:
+        version = await self._get("/version")
+        try:
+            server = await self._get("/server_info?config_format=json")
+        except UsageError as error:
+            raise without_dev_mode(self.where, error) from error
+        models = await self._get("/v1/models")
+        context = check_vllm(self.where, version, server, models, self._model)
+        digest = self._checks.digest(
+            self.where, digest_of(server), self._model.dtype, dtype_of(server)
+        )
+        self._check = ServerCheck(self._checks, self.where, digest, self._held, first_only=True)
+        self._loaded = None
+        check_vllm_reads(self.where, server, self._model)
+        await self.resume()  # a client that was lost during an update has left it paused
+        await self._try()
+        await self._model.check_vocabulary(self.where, self._knows)
+        return context
+
+    async def _try(self) -> None:
+        """Draw a token, which shows what else is wrong before there are requests."""
+        try:
+            reply = await self._generate(request_body(FIRST), FIRST_S)
+        except UsageError as error:
+            raise UsageError(f"{error}; start the server with {' '.join(VLLM_FLAGS)}") from error
+        read_reply(self.where + GENERATE, reply)
+
+    async def _knows(self, token: int) -> bool:
+        """Whether the vocabulary has this token id. vLLM reports no size, and a prompt with a token
+        outside it ends a server without a tokenizer, but it checks those of ``logit_bias``."""
+        body = request_body(FIRST)
+        body["sampling_params"]["logit_bias"] = {str(token): 0.0}
+        try:
+            await self._generate(body, FIRST_S)
+        except UsageError as error:
+            if "logit_bias" not in str(error):
+                raise
+            return False
+        return True
+
+    async def _generate(self, body: Mapping[str, object], timeout_s: float | None) -> object:
+        return await self._client.post(GENERATE, body, timeout_s=timeout_s)
+
+    async def draw(self, draw: Draw) -> Completion:
+        if draw.options.experts:
+            raise UsageError(
+                f"{self.where}: experts of vLLM's tokens are not recorded; use native or sglang, "
+                "or leave out replay_experts"
+            )
+        if draw.options.support:
+            raise UsageError(
+                f"{self.where}: vLLM reports what a token was drawn from for all requests of a "
+                "server or for none; use native or sglang, or leave out top_k and top_p"
+            )
+        cache = self._loaded if self._stale_cache else None
+        reply = await self._generate(request_body(draw, cache=cache), None)
+        return read_reply(self.where + GENERATE, reply)
+
+    async def abort(self, name: str) -> None:
+        await self._post("/inference/v1/abort_requests", {"request_ids": [PREFIX + name]})
+
+    async def pause(self) -> None:
+        await self._post(f"{KEEP}&clear_cache=false" if self._keeps_cache else KEEP)
+
+    async def resume(self) -> None:
+        await self._post("/resume")
+
+    @property
+    def _keeps_cache(self) -> bool:
+        """Whether an update leaves the cache as it is, which another run may have filled before the
+        first one."""
+        return self._stale_cache and self._loaded is not None
+
+    async def load(self, version: WeightVersion) -> None:
+        if version.folder is None or not version.folder.is_dir():
+            raise UsageError(
+                f"weight version {version.name}: {version.folder} is not a folder with a checkpoint"
+            )
+        assert self._check is not None, "a server loads weights once it was connected to"
+        await self._check.before_load(version)
+        await self._name(f"in part ({secrets.token_hex(8)})")  # if it breaks off, of no run
+        await self._call("update_config", overrides=LOADING)
+        await self._call("reload_weights", weights_path=str(version.folder))
+        if not self._keeps_cache:
+            await self._empty_cache()
+        await self._name(version.name)
+        await self.check_version(version.name)
+        self._loaded = version.name
+        await self._check.after_load(version)
+
+    async def _name(self, version: str) -> None:
+        """Have the server say that it holds this version."""
+        await self._post("/update_weight_version", {"new_version": version})
+
+    async def _empty_cache(self) -> None:
+        if field_of(self.where, await self._post(RESET), "success") is not True:
+            raise RunFailedError(f"{self.where}: the server did not empty its prefix cache")
+
+    async def _held(self) -> list[Held]:
+        reply = await self._post("/weight_checker", {"action": "checksum"}, None)
+        return read_checksums(self.where, reply)
+
+    async def version(self) -> str:
+        return str(field_of(self.where, await self._get("/weight_info"), "weight_version"))
+
+    async def sleep(self) -> None:
+        await self._post("/sleep?level=2")  # weights are not kept in host memory
+
+    async def wake(self) -> None:
+        await self._post("/wake_up")
+
+    async def health(self) -> None:
+        await self._client.get("/health", timeout_s=self._health_s)
+        await self._client.get(
+            "/is_paused", timeout_s=self._health_s
+        )  # asks the process that computes
+
+    async def close(self) -> None:
+        if self._check is not None:
+            self._check.close()
+        await self._client.close()
+        await self._control.close()
+
+    async def _call(self, method: str, **arguments: object) -> None:
+        """Call a method of the processes that compute."""
+        await self._post("/collective_rpc", {"method": method, "kwargs": arguments}, None)
+
+    async def _get(self, path: str) -> object:
+        return await self._client.get(path, timeout_s=CONTROL_S)
+
+    async def _post(
+        self,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        timeout_s: float | None = CONTROL_S,
+    ) -> object:
+        return await self._control.post(path, body, timeout_s=timeout_s)
+
+
+KEY = re.compile(r"(dp\d+:pp\d+:pcp\d+:tp(\d+)):(.+)")
+"""The place of the process that holds a parameter, and the parameter's name."""
+COMPARED = ("embed_tokens.weight", "wte.weight", "norm.weight", ".bias")
+
+
+def digest_of(settings: object) -> Digest | str:
+    """How a server with these settings (``/server_info``) computes checksums, or why that is not
+    known."""
+    if _model_config(settings).get("quantization"):
+        return "it quantizes them"
+    return _sha256
+
+
+def dtype_of(settings: object) -> object:
+    """The type in which a server with these settings computes."""
+    return _model_config(settings).get("dtype")
+
+
+def _model_config(settings: object) -> Mapping[str, object]:
+    if not isinstance(settings, dict):
+        return {}
+    config: Mapping[str, object] = settings["vllm_config"]["model_config"]  # see `check_vllm`
+    return config
+
+
+def _sha256(tensor: Tensor, device: torch.device) -> str:
+    return sha256(tensor)
+
+
+def read_checksums(where: str, reply: object) -> list[Held]:
+    """What the processes of a server report."""
+    found = field_of(where, reply, "checksums")
+    ranks: dict[str, int] = {}
+    held: dict[str, dict[str, str]] = {}
+    for key, checksum in (found if isinstance(found, dict) else {}).items():
+        if (match := KEY.fullmatch(key)) is None:
+            raise RunFailedError(f"{where}/weight_checker: {key} has not the form of vLLM's names")
+        place, rank, name = match.groups()
+        ranks[place] = int(rank)
+        if name.endswith(COMPARED):
+            held.setdefault(place, {})[name] = str(checksum)
+    of = 1 + max(ranks.values(), default=0)
+    return [Held(TensorPart(ranks[place], of), checksums) for place, checksums in held.items()]
+
+
+MOST_SHARE = 0.98
+CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
+"""Flags of a server without a GPU. A part of a prompt rewinds the random stream of its request,
+which torch's generators on CPUs cannot: vLLM 0.32 ends with "CPU Generator does not use offset"."""
+
+
+def command(
+    python: str,
+    model: Path,
+    socket: Path,
+    *,
+    tokenizer: Path | None = None,
+    tensor_ranks: int = 1,
+    options: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Start a server on a Unix socket, whose folder must have mode 0700.
+
+    ``model`` has a ``config.json``; its weights are undefined until the first version. Stop strings
+    need a ``tokenizer``. Sequences may be as long as the model and the memory allow.
+    ``tensor_ranks``: GPUs that share the model. ``options``: further flags, which win over these.
+    """
+    text = ("--skip-tokenizer-init",) if tokenizer is None else ("--tokenizer", str(tokenizer))
+    return (
+        *("/bin/sh", "-c", 'rm -f -- "$0" && exec "$@"', str(socket)),  # vLLM binds a new one only
+        *(python, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--uds", str(socket), "--load-format", "dummy", *text),
+        *VLLM_FLAGS,
+        *("--generation-config", "vllm"),  # that of the model would change sampling silently
+        *("--tensor-parallel-size", str(tensor_ranks)),
+        "--disable-uvicorn-access-log",  # a line for each completion
+        *("--max-model-len", "-1", "--scheduling-policy", "priority", "--enable-prefix-caching"),
+        *options,
+    )
+
+
+ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # it would unpickle requests
+    "VLLM_API_KEY": "",  # the user's, of other servers: this one would ask for it
+    "HF_HUB_OFFLINE": "1",
+}
+"""Variables of a server, over those of the job."""
+CPU_ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers would bind to the same cores
+}
+"""Further variables of a server without a GPU."""
+
+
+def memory_flags(share: int, total: int) -> tuple[str, ...]:
+    """Arguments with which a server uses ``share`` of the ``total`` bytes of a GPU, what it
+    computes with included."""
+    return ("--gpu-memory-utilization", f"{min(share / total, MOST_SHARE):.4f}")
+
+
+class VllmServer(ServerKind):
+    """vLLM servers."""
+
+    name = "vllm"
+
+    def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
+        on_cpu = self.device.type == "cpu"
+        flags = CPU_FLAGS if on_cpu else ("--enable-sleep-mode",) if serving.sleeps else ()
+        return command(
+            serving.python,
+            model,
+            socket,
+            tokenizer=serving.tokenizer,
+            tensor_ranks=self.tensor_ranks,
+            options=(*flags, "--dtype", self.dtype, *serving.arguments),
+        )
+
+    def memory_flags(self, share: int, free: int, total: int) -> Sequence[str]:
+        return memory_flags(share, total)
+
+    def environment(self) -> Mapping[str, str]:
+        further = CPU_ENVIRONMENT if self.device.type == "cpu" else {}
+        return {**ENVIRONMENT, **further}
+
+    def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
+        return VllmDialect(
+            client,
+            control,
+            model=self.model,
+            checks=self.checks,
+            health_s=self.serving.patience.silence_s,
+            stale_cache=self.stale_cache,
+        )
+
+
+class VllmEngine(ServerEngine):
+    """Generation by vLLM servers."""
+
+    kind = VllmServer

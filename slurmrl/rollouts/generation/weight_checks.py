@@ -1,0 +1,398 @@
+"""Whether a server holds the weights of a version: the checksums of its parameters are compared
+with those of the version's files.
+
+A server joins matrices that the files have apart, splits parameters over its tensor ranks and fills
+up the vocabulary; `parameter` does the same with the files. Parameters that it does not know are
+not compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from slurmrl import log
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.hf import Tensors, open_tensors, read_values
+from slurmrl.rollouts.generation.base import WeightVersion
+
+logger = log.get(__name__)
+
+Digest: TypeAlias = Callable[[Tensor, torch.device], str | None]
+"""A server's checksum of a parameter, which may be computed on a device; None where the server's
+is not known."""
+JOINED: Mapping[str, Sequence[str]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Parameters of servers that the files have in parts."""
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
+FULL_ROWS = 64
+"""Servers fill up the vocabulary to a multiple, with rows of zeros."""
+SPLIT_INSIDE = ("o_proj.weight", "down_proj.weight")
+"""Matrices whose columns are split over the tensor ranks."""
+NORM = "norm.weight"
+ADDS_ONE = ("gemma",)
+"""Families whose norms multiply by 1 + weight, a sum that SGLang stores."""
+REPEATED = (NORM, "o_proj.bias", "down_proj.bias")
+"""What every tensor rank holds whole."""
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+"""Matrices of gpt2, whose files have them as [inputs, outputs]."""
+TYPES: Mapping[str, str] = {
+    **{name: name for name in ("float32", "float16", "bfloat16")},
+    "float": "float32",
+    "half": "float16",
+}
+"""Types of servers, by all of their names."""
+SHOWN = 3
+KEPT = 2
+"""Versions whose checksums are kept: a server may still load one while others go on."""
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """One of the tensor ranks over which a server splits its parameters."""
+
+    rank: int = 0
+    of: int = 1
+
+
+@dataclass(frozen=True)
+class Held:
+    """The checksums of a tensor rank's parameters, by their names on the server."""
+
+    part: TensorPart
+    checksums: Mapping[str, str]
+
+
+Place: TypeAlias = tuple[int, str]
+"""The rank, by its place in an answer, and the name of a parameter."""
+Expected: TypeAlias = dict[tuple[TensorPart, str], str | None]
+"""Checksums of parameters by tensor rank and name; None for those that are not known."""
+
+
+def parameter(
+    files: Tensors, config: Mapping[str, Any], name: str, part: TensorPart
+) -> Tensor | None:
+    """A server's parameter; None for one that is not known."""
+    module, _, kind = name.rpartition(".")
+    path, _, module = module.rpartition(".")
+    sources = [f"{path}.{each}.{kind}" for each in JOINED.get(module, ())] or [name]
+    if any(source not in files for source in sources):
+        return None
+    if name.endswith(NORM) and config["model_type"] in ADDS_ONE:
+        return None
+    tensors = [files.read(source) for source in sources]
+    if name.endswith(VOCABULARY):
+        tensors = [_filled_up(tensors[0])]
+    elif name.endswith(TRANSPOSED):
+        tensors = [tensors[0].T]
+    if part.of > 1:
+        parts = _parts(name, sources, tensors, config, part)
+        if parts is None:
+            return None
+        tensors = parts
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _parts(
+    name: str,
+    sources: Sequence[str],
+    tensors: Sequence[Tensor],
+    config: Mapping[str, Any],
+    part: TensorPart,
+) -> list[Tensor] | None:
+    """What a tensor rank holds of the tensors."""
+    if name.endswith(REPEATED):
+        return list(tensors)
+    axis = 1 if name.endswith(SPLIT_INSIDE) else 0
+    if not (axis or len(sources) > 1 or name.endswith(VOCABULARY)):
+        return None
+    parts = []
+    for source, tensor in zip(sources, tensors, strict=True):
+        of = part.of
+        if ".k_proj." in source or ".v_proj." in source:  # with fewer heads, ranks share them
+            of = min(of, int(config["num_key_value_heads"]))
+        if part.of % of or tensor.shape[axis] % of:
+            return None
+        size = tensor.shape[axis] // of
+        parts.append(tensor.narrow(axis, part.rank // (part.of // of) * size, size))
+    return parts
+
+
+def elements(tensor: Tensor) -> Tensor:
+    """Its bytes, row by row."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def sha256(tensor: Tensor) -> str:
+    """Of a tensor in host memory."""
+    return hashlib.sha256(elements(tensor).numpy().data).hexdigest()
+
+
+def in_type(digest: Digest, stored: str | None, server: object) -> Digest:
+    """Return the digest of tensors in the server's type, to which it converts what it reads.
+
+    ``stored``: type of a version's files, None if not known; ``server``: as the server names its
+    type. Between equal types tensors that have another one stay as they are.
+    """
+    name = type_name(server)
+    if stored is None or name is None or name == stored:
+        return digest
+    wanted = getattr(torch, name)
+
+    def converted(tensor: Tensor, device: torch.device) -> str | None:
+        return digest(tensor.to(wanted) if tensor.is_floating_point() else tensor, device)
+
+    return converted
+
+
+def type_name(server: object) -> str | None:
+    """Return a server's type by torch's name, as ``bfloat16``; None if the server names none."""
+    name = str(server).removeprefix("torch.")
+    return TYPES.get(name)
+
+
+def _filled_up(rows: Tensor) -> Tensor:
+    missing = -len(rows) % FULL_ROWS
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+class WeightChecks:
+    """The checks of all servers of a run.
+
+    Which parameters a server holds in the known form shows at its first check: those that agree
+    must do so from then on. One that differs then, and was there before, was not read.
+    """
+
+    def __init__(self, device: torch.device | None = None, *, own: bool = False) -> None:
+        """``device``: of this process, to compute on. ``own``: whether servers start without
+        weights."""
+        self.own = own
+        self._device = device or torch.device("cpu")
+        self._lock = asyncio.Lock()
+        self._expected: dict[str, Expected] = {}
+        """Checksums of parameters by version."""
+        self._comparable: dict[str, set[Place]] = {}
+        """The parameters of each server that have agreed at its first check."""
+        self._before: dict[str, tuple[str, Sequence[Held]]] = {}
+        """The last version that each server has loaded, and its checksums."""
+        self._told: set[tuple[str, str]] = set()
+
+    def digest(
+        self, where: str, digest: Digest | str, stored: str | None, server: object
+    ) -> Digest | str:
+        """Return how a server computes checksums of what it holds in its own type, which is logged
+        if it is not that of the files. Arguments as for `in_type`; ``digest`` may be the reason
+        why it is not known."""
+        name = type_name(server)
+        if stored is not None and name not in (None, stored):
+            self.tell(where, f"it computes in {name}, training in {stored} (actor.dtype)")
+        return digest if isinstance(digest, str) else in_type(digest, stored, server)
+
+    def began(self, where: str) -> bool:
+        """Whether a server was checked before."""
+        return where in self._comparable
+
+    async def check(
+        self,
+        where: str,
+        version: WeightVersion,
+        held: Sequence[Held],
+        digest: Digest,
+        *,
+        replaced: Sequence[Held] = (),
+    ) -> None:
+        """Compare what the server ``where`` holds since it has loaded ``version``.
+
+        ``replaced``: what it held before, if that was not these weights. Raises RunFailedError if
+        it holds something else.
+        """
+        expected = await self.expect(version, held, digest)
+        now, before = _places(held), _places(replaced)
+        self._forget_other_form(where, now)
+        files = {place: expected[held[place[0]].part, place[1]] for place in now}
+        agree = {place for place in now if now[place] == files[place]}
+        if where in self._comparable:
+            wrong = self._comparable[where] - agree
+        else:
+            differ = {place for place in now.keys() - agree if files[place] is not None}
+            wrong = {place for place in differ if before.get(place) == now[place]}
+        if wrong:
+            names = sorted(name for _, name in wrong)
+            raise RunFailedError(
+                f"{where}: its weights are not those of version {version.name}: {len(wrong)} of "
+                f"{len(now)} parameters differ from {version.folder} ({', '.join(names[:SHOWN])})"
+            )
+        if where not in self._comparable:
+            self._comparable[where] = agree
+            self._tell_of_the_rest(where, sorted(name for _, name in now.keys() - agree), len(now))
+        self._compare_starts(where, version.name, held)
+
+    async def expect(
+        self, version: WeightVersion, held: Iterable[Held], digest: Digest
+    ) -> Expected:
+        """The checksums of a version's files for the parameters of ``held``. They are computed once
+        for all servers; a second caller waits for the first one."""
+        assert version.folder is not None, "a server loads it from there"
+        ended = threading.Event()
+        async with self._lock:
+            expected = self._expected.setdefault(version.name, {})
+            while len(self._expected) > KEPT:
+                del self._expected[next(iter(self._expected))]
+            try:
+                await asyncio.to_thread(self._add, expected, version.folder, held, digest, ended)
+            finally:
+                ended.set()
+        return expected
+
+    def last_held(self, where: str) -> Sequence[Held]:
+        """What a server has held with the last version that was checked; nothing before that."""
+        _, held = self._before.get(where, ("", ()))
+        return held
+
+    def _add(
+        self,
+        expected: Expected,
+        folder: Path,
+        held: Iterable[Held],
+        digest: Digest,
+        ended: threading.Event,
+    ) -> None:
+        """Add what is missing to the expected checksums, unless nobody waits for them any more."""
+        config = read_values(folder)
+        with open_tensors(folder) as files:
+            for each in held:
+                for name in each.checksums:
+                    key = each.part, name
+                    if ended.is_set():
+                        return
+                    if key not in expected:
+                        tensor = parameter(files, config, name, each.part)
+                        expected[key] = None if tensor is None else self._of(tensor, digest)
+
+    def _of(self, tensor: Tensor, digest: Digest) -> str | None:
+        try:
+            return digest(tensor, self._device)
+        except torch.OutOfMemoryError:  # servers and trainers may have all of the GPU
+            return digest(tensor, torch.device("cpu"))
+
+    def _tell_of_the_rest(self, where: str, names: Sequence[str], count: int) -> None:
+        if names:
+            some = ", ".join(list(dict.fromkeys(names))[:SHOWN])
+            self.tell(
+                where,
+                f"{len(names)} of its {count} parameters cannot be compared with the files of a "
+                f"version, because it holds them in another form: {some}"
+                f"{', …' * (len(names) > SHOWN)}",
+            )
+
+    def tell(self, where: str, what: str) -> None:
+        """Log something of a server, once."""
+        if (where, what) not in self._told:
+            self._told.add((where, what))
+            logger.warning("%s: %s", where, what)
+
+    def _forget_other_form(self, where: str, now: Mapping[Place, str]) -> None:
+        """Begin anew with a server that was started again over another number of GPUs."""
+        before = self._before.get(where)
+        if before is not None and _places(before[1]).keys() != now.keys():
+            del self._before[where], self._comparable[where]
+
+    def _compare_starts(self, where: str, version: str, held: Sequence[Held]) -> None:
+        before = self._before.get(where)
+        if before is not None and before[0] == version and before[1] != held:
+            raise RunFailedError(
+                f"{where}: its weights of version {version} differ from those that it held before "
+                "it was started again"
+            )
+        self._before[where] = version, held
+
+
+def _places(held: Sequence[Held]) -> dict[Place, str]:
+    return {
+        (number, name): checksum
+        for number, each in enumerate(held)
+        for name, checksum in each.checksums.items()
+    }
+
+
+class ServerCheck:
+    """The checks of one server, since it was connected to."""
+
+    def __init__(
+        self,
+        checks: WeightChecks,
+        where: str,
+        digest: Digest | str,
+        report: Callable[[], Awaitable[Sequence[Held]]],
+        *,
+        first_only: bool = False,
+    ) -> None:
+        """``digest``: or why that of the server is not known; ``report`` asks it for what it holds;
+        ``first_only``: whether that takes too long to be done for each version."""
+        self._checks, self._where, self._report = checks, where, report
+        self._first_only = first_only
+        self._digest: Digest | None = None
+        self._replaced: Sequence[Held] = ()
+        self._expecting: asyncio.Task[Expected] | None = None
+        if isinstance(digest, str):
+            self._give_up(digest)
+        else:
+            self._digest = digest
+
+    async def before_load(self, version: WeightVersion) -> None:
+        """To be called before the server replaces its weights by those of ``version``. What it is
+        to hold then is computed while it reads them, if it is known which parameters it has."""
+        first = self._checks.own and not self._checks.began(self._where)
+        self._replaced = (await self._held() or ()) if first else ()
+        self.close()
+        known = self._replaced or self._checks.last_held(self._where)
+        if self._digest is not None and known:
+            expecting = self._checks.expect(version, known, self._digest)
+            self._expecting = asyncio.create_task(expecting)
+            self._expecting.add_done_callback(_forget)
+
+    def close(self) -> None:
+        """Nothing is loaded any more."""
+        if self._expecting is not None:
+            self._expecting.cancel()
+            self._expecting = None
+
+    async def after_load(self, version: WeightVersion) -> None:
+        """Raises RunFailedError if the server does not hold the version that it has loaded."""
+        held = await self._held()
+        if held is None or self._digest is None:
+            return
+        await self._checks.check(self._where, version, held, self._digest, replaced=self._replaced)
+        if self._first_only:
+            self._digest = None
+
+    async def _held(self) -> Sequence[Held] | None:
+        if self._digest is None:
+            return None
+        try:
+            return await self._report()
+        except UsageError as error:  # a route that the server does not have, or a kind of weights
+            if self._checks.began(self._where):
+                raise
+            self._give_up(error)
+            return None
+
+    def _give_up(self, reason: object) -> None:
+        self._digest = None
+        self._checks.tell(self._where, f"its weights are not checked: {reason}")
+
+
+def _forget(expecting: asyncio.Task[Expected]) -> None:
+    """An error of the files is one of `ServerCheck.after_load`, which reads what is missing."""
+    if not expecting.cancelled():
+        expecting.exception()

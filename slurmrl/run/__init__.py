@@ -1,0 +1,1 @@
+"""TODO: say what this package holds."""

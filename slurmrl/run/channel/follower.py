@@ -1,0 +1,227 @@
+"""Follow growing logs: by kernel notification on a local file system, elsewhere by polling and by
+the rings of their writers."""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from slurmrl import log
+from slurmrl.backoff import Backoff
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.run.channel.bell import Bell, Source
+from slurmrl.run.channel.frame import Message
+from slurmrl.run.channel.log import LogReader
+from slurmrl.run.channel.wakeup import SAFETY_S, Wakeup
+
+logger = log.get(__name__)
+
+FIRST_POLL_S = 0.001
+RINGING_FIRST_POLL_S = 1.0
+"""The same for logs whose writers ring: how late the news of a lost ring is at most, or a tenth of
+the time waited if that is longer."""
+POLL_GROWTH = 1.1
+"""A poll is late by at most a tenth of the time waited, until pauses reach their maximum."""
+SPARE_LOOKS = 8
+"""Looks at a log that rings may cause without news. Each poll without news allows one more, so
+that rings without end cost no more than the polls."""
+
+
+class _Polls:
+    """When some of the logs are polled: pauses grow from ``first_s`` to ``longest_s``."""
+
+    def __init__(self, first_s: float, longest_s: float, clock: Callable[[], float]) -> None:
+        self._backoff = Backoff(min(first_s, longest_s), longest_s, growth=POLL_GROWTH)
+        self._clock = clock
+        self.next_at = clock()
+        self.logs = 0
+        """How many logs are polled then."""
+
+    @property
+    def due(self) -> bool:
+        return self._clock() >= self.next_at
+
+    def polled(self) -> None:
+        self.next_at = self._clock() + self._backoff.next_s()
+
+    def restart(self) -> None:
+        """Continue with the shortest pause; the next poll is not postponed."""
+        self._backoff.reset()
+        self.next_at = min(self.next_at, self._clock() + self._backoff.next_s())
+
+
+class _Followed:
+    """A log, when it is polled, and how many more looks its writer's rings may cause."""
+
+    def __init__(self, reader: LogReader, polls: _Polls) -> None:
+        self.reader = reader
+        self.polls = polls
+        polls.logs += 1
+        self.spare = SPARE_LOOKS
+        self.answers = True
+
+    def poll_by(self, polls: _Polls) -> None:
+        self.polls.logs -= 1
+        polls.logs += 1
+        self.polls = polls
+
+    def read(self) -> list[Message]:
+        try:
+            found = self.reader.read()
+            self.answers = True
+            return found
+        except EnvironmentFailure as error:
+            logger.warning("%s; will retry", error)
+            self.answers = False
+            return []
+
+
+class Follower:
+    """The logs of several writers in one directory.
+
+    ``longest_poll_s`` bounds the pauses between polls where the kernel does not report changes.
+    There ``bell`` is what the writers ring. Logs whose last news was announced by a ring are polled
+    less often at first; as long as nothing rings, nothing is different from having no bell.
+    While the directory does not answer, logs appear to have no news; see `answers`.
+    """
+
+    def __init__(
+        self,
+        readers: Sequence[LogReader],
+        directory: Path,
+        *,
+        longest_poll_s: float,
+        bell: Bell | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.woken = False
+        """Whether a change was reported since the last read."""
+        self._silent = _Polls(FIRST_POLL_S, longest_poll_s, clock)
+        self._ringing = _Polls(RINGING_FIRST_POLL_S, longest_poll_s, clock)
+        self._logs = [_Followed(reader, self._silent) for reader in readers]
+        self._wakeup = Wakeup(directory)
+        self._bell = bell
+        self._sources: dict[Source, _Followed] = {}
+        """Where the rings of each log's writer come from."""
+        self._rung: set[_Followed] = set()
+        """Logs whose writers have rung since the last look."""
+        self._clock = clock
+        self._next_at = clock()
+        """When the next read is due without a report."""
+
+    def listen_for(self, source: Source, number: int) -> None:
+        """Take rings from ``source`` for reports of changes of the ``number``-th log."""
+        self._sources[source] = self._logs[number]
+
+    @property
+    def answers(self) -> bool:
+        """Whether the last read of each log succeeded."""
+        return all(one.answers for one in self._logs)
+
+    def read(self) -> list[Message]:
+        """Return the new messages of all logs. Raises CorruptFileError."""
+        return self._look(self._logs, (self._silent, self._ringing))
+
+    def read_due(self) -> list[Message]:
+        """Return the new messages of the logs whose writers rang or whose poll is due; those of all
+        logs where the kernel reports changes. Raises CorruptFileError."""
+        if self._wakeup.fileno() >= 0:
+            return self.read()
+        self.drain()
+        due = [polls for polls in (self._silent, self._ringing) if polls.due]
+        logs = list(self._rung)
+        if due:
+            logs = [one for one in self._logs if one in self._rung or one.polls in due]
+        return self._look(logs, due) if logs else []
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when there may be news; -1 without notification."""
+        descriptor = self._wakeup.fileno()
+        return self._bell.fileno() if descriptor < 0 and self._bell is not None else descriptor
+
+    def drain(self) -> None:
+        """Acknowledge that `fileno` is readable; it becomes readable again at the next change."""
+        if self._wakeup.fileno() >= 0:
+            self.woken = True
+            self._wakeup.drain()
+        elif self._bell is not None:
+            self._hear(self._bell)
+
+    def expect_news(self) -> None:
+        """Poll logs whose writers do not ring with short pauses again: news is likely soon."""
+        if self._wakeup.fileno() < 0:
+            self._silent.restart()
+            self._next_at = self._next_poll_at()
+
+    def pause_s(self) -> float:
+        """Return the longest wait before the next `read_due`, including waits for `fileno`."""
+        return max(self._next_at - self._clock(), 0.0)
+
+    def wait(self, also: Collection[int] = (), most_s: float = math.inf) -> None:
+        """Wait until there may be news, one of the descriptors ``also`` is readable, or ``most_s``
+        are over."""
+        until = self._clock() + most_s
+        while not self.woken and (left_s := min(self.pause_s(), until - self._clock())) > 0:
+            descriptors = [one for one in (self.fileno(), *also) if one >= 0]
+            if not descriptors:
+                time.sleep(left_s)
+                return
+            poller = select.poll()
+            for descriptor in descriptors:
+                poller.register(descriptor, select.POLLIN)
+            readable = {descriptor for descriptor, _ in poller.poll(left_s * 1000)}
+            if self.fileno() in readable:
+                self.drain()
+            if not readable.isdisjoint(also):
+                return
+
+    def close(self) -> None:
+        self._wakeup.close()
+
+    def _hear(self, bell: Bell) -> None:
+        rings = bell.hear()
+        heard = [self._sources[source] for source in rings.sources if source in self._sources]
+        if rings.overflowed:  # any of them may have rung
+            heard += self._sources.values()
+        self._rung.update(one for one in heard if one.spare > 0)
+        self.woken = bool(self._rung)
+
+    def _look(self, logs: Sequence[_Followed], due: Collection[_Polls]) -> list[Message]:
+        """Read some of the logs; those with polls in ``due`` regardless of any ring."""
+        self.woken = False
+        paths = [one.reader.path for one in logs]
+        told = self._wakeup.follow(paths)
+        news: list[Message] = []
+        for one in logs:
+            found = one.read()
+            self._account(one, news=bool(found), polled=one.polls in due)
+            news += found
+        moved = paths != [one.reader.path for one in logs]  # on to files that are not watched yet
+        for polls in due:
+            polls.polled()
+        if news:
+            self._silent.restart()
+            self._ringing.restart()
+        now = self._clock()
+        if told and self.answers:
+            self._next_at = now if moved else now + SAFETY_S
+        else:
+            self._next_at = self._next_poll_at()
+        return news
+
+    def _next_poll_at(self) -> float:
+        return min(polls.next_at for polls in (self._silent, self._ringing) if polls.logs)
+
+    def _account(self, one: _Followed, *, news: bool, polled: bool) -> None:
+        rung = one in self._rung
+        self._rung.discard(one)
+        if news:
+            one.poll_by(self._ringing if rung else self._silent)
+            one.spare = SPARE_LOOKS
+        elif polled:
+            one.spare = min(one.spare + 1, SPARE_LOOKS)
+        else:
+            one.spare -= 1

@@ -1,0 +1,205 @@
+"""A log on the shared directory: one writer, any number of readers, messages in one order.
+
+A log consists of segment files (``name``, ``name~1``, …). Each begins with a frame that holds its
+writer's nonce. A full segment ends with a frame that names the next one, which exists by then.
+Readers never see these frames.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from slurmrl.errors import CorruptFileError, UsageError
+from slurmrl.fsio import atomic
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import corrupt, explain, unreadable
+from slurmrl.fsio.primitives import opened, pwrite_all
+from slurmrl.fsio.shapes import COUNT, SIZE
+from slurmrl.run.channel.frame import Message, decode, encode
+
+SEGMENT_BYTES = 64 << 20
+"""Size at which a log continues in a new segment."""
+CHUNK_BYTES = 1 << 20
+TAIL_BYTES = 256 << 20
+"""More than a writer appends between two reads."""
+LOOK_AGAIN_EVERY = 16
+"""Reads of a missing file until its directory is listed: an NFS client may believe that a file is
+missing until it notices that the directory has changed."""
+OWN = "$log"
+"""Key of the log's internal frames."""
+
+
+@dataclass(frozen=True)
+class LogPosition:
+    """A place between two messages of a log, which a later reader may begin at."""
+
+    segment: Annotated[int, COUNT] = 0
+    offset: Annotated[int, SIZE] = 0
+    """In bytes."""
+
+
+def segment_path(path: Path, number: int) -> Path:
+    """Return the path of the ``number``-th segment, counted from 0."""
+    return path.with_name(f"{path.name}~{number}") if number else path
+
+
+class LogWriter:
+    """The only writer of a log during its life; it creates the file, which must not exist.
+
+    To retry after an EnvironmentFailure of the constructor, pass the same ``nonce``. ``durable``
+    syncs each append to disk. Raises FileExistsError, EnvironmentFailure.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        calls: SystemCalls = REAL,
+        durable: bool = False,
+        nonce: str | None = None,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        self._path = path
+        self._calls = calls
+        self._durable = durable
+        self._nonce = nonce or uuid.uuid4().hex
+        self._segment_bytes = segment_bytes
+        self._segment = 0
+        self._queued = b""
+        self._offset = self._create(0)
+
+    def append(self, *messages: Message) -> None:
+        """Append messages in one write. Readers see them together or one after the other.
+
+        Raises EnvironmentFailure. The messages then stay queued, since readers may have seen them
+        already: the next append, even an empty one, writes them first. Do not append them again.
+        """
+        if any(OWN in message for message in messages):
+            raise UsageError(f"a message cannot have the key {OWN!r}")
+        self._queued += b"".join(encode(message) for message in messages)
+        if self._offset >= self._segment_bytes:
+            self._rotate()
+        self._write(self._queued)
+        self._offset += len(self._queued)
+        self._queued = b""
+
+    def _rotate(self) -> None:
+        """Continue in a new segment, which exists before the old one names it. Every part can be
+        repeated after a failure."""
+        start = self._create(self._segment + 1)
+        self._write(encode({OWN: {"next": self._segment + 1}}))
+        self._segment += 1
+        self._offset = start
+
+    def _create(self, segment: int) -> int:
+        """Create a segment, unless we did already; return the offset of its first message."""
+        path = segment_path(self._path, segment)
+        head = encode({OWN: {"nonce": self._nonce}})
+        if not atomic.exclusive_create(path, head, durable=self._durable, calls=self._calls):
+            raise FileExistsError(errno.EEXIST, "the log exists already", str(path))
+        return len(head)
+
+    def _write(self, data: bytes) -> None:
+        path = segment_path(self._path, self._segment)
+        try:
+            with opened(path, os.O_WRONLY | os.O_NOFOLLOW, self._calls) as descriptor:
+                pwrite_all(descriptor, data, self._offset, self._calls)
+                if self._durable:
+                    self._calls.fsync(descriptor)
+        except OSError as error:
+            raise explain(error, "append to", path) from error
+
+
+class LogReader:
+    """Follows a log. Each read opens the file anew, because that is when NFS clients check for
+    writes of other hosts."""
+
+    def __init__(
+        self, path: Path, *, start: LogPosition | None = None, calls: SystemCalls = REAL
+    ) -> None:
+        """``start``: the `position` of an earlier reader of the log; None: its first message."""
+        self.position = start or LogPosition()
+        """Behind the last message that `read` returned."""
+        self._first = path
+        self._calls = calls
+        self._segment = self.position.segment
+        self._offset = self.position.offset
+        self._misses = 0
+        self._messages: list[Message] = []
+        """Read but not returned yet."""
+
+    @property
+    def path(self) -> Path:
+        """The segment that the next message comes from."""
+        return segment_path(self._first, self._segment)
+
+    def read(self) -> list[Message]:
+        """Return the messages since the last read; none if the file does not exist yet or its
+        handle is stale (the next read gets a new one).
+
+        Raises CorruptFileError, EnvironmentFailure.
+        """
+        while self._read_segment():
+            pass
+        self.position = LogPosition(self._segment, self._offset)
+        messages, self._messages = self._messages, []
+        return messages
+
+    def _read_segment(self) -> bool:
+        """Read new messages of the current segment; return whether the log continues in another."""
+        path = self.path
+        try:
+            with opened(path, os.O_RDONLY | os.O_NOFOLLOW, self._calls) as descriptor:
+                tail = self._read_tail(descriptor)
+        except FileNotFoundError:
+            self._miss()
+            return False
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                return False
+            raise unreadable(error, path) from error
+        try:
+            messages, taken = decode(tail)
+        except CorruptFileError as error:
+            raise CorruptFileError(f"{path}: {error}") from error
+        self._offset += taken
+        self._messages += [message for message in messages if OWN not in message]
+        return bool(messages) and self._advance(messages[-1].get(OWN))
+
+    def _advance(self, own: object) -> bool:
+        """Move to the next segment if an internal frame names one."""
+        if own is None or (isinstance(own, dict) and "nonce" in own):
+            return False
+        if own != {"next": self._segment + 1}:
+            raise CorruptFileError(f"{self.path}: {own!r} is not a valid internal frame")
+        self._segment += 1
+        self._offset = self._misses = 0
+        return True
+
+    def _read_tail(self, descriptor: int) -> bytes:
+        """Read from the end of the last message: an incomplete message is read again, because its
+        writer may have rewritten it."""
+        chunks: list[bytes] = []
+        offset = self._offset
+        while chunk := self._calls.pread(descriptor, CHUNK_BYTES, offset):
+            chunks.append(chunk)
+            offset += len(chunk)
+            if len(chunk) < CHUNK_BYTES:
+                break
+            if offset - self._offset > TAIL_BYTES:
+                raise corrupt(self.path, f"has more than {TAIL_BYTES} bytes after its last message")
+        return b"".join(chunks)
+
+    def _miss(self) -> None:
+        self._misses += 1
+        if self._misses % LOOK_AGAIN_EVERY == 0:
+            directory = self._first.parent
+            try:
+                atomic.list_names(directory, calls=self._calls)
+            except FileNotFoundError as error:
+                raise explain(error, "list", directory) from error

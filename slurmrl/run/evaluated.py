@@ -1,0 +1,144 @@
+"""What trials of ``slurmrl eval`` have found out about the checkpoints of a trial.
+
+The readers of the trial look for them there. So a result counts once, however often its trial was
+interrupted, and also where training has long ended. (Other programs cannot look: `sinks.arrivals`.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
+from slurmrl.fsio import atomic, documents, lines
+from slurmrl.fsio.shapes import COUNT, TEXT, Fields, table
+from slurmrl.run import metrics
+from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.history.log import History
+from slurmrl.run.paths import RunPaths
+
+HEAD: Fields = {
+    "model": TEXT,
+    "algorithm": table({"suite": TEXT}),
+    "items": COUNT,
+    "estimates": table({}),
+}
+REQUIRED: Final = ("model", "algorithm", "estimates")
+SCORES: Final = b' "scores": ['
+"""The line of a summary behind which the scores of single items begin."""
+_STEP: Final = re.compile(r".*-step-(\d{1,9})(?:-.*)?")
+_MODEL: Final = re.compile(r"step-(\d{1,9})(?:\.(\d{1,9})-checkpoint)?")
+"""The folder of a step, and the incarnation that has written a checkpoint."""
+_MEAN: Final = re.compile(r"avg@\d+")
+"""The mean reward, which evaluations during training call ``reward``."""
+LONG: Final = 60
+"""Characters of a name whose beginning may be cut off (`desk.evaluating`)."""
+ENDS: Final = {"value": "", "low": "/low", "high": "/high"}
+
+
+class _Evaluation(NamedTuple):
+    step: int
+    written: float
+    metrics: dict[str, float | None]
+
+
+def read(paths: RunPaths) -> list[dict[str, Any]]:
+    """Lines of metrics with the evaluations of all checkpoints, by step. What is damaged, or about
+    a checkpoint that training did not continue from, is left out."""
+    return _read(paths, trials(paths))
+
+
+def lines_of(paths: RunPaths) -> list[dict[str, Any]]:
+    """All lines of a trial's metrics, with those of `read`."""
+    return merged(metrics.read(paths.metrics), read(paths))
+
+
+def newest(paths: RunPaths) -> dict[str, Any]:
+    """The line of the newest step that has one; empty without one. (Older ones are not read.)"""
+    for _, same in groupby(reversed(trials(paths)), key=lambda trial: trial[0]):
+        if found := _read(paths, list(same)):
+            return found[-1]
+    return {}
+
+
+def merged(
+    own: Iterable[Mapping[str, Any]], more: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The lines of a trial with those of `read`, by step. Its own values win."""
+    found = {line["step"]: dict(line) for line in more}
+    for line in own:
+        found[line["step"]] = {**found.get(line["step"], {}), **line}
+    return [found[step] for step in sorted(found)]
+
+
+def trials(paths: RunPaths) -> list[tuple[int, RunPaths]]:
+    """The trials that may have evaluated a checkpoint, with its step, by step."""
+    folder = paths.evaluated()
+    try:
+        names = atomic.list_names(folder)
+    except (FileNotFoundError, EnvironmentFailure):
+        return []
+    first = f"{paths.experiment}-{paths.trial}-step-"
+    own = (name for name in names if name.startswith(first) or len(name) >= LONG)
+    matches = ((_STEP.fullmatch(name), name) for name in own)
+    return sorted(
+        ((int(match[1]), RunPaths(folder / name)) for match, name in matches if match),
+        key=lambda trial: (trial[0], trial[1].trial),
+    )
+
+
+def _read(paths: RunPaths, trials: Iterable[tuple[int, RunPaths]]) -> list[dict[str, Any]]:
+    lineage: Lineage | None = None
+    found: list[_Evaluation] = []
+    for _, trial in trials:
+        try:
+            head = _head(trial.summary)
+            match = checkpoint_of(paths, Path(head["model"]))
+            if match is None:
+                continue
+            lineage = lineage or Lineage.of(History(paths.history).read())
+            step, incarnation = int(match[1]), match[2]
+            if incarnation is None or lineage.has(step, int(incarnation)):
+                written = trial.summary.stat().st_mtime
+                found.append(_Evaluation(step, written, _metrics(head)))
+        except (OSError, CorruptFileError, EnvironmentFailure):
+            continue  # it has not finished, or says nothing
+    found.sort(key=lambda each: each[:2])  # of two about the same, the later one counts
+    return [
+        {"step": step} | {name: value for each in same for name, value in each.metrics.items()}
+        for step, same in groupby(found, key=lambda each: each.step)
+    ]
+
+
+def checkpoint_of(paths: RunPaths, model: Path) -> re.Match[str] | None:
+    """Whether a model is a checkpoint or an export of the trial, wherever its root was then."""
+    folders = (paths.exports.name, paths.being_evaluated.name)
+    own = model.parts[-4:-2] == (paths.experiment, paths.trial) and model.parts[-2] in folders
+    return _MODEL.fullmatch(model.name) if own else None
+
+
+def _head(summary: Path) -> dict[str, Any]:
+    """A summary without the scores, of which there may be very many."""
+    with lines.opened(summary) as file:
+        parts: list[bytes] = []
+        for raw in file.forward():
+            if raw == SCORES:
+                break
+            parts.append(raw)
+    text = b"\n".join(parts).removesuffix(b",") + b"}"
+    return documents.parse(text, summary, HEAD, REQUIRED)
+
+
+def _metrics(head: Mapping[str, Any]) -> dict[str, float | None]:
+    suite = head["algorithm"].get("suite")
+    prefix = f"eval/{suite}/" if suite else "eval/"
+    return {
+        f"{prefix}{'reward' if _MEAN.fullmatch(name) else name}{ENDS[end]}": value
+        for name, estimate in head["estimates"].items()
+        if isinstance(estimate, dict)
+        for end, value in estimate.items()
+        if end in ENDS and (value is None or isinstance(value, int | float))
+    }

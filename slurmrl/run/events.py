@@ -1,0 +1,152 @@
+"""Events of a run: one file of JSON lines per writer, merged when read.
+
+Times are from each writer's own clock. The merged order is for people; no decision depends on it.
+A killed writer leaves a torn last line to which a later writer of the same name appends, so readers
+skip lines that are not events.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from slurmrl import log
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
+from slurmrl.fsio import atomic, documents, lines
+from slurmrl.fsio.failures import cause
+from slurmrl.fsio.shapes import COUNT, INTEGER, NUMBER, SECONDS, TEXT, Fields, list_of
+from slurmrl.run.paths import RunPaths
+
+logger = log.get(__name__)
+
+Event = dict[str, Any]
+"""``time``, ``writer``, ``kind`` and the fields of the kind."""
+
+SUFFIX = ".jsonl"
+FIELDS: Fields = {
+    "time": NUMBER,
+    "kind": TEXT,
+    "step": INTEGER,
+    "seconds": SECONDS,
+    "stall_s": SECONDS,
+    "reason": TEXT,
+    "incarnation": COUNT,
+    "round": INTEGER,
+    "hosts": list_of(TEXT),
+    "host": TEXT,
+    "cause": TEXT,
+}
+END_BYTES = 32 * 1024
+"""Bytes that `read_ends` reads from each end of a long file."""
+
+
+class EventWriter:
+    """Appends to the file of one writer, such as ``master.3``; closed after every event."""
+
+    def __init__(self, paths: RunPaths, writer: str) -> None:
+        self._path = paths.event_file(writer)
+        self._writer = writer
+
+    def write(self, kind: str, **data: Any) -> None:
+        """``data`` is JSON; it cannot have the keys ``time``, ``writer`` and ``kind``."""
+        event = {"time": time.time(), "writer": self._writer, "kind": kind, **data}
+        try:
+            self._append(json.dumps(event).encode() + b"\n")
+        except EnvironmentFailure as error:  # a missing line is no reason to end the run
+            logger.warning("event %s was not written: %s", kind, error)
+
+    def _append(self, line: bytes) -> None:
+        """Append to the file, whose folder a user or a purge of empty folders may have removed. Of
+        a removed trial nothing is made again."""
+        try:
+            atomic.append(self._path, line)
+        except EnvironmentFailure as error:
+            if cause(error) != errno.ENOENT:
+                raise
+            atomic.make_private_directory(self._path.parent, parents=False)
+            atomic.append(self._path, line)
+
+
+def read_all(paths: RunPaths) -> list[Event]:
+    """Return all writers' events by time; those of one writer keep their order."""
+    return EventReader(paths).read()
+
+
+def read_ends(paths: RunPaths, writer: str) -> list[Event]:
+    """Return the first and last events of one writer, or all if the file is short."""
+    path = paths.event_file(writer)
+    try:
+        with lines.opened(path) as file:
+            if file.size <= 2 * END_BYTES:
+                return _parse(file.forward(), path)
+            first = _parse(file.forward(stop=END_BYTES), path)
+            last = [line for _, line in file.backward(file.size - END_BYTES)]
+            return first + _parse(reversed(last), path)
+    except FileNotFoundError:
+        return []
+
+
+def read_kind(paths: RunPaths, writer: str, kind: str) -> list[Event]:
+    """Return the events of one kind of one writer, however long its file is. Raises
+    CorruptFileError if that is not a regular file, EnvironmentFailure."""
+    path = paths.event_file(writer)
+    sought = json.dumps(kind).encode()
+    try:
+        with lines.opened(path) as file:
+            found = _parse((line for line in file.forward() if sought in line), path)
+    except FileNotFoundError:
+        return []
+    return [event for event in found if event["kind"] == kind]
+
+
+class EventReader:
+    """Reads the events added since the last time, including new writers' files."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._offsets: dict[str, int] = {}
+
+    def read(self) -> list[Event]:
+        """Return new events by time; those of one writer keep their order. An incomplete line is
+        returned once it is complete."""
+        try:
+            names = atomic.list_names(self._paths.events)
+        except FileNotFoundError:
+            return []
+        found: list[Event] = []
+        for name in names:
+            if name.endswith(SUFFIX):
+                found += self._new(name)
+        return in_order(found)
+
+    def _new(self, name: str) -> list[Event]:
+        path = self._paths.event_file(name.removesuffix(SUFFIX))
+        try:
+            with lines.opened(path) as file:
+                read = self._offsets.get(name, 0)
+                begin = read if read <= file.size else 0  # another file, made after a deletion
+                found = _parse(file.forward(begin), path)
+                self._offsets[name] = file.offset
+        except FileNotFoundError:
+            return []  # the listing is older than a deletion by hand
+        return found
+
+
+def in_order(events: Iterable[Event]) -> list[Event]:
+    return sorted(events, key=lambda event: float(event["time"]))
+
+
+def _parse(raw_lines: Iterable[bytes], path: Path) -> list[Event]:
+    """Return the events in complete lines."""
+    events = []
+    for raw in raw_lines:
+        try:
+            event = documents.parse(raw, path, FIELDS, ("time", "kind"))
+        except CorruptFileError:
+            continue  # torn by a crash
+        events.append({**event, "writer": path.name.removesuffix(SUFFIX)})
+    return events

@@ -1,0 +1,144 @@
+"""Reading and appending history records: slot n is the exclusively created ``history/<n>``."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from slurmrl import log
+from slurmrl.backoff import HIDDEN_PAUSES_S
+from slurmrl.errors import CorruptFileError, SlotTakenError
+from slurmrl.fsio import atomic
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import corrupt, explain
+from slurmrl.run.history.record import Kind, Record, pack, unpack
+
+SLOT_DIGITS = 8
+_SLOT = re.compile(r"[0-9]{8}|[1-9][0-9]{8,11}")
+UNCACHED_PAUSES = 3
+"""Pauses before a missing slot counts as lost, where no cache can hide it."""
+LONG_PAUSE_S = 1.0
+"""The pause before which the wait is logged."""
+
+logger = log.get(__name__)
+
+
+class History:
+    """The records of one trial. Records never change, so each is read once per object.
+
+    ``directory`` is created with the run directory. Without it there are no records, and `append`
+    raises EnvironmentFailure; `read` does so too once it has seen the directory. ``clock`` provides
+    the records' timestamps.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        calls: SystemCalls = REAL,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._directory = directory
+        self._calls = calls
+        self._clock = clock
+        self._records: list[Record] = []
+        self._single: dict[int, Record] = {}
+        """Records that `record` has read, by slot."""
+        self._listed_once = False
+        """The directory existed, so its absence is a failure and not an empty history."""
+
+    def read(self, *, at_least: int = 0) -> list[Record]:
+        """Return all records from slot 0 without a gap, and no fewer than ``at_least``.
+
+        Raises EnvironmentFailure, and CorruptFileError if a slot below an existing one stays
+        missing: caches and listings can show a newer slot before an older one for a while.
+        """
+        least = at_least
+        for _ in self._looks(lambda: self._path(len(self._records))):
+            least = max(least, self._listed())
+            while (record := self._read_slot(len(self._records))) is not None:
+                self._records.append(record)
+            if len(self._records) >= least:
+                return list(self._records)
+        raise self._missing(len(self._records), least - 1)
+
+    def count(self) -> int:
+        """Return the number of records without reading them."""
+        count = self._listed()
+        while self._look_at(count):  # created since the listing, or hidden from it
+            count += 1
+        return count
+
+    def record(self, slot: int) -> Record:
+        """Return one of the first `count` records. Raises as `read`."""
+        for again in self._looks(lambda: self._path(slot)):
+            if again:
+                self._listed()
+            if self._look_at(slot):
+                return self._single[slot]
+        raise self._missing(slot, self._listed() - 1)
+
+    def _looks(self, hidden: Callable[[], Path]) -> Iterator[int]:
+        """Number the looks for a slot that must exist, with pauses between them.
+
+        Where a cache may hide the slot, this lasts about a minute and is logged.
+        """
+        yield 0
+        cached = self._calls.caches(self._directory)
+        pauses_s = HIDDEN_PAUSES_S if cached else HIDDEN_PAUSES_S[:UNCACHED_PAUSES]
+        for number, pause_s in enumerate(pauses_s):
+            if pause_s == LONG_PAUSE_S:
+                logger.warning(
+                    "%s was created but is not visible; a file system cache may hide it: "
+                    "waiting another %.0f s for it",
+                    hidden(),
+                    sum(pauses_s[number:]),
+                )
+            self._calls.sleep(pause_s)
+            yield number + 1
+
+    def _missing(self, slot: int, made: int) -> CorruptFileError:
+        return corrupt(self._path(slot), f"is missing although slot {made} exists")
+
+    def _look_at(self, slot: int) -> bool:
+        if slot not in self._single and (record := self._read_slot(slot)) is not None:
+            self._single[slot] = record
+        return slot in self._single
+
+    def append(self, kind: Kind, incarnation: int, data: dict[str, Any], *, after: int) -> Record:
+        """Win slot ``after + 1``; ``after`` is the last slot that the caller has read (-1: none).
+
+        Raises SlotTakenError if another writer has it, EnvironmentFailure.
+        """
+        record = Record(after + 1, kind, incarnation, self._clock(), data)
+        path = self._path(record.slot)
+        if not atomic.exclusive_create(path, pack(record, uuid.uuid4().hex), calls=self._calls):
+            raise SlotTakenError(record.slot)
+        return record
+
+    def _path(self, slot: int) -> Path:
+        return self._directory / f"{slot:0{SLOT_DIGITS}d}"
+
+    def _read_slot(self, slot: int) -> Record | None:
+        path = self._path(slot)
+        try:
+            data = atomic.read(path, calls=self._calls)
+        except FileNotFoundError:
+            return None
+        return unpack(data, slot, path)
+
+    def _listed(self) -> int:
+        """Return one more than the highest slot in the listing. Listing also makes an NFS client
+        drop cached absences of new files."""
+        try:
+            names = atomic.list_names(self._directory, calls=self._calls)
+        except FileNotFoundError as error:
+            if self._listed_once:
+                raise explain(error, "list", self._directory) from error
+            return 0
+        self._listed_once = True
+        return max((int(name) for name in names if _SLOT.fullmatch(name)), default=-1) + 1

@@ -1,0 +1,151 @@
+"""What a trial's processes publish: who they are, and reports about the end of an incarnation.
+
+The first failure of an incarnation counts. Reports may be those of older versions of slurmrl, which
+lack fields. See `published` for the readers and `workers.failure` for the writers of failures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+from slurmrl.fsio.shapes import COUNT, FILE_NAME, SECONDS
+from slurmrl.run.worlds import TRAINERS, world_of
+
+
+class Cause(StrEnum):
+    EXCEPTION = "exception"
+    """Code raised an exception; mostly in a rank, so ``rank``, ``call`` and ``step`` are known."""
+    DIED = "died"
+    """A worker ended unexpectedly."""
+    OOM = "oom"
+    """A process was killed, or an allocation failed, for lack of memory."""
+    HUNG = "hung"
+    """A process gave no sign of life and was killed."""
+    DEADLINE = "deadline"
+    """Ranks were alive but did not finish in time."""
+    LOST_HOST = "lost_host"
+    """An agent stopped renewing its lease."""
+    GPU_FAULT = "gpu_fault"
+    """A GPU failed (see `tensors.parallel.gpu_faults`); its host is given up like a lost one."""
+    MASTER = "master"
+    """The master ended unexpectedly."""
+    ENVIRONMENT = "environment"
+    """The machine, the cluster or the shared directory could not do what was needed."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """An agent: its task, its attempt at that task, its host and its job."""
+
+    group: Annotated[str, FILE_NAME]
+    task: Annotated[int, COUNT]
+    """Host index in a fixed group, array index in an elastic one."""
+    attempt: Annotated[int, COUNT]
+    """Number of earlier starts of this task."""
+    host: Annotated[str, FILE_NAME]
+    job: str
+    """The round of agents that this one belongs to: job id, Slurm's restart count, round."""
+    job_id: str
+    """The job as Slurm's commands name it; ``123_4`` for an array element."""
+    pid: int = 0
+
+    @property
+    def label(self) -> str:
+        return f"{self.group}/{self.task}"
+
+    @property
+    def trains(self) -> bool:
+        """Whether this is an agent of the trainers."""
+        return self.group == TRAINERS
+
+    @property
+    def world(self) -> str:
+        """The world that its workers belong to."""
+        return world_of(self.group, self.task)
+
+
+@dataclass(frozen=True)
+class StacksRequest:
+    """A user's request for the stacks of ranks of the trainers."""
+
+    ranks: tuple[Annotated[int, COUNT], ...] | None = None
+    """None: all of them, and the master."""
+    time: Annotated[float, SECONDS] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The base of what is published about an incarnation."""
+
+    damage: str = ""
+    """Why the report cannot be read; all other fields then have their defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure(Report):
+    """Why an incarnation failed."""
+
+    cause: str = ""
+    """A `Cause`, or one of another version; empty in reports of very old ones."""
+    reason: str = ""
+    """One sentence."""
+    host: str | None = None
+    """Where it happened; empty if no host is to blame."""
+    world: str = TRAINERS
+    """The world of the rank."""
+    rank: Annotated[int, COUNT] | None = None
+    call: str = ""
+    step: int | None = None
+    exception: str = ""
+    """Type and message of the exception that a rank raised."""
+    traceback: str = ""
+    exit_code: int | None = None
+    """Exit code of the process that ended, negative for a signal."""
+    silent_s: Annotated[float, SECONDS] | None = None
+    """How long a process that was killed for it had given no sign of life."""
+    gpu: str = ""
+    """The GPU that failed."""
+    certain: bool = False
+    """Whether nothing but the GPU's hardware can be the reason."""
+    damaged: str = ""
+    """Directory of a damaged checkpoint."""
+    absent: str = ""
+    """Path of an input that does not exist, although its directory can be read."""
+    agent: str = ""
+    """The agent that hangs."""
+    echo: bool = False
+    """It looks like a consequence of another rank's end."""
+    final: bool = False
+    """A user error, after which no other incarnation is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warned(Report):
+    """The warning that the job of an incarnation will end."""
+
+    signal: str = ""
+    cause: str = ""
+    """``time_limit``, ``preemption``, ``interrupt`` (of a local run) or ``unknown``."""
+    time_left_s: Annotated[float, SECONDS] | None = None
+    """Seconds until the time limit, if known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang(Report):
+    """Who waited for whom when silence or a deadline ended an incarnation."""
+
+    text: str = ""
+    files: tuple[str, ...] = ()
+    """Those that hold the stacks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostHost(Report):
+    """A host that is of no further use in a start of a job."""
+
+    incarnation: Annotated[int, COUNT] = 0
+    """The one that gave it up."""
+    job: str = ""
+    """``JOBID.RESTARTCOUNT.ROUND``"""

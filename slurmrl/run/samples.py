@@ -1,0 +1,107 @@
+"""``samples/``: what the steps of a trial keep of their completions or rows, as JSON lines.
+
+Each incarnation appends to files that no other one writes: ``step-<s>.<incarnation>.jsonl`` of
+training and ``eval-step-<s>.<incarnation>.jsonl`` of evaluations hold step ``s`` and later ones,
+``<s>.<incarnation>.index`` names the place of each step in them. The ``s`` of an index is the first
+step of its incarnation. Earlier versions wrote one file per step, ``step-<s>.jsonl``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slurmrl.errors import CorruptFileError
+from slurmrl.fsio import atomic, documents, lines
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.shapes import FILE_NAME, SIZE, Fields
+from slurmrl.run.metrics import encode
+
+FILE_BYTES = 64 << 20
+"""Size from which on the samples of later steps go to another file."""
+FIELDS: Fields = {"step": SIZE, "file": FILE_NAME, "start": SIZE, "stop": SIZE}
+"""The fields of a line of an index. The lines of the step are the bytes from ``start`` to ``stop``
+of the file."""
+_INDEX = re.compile(r"([0-9]{8,})\.([0-9]+)\.index")
+
+
+class SamplePlace(NamedTuple):
+    """The bytes of a file that are the lines of a step; by default the whole file."""
+
+    path: Path
+    start: int = 0
+    stop: int | None = None
+
+
+class KeptSampleWriter:
+    """Writes the samples of an incarnation that begins with the step ``first``. The methods raise
+    EnvironmentFailure and can be repeated then."""
+
+    def __init__(
+        self, folder: Path, incarnation: int, first: int, *, calls: SystemCalls = REAL
+    ) -> None:
+        self._folder = folder
+        self._incarnation = incarnation
+        self._calls = calls
+        self._index = self._new_file(f"{first:08d}", "index")
+        self._files: dict[str, lines.LineWriter] = {}
+
+    def begin(self) -> None:
+        """Make the index: from its step on, samples of earlier incarnations no longer count."""
+        self._append(self._index, b"")
+
+    def write(self, step: int, rows: bytes, *, evaluation: bool) -> None:
+        """Write the lines of a step. Readers find them once the index names them."""
+        prefix = _prefix(evaluation)
+        file = self._files.get(prefix)
+        if file is None or file.size >= FILE_BYTES:
+            file = self._files[prefix] = self._new_file(f"{prefix}{step:08d}", "jsonl")
+        start = self._append(file, rows)
+        place = {"file": file.path.name, "start": start, "stop": start + len(rows)}
+        self._append(self._index, encode({"step": step, **place}))
+
+    def _new_file(self, name: str, suffix: str) -> lines.LineWriter:
+        path = self._folder / f"{name}.{self._incarnation}.{suffix}"
+        return lines.LineWriter(path, calls=self._calls)
+
+    def _append(self, file: lines.LineWriter, data: bytes) -> int:
+        """Append to a file. Its folder is made again if a user or a purge has removed it."""
+        atomic.make_private_directory(self._folder, calls=self._calls)
+        return file.write(data)
+
+
+def places(folder: Path, *, evaluation: bool) -> dict[int, SamplePlace]:
+    """Return where the samples of each step are, in the order of the steps. Those of a step that
+    was trained again are the newest incarnation's. Raises EnvironmentFailure."""
+    try:
+        names = set(atomic.list_names(folder))
+    except FileNotFoundError:
+        return {}
+    prefix = _prefix(evaluation)
+    of_step = re.compile(rf"{prefix}([0-9]{{8,}})\.jsonl")
+    old = sorted((int(match[1]), match[0]) for match in map(of_step.fullmatch, names) if match)
+    found = {step: SamplePlace(folder / name) for step, name in old}
+    matches = [match for match in map(_INDEX.fullmatch, names) if match]
+    for match in sorted(matches, key=lambda match: int(match[2])):
+        while found and next(reversed(found)) >= int(match[1]):
+            found.popitem()
+        for line in _lines(folder / match[0]):
+            if line["file"] in names and line["file"].startswith(prefix):
+                path = folder / line["file"]
+                found[line["step"]] = SamplePlace(path, line["start"], line["stop"])
+    return found
+
+
+def _lines(index: Path) -> Iterator[dict[str, Any]]:
+    """The lines of an index; what a kill or a full disk has left of one is skipped."""
+    with suppress(FileNotFoundError), lines.opened(index) as file:
+        for raw in file.forward():
+            with suppress(CorruptFileError):
+                yield documents.parse(raw, index, FIELDS, FIELDS)
+
+
+def _prefix(evaluation: bool) -> str:
+    return "eval-step-" if evaluation else "step-"

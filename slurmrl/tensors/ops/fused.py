@@ -1,0 +1,187 @@
+"""Fused elementwise operators: each is one pass over its tensors, by a Triton kernel.
+
+They are for tensors such as [tokens, vocabulary], over which torch makes several passes, which
+together cost as much as a matrix product. Callers use their torch form where ``fits`` is false.
+
+t rows, V columns, T tokens, i inner units, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slurmrl import env, log
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.tensors.ops.native.load import Choice
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""The kernels' names of the activations of configs."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROW_BLOCK = 4096
+"""Columns that a program handles at a time."""
+BLOCK = 1024
+"""Elements that a program handles."""
+
+
+def fits(x: Tensor) -> bool:
+    """Whether the operators support x's dtype and device, and x is not empty.
+
+    Raises EnvironmentFailure with SLURMRL_OPS=native if the kernels do not run on x's GPU.
+    """
+    if x.dtype not in DTYPES or not x.numel() or not (x.is_cuda or env.TRITON_INTERPRET.get()):
+        return False
+    choice = Choice(env.OPS.get())
+    if choice is Choice.TORCH:
+        return False
+    reason = _failure(x.device)
+    if reason and choice is Choice.NATIVE:
+        raise EnvironmentFailure(f"Triton kernels do not run on {x.device}: {reason}")
+    return not reason
+
+
+@cache
+def _failure(device: torch.device) -> str:
+    """Why the kernels do not run on the device; empty if they do. Warns once."""
+    try:
+        probe = torch.zeros((1, 1, 2), device=device)
+        _rotate(probe, probe, probe, 1.0)
+    except Exception as error:  # noqa: BLE001 - Triton, compilers and drivers raise any type
+        reason = f"{type(error).__name__}: {error}"
+        log.get(__name__).warning(
+            "Elementwise operators run in pure torch on %s, which is slower: Triton, which needs a "
+            "C compiler and Python's headers, does not work here: %s",
+            device,
+            reason,
+        )
+        return reason
+    return ""
+
+
+def softmax_statistics(
+    logits: Tensor, targets: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalizer, entropy and log p(target) of softmax(scale * logits), each [t] float32.
+
+    logits [t, V] float32, targets [t] int64.
+    """
+    results: tuple[Tensor, Tensor, Tensor] = _softmax_statistics(logits, targets, scale)
+    return results
+
+
+@torch.library.custom_op("slurmrl::softmax_statistics", mutates_args=())
+def _softmax_statistics(
+    logits: Tensor, targets: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = logits.shape
+    results = [logits.new_empty(rows) for _ in range(3)]
+    _kernels().softmax_statistics[(rows,)](
+        logits.contiguous(), targets.contiguous(), *results, columns, scale, ROW_BLOCK, num_warps=8
+    )
+    return results[0], results[1], results[2]
+
+
+def logit_gradient(
+    logits: Tensor, per_row: tuple[Tensor, ...], scale: float, dtype: torch.dtype
+) -> Tensor:
+    """The gradient with respect to logits [t, V] of log-probabilities and entropies, in ``dtype``.
+
+    per_row: targets, normalizers, entropies, and the gradients of log p(target) and of the entropy,
+    each [t]. A row whose target is out of range has none.
+    """
+    gradient: Tensor = _logit_gradient(logits, list(per_row), scale, dtype)
+    return gradient
+
+
+@torch.library.custom_op("slurmrl::logit_gradient", mutates_args=())
+def _logit_gradient(
+    logits: Tensor, per_row: list[Tensor], scale: float, dtype: torch.dtype
+) -> Tensor:
+    rows, columns = logits.shape
+    gradient = torch.empty_like(logits, dtype=dtype)
+    grid = (rows, -(-columns // ROW_BLOCK))
+    inputs = [x.contiguous() for x in per_row]
+    _kernels().logit_gradient[grid](
+        logits.contiguous(), gradient, *inputs, columns, scale, ROW_BLOCK, num_warps=8
+    )
+    return gradient
+
+
+def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up, [T, i] each."""
+    product: Tensor = _gated_product(gate, up, ACTIVATIONS[activation])
+    return product
+
+
+@torch.library.custom_op("slurmrl::gated_product", mutates_args=())
+def _gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    gate, up, stride = _rows(gate, up)
+    rows, columns = gate.shape
+    product = gate.new_empty(rows, columns)
+    _kernels().gated_product[(rows * -(-columns // BLOCK),)](
+        gate, up, product, columns, stride, activation, BLOCK
+    )
+    return product
+
+
+def gated_gradient(
+    gate: Tensor, up: Tensor, grad: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """The product activation(gate) * up [T, i], and the gradients of gate and up from the
+    product's, side by side [T, 2i]."""
+    results: tuple[Tensor, Tensor] = _gated_gradient(gate, up, grad, ACTIVATIONS[activation])
+    return results
+
+
+@torch.library.custom_op("slurmrl::gated_gradient", mutates_args=())
+def _gated_gradient(
+    gate: Tensor, up: Tensor, grad: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    gate, up, stride = _rows(gate, up)
+    rows, columns = gate.shape
+    product, gradients = gate.new_empty(rows, columns), gate.new_empty(rows, 2 * columns)
+    _kernels().gated_gradient[(rows * -(-columns // BLOCK),)](
+        gate, up, grad.contiguous(), product, gradients, columns, stride, activation, BLOCK
+    )
+    return product, gradients
+
+
+def _rows(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Both with contiguous rows that are equally far apart; halves of one tensor are not copied."""
+    if gate.stride() != up.stride() or gate.stride(1) != 1:
+        gate, up = gate.contiguous(), up.contiguous()
+    return gate, up, gate.stride(0)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """x [T, H, D] rotated by the angles of each token, or back with a ``sign`` of -1.
+
+    cos, sin [T, 1, D] as in ``tensors.ops.rotary``.
+    """
+    out: Tensor = _rotate(x, cos, sin, sign)
+    return out
+
+
+@torch.library.custom_op("slurmrl::rotate", mutates_args=())
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    tokens, heads, size = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    grid = (tokens, -(-heads * size // BLOCK))
+    inputs = [t.contiguous() for t in (x, cos, sin)]
+    _kernels().rotation[grid](*inputs, out, heads * size, size, sign, BLOCK)
+    return out
+
+
+def _kernels() -> Any:
+    """The module of the kernels, which imports Triton."""
+    return importlib.import_module("slurmrl.tensors.ops.triton_kernels")

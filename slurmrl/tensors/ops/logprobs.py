@@ -1,0 +1,239 @@
+"""Log-probabilities and entropies of packed tokens, without storing logits [T, V].
+
+T packed tokens, t tokens of a chunk, S sequences, h hidden size, V vocabulary. Logits and results
+are float64 for float64 inputs, else float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slurmrl.tensors.ops import fused
+from slurmrl.tensors.ops.checks import wide
+from slurmrl.tensors.ops.products import add_product, wide_product
+from slurmrl.tensors.ops.support import Support
+from slurmrl.tensors.ops.upload import upload
+
+CHUNK_ELEMENTS = 2**22
+"""Logits per chunk of a small vocabulary (16 MiB in float32)."""
+CHUNK_TOKENS = 1024
+"""Least tokens per chunk: each chunk reads and writes the gradient of the whole weight."""
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Tokens per chunk."""
+    return max(CHUNK_TOKENS, CHUNK_ELEMENTS // vocabulary)
+
+
+def logprobs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    support: Support | None = None,
+) -> tuple[Tensor, Tensor]:
+    """log p(target) and entropy of softmax(hidden @ weight.T / temperature), both [T]; with a
+    ``support`` of the targets, of its restriction to that.
+
+    hidden [T, h], weight [V, h], targets [T]. Both results are differentiable in hidden and
+    weight; logits are computed ``chunk`` tokens at a time, and again in the backward pass.
+    """
+    size = chunk or chunk_tokens(weight.shape[0])
+    results: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, temperature, size, support
+    )
+    return results
+
+
+def packed_logprobs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    support: Support | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``logprobs_and_entropy`` aligned with packed sequences: entry t is log p(x_t | x_<t) and the
+    entropy of the distribution that x_t was drawn from, both 0 at the first token of a sequence.
+
+    hidden [T, h], input_ids [T], cu_seqlens [S+1] in host memory, support of the T tokens. Returns
+    two [T].
+    """
+    (rest,) = upload([following_tokens(cu_seqlens)], hidden.device)
+    logp, entropy = logprobs_and_entropy(
+        hidden.index_select(0, rest - 1),
+        weight,
+        input_ids[rest],
+        temperature,
+        chunk,
+        None if support is None else support.at(rest),
+    )
+    zeros = logp.new_zeros(input_ids.shape[0])
+    return zeros.index_copy(0, rest, logp), zeros.index_copy(0, rest, entropy)
+
+
+def packed_logprobs_of_logits(
+    logits: Tensor,
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    temperature: float = 1.0,
+    support: Support | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``packed_logprobs_and_entropy`` from logits [T, V], for models that return only these."""
+    (rest,) = upload([following_tokens(cu_seqlens)], logits.device)
+    scaled = logits.index_select(0, rest - 1).to(wide(logits.dtype)) / temperature
+    if support is not None:
+        scaled = support.at(rest).restrict_(scaled, 0, 1.0)
+    logq = scaled.log_softmax(-1)
+    logp = logq.gather(-1, input_ids[rest, None]).squeeze(-1)
+    entropy = -(logq.exp() * logq).sum(-1)
+    zeros = logp.new_zeros(input_ids.shape[0])
+    return zeros.index_copy(0, rest, logp), zeros.index_copy(0, rest, entropy)
+
+
+def following_tokens(cu_seqlens: Tensor) -> Tensor:
+    """Indices of all tokens that are not the first of their sequence [T - S]. They are made in
+    host memory, as ``cu_seqlens`` is."""
+    counts = (cu_seqlens.diff().long() - 1).clamp(min=0)
+    before = counts.cumsum(0) - counts
+    following = torch.repeat_interleave(cu_seqlens[:-1] + 1 - before, counts)
+    return following + torch.arange(following.shape[0], device=cu_seqlens.device)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        support: Support | None,
+    ) -> tuple[Tensor, Tensor]:
+        normalizer, entropy, logp = statistics(hidden, weight, targets, temperature, chunk, support)
+        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
+        ctx.temperature, ctx.chunk, ctx.support = temperature, chunk, support
+        return logp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logp: Tensor, grad_entropy: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden, weight, *per_token = ctx.saved_tensors
+        return (
+            *gradients(
+                hidden,
+                weight,
+                (*per_token, grad_logp, grad_entropy),
+                ctx.temperature,
+                ctx.chunk,
+                ctx.needs_input_grad[:2],
+                ctx.support,
+            ),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk: int,
+    support: Support | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalizer, entropy and log p(target) of softmax(hidden @ weight.T / temperature), restricted
+    to ``support``, each [T]."""
+    parts = [
+        _statistics(
+            _logits(hidden, weight, span, temperature, support), targets[span], 1.0 / temperature
+        )
+        for span in spans(hidden.shape[0], chunk)
+    ]
+    normalizer, entropy, logp = (torch.cat(of_spans) for of_spans in zip(*parts, strict=True))
+    return normalizer, entropy, logp
+
+
+def gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    per_token: tuple[Tensor, ...],
+    temperature: float,
+    chunk: int,
+    wanted: tuple[bool, bool] = (True, True),
+    support: Support | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of hidden and weight, as far as they are ``wanted``.
+
+    per_token: targets, normalizers and entropies of the whole vocabulary, and the gradients of
+    log p(target) and of the entropy, each [T]. A target out of range is another rank's.
+    """
+    grad_hidden = torch.empty_like(hidden) if wanted[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if wanted[1] else None
+    for span in spans(hidden.shape[0], chunk):
+        h = hidden[span]
+        of_span = tuple(x[span] for x in per_token)
+        logits = _logits(hidden, weight, span, temperature, support)
+        dz = _logit_gradient(logits, of_span, 1.0 / temperature, h.dtype)
+        del logits
+        if grad_hidden is not None:
+            torch.mm(dz, weight, out=grad_hidden[span])
+        if grad_weight is not None:
+            add_product(grad_weight, dz.t(), h)
+        del dz  # before the next logits are computed
+    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, span: slice, temperature: float, support: Support | None
+) -> Tensor:
+    """The logits [t, V] of a chunk, restricted to ``support``."""
+    logits = wide_product(hidden[span], weight.t())
+    return logits if support is None else support.restrict_(logits, span.start, temperature)
+
+
+def spans(tokens: int, chunk: int) -> list[slice]:
+    """Slices of at most ``chunk`` tokens; one empty slice if there are none."""
+    return [slice(start, start + chunk) for start in range(0, max(tokens, 1), chunk)]
+
+
+def _statistics(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalizer, entropy and log p(target), each [t], from logits [t, V], which it overwrites."""
+    if fused.fits(logits):
+        return fused.softmax_statistics(logits, targets, scale)
+    z = logits if scale == 1.0 else logits.mul_(scale)
+    normalizer = z.logsumexp(-1)
+    logq = z.sub_(normalizer[:, None])
+    logp = logq.gather(-1, targets[:, None]).squeeze(-1)
+    return normalizer, -logq.exp().mul_(logq).sum(-1), logp
+
+
+def _logit_gradient(
+    logits: Tensor, per_token: tuple[Tensor, ...], scale: float, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of one chunk of logits [t, V] in ``dtype``; it overwrites the logits.
+
+    With z = scale * logits, L = logsumexp(z), p = exp(z - L):
+    d logp / dz_j = [j = target] - p_j and dH / dz_j = -p_j (z_j - L + H).
+    """
+    if fused.fits(logits):
+        return fused.logit_gradient(logits, per_token, scale, dtype)
+    targets, normalizer, entropy, grad_logp, grad_entropy = per_token
+    z = logits if scale == 1.0 else logits.mul_(scale)
+    logq = z.sub_(normalizer[:, None])
+    p = logq.exp()
+    dz = logq.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logp[:, None]).mul_(p)
+    here = (targets >= 0) & (targets < dz.shape[1])
+    dz.scatter_add_(-1, (targets * here)[:, None], (grad_logp * here)[:, None])
+    return (dz if scale == 1.0 else dz.mul_(scale)).to(dtype)

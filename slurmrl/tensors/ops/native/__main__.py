@@ -1,0 +1,41 @@
+"""Build the operators ahead of time: ``python -m slurmrl.tensors.ops.native [cpu] [cuda]``.
+
+On a login node with compilers, into a cache that the compute nodes see (SLURMRL_OPS_CACHE).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from slurmrl.errors import SlurmrlError
+from slurmrl.tensors.ops.native import build, recipe, toolchain
+from slurmrl.tensors.ops.native.recipe import Half
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="build-ops", description=__doc__)
+    parser.add_argument(
+        "half",
+        nargs="*",
+        type=Half,
+        metavar="{cpu,cuda}",
+        help="cpu needs a C++ compiler, cuda nvcc as well (default: both)",
+    )
+    tools = toolchain.find()
+    status = 0
+    for half in parser.parse_args().half or list(Half):
+        try:
+            path = build.library(
+                recipe.make(half, tools), build.cache_folder(), build.host_folder()
+            )
+        except SlurmrlError as error:
+            print(f"build-ops: {half}: {error}", file=sys.stderr)
+            status = error.exit_code
+        else:
+            print(f"{half}: {path}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

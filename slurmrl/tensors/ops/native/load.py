@@ -1,0 +1,125 @@
+"""Loading of the compiled operators for a device."""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slurmrl import env, log
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.tensors.ops.native import build, recipe, toolchain
+from slurmrl.tensors.ops.native.recipe import Half
+
+SMALL_ELEMENTS = 2**18
+"""Below this size torch takes under 10 ms on a CPU, with the same bits: not worth a build."""
+
+BUILT = SMALL_ELEMENTS
+"""For operators whose compiled form is used for tensors of any size: what a token gets must not
+depend on how many others there are."""
+
+HALVES = {"cpu": Half.CPU, "cuda": Half.CUDA}
+"""The half for each device type."""
+
+
+class Choice(StrEnum):
+    """Values of SLURMRL_OPS."""
+
+    AUTO = "auto"
+    """Compiled where it is faster and available, else torch."""
+    TORCH = "torch"
+    """Never compiled."""
+    NATIVE = "native"
+    """Compiled, or an error with the reason."""
+
+
+def operators(device: torch.device, elements: int) -> Any | None:
+    """The namespace with ``gae``, ``scan`` and ``copy`` for tensors on ``device``; None to use
+    torch instead.
+
+    The first call that needs a half builds it, which can take a minute. Raises
+    EnvironmentFailure only with SLURMRL_OPS=native.
+    """
+    choice = _choice()
+    if device.type not in HALVES or choice is Choice.TORCH:
+        return None
+    if choice is Choice.NATIVE:
+        return _ready(device)
+    if device.type == "cpu" and elements < SMALL_ELEMENTS:
+        return None
+    return _ready_or_warn(device)
+
+
+def for_floats(like: Tensor) -> Any:
+    """The operators for tensors of this dtype and device that have only a float32 form for CPUs,
+    whatever their size; None if there are none."""
+    if like.dtype != torch.float32 or like.device.type != "cpu":
+        return None
+    return operators(like.device, BUILT)
+
+
+@cache
+def load(half: Half) -> Any:
+    """Load a half into this process; build it first if the cache lacks it.
+
+    A host whose compilers are missing or fail uses a cached library that another host built from
+    the same sources. Raises EnvironmentFailure if there is none.
+    """
+    folder = build.cache_folder()
+    try:
+        wanted = recipe.make(half, toolchain.find())
+        paths = [build.library(wanted, folder, build.host_folder())]
+    except EnvironmentFailure:
+        paths = build.ready_made(half, folder)
+        if not paths:
+            raise
+    reasons = []
+    for path in paths:
+        try:
+            torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+        except OSError as error:
+            reasons.append(f"{path} does not load: {error}")
+        else:
+            return getattr(torch.ops, f"slurmrl_{half}")
+    raise EnvironmentFailure("; ".join(reasons))
+
+
+@cache
+def _ready(device: torch.device) -> Any:
+    """The operators, once they have run on the device. Raises EnvironmentFailure."""
+    operators = load(HALVES[device.type])
+    if device.type == "cuda":
+        try:
+            with torch.cuda.device(device):
+                operators.probe()
+        except RuntimeError as error:
+            raise EnvironmentFailure(f"{device}: {error}") from error
+    return operators
+
+
+@cache
+def _ready_or_warn(device: torch.device) -> Any | None:
+    try:
+        return _ready(device)
+    except EnvironmentFailure as error:
+        log.get(__name__).warning(
+            "The operators of slurmrl run in pure torch on %s of this host, which is slower. To "
+            "build the compiled ones, run python -m slurmrl.tensors.ops.native here or on another host "
+            "that shares the cache. Reason: %s",
+            device,
+            error,
+        )
+        return None
+
+
+def _choice() -> Choice:
+    return _parsed(os.environ.get(env.OPS.name, ""))
+
+
+@cache
+def _parsed(text: str) -> Choice:
+    return Choice(env.OPS.get({env.OPS.name: text}))

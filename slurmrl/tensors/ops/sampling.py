@@ -1,0 +1,157 @@
+"""Sampling: counter-based uniform numbers, and one token per row of logits.
+
+S rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slurmrl.tensors.ops.checks import wide
+from slurmrl.tensors.ops.splitmix import mix, shift, start
+
+RESOLUTION = 2**40
+"""Probabilities are rounded to multiples of one over this."""
+NONE = -1
+"""Fills up rows of token ids."""
+
+
+class Sampled(NamedTuple):
+    """One token of each row. (K: the ``top_k`` of the draw)"""
+
+    tokens: Tensor
+    """[S] int64"""
+    logprobs: Tensor
+    """[S]"""
+    support: Tensor | None = None
+    """[S, K] int32: the tokens that ``top_k`` and ``top_p`` left, ascending, behind as many
+    `NONE` as are missing; None: it is not recorded."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Sampled:
+        """With every tensor changed."""
+        support = None if self.support is None else change(self.support)
+        return Sampled(change(self.tokens), change(self.logprobs), support)
+
+
+def keyed_uniform(seed: int, step: int, keys: Tensor, position: Tensor | int) -> Tensor:
+    """Uniform numbers in [0, 1) [S] float64, each a pure function of (seed, step, key, position).
+
+    keys [S] int64; position: one number or [S]. A row's number does not depend on the other rows of
+    the batch, on their order, or on the device.
+    """
+    return stream_uniform(keys.to(torch.int64) ^ start(seed, step), position)
+
+
+def stream(seed: int, step: int, key: int) -> int:
+    """The stream of numbers of (seed, step, key), for `stream_uniform`."""
+    return key ^ start(seed, step)
+
+
+def stream_uniform(streams: Tensor, position: Tensor | int) -> Tensor:
+    """The numbers of `keyed_uniform` [S] for streams [S] int64."""
+    bits = shift(mix(mix(streams) ^ position), 11)
+    return bits.to(torch.float64) * 2.0**-53
+
+
+def sample(
+    logits: Tensor,
+    uniforms: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    greedy: bool = False,
+    banned: Tensor | None = None,
+    support: bool = False,
+    record: bool = False,
+) -> Sampled:
+    """One token per row, by the inverse of the cumulative distribution at ``uniforms`` [S].
+
+    logits [S, V]. ``top_k`` and ``top_p`` restrict the draw, tokens in ``banned`` are never
+    drawn. Of equally likely tokens, those with lower ids come first.
+    Log-probabilities are those under the full distribution softmax(logits / temperature), whatever
+    the restrictions; with ``support``, under the part of it that ``top_k`` and ``top_p`` leave
+    (float64 for float64 logits, else float32). With ``record``, ``top_k`` is not None, and the
+    result has that part.
+    """
+    scaled = logits.to(wide(logits.dtype)) / temperature
+    allowed, whole = _ban(scaled, banned), scaled
+    kept = None
+    if greedy:
+        tokens = allowed.argmax(-1)
+    else:
+        allowed = _restrict(allowed, top_k, top_p)
+        tokens = _draw(allowed, uniforms)
+        if support and (top_k is not None or top_p < 1.0):
+            whole = allowed
+        if record and top_k is not None:
+            kept = _kept(allowed, top_k)
+    chosen = scaled.gather(-1, tokens[:, None]).squeeze(-1)
+    return Sampled(tokens, chosen - whole.logsumexp(-1), kept)
+
+
+def joined(parts: Sequence[Sampled]) -> Sampled:
+    """The draws of several calls, one behind the other."""
+    tokens = torch.cat([part.tokens for part in parts])
+    logprobs = torch.cat([part.logprobs for part in parts])
+    if all(part.support is None for part in parts):
+        return Sampled(tokens, logprobs)
+    supports = [
+        part.tokens.new_empty((len(part.tokens), 0), dtype=torch.int32)
+        if part.support is None
+        else part.support
+        for part in parts
+    ]
+    width = max(support.shape[1] for support in supports)
+    return Sampled(tokens, logprobs, torch.cat([_widened(each, width) for each in supports]))
+
+
+def _widened(support: Tensor, width: int) -> Tensor:
+    missing = width - support.shape[1]
+    return torch.nn.functional.pad(support, (missing, 0), value=NONE) if missing else support
+
+
+def _ban(scaled: Tensor, banned: Tensor | None) -> Tensor:
+    return scaled if banned is None else scaled.index_fill(-1, banned, float("-inf"))
+
+
+def _restrict(scaled: Tensor, top_k: int | None, top_p: float) -> Tensor:
+    """Set logits to minus infinity outside the top k tokens and the smallest set of mass p."""
+    if top_k is not None and top_k < scaled.shape[-1]:
+        least = scaled.topk(top_k, dim=-1).values[:, -1:]
+        ties, above = scaled == least, scaled > least
+        left = top_k - above.sum(-1, keepdim=True)
+        kept = above | (ties & (ties.cumsum(-1, dtype=torch.int32) <= left))
+        scaled = scaled.masked_fill(~kept, float("-inf"))
+    if top_p < 1.0:
+        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+        weights = _weights(ordered)
+        before = weights.cumsum(-1) - weights
+        ordered = ordered.masked_fill(before >= top_p * RESOLUTION, float("-inf"))
+        scaled = torch.empty_like(scaled).scatter_(-1, order, ordered)
+    return scaled
+
+
+def _kept(allowed: Tensor, top_k: int) -> Tensor:
+    """The tokens [S, top_k] int32 whose logits are not minus infinity, of which there are no more;
+    see `Sampled`."""
+    values, ids = allowed.topk(min(top_k, allowed.shape[-1]), dim=-1)
+    kept = ids.masked_fill(values == float("-inf"), NONE).sort(-1).values.to(torch.int32)
+    return _widened(kept, top_k)
+
+
+def _draw(scaled: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds the row's uniform number."""
+    cumulative = _weights(scaled).cumsum(-1)
+    target = (uniforms[:, None] * cumulative[:, -1:]).floor().long()
+    tokens: Tensor = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return tokens.clamp_(max=scaled.shape[-1] - 1)  # NaN logits give an index out of range
+
+
+def _weights(scaled: Tensor) -> Tensor:
+    """Probabilities in units of 1 / RESOLUTION, int64, so that sums are exact on every device."""
+    return scaled.double().softmax(-1).mul_(RESOLUTION).round_().long()

@@ -1,0 +1,195 @@
+"""Discounted sums over packed sequences: the recurrence behind advantages and returns.
+
+T packed tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slurmrl.tensors.ops.checks import (
+    FLOATS,
+    check_first,
+    check_offsets,
+    check_share,
+    check_vector,
+    wide,
+)
+from slurmrl.tensors.ops.native.load import operators
+
+
+def discounted_sums(
+    x: Tensor,
+    cu_seqlens: Tensor,
+    factor: float,
+    decay: Tensor | None = None,
+    tail: Tensor | None = None,
+) -> Tensor:
+    """y_t = x_t + factor decay_t y_{t+1} within each sequence; beyond its end, y is ``tail``.
+
+    Differentiable in x, decay and tail.
+
+    :param x: [T] float32, float64, bfloat16 or float16.
+    :param cu_seqlens: int32 or int64 [S+1], cumulative lengths; sequences may be empty.
+    :param factor: between 0 and 1.
+    :param decay: [T] of x's dtype; None means ones. An entry of 0 cuts off everything after it,
+        also infinities and NaN.
+    :param tail: [S] of x's dtype; None means zeros.
+    :return: [T], float64 for float64 inputs, else float32.
+    """
+    sums: Tensor = _scan(x, cu_seqlens, decay, tail, factor)
+    return sums
+
+
+def discounted_returns(
+    rewards: Tensor, cu_seqlens: Tensor, gamma: float, bootstrap_values: Tensor | None = None
+) -> Tensor:
+    """R_t = r_t + gamma R_{t+1} [T]; beyond a sequence's end R is ``bootstrap_values`` [S] or 0."""
+    check_first("rewards", rewards, FLOATS)
+    check_offsets("cu_seqlens", cu_seqlens, len(rewards), rewards.device)
+    check_share("gamma", gamma)
+    if bootstrap_values is not None:
+        sequences = len(cu_seqlens) - 1
+        check_vector(
+            "bootstrap_values", bootstrap_values, sequences, (rewards.dtype,), rewards.device
+        )
+    return discounted_sums(rewards, cu_seqlens, gamma, tail=bootstrap_values)
+
+
+@torch.library.custom_op("slurmrl::scan", mutates_args=())
+def _scan(
+    x: Tensor, cu_seqlens: Tensor, decay: Tensor | None, tail: Tensor | None, factor: float
+) -> Tensor:
+    check_first("x", x, FLOATS)
+    check_offsets("cu_seqlens", cu_seqlens, len(x), x.device)
+    check_share("factor", factor)
+    if decay is not None:
+        check_vector("decay", decay, len(x), (x.dtype,), x.device)
+    if tail is not None:
+        check_vector("tail", tail, len(cu_seqlens) - 1, (x.dtype,), x.device)
+    native = operators(x.device, len(x))
+    if native is None:
+        return reference(x, cu_seqlens, factor, decay, tail)
+    y = torch.empty(x.shape, dtype=wide(x.dtype), device=x.device)
+    native.scan(*map(contiguous, (x, cu_seqlens, decay, tail)), y, factor)
+    return y
+
+
+@_scan.register_fake
+def _(
+    x: Tensor, cu_seqlens: Tensor, decay: Tensor | None, tail: Tensor | None, factor: float
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=wide(x.dtype))
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, cu_seqlens, decay, tail, ctx.factor = inputs
+    ctx.save_for_backward(cu_seqlens, decay, tail, output)
+    ctx.dtype = x.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """With c = factor decay: dx_t = dy_t + c_{t-1} dx_{t-1}, dc_t = dx_t y_{t+1} and
+    dtail = c dx at each sequence's last token."""
+    cu_seqlens, decay, tail, y = ctx.saved_tensors
+    index = SequenceIndex(cu_seqlens, len(grad))
+    grad_x = forward_sums(
+        grad, cu_seqlens, ctx.factor, None if decay is None else decay.to(grad.dtype)
+    )
+    at_end = grad_x * ctx.factor if decay is None else grad_x * decay * ctx.factor
+    grad_tail = None
+    if tail is not None:
+        ends = torch.where(index.left == 1, at_end, torch.zeros_like(at_end))
+        grad_tail = tail.new_zeros(tail.shape, dtype=grad.dtype)
+        grad_tail = grad_tail.index_add(0, index.sequence, ends).to(ctx.dtype)
+    grad_decay = None
+    if decay is not None:
+        behind = torch.cat([y[1:], y[:1]])
+        last = torch.zeros_like(y) if tail is None else tail.to(y.dtype)[index.sequence]
+        behind = torch.where(index.left > 1, behind, last)
+        grad_decay = (ctx.factor * grad_x * behind).to(ctx.dtype)
+    return grad_x.to(ctx.dtype), None, grad_decay, grad_tail, None
+
+
+_scan.register_autograd(_backward, setup_context=_keep)
+
+
+def forward_sums(
+    x: Tensor, cu_seqlens: Tensor, factor: float, decay: Tensor | None = None
+) -> Tensor:
+    """y_t = x_t + factor decay_{t-1} y_{t-1} inside each sequence: the transposed recurrence."""
+    turned = len(x) - cu_seqlens.flip(0)
+    # Reversed, decay_{t-1} must be at the index of t.
+    turned_decay = None if decay is None else decay.roll(1).flip(0)
+    return discounted_sums(x.flip(0), turned, factor, turned_decay).flip(0)
+
+
+class SequenceIndex:
+    """The sequence of each packed token [T], and the number of tokens from it to the end of the
+    sequence, itself included [T]."""
+
+    def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
+        ends = cu_seqlens[1:].long()
+        numbers = torch.arange(len(ends), device=ends.device)
+        lengths = ends - cu_seqlens[:-1].long()
+        self.sequence = numbers.repeat_interleave(lengths, output_size=tokens)
+        self.step = torch.arange(tokens, device=ends.device)
+        self.left = ends[self.sequence] - self.step
+
+    def longest_bound(self) -> int:
+        """An upper bound of the longest sequence. On a GPU all tokens, to avoid a wait."""
+        if self.left.device.type != "cpu":
+            return len(self.left)
+        return int(self.left.max()) if len(self.left) else 0
+
+
+def reference(
+    x: Tensor,
+    cu_seqlens: Tensor,
+    factor: float,
+    decay: Tensor | None = None,
+    tail: Tensor | None = None,
+) -> Tensor:
+    """``discounted_sums`` in pure torch; bit-identical to the compiled form on a CPU."""
+    index = SequenceIndex(cu_seqlens, len(x))
+    dtype = wide(x.dtype)
+    sums = x.to(dtype, copy=True)  # an operator must not return its argument
+    coefficient = torch.full_like(sums, factor) if decay is None else factor * decay.to(dtype)
+    if tail is not None:
+        behind = tail.to(dtype)[index.sequence]
+        reached = (index.left == 1) & (coefficient != 0.0)
+        sums = torch.where(reached, sums + coefficient * behind, sums)
+    if decay is None:
+        return doubled(sums, index, factor)
+    return _doubled_with_decay(sums, coefficient, index)
+
+
+def doubled(sums: Tensor, index: SequenceIndex, factor: float) -> Tensor:
+    """sum_i factor^i x[t+i] to the end of t's sequence. Each pass doubles the number of terms, so
+    there are log2(longest) passes over all tokens."""
+    span, longest = 1, index.longest_bound()
+    while span < longest and factor**span > 0.0:
+        further = torch.where(index.left[:-span] > span, sums[span:], torch.zeros_like(sums[span:]))
+        sums = torch.cat([sums[:-span] + factor**span * further, sums[-span:]])
+        span *= 2
+    return sums
+
+
+def _doubled_with_decay(sums: Tensor, factors: Tensor, index: SequenceIndex) -> Tensor:
+    """``doubled`` with a factor per token; ``factors[t]`` is the product over the summed terms."""
+    span, longest = 1, index.longest_bound()
+    while span < longest:
+        inside = (index.left[:-span] > span) & (factors[:-span] != 0.0)
+        further = torch.where(inside, sums[span:], torch.zeros_like(sums[span:]))
+        beyond = torch.where(inside, factors[span:], torch.zeros_like(factors[span:]))
+        sums = torch.cat([sums[:-span] + factors[:-span] * further, sums[-span:]])
+        factors = torch.cat([factors[:-span] * beyond, factors[-span:]])
+        span *= 2
+    return sums

@@ -1,0 +1,62 @@
+"""Counter-based random bits: chains of SplitMix64's finalizer (Steele, Lea and Flood 2014).
+
+Each number is a pure function of what it is drawn for, so it depends neither on the other numbers
+of a batch, nor on their order, nor on the device. Torch-free.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING, TypeVar
+
+from slurmrl.tensors.layout.copy import Array
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Bits = TypeVar("Bits", Array, "Tensor")
+"""Of int64. (Arrays of one number at least: NumPy warns where a scalar wraps.)"""
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+def start(*numbers: int) -> int:
+    """A state as signed 64 bits, from whole numbers."""
+    state = 0
+    for number in numbers:
+        state = _mix_int(state ^ (number & _MASK))
+    return _signed(state)
+
+
+def mix(x: Bits) -> Bits:
+    """64 random bits for each number (multiplication wraps)."""
+    x = x + _signed(_GOLDEN)
+    x = (x ^ shift(x, 30)) * _signed(_MIX_1)
+    x = (x ^ shift(x, 27)) * _signed(_MIX_2)
+    return x ^ shift(x, 31)
+
+
+def shift(x: Bits, bits: int) -> Bits:
+    """Logical right shift (that of int64 is arithmetic)."""
+    shifted: Bits = (x >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
+
+
+def hash64(text: str) -> int:
+    """A stable hash of a text, as signed 64 bits."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def _mix_int(x: int) -> int:
+    x = (x + _GOLDEN) & _MASK
+    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
+    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    """The two's complement int64 with the bits of x."""
+    return x - 2**64 if x >= 2**63 else x

@@ -1,0 +1,167 @@
+"""Process groups of each model's layout, passed on in a ParallelContext. Nothing is global."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.parallel.topology import (
+    JOINT,
+    Folded,
+    ModelRanks,
+    ProcessTopology,
+    expert_topology,
+    topology_of,
+)
+
+OF_ONE: Final = ("dp", "shard")
+"""Groups that are made even for a single rank."""
+COMBINED: Final = {
+    "tp+cp": ("tp", "cp"),
+    "tp+pp": ("tp", "pp"),
+    "tp+dp+cp": ("tp", "dp", "cp"),
+    "all": ("pp", "dp", "cp", "tp"),
+    "alone": (),
+}
+"""More groups, those of one rank included, of engines that fold experts into their own grid."""
+OF_EXPERTS: Final = {
+    "ep": ("ep",),
+    "etp": ("tp",),
+    "edp": ("dp",),
+    "etp+ep": ("tp", "ep"),
+    "etp+ep+pp": ("tp", "ep", "pp"),
+}
+"""Groups along the axes of the experts' grid."""
+FOLDING: Final = ("megatron",)
+"""The engines that need `COMBINED` and `OF_EXPERTS`."""
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """The ranks and process groups of one model, as this rank sees them."""
+
+    role: str
+    device: torch.device
+    rank: int
+    """This process's rank within the model, an index of ``ranks``."""
+    ranks: tuple[int, ...]
+    """The model's ranks in the world."""
+    topology: ProcessTopology
+    groups: Mapping[str, dist.ProcessGroup]
+    """The group of each axis, and of each entry of JOINT, that this rank belongs to."""
+    experts: ProcessTopology | None = None
+    """The experts' own grid over the same ranks."""
+    virtual_pipeline: int = 1
+    """Model chunks of each pipeline stage."""
+    sequence_parallel: bool = False
+    """Whether activations between tensor-parallel blocks are split along the sequence."""
+    activity: Activity = field(default_factory=Activity, compare=False)
+    """The current activity of this rank."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def dp_rank(self) -> int:
+        return self.topology.coordinate(self.rank, "dp")
+
+    @property
+    def dp_size(self) -> int:
+        return self.topology.size("dp")
+
+    def axis_rank(self, axis: str) -> int:
+        """This rank's coordinate; 0 along an axis that the layout does not have."""
+        return self.topology.coordinate(self.rank, axis) if axis in self.topology.axes else 0
+
+    def axis_size(self, axis: str) -> int:
+        """1 for an axis that the layout does not have."""
+        return self.topology.size(axis) if axis in self.topology.axes else 1
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is the first of those that work on the same samples, for which it
+        reports."""
+        return all(self.axis_rank(axis) == 0 for axis in self.topology.axes if axis != "dp")
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The peers along an axis or an entry of JOINT; KeyError for an axis that the layout
+        does not have."""
+        return self.groups[axis]
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The one-dim mesh that parameters are sharded over: data- and context-parallel ranks."""
+        return DeviceMesh.from_group(
+            self.group("shard"), self.device.type, mesh_dim_names=("shard",)
+        )
+
+
+def build(
+    models: Iterable[ModelRanks],
+    *,
+    rank: int,
+    device: torch.device,
+    timeout: timedelta | None = None,
+    activity: Activity | None = None,
+) -> dict[str, ParallelContext]:
+    """The contexts, by role, of the models of which rank ``rank`` of the world holds a part.
+
+    Collective over the world: every rank calls it with the same models in plan order, whether
+    it holds them or not. Models on the same ranks share process groups.
+    ``timeout`` bounds one collective (None: the backend's default, which may differ from the
+    world's).
+    """
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    contexts: dict[str, ParallelContext] = {}
+    for model in models:
+        topology = topology_of(model)
+        groups: dict[str, dist.ProcessGroup] = {}
+        for axis, members in _families(model, topology):
+            peers = tuple(model.ranks[index] for index in members)
+            if peers not in made:
+                made[peers] = dist.new_group(list(peers), timeout=timeout)
+            if rank in peers:
+                groups[axis] = made[peers]
+        if rank in model.ranks:
+            own = model.ranks.index(rank)
+            folded = model if isinstance(model, Folded) else None
+            contexts[model.role] = ParallelContext(
+                model.role,
+                device,
+                own,
+                model.ranks,
+                topology,
+                groups,
+                experts=expert_topology(model),
+                virtual_pipeline=folded.virtual_pipeline if folded else 1,
+                sequence_parallel=folded.sequence_parallel if folded else False,
+                activity=activity or Activity(),
+            )
+    return contexts
+
+
+def _families(model: ModelRanks, topology: ProcessTopology) -> Iterator[tuple[str, list[int]]]:
+    """The name of each group, and its members as ranks within the model."""
+    for axis, along in {**{axis: (axis,) for axis in topology.axes}, **JOINT}.items():
+        for members in topology.blocks(along):
+            if len(members) > 1 or axis in OF_ONE:
+                yield axis, members
+    if not isinstance(model, Folded) or model.engine not in FOLDING:
+        return
+    for axis, along in COMBINED.items():
+        yield from ((axis, members) for members in topology.blocks(along))
+    if "pp" in topology.axes:
+        yield from (("ends", [stages[0], stages[-1]]) for stages in topology.groups("pp"))
+    experts = expert_topology(model)
+    if experts is not None:
+        for axis, along in OF_EXPERTS.items():
+            yield from ((axis, members) for members in experts.blocks(along))

@@ -1,0 +1,235 @@
+"""Execution of a move: the bytes go from source storages to target storages, over NCCL or gloo."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slurmrl.errors import LayoutError
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.transfer.copies import BoxCopies
+from slurmrl.tensors.transfer.plan import Cargo, MovePlan, Segment
+from slurmrl.tensors.transfer.regions import PlacedLayout
+
+Storages = Mapping[str, Tensor]
+"""A rank's tensors by storage name; each is contiguous."""
+
+
+class Holdings:
+    """One rank's part of a layout, and the tensors that hold it."""
+
+    def __init__(self, placed: PlacedLayout, rank: int, storages: Storages) -> None:
+        self._shards: dict[str, list[Shard]] = defaultdict(list)
+        if rank in placed.ranks:
+            for shard in placed.layout.held_by(placed.ranks.index(rank)):
+                self._shards[shard.name].append(shard)
+        self._storages = storages
+
+    def views(self, name: str, box: Box) -> list[Tensor]:
+        """The box's elements in every shard that contains them, as strided views."""
+        return [self._view(shard, box) for shard in self._shards[name] if shard.box.contains(box)]
+
+    def _view(self, shard: Shard, box: Box) -> Tensor:
+        try:
+            storage = self._storages[shard.storage].detach()
+        except KeyError:
+            raise LayoutError(f"no storage '{shard.storage}' of tensor '{shard.name}'") from None
+        offset = storage.storage_offset() + shard.offset_of(box)
+        last = sum((n - 1) * step for n, step in zip(box.size, shard.strides, strict=True))
+        if not storage.is_contiguous() or shard.offset_of(box) + last >= storage.numel():
+            raise LayoutError(
+                f"{box} of tensor '{shard.name}' exceeds its storage '{shard.storage}' of "
+                f"{storage.numel()} elements"
+            )
+        return storage.as_strided(box.size, shard.strides, offset)
+
+
+@dataclass(frozen=True)
+class _Leg:
+    """A segment on one link of its chain, at this rank's end."""
+
+    number: int
+    segment: Segment
+    peer: int
+
+
+@dataclass(frozen=True)
+class _Message:
+    """Bytes on one link."""
+
+    cargo: tuple[Cargo, ...]
+    bytes: Tensor
+    copies: list[Tensor] | None = None
+    """Where else a box belongs whose bytes are received into one of its places. None: the bytes
+    are in a buffer."""
+
+
+Arrived = dict[int, list[_Message]]
+"""Messages by the numbers of their segments."""
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """The operations of a slot, each with the messages that it receives."""
+
+    works: list[tuple[dist.Work, list[_Message]]]
+    arriving: Arrived
+    operations: list[dist.P2POp]
+    """These keep alive what is sent."""
+
+
+class Mover:
+    """One rank's part of a move, ready to be executed any number of times.
+
+    ``group`` contains all ranks of the move and is used by nothing else meanwhile. ``eta`` makes
+    the target a moving average: ``eta source + (1 - eta) target``, computed in float32 (float64
+    where either is). ``copies`` can be shared by the executions of a plan.
+    """
+
+    def __init__(
+        self,
+        plan: MovePlan,
+        rank: int,
+        source: Holdings,
+        target: Holdings,
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        eta: float = 1.0,
+        copies: BoxCopies | None = None,
+    ) -> None:
+        self.plan = plan
+        self._rank = rank
+        self._source = source
+        self._target = target
+        self._group = group
+        self._device = device
+        self._eta = eta
+        self._copies = copies or BoxCopies(device)
+        self._sends: dict[int, list[_Leg]] = defaultdict(list)
+        self._receives: dict[int, list[_Leg]] = defaultdict(list)
+        for number, segment in enumerate(plan.segments):
+            chain = segment.chain
+            if rank in chain:
+                place = chain.index(rank)
+                if place + 1 < len(chain):
+                    leg = _Leg(number, segment, chain[place + 1])
+                    self._sends[segment.slot + place].append(leg)
+                if place:
+                    leg = _Leg(number, segment, chain[place - 1])
+                    self._receives[segment.slot + place - 1].append(leg)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Execute the move. Every rank of the plan calls it; each may return when its own part is
+        done."""
+        arrived: Arrived = {}
+        slots = sorted({*self._sends, *self._receives})
+        for slot in slots:
+            under_way = self._post(slot, arrived)
+            if slot == slots[0]:
+                self._copy_local()
+            self._finish(under_way)
+            following = {leg.number for leg in self._sends.get(slot + 1, ())}
+            arrived = {n: found for n, found in under_way.arriving.items() if n in following}
+            del under_way  # buffers that are not passed on go before the next slot's are made
+        if not slots:
+            self._copy_local()
+
+    def _copy_local(self) -> None:
+        for cargo in self.plan.local.get(self._rank, ()):
+            source, *_ = self._source.views(cargo.name, cargo.box)
+            for target in self._target.views(cargo.name, cargo.box):
+                self._copies.write(target, source, self._eta)
+
+    def _post(self, slot: int, arrived: Arrived) -> _UnderWay:
+        """Begin what a slot sends and receives. ``arrived`` is what the slot before received and
+        this one passes on."""
+        operations: list[tuple[dist.P2POp, list[_Message]]] = []
+        arriving: Arrived = {}
+        for leg in self._receives.get(slot, ()):
+            arriving[leg.number] = [self._landing(cargo) for cargo in leg.segment.messages()]
+            for message in arriving[leg.number]:
+                operations.append((self._operation(dist.irecv, message, leg), [message]))
+        for leg in self._sends.get(slot, ()):
+            messages = arrived.get(leg.number)
+            if messages is None:
+                messages = [self._packed(cargo) for cargo in leg.segment.messages()]
+            operations += [(self._operation(dist.isend, message, leg), []) for message in messages]
+        operations.sort(key=lambda entry: entry[0].tag)  # the same order at both ends
+        posted = [operation for operation, _ in operations]
+        works = dist.batch_isend_irecv(posted)
+        received = [messages for _, messages in operations]
+        if len(works) < len(operations):  # NCCL has one for all
+            received = [*([] for _ in works[1:]), list(itertools.chain.from_iterable(received))]
+        return _UnderWay(list(zip(works, received, strict=True)), arriving, posted)
+
+    def _finish(self, under_way: _UnderWay) -> None:
+        for work, messages in under_way.works:
+            work.wait()
+            for message in messages:
+                self._unpack(message)
+
+    def _operation(self, kind: Any, message: _Message, leg: _Leg) -> dist.P2POp:
+        return dist.P2POp(kind, message.bytes, leg.peer, self._group, tag=leg.number)
+
+    def _packed(self, cargo: tuple[Cargo, ...]) -> _Message:
+        """A message of the source's elements: these themselves, or a copy."""
+        if len(cargo) == 1:
+            view = self._source.views(cargo[0].name, cargo[0].box)[0]
+            if self._travels(view, cargo[0]):
+                return _Message(cargo, _bytes(view))
+            packed = self._copies.packed(view, getattr(torch, cargo[0].dtype))
+            if packed is not None:
+                return _Message(cargo, _bytes(packed))
+        message = self._empty(cargo)
+        for item, elements in _boxes(message):
+            elements.copy_(self._source.views(item.name, item.box)[0])
+        return message
+
+    def _landing(self, cargo: tuple[Cargo, ...]) -> _Message:
+        """A message to receive: into the target itself, or into a buffer."""
+        if len(cargo) == 1 and self._eta == 1.0:
+            views = self._target.views(cargo[0].name, cargo[0].box)
+            for number, view in enumerate(views):
+                if self._travels(view, cargo[0]):
+                    return _Message(cargo, _bytes(view), [*views[:number], *views[number + 1 :]])
+        return self._empty(cargo)
+
+    def _travels(self, view: Tensor, cargo: Cargo) -> bool:
+        """Whether the elements lie in memory as they travel."""
+        same = view.dtype == getattr(torch, cargo.dtype) and view.device == self._device
+        return same and view.is_contiguous()
+
+    def _empty(self, cargo: tuple[Cargo, ...]) -> _Message:
+        count = sum(item.bytes for item in cargo)
+        return _Message(cargo, torch.empty(count, dtype=torch.uint8, device=self._device))
+
+    def _unpack(self, message: _Message) -> None:
+        if message.copies == []:
+            return
+        for item, elements in _boxes(message):
+            targets = message.copies
+            for target in self._target.views(item.name, item.box) if targets is None else targets:
+                self._copies.write(target, elements, self._eta)
+
+
+def _boxes(message: _Message) -> Iterator[tuple[Cargo, Tensor]]:
+    """The boxes in a message and their elements."""
+    offset = 0
+    for cargo in message.cargo:
+        flat = message.bytes[offset : offset + cargo.bytes].view(getattr(torch, cargo.dtype))
+        yield cargo, flat.view(cargo.box.size)
+        offset += cargo.bytes
+
+
+def _bytes(view: Tensor) -> Tensor:
+    return view.reshape(-1).view(torch.uint8)

@@ -1,0 +1,291 @@
+"""The plan of a move: who sends which boxes to whom, through whom, and when. Torch-free.
+
+A rank that needs elements which several ranks hold gets them from one on its own host, else from
+the one that sends least so far. Elements that several ranks need travel along a chain of them, one
+host after the other: each link carries every byte once, and every rank but the last of a chain
+passes on what it has received. Nothing is sent to a rank that holds it already.
+
+The transfers of one chain are cut into segments. Time is cut into slots: in each, a segment moves
+one link further along its chain. What a rank sends and receives in one slot fits into its staging
+budget. All ranks compute the same plan from the same arguments, so they agree without messages.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmrl.errors import LayoutError
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout.layout import ITEM_BYTES, TensorSpec
+from slurmrl.tensors.transfer.regions import PlacedLayout, Region, regions
+
+SEGMENTS_PER_BUDGET = 4
+"""How many segments of the largest size fit into the staging budget: so many chains can be under
+way through a rank at once."""
+LONGEST_CHAIN = 32
+"""Ranks on other hosts that one holder serves, where other holders can serve the rest: the last
+rank of a chain waits as many slots."""
+LOOK_AHEAD = 16
+"""Slots that are looked at together in the search for room."""
+ALONE = 256 << 10
+"""Bytes from which on a box is a message of its own, so that it can be sent and received in place;
+smaller ones share a message."""
+MESSAGE = 16 << 20
+"""The most bytes of a message. Memory of that size is recycled; larger blocks are new pages each
+time, whose first use takes longer than the transfer (see `tensors/parallel/device.py`)."""
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """A box of a tensor; its elements travel in row-major order as ``dtype``."""
+
+    name: str
+    box: Box
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return self.box.count * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Cargo that travels together along ``chain`` in one buffer, from ``slot`` on: it takes link n
+    of the chain in slot ``slot + n``."""
+
+    chain: Ranks
+    cargo: tuple[Cargo, ...]
+    slot: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(cargo.bytes for cargo in self.cargo)
+
+    def messages(self) -> Iterator[tuple[Cargo, ...]]:
+        """The cargo of each message, the same at both ends of a link."""
+        shared: list[Cargo] = []
+        used = 0
+        for item in self.cargo:
+            if item.bytes >= ALONE:
+                yield from ((part,) for part in parts(item, MESSAGE))
+                continue
+            if used + item.bytes > MESSAGE:
+                yield tuple(shared)
+                shared, used = [], 0
+            shared.append(item)
+            used += item.bytes
+        if shared:
+            yield tuple(shared)
+
+
+@dataclass(frozen=True)
+class MovePlan:
+    """All transfers of a move, the same on every rank."""
+
+    local: Mapping[int, tuple[Cargo, ...]]
+    """What each rank copies from its own source storages to its own target storages."""
+    segments: tuple[Segment, ...]
+    budget: int
+    """Staging bytes of a rank."""
+
+    @property
+    def slots(self) -> int:
+        return max((s.slot + len(s.chain) - 1 for s in self.segments), default=0)
+
+    def links(self) -> dict[tuple[int, int], int]:
+        """The bytes that each pair of sender and receiver exchanges."""
+        found: dict[tuple[int, int], int] = defaultdict(int)
+        for segment in self.segments:
+            for link in pairwise(segment.chain):
+                found[link] += segment.bytes
+        return dict(found)
+
+    def received(self) -> dict[int, int]:
+        """The bytes that each rank receives; the least possible is what it needs and lacks."""
+        found: dict[int, int] = defaultdict(int)
+        for (_, receiver), count in self.links().items():
+            found[receiver] += count
+        return dict(found)
+
+    def staging(self) -> dict[int, int]:
+        """The most bytes that each rank stages in one slot."""
+        used: dict[tuple[int, int], int] = defaultdict(int)
+        for segment in self.segments:
+            for number, link in enumerate(pairwise(segment.chain)):
+                for rank in link:
+                    used[rank, segment.slot + number] += segment.bytes
+        most: dict[int, int] = defaultdict(int)
+        for (rank, _), count in used.items():
+            most[rank] = max(most[rank], count)
+        return dict(most)
+
+
+def plan_move(
+    source: PlacedLayout, target: PlacedLayout, *, hosts: Mapping[int, int], budget: int
+) -> MovePlan:
+    """The plan that fills every box of the target layout.
+
+    ``hosts`` gives the host of each global rank; ``budget`` the staging bytes of a rank.
+
+    :raises LayoutError: the layouts are not of one model (see `regions`), or the budget is smaller
+        than one element.
+    """
+    local: dict[int, list[Cargo]] = defaultdict(list)
+    streams: dict[Ranks, list[Cargo]] = defaultdict(list)
+    load: dict[int, int] = defaultdict(int)
+    for region in regions(source, target):
+        specs = (layout.layout.tensors[region.name] for layout in (source, target))
+        cargo = Cargo(region.name, region.box, wire_dtype(region.name, *specs))
+        holders = set(region.holders)
+        for rank in region.takers:
+            if rank in holders:
+                local[rank].append(cargo)
+        for chain in _chains(region, hosts, load):
+            streams[chain].append(cargo)
+            for rank in chain[:-1]:
+                load[rank] += cargo.bytes
+    limit = budget // SEGMENTS_PER_BUDGET
+    cut = [
+        (chain, tuple(_segments(cargo, limit)))
+        for chain, cargo in sorted(streams.items(), key=lambda entry: entry[0])
+    ]
+    return MovePlan(
+        {rank: tuple(cargo) for rank, cargo in sorted(local.items())},
+        tuple(_scheduled(cut, budget)),
+        budget,
+    )
+
+
+def wire_dtype(name: str, source: TensorSpec, target: TensorSpec) -> str:
+    """The dtype in which elements travel: the narrower one, so that no byte is sent in vain."""
+    if source.dtype == target.dtype:
+        return source.dtype
+    if "int" in source.dtype or "int" in target.dtype:
+        raise LayoutError(
+            f"tensor '{name}' is {source.dtype} in the source and {target.dtype} in the target"
+        )
+    return min(source.dtype, target.dtype, key=ITEM_BYTES.__getitem__)
+
+
+def _chains(region: Region, hosts: Mapping[int, int], load: Mapping[int, int]) -> Iterator[Ranks]:
+    """Chains that take a region's elements to all that lack them, each from one holder."""
+    lacking = [rank for rank in region.takers if rank not in region.holders]
+    if not lacking:
+        return
+    holders: dict[int, list[int]] = defaultdict(list)
+    for rank in region.holders:
+        holders[hosts[rank]].append(rank)
+    far: list[int] = []
+    near: dict[int, list[int]] = defaultdict(list)
+    for rank in lacking:
+        if hosts[rank] in holders:
+            near[hosts[rank]].append(rank)
+        else:
+            far.append(rank)
+    for host, takers in near.items():
+        yield (_least_loaded(holders[host], load), *takers)
+    by_host = sorted(far, key=lambda rank: (hosts[rank], rank))
+    chains = min(len(region.holders), -(-len(far) // LONGEST_CHAIN))
+    free = set(region.holders)
+    for number in range(chains):
+        first, last = (len(far) * n // chains for n in (number, number + 1))
+        sender = _least_loaded(free, load)
+        free.remove(sender)
+        yield (sender, *by_host[first:last])
+
+
+def _least_loaded(ranks: Iterable[int], load: Mapping[int, int]) -> int:
+    return min(ranks, key=lambda rank: (load.get(rank, 0), rank))
+
+
+def _segments(cargo: Sequence[Cargo], limit: int) -> Iterator[tuple[Cargo, ...]]:
+    """The cargo of a chain in buffers of at most ``limit`` bytes; wide elements first, which keeps
+    all of a buffer aligned."""
+    packed: list[Cargo] = []
+    used = 0
+    for whole in sorted(cargo, key=lambda item: -ITEM_BYTES[item.dtype]):
+        for part in parts(whole, limit):
+            if used + part.bytes > limit:
+                yield tuple(packed)
+                packed, used = [], 0
+            packed.append(part)
+            used += part.bytes
+    yield tuple(packed)
+
+
+def parts(cargo: Cargo, limit: int) -> Iterator[Cargo]:
+    """Cargo in parts of at most ``limit`` bytes, cut along its first dims."""
+    if cargo.bytes <= limit:
+        yield cargo
+        return
+    most = limit // ITEM_BYTES[cargo.dtype]
+    if most < 1:
+        raise LayoutError(f"a staging budget of {limit * SEGMENTS_PER_BUDGET} bytes is too small")
+    start, size = cargo.box.start, cargo.box.size
+    dim = next(dim for dim, length in enumerate(size) if length > 1)
+    inner = cargo.box.count // size[dim]
+    each = max(1, most // inner)
+    for first in range(0, size[dim], each):
+        box = Box(
+            (*start[:dim], start[dim] + first, *start[dim + 1 :]),
+            (*size[:dim], min(each, size[dim] - first), *size[dim + 1 :]),
+        )
+        yield from parts(Cargo(cargo.name, box, cargo.dtype), limit)
+
+
+def _scheduled(
+    cut: Sequence[tuple[Ranks, tuple[tuple[Cargo, ...], ...]]], budget: int
+) -> Iterator[Segment]:
+    """The segments with the first slots in which they fit into the budgets of all their ranks, in
+    the order of the slots."""
+    numbers = {rank: n for n, rank in enumerate(sorted({r for chain, _ in cut for r in chain}))}
+    places = [np.array([numbers[rank] for rank in chain]) for chain, _ in cut]
+    room = _Room(len(numbers), budget)
+    made: list[Segment] = []
+    last = [0] * len(cut)
+    for turn in range(max((len(segments) for _, segments in cut), default=0)):
+        # chains take turns, so that all are under way early
+        for number, (chain, segments) in enumerate(cut):
+            if turn < len(segments):
+                cargo = segments[turn]
+                count = sum(item.bytes for item in cargo)
+                last[number] = room.take(places[number], count, after=last[number])
+                made.append(Segment(chain, cargo, last[number]))
+    yield from sorted(made, key=lambda segment: segment.slot)
+
+
+class _Room:
+    """The staging bytes that are left to each rank in each slot."""
+
+    def __init__(self, ranks: int, budget: int) -> None:
+        self._budget = budget
+        self._left = np.full((2 * LOOK_AHEAD, ranks), budget, dtype=np.int64)
+
+    def take(self, chain: npt.NDArray[np.intp], count: int, *, after: int) -> int:
+        """Take ``count`` bytes at both ends of each link of a chain, a slot for each link. Return
+        the first slot, which is ``after`` or later."""
+        links = np.arange(len(chain) - 1)
+        slot = after
+        while True:
+            self._extend(slot + LOOK_AHEAD + len(links))
+            rows = slot + links + np.arange(LOOK_AHEAD)[:, None]
+            left = np.minimum(self._left[rows, chain[:-1]], self._left[rows, chain[1:]])
+            fits = np.flatnonzero((left >= count).all(axis=1))
+            if len(fits):
+                slot += int(fits[0])
+                break
+            slot += LOOK_AHEAD
+        self._left[slot + links, chain[:-1]] -= count
+        self._left[slot + links, chain[1:]] -= count
+        return slot
+
+    def _extend(self, slots: int) -> None:
+        while len(self._left) < slots:
+            self._left = np.concatenate([self._left, np.full_like(self._left, self._budget)])

@@ -1,0 +1,218 @@
+"""The weight versions of a trial: what they consist of, whether they are intact, and the removal of
+those that no reader needs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, WeightVersionError
+from slurmrl.fsio import atomic
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import explain
+from slurmrl.tensors.weights.reader import VersionFiles
+from slurmrl.tensors.weights.version import (
+    MANIFEST,
+    VersionId,
+    VersionManifest,
+    read_manifest,
+    version_ids,
+)
+
+COMPLETE = "complete"
+UNFINISHED = "unfinished"
+BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class StoredVersion:
+    """A version that has a directory."""
+
+    version: str
+    step: int
+    incarnation: int
+    state: str
+    """``complete``, ``unfinished`` (no manifest: it is being written, or its writers are gone) or
+    ``broken``."""
+    bytes: int
+    """Of its files."""
+    time: float | None = None
+    """Seconds since the epoch when it was published, by the publisher's clock. This and the
+    following are None if its manifest cannot be read."""
+    base: str | None = None
+    """The version that it is a difference from; None for a whole one."""
+    tensors: int | None = None
+    chain: int | None = None
+    """How many versions a host without a copy reads: 1 for a whole one."""
+    frozen: str | None = None
+    """Of a version of adapters: the fingerprint of the weights that they belong to."""
+    problem: str | None = None
+
+
+def inventory(
+    versions: Path, *, verify: bool = False, calls: SystemCalls = REAL
+) -> list[StoredVersion]:
+    """All versions in a directory, from old to new. Sizes of files and bases are always checked,
+    stored bytes if ``verify``. One that is removed meanwhile is omitted.
+
+    Raises EnvironmentFailure if the directory or one of its versions cannot be read.
+    """
+    found: dict[str, StoredVersion] = {}
+    with VersionFiles(versions, calls=calls) as files:
+        for version in version_ids(versions, calls=calls):
+            try:
+                one = _look(versions, version, files, found, verify, calls)
+            except FileNotFoundError:
+                continue
+            found[one.version] = one
+    return list(found.values())
+
+
+def _look(
+    versions: Path,
+    version: VersionId,
+    files: VersionFiles,
+    older: dict[str, StoredVersion],
+    verify: bool,
+    calls: SystemCalls,
+) -> StoredVersion:
+    """Raises FileNotFoundError if its directory is gone."""
+    folder = versions / version.name
+    sizes = _sizes(folder, calls)
+    size = sum(sizes.values())
+    place = version.name, version.step, version.incarnation
+    if MANIFEST not in sizes:
+        return StoredVersion(*place, UNFINISHED, size)
+    try:
+        manifest = files.manifest(version)
+    except (WeightVersionError, CorruptFileError) as error:
+        _sizes(folder, calls)
+        return StoredVersion(*place, BROKEN, size, problem=str(error))
+    base = None if manifest.base is None else older.get(manifest.base)
+    problem = _problem(manifest, sizes, base)
+    if problem is None and verify:
+        problem = _damage(manifest, files)
+    if problem is not None:
+        _sizes(folder, calls)
+    return StoredVersion(
+        *place,
+        COMPLETE if problem is None else BROKEN,
+        size,
+        manifest.time,
+        manifest.base,
+        len(manifest.tensors),
+        _chain(manifest, base),
+        manifest.frozen,
+        problem,
+    )
+
+
+def _sizes(folder: Path, calls: SystemCalls) -> dict[str, int]:
+    """The files of a directory. Raises FileNotFoundError, EnvironmentFailure."""
+    names = atomic.list_names(folder, calls=calls)
+    try:
+        return {name: calls.stat(folder / name).st_size for name in names}
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise explain(error, "read", folder) from error
+
+
+def _problem(
+    manifest: VersionManifest, sizes: dict[str, int], base: StoredVersion | None
+) -> str | None:
+    for file in manifest.files:
+        if file.name not in sizes:
+            return f"{file.name} is missing"
+        if sizes[file.name] != file.size:
+            return f"{file.name} has {sizes[file.name]} bytes instead of {file.size}"
+    if manifest.base is None:
+        return None
+    if base is None:
+        return f"its base {manifest.base} is missing"
+    return None if base.state == COMPLETE else f"its base {manifest.base} is {base.state}"
+
+
+def _chain(manifest: VersionManifest, base: StoredVersion | None) -> int | None:
+    if manifest.base is None:
+        return 1
+    return None if base is None or base.chain is None else base.chain + 1
+
+
+def _damage(manifest: VersionManifest, files: VersionFiles) -> str | None:
+    try:
+        for tensor in manifest.tensors:
+            if tensor.file:
+                files.stored(manifest.id, tensor)
+    except (WeightVersionError, EnvironmentFailure) as error:
+        return str(error)
+    return None
+
+
+REMOVED = "removed-"
+"""What the names of directories begin with that are being removed."""
+
+
+def superseded(
+    known: Iterable[VersionId], published: Sequence[VersionManifest], keep_whole: int
+) -> list[VersionId]:
+    """The versions, among those ``known``, that may be removed, from old to new.
+
+    Kept are the ``keep_whole`` newest whole versions, everything later than the oldest of these,
+    published or not, and what the differences among them are against.
+    """
+    whole = sorted(one.id for one in published if one.base is None)
+    if not whole:
+        return []
+    oldest = whole[-keep_whole:][0]
+    bases = {one.id: one.base for one in published}
+    kept = {version for version in known if not version < oldest}
+    for version in list(kept):
+        while (base := bases.get(version)) is not None:
+            version = VersionId.parse(base)
+            kept.add(version)
+    return sorted(set(known) - kept)
+
+
+def prune(versions: Path, keep_whole: int, *, calls: SystemCalls = REAL) -> list[VersionId]:
+    """Remove the `superseded` versions of a directory; return them. Raises EnvironmentFailure: what
+    is left is removed the next time."""
+    known = version_ids(versions, calls=calls)
+    published = []
+    for version in known:
+        with suppress(WeightVersionError):  # unfinished or damaged
+            published.append(read_manifest(versions / version.name, calls=calls))
+    old = superseded(known, published, keep_whole)
+    for version in reversed(old):  # a killed process leaves no version without its base
+        remove(versions, version, calls=calls)
+    _sweep(versions, calls)
+    return old
+
+
+def remove(versions: Path, version: VersionId, *, calls: SystemCalls = REAL) -> None:
+    """Remove a version, published or not; does nothing if there is none.
+
+    Its directory is renamed first: whoever reads it finds a missing version and not half of one.
+    Raises EnvironmentFailure.
+    """
+    folder, aside = versions / version.name, versions / f"{REMOVED}{version}"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        calls.rename(folder, aside)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise explain(error, "remove", folder) from error
+    atomic.sync_directory(versions, calls=calls)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sweep(versions: Path, calls: SystemCalls) -> None:
+    """Remove what a killed process has only renamed."""
+    with suppress(FileNotFoundError, EnvironmentFailure):
+        for name in atomic.list_names(versions, calls=calls):
+            if name.startswith(REMOVED):
+                shutil.rmtree(versions / name, ignore_errors=True)

@@ -1,0 +1,224 @@
+"""What a weight version is: its name, its manifest, the index of each part, and their files.
+
+Records are JSON objects with a checksum, replaced atomically. The checksum covers the content, so
+that a damaged name or shape is found as surely as damaged weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property, total_ordering
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from slurmrl.errors import CorruptFileError, WeightVersionError
+from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.objects import Dataclass, from_json, to_json
+from slurmrl.fsio.shapes import COUNT, FILE_NAME, INTEGER, SIZE, TEXT, Fields, FieldType, one_of
+from slurmrl.tensors.checkpoint.checksums import Checksum
+from slurmrl.tensors.layout.layout import TensorSpec
+
+_NAME = re.compile(r"(0|[1-9][0-9]{0,15})\.(0|[1-9][0-9]{0,15})")
+RAW = "raw"
+"""The tensor's bits, little-endian."""
+DELTA = "xor-zstd"
+"""The bits XOR those of the base version, compressed (see `delta`)."""
+SAME = "same"
+"""Nothing is stored: the tensor has the bits that it has in the base version."""
+
+
+@total_ordering
+@dataclass(frozen=True)
+class VersionId:
+    """Names the weights after a training step of an incarnation.
+
+    A later incarnation comes later, whatever its step: it may have begun at an older commit, and
+    what its predecessor published after that was rolled back.
+    """
+
+    step: Annotated[int, INTEGER]
+    incarnation: Annotated[int, INTEGER]
+
+    @staticmethod
+    def parse(name: str) -> VersionId:
+        """The inverse of `name`. Raises CorruptFileError."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise CorruptFileError(f"'{name}' is no weight version: expected STEP.INCARNATION")
+        return VersionId(int(found[1]), int(found[2]))
+
+    @property
+    def name(self) -> str:
+        """``<step>.<incarnation>``."""
+        return f"{self.step}.{self.incarnation}"
+
+    def __lt__(self, other: VersionId) -> bool:
+        return (self.incarnation, self.step) < (other.incarnation, other.step)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _is_version(value: object) -> bool:
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None
+
+
+VERSION = FieldType("STEP.INCARNATION", _is_version)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a version, and where its bytes are."""
+
+    name: str
+    """Its name in a Hugging Face checkpoint."""
+    dtype: str
+    shape: tuple[Annotated[int, SIZE], ...]
+    encoding: Annotated[str, one_of(RAW, DELTA, SAME)]
+    checksum: str
+    """Of all bits of the tensor (see `tensors.checkpoint.checksums`)."""
+    file: str = ""
+    offset: Annotated[int, SIZE] = 0
+    bytes: Annotated[int, SIZE] = 0
+    """Stored in the file."""
+    stored_checksum: str = ""
+    """Of the stored bytes."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class PartFile:
+    """A file with tensors' bytes."""
+
+    name: Annotated[str, FILE_NAME]
+    size: Annotated[int, SIZE]
+
+
+@dataclass(frozen=True)
+class PartIndex:
+    """What one rank has written of a version."""
+
+    part: Annotated[int, COUNT]
+    file: PartFile
+    tensors: tuple[StoredTensor, ...]
+    base: Annotated[str, VERSION] | None = None
+    """Name of the version that its deltas are against."""
+    frozen: str | None = None
+    """See `VersionManifest.frozen`."""
+
+
+@dataclass(frozen=True)
+class VersionManifest:
+    """A published version. It is whole if it has no base."""
+
+    id: VersionId
+    time: float
+    """Seconds since the epoch when it was published, by the publisher's clock."""
+    files: tuple[PartFile, ...]
+    tensors: tuple[StoredTensor, ...]
+    base: Annotated[str, VERSION] | None = None
+    """Name of the version that its deltas are against."""
+    frozen: str | None = None
+    """Of a model that trains adapters: the fingerprint of its frozen weights (see
+    `engines.fingerprint`), which the version does not hold. None if it holds all weights."""
+
+    @property
+    def bytes(self) -> int:
+        """On disk, without the records."""
+        return sum(file.size for file in self.files)
+
+    @cached_property
+    def by_name(self) -> dict[str, StoredTensor]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+
+FORMAT = 2
+READABLE = (1, 2)
+"""Records of format 1 have all weights of a model. Its readers would take adapters for these."""
+MANIFEST = "manifest.json"
+_CONTENT = FieldType("an object", lambda value: isinstance(value, dict))
+_FIELDS: Fields = {"format": INTEGER, "checksum": TEXT, "content": _CONTENT}
+R = TypeVar("R", bound=Dataclass)
+
+
+def part_file(part: int) -> str:
+    return f"part-{part}.bin"
+
+
+def part_index(part: int) -> str:
+    return f"part-{part}.json"
+
+
+def write_record(path: Path, record: Dataclass, *, calls: SystemCalls = REAL) -> None:
+    """Replace a record durably. Raises EnvironmentFailure."""
+    content = to_json(record)
+    values = {"format": FORMAT, "checksum": _checksum(content), "content": content}
+    atomic.replace(path, (_text(values) + "\n").encode(), calls=calls)
+
+
+def read_record(path: Path, kind: type[R], *, calls: SystemCalls = REAL) -> R:
+    """Raises FileNotFoundError, CorruptFileError, EnvironmentFailure."""
+    values = documents.read(path, _FIELDS, _FIELDS, calls=calls)
+    if values["format"] not in READABLE:
+        raise CorruptFileError(
+            f"{path} has format {values['format']}; this program reads formats up to {FORMAT}"
+        )
+    if values["checksum"] != _checksum(values["content"]):
+        raise CorruptFileError(f"{path} has another checksum")
+    return from_json(kind, values["content"], path)
+
+
+def read_part(folder: Path, part: int, *, calls: SystemCalls = REAL) -> PartIndex:
+    """The index of a part that its rank has finished. Raises WeightVersionError,
+    EnvironmentFailure."""
+    return _read(folder / part_index(part), PartIndex, calls)
+
+
+def read_manifest(folder: Path, *, calls: SystemCalls = REAL) -> VersionManifest:
+    """The manifest of a published version. Raises WeightVersionError if there is none or it is
+    damaged, EnvironmentFailure if it cannot be read."""
+    manifest = _read(folder / MANIFEST, VersionManifest, calls)
+    if manifest.id.name != folder.name:
+        raise WeightVersionError(f"{folder / MANIFEST} is that of version {manifest.id}")
+    return manifest
+
+
+def version_ids(folder: Path, *, calls: SystemCalls = REAL) -> list[VersionId]:
+    """The versions that have a directory in ``folder``, published or not, from old to new. Raises
+    EnvironmentFailure."""
+    found = []
+    try:
+        names = atomic.list_names(folder, calls=calls)
+    except FileNotFoundError:  # nothing was published yet
+        return []
+    for name in names:
+        try:
+            found.append(VersionId.parse(name))
+        except CorruptFileError:
+            continue
+    return sorted(found)
+
+
+def _read(path: Path, kind: type[R], calls: SystemCalls) -> R:
+    try:
+        return read_record(path, kind, calls=calls)
+    except FileNotFoundError as error:
+        raise WeightVersionError(f"{path} is missing") from error
+    except CorruptFileError as error:
+        raise WeightVersionError(str(error)) from error
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    found = Checksum()
+    found.update(_text(content).encode())
+    return str(found)
+
+
+def _text(values: dict[str, Any]) -> str:
+    return json.dumps(values, separators=(",", ":"), ensure_ascii=False)

@@ -1,0 +1,211 @@
+"""The present of a trial: what it waits for, its pace, the time left. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+from slurmrl.run import hang
+from slurmrl.run.rollouts import RolloutTaskView
+from slurmrl.scheduler.base import JobState, TaskState
+from slurmrl.watch import published, story, throughput
+from slurmrl.watch.snapshot import Traces, TrialSnapshot
+
+SKIPPED_STEPS = 3
+"""Steps in a row without an update that are reported while a trial runs."""
+UNJUDGED_STEPS = 20
+MOST_UNJUDGED = 0.1
+"""A share of completions that is no accident any more."""
+
+
+def describe(
+    snapshot: TrialSnapshot, tasks: Sequence[TaskState], status: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return fields of the status object; ``status`` holds the state, step and incarnations."""
+    state, told = status["state"], status["incarnations"]
+    lives = bool(told) and told[-1]["cause"] == "running"
+    newest = snapshot.incarnations[-1] if snapshot.incarnations else None
+    return {
+        "phase": snapshot.said.get("phase") if lives or snapshot.state.end else None,
+        "warned": story.warning(newest.warned) if lives and newest and newest.warned else None,
+        "waiting": _waiting(snapshot) if lives else None,
+        "doing": list(snapshot.said.get("doing", [])) if lives else [],
+        "rollouts": _rollouts(snapshot) if lives else None,
+        "link": _link(tasks, snapshot.now) if state == "RUNNING" else None,
+        "pending": _pending(snapshot, tasks) if state == "PENDING" else None,
+        "checkpoint_failures": _failed_commits(snapshot, newest) if newest else None,
+        "skipped": _skipped(snapshot),
+        "unjudged": _unjudged(snapshot),
+        "timing": _timing(snapshot, state, status["step"]),
+    }
+
+
+def _waiting(snapshot: TrialSnapshot) -> dict[str, Any] | None:
+    """Return what the master waits for, and the hosts of the ranks that it waits for."""
+    said = snapshot.said.get("waiting")
+    group = snapshot.trainers
+    if not said or not said.get("for") or group is None:
+        return None
+    places = [f"{group.name}/{rank // group.workers_per_host}" for rank in said["for"]]
+    tasks = snapshot.said.get("tasks", {})
+    hosts = [tasks[place]["host"] for place in places if place in tasks]
+    ranks = group.hosts * group.workers_per_host
+    explained = hang.explain(published.doing(snapshot.said))
+    return {**said, "hosts": list(dict.fromkeys(hosts)), "of": ranks, "explained": explained}
+
+
+def _rollouts(snapshot: TrialSnapshot) -> dict[str, Any] | None:
+    view = published.rollouts(snapshot.said)
+    if view is None:
+        return None
+    return {**asdict(view), "tasks": list(map(_at, view.tasks)), "failed": _failed(snapshot)}
+
+
+def _failed(snapshot: TrialSnapshot) -> dict[str, Any] | None:
+    """Return the newest failure of a rollout task."""
+    if not snapshot.task_failures:
+        return None
+    (group, task), (_, failure) = max(snapshot.task_failures.items(), key=lambda one: one[0])
+    words = story.attempt_failure_words(failure)
+    return {"task": f"{group}/{task}", "host": failure.host or "", "why": words}
+
+
+def _at(task: RolloutTaskView) -> dict[str, Any]:
+    """Return a rollout task as it stands; its pace is the mean since it started."""
+    seconds = task.counts.get("seconds", 0.0)
+    return {
+        "task": task.task,
+        "attempt": task.attempt,
+        "host": task.host,
+        "state": task.state,
+        "version": task.version,
+        "leased": task.leased,
+        "tokens_per_s": task.counts.get("tokens", 0.0) / seconds if seconds else None,
+        "silent_s": task.silent_s,
+    }
+
+
+def _link(tasks: Sequence[TaskState], now: float) -> dict[str, Any] | None:
+    running = next((task for task in tasks if task.state is JobState.RUNNING), None)
+    if running is None:
+        return None
+    return {
+        "job_id": running.job_id,
+        "time_left_s": running.time_left_s,
+        "runs_s": _age_s(running.start, now),
+    }
+
+
+def _age_s(start: str, now: float) -> float | None:
+    """Return the age of a local time as the scheduler writes it; None if it is no time."""
+    try:
+        return max(now - datetime.fromisoformat(start).timestamp(), 0.0)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _pending(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> dict[str, Any] | None:
+    waiting = [task for task in tasks if task.state is JobState.PENDING]
+    if not waiting:  # it is being submitted
+        return None
+    task = min(waiting, key=lambda one: one.element)
+    submission = snapshot.submission
+    since = [submission.time] if submission is not None and submission.time is not None else []
+    if snapshot.incarnations:
+        since.append(story.last_word(snapshot.incarnations[-1]))
+    return {
+        "reason": task.reason,
+        "words": task.words or task.reason,
+        "since_s": max(snapshot.now - max(since), 0.0) if since else None,
+        "expected_start": task.start or None,
+    }
+
+
+def _failed_commits(snapshot: TrialSnapshot, newest: Traces) -> dict[str, Any] | None:
+    kinds = [event["kind"] for event in newest.master]
+    after = len(kinds) - kinds[::-1].index("commit") if "commit" in kinds else 0
+    failed = [event for event in newest.master[after:] if event["kind"] == "checkpoint_failed"]
+    said = snapshot.said.get("checkpoint_failed")
+    failed = failed or ([said] if said else [])  # events may not fit on the full disk
+    if not failed:
+        return None
+    commits = [one.begun.commit for one in snapshot.incarnations if one.begun.commit]
+    return {
+        "count": len(failed),
+        "step": failed[-1].get("step"),
+        "reason": str(failed[-1].get("reason", "")),
+        "last_commit_s": max(snapshot.now - commits[-1].time, 0.0) if commits else None,
+    }
+
+
+def _skipped(snapshot: TrialSnapshot) -> dict[str, Any] | None:
+    """Return the newest steps in a row in which a model was not updated at all, if they are
+    SKIPPED_STEPS or more, or all steps of an ended trial."""
+    trained = [line for line in snapshot.lines if _models(line)]
+    names = sorted({name for line in trained for name in _models(line)})
+    runs = [(len(list(takewhile(partial(_in_vain, name), trained[::-1]))), name) for name in names]
+    longest, model = max(runs, default=(0, ""))
+    ended_so = snapshot.state.end is not None and longest == len(trained)
+    if not longest or (longest < SKIPPED_STEPS and not ended_so):
+        return None
+    return {"steps": longest, "model": model}
+
+
+def _unjudged(snapshot: TrialSnapshot) -> dict[str, Any] | None:
+    """Return the share of completions of the newest steps that the reward could not judge, if it is
+    MOST_UNJUDGED or more."""
+    given = [line.get("reward_unjudged") for line in snapshot.lines[-UNJUDGED_STEPS:]]
+    shares = [float(share) for share in given if isinstance(share, int | float)]
+    if not shares or sum(shares) < MOST_UNJUDGED * len(shares):
+        return None
+    return {"steps": len(shares), "share": sum(shares) / len(shares)}
+
+
+def _models(line: Mapping[str, Any]) -> list[str]:
+    """Return the models whose updates a line counts (``actor_skipped``); SFT's has no name."""
+    counted = (name for name in line if name == "skipped" or name.endswith("_skipped"))
+    return [name.removesuffix("skipped").removesuffix("_") for name in counted]
+
+
+def _in_vain(model: str, line: Mapping[str, Any]) -> bool:
+    """Whether the engine skipped every update of a step: their gradients were not finite."""
+    prefix = f"{model}_" if model else ""
+    skipped, updates = line.get(f"{prefix}skipped"), line.get(f"{prefix}updates", 1)
+    numbers = isinstance(skipped, int | float) and isinstance(updates, int | float)
+    return numbers and 0 < updates <= skipped
+
+
+def _timing(snapshot: TrialSnapshot, state: str, step: int) -> dict[str, Any]:
+    """Return the timing; the pace is that of the newest steps, of whichever incarnations."""
+    events = [event for traces in snapshot.incarnations for event in traces.master]
+    newest = snapshot.incarnations[-1] if snapshot.incarnations else None
+    step_s = throughput.step_s(snapshot.lines, events)
+    total = snapshot.total_steps
+    commit_s, stall_s = throughput.commits(events)
+    trained_s = throughput.kept_s(snapshot.trained_s, snapshot.lines, step)
+    return {
+        "step_s": step_s,
+        "left_s": throughput.left_s(step_s, step, total) if not snapshot.state.end else None,
+        "start_s": throughput.start_s(newest.begun.time, newest.master) if newest else None,
+        "commit_s": commit_s,
+        "commit_stall_s": stall_s,
+        "signal_lead_s": snapshot.submission.signal_lead_s if snapshot.submission else None,
+        "effective_ratio": throughput.effective_ratio(
+            trained_s, snapshot.first_step_at, _until(snapshot, state)
+        ),
+    }
+
+
+def _until(snapshot: TrialSnapshot, state: str) -> float | None:
+    """Return the end of the trial's time so far, by its own hosts' clocks while they report."""
+    if snapshot.state.end is not None:
+        return snapshot.state.end.time
+    if state == "RUNNING" and "time" in snapshot.said:
+        return float(snapshot.said["time"])
+    if not snapshot.incarnations:
+        return None
+    return max(story.last_word(snapshot.incarnations[-1]), story.last_line(snapshot))

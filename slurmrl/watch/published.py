@@ -1,0 +1,177 @@
+"""Typed readers of what processes publish in the name store.
+
+A trial continues without reports that are damaged (see `reports.Report`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from slurmrl.errors import CorruptFileError, NameNotFoundError
+from slurmrl.fsio import documents, objects
+from slurmrl.fsio.failures import corrupt
+from slurmrl.fsio.objects import Dataclass
+from slurmrl.fsio.shapes import (
+    COUNT,
+    SECONDS,
+    TEXT,
+    Fields,
+    each,
+    list_of,
+    table,
+)
+from slurmrl.name_resolve.base import NameStore
+from slurmrl.run import keys
+from slurmrl.run.hang import GroupProgress
+from slurmrl.run.reports import (
+    Failure,
+    Hang,
+    Identity,
+    LostHost,
+    Report,
+    StacksRequest,
+    Warned,
+)
+from slurmrl.run.rollouts import RolloutsView
+from slurmrl.run.worlds import TRAINERS
+
+Said = Mapping[str, Any]
+STATUS: Fields = {
+    "incarnation": COUNT,
+    "step": COUNT,
+    "total_steps": COUNT,
+    "phase": TEXT,
+    "time": SECONDS,
+    "metrics": table({"step": COUNT}),
+    "checkpoint": table({"step": COUNT, "age_s": SECONDS}, ("step", "age_s")),
+    "checkpoint_failed": table({"step": COUNT, "reason": TEXT}),
+    "waiting": table(
+        {"for": list_of(COUNT), "what": TEXT, "since_s": SECONDS}, ("what", "since_s")
+    ),
+    "doing": list_of(objects.shape(GroupProgress)),
+    "rollouts": objects.shape(RolloutsView),
+    "tasks": each(table({"host": TEXT, "attempt": COUNT, "lease_age_s": SECONDS}, ("host",))),
+}
+_PLACE = re.compile(r"/([0-9]{1,9})\.([0-9]{1,9})")
+D = TypeVar("D", bound=Dataclass)
+R = TypeVar("R", bound=Report)
+
+
+def failure(names: NameStore, incarnation: int) -> Failure | None:
+    """Return the first failure of an incarnation."""
+    return _report(names, keys.failure(incarnation), Failure)
+
+
+def warned(names: NameStore, incarnation: int) -> Warned | None:
+    """Return the warning that the job of an incarnation will end."""
+    return _report(names, keys.warned(incarnation), Warned)
+
+
+def hang(names: NameStore, incarnation: int) -> Hang | None:
+    """Return who waited for whom when silence or a deadline ended an incarnation."""
+    return _report(names, keys.hang(incarnation), Hang)
+
+
+def lost(names: NameStore, host: str) -> LostHost | None:
+    """Return the incarnation and the job that gave up a host."""
+    return _report(names, keys.lost(host), LostHost)
+
+
+def status(names: NameStore) -> Said:
+    """Return the last status that the newest master published; empty if there is none, or if it is
+    damaged."""
+    key = keys.status()
+    try:
+        said = documents.parse(names.get(key), f"the name {key}", STATUS)
+    except (NameNotFoundError, CorruptFileError):
+        return {}
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def doing(status: Said) -> list[GroupProgress]:
+    """Return what the ranks were doing by a status."""
+    return [objects.from_json(GroupProgress, one, keys.status()) for one in status.get("doing", [])]
+
+
+def rollouts(status: Said) -> RolloutsView | None:
+    """Return the rollout tasks by a status; None if the trial has none."""
+    said = status.get("rollouts")
+    return None if said is None else objects.from_json(RolloutsView, said, keys.status())
+
+
+def attempt(names: NameStore, group: str, task: int, number: int) -> Identity | None:
+    """Return the claim of one attempt of a task. Raises CorruptFileError."""
+    key = keys.attempt(group, task, number)
+    try:
+        identity = _parse(names.get(key), f"the name {key}", Identity)
+    except NameNotFoundError:
+        return None
+    if identity.attempt != number:
+        raise corrupt(key, f"does not hold the claim of attempt {number}")
+    return identity
+
+
+def attempt_failure(names: NameStore, group: str, task: int, number: int) -> Failure | None:
+    """Return why an attempt at a rollout task failed, if it did."""
+    return _report(names, keys.attempt_failure(group, task, number), Failure)
+
+
+def failed_attempts(names: NameStore, group: str) -> list[tuple[int, int]]:
+    """Return task and number of each attempt of a group whose failure is published, in order."""
+    root = keys.attempt_failures(group)
+    found = map(_PLACE.fullmatch, (key.removeprefix(root) for key in names.find_subtree(root)))
+    return sorted((int(place[1]), int(place[2])) for place in found if place is not None)
+
+
+def attempt_numbers(names: NameStore, group: str, task: int) -> list[int]:
+    """Return the numbers of a task's attempts, the newest first."""
+    ends = (key.rpartition("/")[2] for key in names.find_subtree(keys.attempts(group, task)))
+    return sorted((int(end) for end in ends if end.isdecimal()), reverse=True)
+
+
+def first_agent(names: NameStore, job: str) -> Identity | None:
+    """Return the newest claim of the trainers' first agent, as `newest_claim` does."""
+    return newest_claim(names, TRAINERS, 0, job)
+
+
+def newest_claim(names: NameStore, group: str, task: int, job: str) -> Identity | None:
+    """Return a task's newest claim in a round (``JOBID.RESTART.ROUND``) or in any round of a start
+    of a job (``JOBID.RESTART``); None before there is one. Raises CorruptFileError,
+    EnvironmentFailure."""
+    for number in attempt_numbers(names, group, task):
+        claim = attempt(names, group, task, number)
+        if claim is not None and f"{claim.job}.".startswith(f"{job}."):
+            return claim
+    return None
+
+
+def attempts(names: NameStore) -> list[Identity]:
+    """Return the claims of all attempts. Raises CorruptFileError."""
+    where = f"a name below {keys.ATTEMPTS}"
+    return [_parse(text, where, Identity) for text in names.get_subtree(keys.ATTEMPTS)]
+
+
+def stacks_request(names: NameStore, incarnation: int, number: int) -> StacksRequest | None:
+    """Return a user's request. Raises CorruptFileError."""
+    key = keys.stacks(incarnation, number)
+    try:
+        return _parse(names.get(key), f"the name {key}", StacksRequest)
+    except NameNotFoundError:
+        return None
+
+
+def _parse(text: str, where: str, kind: type[D]) -> D:
+    return objects.from_json(kind, documents.parse(text, where), where)
+
+
+def _report(names: NameStore, key: str, kind: type[R]) -> R | None:
+    """Return None if there is no report."""
+    where = f"the name {key}"
+    try:
+        return _parse(names.get(key), where, kind)
+    except NameNotFoundError:
+        return None
+    except CorruptFileError:
+        return kind(damage=f"{where} is damaged; the trial continues without it")

@@ -1,0 +1,95 @@
+"""Copies of a trial's metrics for other programs (`base` says what a sink is).
+
+A new sink is a file with ``Sink``'s methods, a line in `_wanted`, and its setting in ``logging``.
+Each sink's package is imported only if the sink is configured.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+
+from slurmrl.config.schema import Logging
+from slurmrl.errors import MissingDependencyError
+from slurmrl.run.history.log import History
+from slurmrl.run.history.writer import IncarnationWriter
+from slurmrl.run.paths import RunPaths
+from slurmrl.watch.sinks import mlflow, tensorboard, wandb
+from slurmrl.watch.sinks.base import Sink
+from slurmrl.watch.sinks.feeder import Feeder
+from slurmrl.watch.sinks.mlflow import MLflow
+from slurmrl.watch.sinks.tensorboard import TensorBoard
+from slurmrl.watch.sinks.wandb import WeightsAndBiases
+
+
+def check(logging: Logging) -> None:
+    """Raise MissingDependencyError, with the command that installs it, if a configured sink's
+    package is missing."""
+    for setting, module, package in _packages(logging):
+        if importlib.util.find_spec(module) is None:
+            raise MissingDependencyError(
+                f"logging.{setting} needs the package {package}: pip install {package}"
+            )
+
+
+def make_feeders(
+    paths: RunPaths, logging: Logging, *, committed: int, incarnation: int | None
+) -> list[Feeder]:
+    """Return the feeders of the configured sinks; they begin with what the sinks lack of the steps
+    up to ``committed``, and write as long as ``incarnation`` is the newest (None: no other exists).
+
+    Raises MissingDependencyError if a package is not installed.
+    """
+    check(logging)
+    _load(logging)
+    return [
+        Feeder(name, make, paths, committed=committed, check=_check_of(paths, incarnation))
+        for name, make in _wanted(paths, logging)
+    ]
+
+
+def _load(logging: Logging) -> None:
+    """Import what the sinks use before they do so in their threads: two imports at the same time
+    whose modules need each other can both get modules that are not complete. A library that cannot
+    be imported is its sink's failure, which is reported there."""
+    configured = (
+        (logging.tensorboard, tensorboard.load),
+        (logging.wandb is not None, wandb.load),
+        (logging.mlflow is not None, mlflow.load),
+    )
+    for wanted, load in configured:
+        if wanted:
+            with suppress(Exception):
+                load()
+
+
+def _check_of(paths: RunPaths, incarnation: int | None) -> Callable[[], object]:
+    """What raises StaleIncarnationError once a newer one has begun. Each thread has its own view
+    of the history, which remembers what it has read."""
+    if incarnation is None:
+        return lambda: None
+    return IncarnationWriter(History(paths.history), incarnation).check
+
+
+def _wanted(paths: RunPaths, logging: Logging) -> Iterator[tuple[str, Callable[[int], Sink]]]:
+    """Names of the configured sinks, and what opens them with the step that they have."""
+    if logging.tensorboard:
+        yield "tensorboard", partial(TensorBoard, paths.tensorboard)
+    if logging.wandb is not None:
+        yield "wandb", partial(WeightsAndBiases, paths, logging.wandb)
+    if logging.mlflow is not None:
+        yield "mlflow", partial(MLflow, paths, logging.mlflow)
+
+
+def _packages(logging: Logging) -> Iterator[tuple[str, str, str]]:
+    """Setting, module and package of the configured sinks."""
+    if logging.tensorboard:
+        yield "tensorboard", "tensorboard", "tensorboard"
+    if logging.wandb is not None:
+        yield "wandb", "wandb", "wandb"
+    if logging.mlflow is not None:
+        yield "mlflow", "mlflow", "mlflow-skinny"
+        if logging.mlflow.is_database:
+            yield "mlflow.tracking_uri", "sqlalchemy", "mlflow"

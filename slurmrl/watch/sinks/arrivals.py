@@ -1,0 +1,193 @@
+"""Evaluations of checkpoints by trials of their own, for the sinks of the trial that trains.
+
+They arrive late: when later steps are in the sinks, or after the trial has ended. So the batch
+process of an evaluation hands them over when it ends, and so does that of the trial that trains:
+
+    python -m slurmrl.watch.sinks.arrivals RUN
+
+It looks for all results (`run.evaluated`), writes those that are new to the end of
+``evaluations.jsonl``, and gives the sinks what they lack of its lines. So what a killed process has
+left is made up for by the next one. It is a process of its own because the libraries of sinks may
+hang, and only one of them does this at a time (`turn`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from slurmrl import log
+from slurmrl.config.load import load_resolved
+from slurmrl.config.schema import Cluster, Logging
+from slurmrl.errors import CorruptFileError, SlurmrlError
+from slurmrl.fsio import atomic, documents, umask, variables
+from slurmrl.fsio.shapes import COUNT, each
+from slurmrl.run import evaluated, metrics
+from slurmrl.run.paths import RunPaths
+from slurmrl.watch.sinks import mlflow, tensorboard, wandb
+from slurmrl.watch.sinks.base import Lines
+
+logger = log.get(__name__)
+
+Give = Callable[[Lines, int], None]
+"""Gives a sink what it lacks of all lines, of which it certainly has a number."""
+HELD = {"held": each(COUNT)}
+HELD_S: Final = 60
+"""Longest time of a turn."""
+GONE_S: Final = 75.0
+"""After this time without news a holder has ended itself, however slowly its files appear here."""
+LOOK_S: Final = 0.5
+ENDED: Final = ".ended"
+
+
+def main() -> int:
+    umask.make_private()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends a turn, whatever was inherited
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    log.configure("evaluations")
+    paths = RunPaths(Path(sys.argv[1]))
+    try:
+        hand_over(paths)
+    except SlurmrlError as error:
+        logger.warning("evaluations are not handed over: %s", error)
+        return 1
+    return 0
+
+
+def hand_over(paths: RunPaths) -> None:
+    """Raises SlurmrlError. A sink that fails gets its lines the next time."""
+    config = load_resolved(paths.config)
+    _set_variables(config.cluster)
+    with turn(paths.arrived_turns):
+        lines = _recorded(paths)
+        held = _read_held(paths)
+        for sink, give in _wanted(paths, config.logging):
+            if held.get(sink, 0) >= len(lines):
+                continue
+            try:
+                give(lines, held.get(sink, 0))
+            except Exception as error:  # noqa: BLE001 - of a library that training does not need
+                told = str(error).strip().partition("\n")[0] or type(error).__name__
+                logger.warning("logging.%s lacks evaluations: %s", sink.split()[0], told)
+                continue
+            held[sink] = len(lines)
+            atomic.replace(paths.arrived_sinks, metrics.encode({"held": held}))
+
+
+def _set_variables(cluster: Cluster) -> None:
+    os.environ.update(cluster.env)
+    if file := cluster.variables_file:
+        os.environ.update(variables.read(Path(file)))
+
+
+def _recorded(paths: RunPaths) -> list[dict[str, Any]]:
+    """All lines of the file, to which new ones are added first. A result counts once: of two about
+    the same step, the one that arrived first; and the trial's own before both."""
+    lines = metrics.read(paths.arrived)
+    known = {(line["step"], name) for line in lines for name in line}
+    new = []
+    for line in evaluated.read(paths):
+        step = line["step"]
+        values = {name: one for name, one in line.items() if (step, name) not in known}
+        if values:
+            own = _own(paths, step)
+            values = {name: one for name, one in values.items() if name not in own}
+        if values:
+            new.append({"step": step, metrics.TIME: round(time.time(), 3), **values})
+    if new:
+        atomic.replace(paths.arrived, b"".join(map(metrics.encode, [*lines, *new])))
+    return [*lines, *new]
+
+
+def _own(paths: RunPaths, step: int) -> Mapping[str, Any]:
+    found = metrics.read_between(paths.metrics, step - 1, step)
+    return found[0] if found else {}
+
+
+def _read_held(paths: RunPaths) -> dict[str, int]:
+    """Nothing without the file or with a damaged one: sinks find out what they hold."""
+    try:
+        found: dict[str, int] = documents.read(paths.arrived_sinks, HELD, HELD)["held"]
+    except (FileNotFoundError, CorruptFileError):
+        return {}
+    return dict(found)
+
+
+def _wanted(paths: RunPaths, logging: Logging) -> Iterator[tuple[str, Give]]:
+    """The configured sinks by name and place: another place has nothing yet."""
+    if logging.tensorboard:
+        folder = paths.arrived_tensorboard
+        yield "tensorboard", lambda lines, held: tensorboard.write_arrived(folder, lines)
+    if (to := logging.wandb) is not None:
+        yield f"wandb {to.mode} {to.project}", partial(wandb.log_arrived, paths, to)
+    if (into := logging.mlflow) is not None:
+        place = f"mlflow {into.experiment} {into.tracking_uri or ''}"
+        yield place, lambda lines, held: mlflow.log_arrived(paths, into, lines)
+
+
+@contextmanager
+def turn(
+    folder: Path, sleep: Callable[[float], None] = time.sleep, held_s: int = HELD_S
+) -> Iterator[None]:
+    """Wait for the turn to give evaluations to the sinks of a trial, and hold it.
+
+    Several evaluations may end at the same time, on any hosts. The next turn is taken by the
+    exclusive creation of its file, and its holder says when it has finished. A holder is killed
+    after ``held_s``, so a holder of which nothing has been heard for longer is gone. No clock of
+    another machine is used. Raises EnvironmentFailure."""
+    number = _taken(folder, sleep, held_s)
+    try:
+        yield
+    finally:
+        atomic.exclusive_create(folder / f"{number}{ENDED}", b"")
+        signal.alarm(0)
+        for name in atomic.list_names(folder):
+            if _number(name) < number:
+                atomic.remove(folder / name)
+
+
+def _taken(folder: Path, sleep: Callable[[float], None], held_s: int) -> int:
+    """The number of the turn that is now this process's, which has ``held_s`` for it."""
+    atomic.make_private_directory(folder)
+    waited_for, waited_s = 0, 0.0
+    while True:
+        names = atomic.list_names(folder)
+        newest = max(map(_number, names), default=0)
+        if newest != waited_for:
+            waited_for, waited_s = newest, 0.0
+        if not newest or f"{newest}{ENDED}" in names or waited_s >= GONE_S:
+            signal.alarm(held_s)  # before others see the turn: this process may be stopped then
+            if _created(folder, newest + 1):
+                return newest + 1
+            signal.alarm(0)
+        sleep(LOOK_S)
+        waited_s += LOOK_S
+
+
+def _created(folder: Path, number: int) -> bool:
+    """Whether a turn is now this process's. Between its last look and this one, others may have had
+    that turn and later ones, and have removed its file."""
+    if not atomic.exclusive_create(folder / str(number), uuid.uuid4().hex.encode()):
+        return False
+    if max(map(_number, atomic.list_names(folder)), default=0) <= number:
+        return True
+    atomic.remove(folder / str(number))
+    return False
+
+
+def _number(name: str) -> int:
+    """That of a turn's file; 0 for what is none."""
+    text = name.removesuffix(ENDED)
+    return int(text) if text.isdecimal() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slurmrl.config.schema import Wandb
+from slurmrl.fsio import atomic
+from slurmrl.run.paths import RunPaths
+from slurmrl.watch.sinks.base import Lines, numbers, settings, uuid
+
+HEADER_BYTES = 7
+"""Before the first block of a file, and before each piece of a record."""
+BLOCK_BYTES = 32768
+WHOLE, FIRST, LAST = 1, 2, 4
+"""Kinds of pieces: the whole record, its first and its last one."""
+ARRIVED_S = 30.0
+"""How long evaluations wait for a server: the sinks after this one have what is left of a turn."""
+
+
+def load() -> None:
+    """Import the library."""
+    import wandb.proto.wandb_internal_pb2  # noqa: F401
+
+
+class WeightsAndBiases:
+    """Logs all incarnations of a trial to one W&B run, identified by the trial's uuid.
+
+    The library hands steps to a process of its own, which writes its files every 15 s. A kill loses
+    what it had not written, so the steps that its files hold say where to continue; with
+    ``mode: online``, those that the server has."""
+
+    def __init__(self, paths: RunPaths, wanted: Wandb, after: int) -> None:
+        run = uuid(paths)
+        held = held_by(paths.wandb, run, wanted.project, after)
+        self._run = _opened(paths, wanted, run, _group(paths))
+        if wanted.mode == "online":
+            held = self._run.starting_step - 1
+        self.last = self.kept = held
+
+    def log(self, lines: Lines) -> None:
+        for line in lines:
+            self._run.log(numbers(line), step=line["step"], commit=True)
+        self.last = lines[-1]["step"]
+
+    def close(self) -> None:
+        self._run.finish()
+        self.kept = self.last
+
+
+def log_arrived(paths: RunPaths, wanted: Wandb, lines: Lines, held: int) -> None:
+    """Log lines, of which ``held`` are certainly there, to a run of their own in the group of the
+    trial's: a run takes rows in order, and these come when later steps are there. The number of a
+    line is its row; its step is a metric, which charts have as their x axis."""
+    run = f"{uuid(paths)}-evaluations"
+    first = held_by(paths.wandb, run, wanted.project, held - 1) + 1
+    name = f"{_group(paths)} evaluations"
+    opened = _opened(paths, wanted, run, name, job_type="evaluation", within_s=ARRIVED_S)
+    if wanted.mode == "online":
+        first = opened.starting_step
+    opened.define_metric("*", step_metric="step")
+    for number, line in enumerate(lines[first:], first):
+        opened.log({"step": line["step"], **numbers(line)}, step=number, commit=True)
+    opened.finish()
+
+
+def held_by(directory: Path, run: str, project: str, after: int) -> int:
+    """The step up to which the files for a project hold a run. ``after`` is what they certainly
+    held, which may have been sent and removed since; of another project it says nothing."""
+    folders = sorted(directory.glob(f"offline-run-*-{run}"), reverse=True)
+    files = [file for folder in folders for file in folder.glob("*.wandb")]
+    for number, file in enumerate(files):
+        own, newest = _content(file)
+        if own not in (None, project):
+            after = -1 if number == 0 else after
+        elif newest >= 0:
+            return max(after, newest)
+    return after
+
+
+def _group(paths: RunPaths) -> str:
+    return f"{paths.experiment}/{paths.trial}"
+
+
+def _opened(
+    paths: RunPaths,
+    wanted: Wandb,
+    run: str,
+    name: str,
+    job_type: str | None = None,
+    within_s: float | None = None,
+) -> Any:
+    """``within_s``: longest time that a server may take; None leaves that to the library."""
+    import wandb
+
+    return wandb.init(
+        project=wanted.project,
+        name=name,
+        id=run,
+        group=_group(paths),
+        config=settings(paths),
+        resume="allow",
+        mode=wanted.mode,
+        dir=str(paths.run),
+        job_type=job_type,
+        settings=None if within_s is None else {"init_timeout": within_s},
+    )
+
+
+def _content(file: Path) -> tuple[str | None, int]:
+    """The project of a file and its last step: None and -1 as long as there is none."""
+    from wandb.proto import wandb_internal_pb2
+
+    messages: Any = wandb_internal_pb2
+    record, project, newest = messages.Record(), None, -1
+    for raw in records(atomic.read(file, limit_bytes=1 << 40)):
+        record.ParseFromString(raw)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            project = record.run.project
+        elif kind == "history":
+            newest = max(newest, record.history.step.num)
+    return project, newest
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """The complete records of a file: LevelDB's log format behind a header. What follows a torn
+    one was never written."""
+    at, whole = HEADER_BYTES, b""
+    while at + HEADER_BYTES <= len(data):
+        if BLOCK_BYTES - at % BLOCK_BYTES < HEADER_BYTES:  # no header fits into the block's rest
+            at += BLOCK_BYTES - at % BLOCK_BYTES
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        at += HEADER_BYTES
+        if kind == 0 or at + length > len(data):
+            return
+        piece, at = data[at : at + length], at + length
+        whole = piece if kind in (WHOLE, FIRST) else whole + piece
+        if kind in (WHOLE, LAST):
+            yield whole

@@ -1,0 +1,409 @@
+"""Snapshot of a run directory: everything about a trial that does not need its scheduler."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmrl.errors import CorruptFileError
+from slurmrl.fsio import atomic, documents, space
+from slurmrl.fsio.shapes import (
+    COUNT,
+    FLAG,
+    INTEGER,
+    SECONDS,
+    TEXT,
+    Fields,
+    FieldType,
+    list_of,
+    table,
+)
+from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.run import evaluated, events, hosts, keys, metrics
+from slurmrl.run.events import Event
+from slurmrl.run.history.recent import Begun, Recent, recent
+from slurmrl.run.hosts import BadHost
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Failure, Hang, Identity, Warned
+from slurmrl.run.worlds import TRAINERS
+from slurmrl.scheduler import stopping
+from slurmrl.scheduler.processes import claimant_words, may_submit
+from slurmrl.watch import published, throughput
+
+GLANCE = 3
+"""Newest incarnations to read for a diagnosis."""
+STORY = 20
+"""Newest incarnations to read for the detailed status."""
+LINES = 20
+"""Newest lines of metrics to read for a diagnosis."""
+MORE_LINES = 200
+"""Newest lines to read for the detailed status where LINES are too few, and to search for the
+newest evaluation."""
+FIRST_STARTS = 5
+"""First incarnations to search for the first one that became ready to train."""
+MOST_FAILURES = 100
+"""Newest failures of rollout tasks to read."""
+MOST_METRICS_BYTES = 32 * 1024 * 1024
+"""Largest metrics file to sum up for the detailed status of a trial."""
+
+HEARTBEAT = FieldType(
+    "from 0 to 3600 s", lambda value: SECONDS.accepts(value) and 0 <= value <= 3600
+)
+"""Bounded, because the status waits for it."""
+REQUEST: Fields = {
+    "scheduler": TEXT,
+    "total_steps": INTEGER,
+    "heartbeat_s": HEARTBEAT,
+    "time": SECONDS,
+    "signal_lead_s": SECONDS,
+    "snapshot": COUNT,
+    "continue": TEXT,
+}
+REQUIRED = ("scheduler", "heartbeat_s")
+_GROUP: Fields = {"name": TEXT, "hosts": COUNT, "elastic": FLAG, "workers_per_host": COUNT}
+PLAN: Fields = {"groups": list_of(table(_GROUP, ("name", "hosts", "elastic")))}
+_NUMBER = re.compile(r"[0-9]{1,9}")
+"""Submissions, tasks and attempts in file names and keys."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One submission, from its ``request.json``."""
+
+    number: int
+    scheduler: str
+    total_steps: int | None
+    """None: those of a single pass, which depend on the dataset."""
+    heartbeat_s: float
+    time: float | None = None
+    """When it was requested, by the clock of the submitting host."""
+    signal_lead_s: float | None = None
+    """Seconds before the time limit at which Slurm warns; None: unknown, or no Slurm."""
+    stopped_by: str = ""
+    """The user who has stopped it with ``slurmrl stop``; empty if nobody has."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group, from the plan."""
+
+    name: str
+    hosts: int
+    elastic: bool
+    workers_per_host: int = 1
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What one incarnation wrote. Each part may be empty."""
+
+    begun: Begun
+    failure: Failure | None
+    """Its first failure."""
+    warned: Warned | None
+    """The warning that its job will end."""
+    hang: Hang | None
+    """Who waited for whom when silence or a deadline ended it."""
+    attempt: Identity | None
+    """The claim of the first agent of its job."""
+    master: Sequence[Event]
+    agent: Sequence[Event]
+    """Events of that agent about this incarnation."""
+    supervisor: Sequence[Event]
+    """Events of the batch process of its job."""
+
+
+@dataclass(frozen=True)
+class TrialSnapshot:
+    paths: RunPaths
+    now: float
+    """Seconds since the epoch by this host's clock; used for display only."""
+    state: Recent
+    submission: Submission | None
+    """The newest one; None for a trial that was created but never submitted."""
+    groups: tuple[Group, ...]
+    said: Mapping[str, Any]
+    """The last status of the current incarnation's master; empty before the first."""
+    attempts: Mapping[tuple[str, int], Identity]
+    """The newest attempt of each task that ever started, by group and task."""
+    task_failures: Mapping[tuple[str, int], tuple[int, Failure]]
+    """The newest failures of rollout tasks: attempt and reason by group and task."""
+    incarnations: Sequence[Traces]
+    """The newest ones, oldest first."""
+    lines: Sequence[Mapping[str, Any]]
+    """The newest lines of metrics."""
+    evaluated: Mapping[str, Any]
+    """The line of the newest evaluation, if it is not among these; else empty."""
+    checkpoint: Mapping[str, Any]
+    """The line of the newest evaluation of a checkpoint (see `evaluated`); else empty."""
+    avoided: Sequence[BadHost]
+    """The hosts that jobs avoid."""
+    failed_starts: Sequence[BadHost]
+    """The newest starts in a row in which no incarnation began, oldest first."""
+    trained_s: float | None = None
+    """Total time of the steps that count; None if not requested, or too many to sum up."""
+    first_step_at: float | None = None
+    """When the ranks were ready for the first step, by the master's clock."""
+    submitting: str = ""
+    """The process that submits the trial now, as ``on login1, process 123``; empty if none does."""
+    free_bytes: int | None = None
+    """Free space on the file system of the run directory, as seen from this host."""
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The newest line, completed by the newest evaluation."""
+        lines = [self.evaluated, *self.lines] if self.evaluated else self.lines
+        last = lines[-1]["step"] if lines else -1
+        more = [self.checkpoint] if self.checkpoint and self.checkpoint["step"] <= last else []
+        return metrics.newest(evaluated.merged(lines, more))
+
+    @property
+    def total_steps(self) -> int | None:
+        """As the master reports, to whom the dataset's size is known; before it begins, those of
+        the newest submission. None: unknown."""
+        submission = self.submission
+        if submission is None:
+            return None
+        begun = self.incarnations[-1].begun.data if self.incarnations else {}
+        total: int | None = self.said.get("total_steps")
+        if total is not None and begun.get("submission", submission.number) == submission.number:
+            return total
+        return submission.total_steps
+
+    @property
+    def trial(self) -> str:
+        return f"{self.paths.experiment}/{self.paths.trial}"
+
+    @property
+    def trainers(self) -> Group | None:
+        return next((group for group in self.groups if group.name == TRAINERS), None)
+
+    def lease(self) -> Path | None:
+        """Return the lease of the trainers' first agent: it shows whether the master lives."""
+        attempt = self.attempts.get((TRAINERS, 0))
+        return self.paths.lease(TRAINERS, 0, attempt.attempt) if attempt is not None else None
+
+
+def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
+    """Read a run directory and the traces of its newest incarnations. The number of files read does
+    not depend on the age of the trial. Raises CorruptFileError for damaged files
+    except the plan, EnvironmentFailure."""
+    submission = newest_submission(paths)
+    state = recent(paths.history, incarnations=incarnations, exports=_exported(paths))
+    try:
+        groups = read_groups(paths)
+    except CorruptFileError:
+        groups = ()  # as if it were missing: only the tables of tasks need it
+    with FileNameStore(paths.names) as names:
+        said = _said(names, state.incarnation)
+        attempts = _attempts(names, groups)
+        task_failures = _task_failures(names, groups)
+        leaders = _leaders(names, attempts, incarnations)
+        traces = [_traces(paths, names, begun, leaders) for begun in state.begun]
+    lines = metrics.read_latest(paths.metrics, LINES)
+    if incarnations > GLANCE and _are_too_few(lines, state):
+        lines = metrics.read_latest(paths.metrics, MORE_LINES)
+    return TrialSnapshot(
+        paths,
+        time.time(),
+        state,
+        submission,
+        groups,
+        said,
+        attempts,
+        task_failures,
+        traces,
+        lines,
+        {} if any(map(metrics.evaluates, lines)) else _evaluated(paths),
+        evaluated.newest(paths),
+        hosts.avoided(paths),
+        hosts.newest_failed_starts(paths),
+        *(_times(paths, state.incarnation) if incarnations > GLANCE else (None, None)),
+        _submitting(paths, submission),
+        space.free_bytes(paths.run),
+    )
+
+
+def _are_too_few(lines: Sequence[Mapping[str, Any]], state: Recent) -> bool:
+    """Whether steps that the detailed status counts began before these lines: those after the last
+    commit, and those in a row that updated nothing."""
+    if len(lines) < LINES:
+        return False
+    committed = state.last_commit.step if state.last_commit is not None else 0
+    skipped = any(value for name, value in lines[0].items() if name.endswith("skipped"))
+    return lines[0]["step"] > committed or skipped
+
+
+def _times(paths: RunPaths, incarnations: int) -> tuple[float | None, float | None]:
+    """Return the total time of all steps, and when the first of them could begin."""
+    first = None
+    for number in range(1, min(incarnations, FIRST_STARTS) + 1):
+        ready = [e for e in events.read_ends(paths, f"master.{number}") if e["kind"] == "ready"]
+        if ready:
+            first = float(ready[0]["time"])
+            break
+    try:
+        size = paths.metrics.stat().st_size
+    except FileNotFoundError:
+        return None, first
+    if size > MOST_METRICS_BYTES:
+        return None, first
+    return sum(metrics.read_values(paths.metrics, throughput.STEP_S)), first
+
+
+def _evaluated(paths: RunPaths) -> dict[str, Any]:
+    return metrics.read_evaluation(paths.metrics, MORE_LINES)
+
+
+def _exported(paths: RunPaths) -> bool:
+    try:
+        return bool(atomic.list_names(paths.exports))
+    except FileNotFoundError:
+        return False
+
+
+def _traces(paths: RunPaths, names: NameStore, begun: Begun, leaders: Sequence[Identity]) -> Traces:
+    job = begun.data.get("job")
+    attempt = next((one for one in leaders if job and one.job == job), None)
+    return Traces(
+        begun,
+        published.failure(names, begun.number),
+        published.warned(names, begun.number),
+        published.hang(names, begun.number),
+        attempt,
+        events.read_ends(paths, f"master.{begun.number}"),
+        [] if attempt is None else _agent(paths, attempt, begun.number),
+        [] if attempt is None else _supervisor(paths, attempt),
+    )
+
+
+def _agent(paths: RunPaths, attempt: Identity, incarnation: int) -> list[Event]:
+    """Return the agent's events of one incarnation. An event that names none belongs to the last
+    incarnation named before it."""
+    writer = f"agent.{attempt.group}.{attempt.task}.{attempt.attempt}"
+    found, named = [], None
+    for event in events.read_ends(paths, writer):
+        named = event.get("incarnation", named)
+        if named == incarnation:
+            found.append(event)
+    return found
+
+
+def _supervisor(paths: RunPaths, attempt: Identity) -> list[Event]:
+    """Return the events of the batch process of an agent's job."""
+    start = ".".join(attempt.job.split(".")[:2])
+    return events.read_ends(paths, f"supervisor.{attempt.group}.{start}")
+
+
+def newest_submission(paths: RunPaths) -> Submission | None:
+    for number in sorted(submission_numbers(paths), reverse=True):
+        path = paths.submission_request(number)
+        try:
+            request = documents.read(path, REQUEST, REQUIRED)
+        except FileNotFoundError:
+            continue  # its submitter has not written it yet, or died
+        return Submission(
+            number,
+            request["scheduler"],
+            request.get("total_steps"),
+            request["heartbeat_s"],
+            request.get("time"),
+            request.get("signal_lead_s"),
+            stopping.requested_by(paths, number),
+        )
+    return None
+
+
+def _submitting(paths: RunPaths, submission: Submission | None) -> str:
+    """Return the process that submits the trial now; empty if none does."""
+    made = paths.identity
+    if submission is not None:
+        made = paths.submission_request(submission.number)
+        if paths.submission_jobs(submission.number).exists():
+            return ""
+    try:
+        entries = documents.read(made)
+    except FileNotFoundError:
+        return ""
+    return claimant_words(entries) if may_submit(entries) else ""
+
+
+def submission_numbers(paths: RunPaths) -> list[int]:
+    """Return the numbers that are taken."""
+    try:
+        names = atomic.list_names(paths.submissions)
+    except FileNotFoundError:
+        return []
+    return [int(name) for name in names if _NUMBER.fullmatch(name)]
+
+
+def read_groups(paths: RunPaths) -> tuple[Group, ...]:
+    try:
+        plan = documents.read(paths.plan, PLAN, PLAN)
+    except FileNotFoundError:
+        return ()
+    return tuple(
+        Group(group["name"], group["hosts"], group["elastic"], group.get("workers_per_host") or 1)
+        for group in plan["groups"]
+    )
+
+
+def _said(names: NameStore, incarnation: int) -> Mapping[str, Any]:
+    said = published.status(names)
+    return said if said.get("incarnation") == incarnation else {}
+
+
+def _attempts(names: NameStore, groups: tuple[Group, ...]) -> dict[tuple[str, int], Identity]:
+    """Return the newest attempt of each task; of the others only the keys are read."""
+    newest: dict[tuple[str, int], int] = {}
+    for group in groups:
+        for task, number in _numbers(names, group.name):
+            newest[group.name, task] = max(number, newest.get((group.name, task), 0))
+    return {
+        (group, task): _attempt(names, group, task, number)
+        for (group, task), number in sorted(newest.items())
+    }
+
+
+def _task_failures(
+    names: NameStore, groups: tuple[Group, ...]
+) -> dict[tuple[str, int], tuple[int, Failure]]:
+    found: dict[tuple[str, int], tuple[int, Failure]] = {}
+    for group in (one.name for one in groups if one.name != TRAINERS):
+        for task, number in published.failed_attempts(names, group)[-MOST_FAILURES:]:
+            failure = published.attempt_failure(names, group, task, number)
+            if failure is not None:
+                found[group, task] = number, failure
+    return found
+
+
+def _numbers(names: NameStore, group: str) -> Iterator[tuple[int, int]]:
+    """Yield task and attempt of each claim."""
+    root = keys.group_attempts(group)
+    for key in names.find_subtree(root):
+        task, _, number = key.removeprefix(f"{root}/").partition("/")
+        if _NUMBER.fullmatch(task) and _NUMBER.fullmatch(number):
+            yield int(task), int(number)
+
+
+def _attempt(names: NameStore, group: str, task: int, number: int) -> Identity:
+    """Return a claim. A stale cache may hide the content of one whose key it shows."""
+    hidden = Identity(group, task, number, host="", job="", job_id="")
+    return published.attempt(names, group, task, number) or hidden
+
+
+def _leaders(
+    names: NameStore, attempts: Mapping[tuple[str, int], Identity], count: int
+) -> list[Identity]:
+    """Return the newest attempts of the trainers' task 0, newest first: each incarnation began in
+    the job of one of them."""
+    newest = attempts.get((TRAINERS, 0))
+    if newest is None:
+        return []
+    numbers = range(newest.attempt, max(-1, newest.attempt - count), -1)
+    return [_attempt(names, TRAINERS, 0, number) for number in numbers]

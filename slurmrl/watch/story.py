@@ -1,0 +1,400 @@
+"""The story of a trial: its newest incarnations and how each of them ended. Pure functions.
+
+An incarnation may be killed at any moment, so its end is inferred from what exists: its first
+failure, the warning of its job, the master's last event, the scheduler's state of the job, or
+nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from slurmrl.display.words import exit_words, first_line, plain
+from slurmrl.run.events import Event
+from slurmrl.run.history.record import Kind
+from slurmrl.run.metrics import TIME
+from slurmrl.run.reports import Cause, Failure, Warned
+from slurmrl.scheduler.base import JobState, TaskState
+from slurmrl.watch.snapshot import Traces, TrialSnapshot
+
+OWN_FAULTS = (
+    Cause.EXCEPTION,
+    Cause.GPU_FAULT,
+    Cause.OOM,
+    Cause.HUNG,
+    Cause.DEADLINE,
+    Cause.MASTER,
+)
+"""Failures that explain an end better than a warning that the job got as well."""
+WARNINGS = {
+    "time_limit": "time limit",
+    "preemption": "preempted or killed ({signal})",
+    "interrupt": "interrupted ({signal})",
+    "unknown": "warned of its end ({signal})",
+}
+PREEMPTED = "preempted ({signal})"
+"""Replaces the guess where the scheduler shows a preemption."""
+CLOCKS_S = 5.0
+"""Largest difference of two hosts' clocks."""
+SHOWN_FILES = 2
+MOST_WORDS = 200
+"""Characters of the failure of a rollout task."""
+REPEATS = "repeats"
+"""The event of an incarnation about the steps that it does again: ``first``, ``last``."""
+GUESSED = ("preemption", "unknown")
+JOB_ENDS = {
+    JobState.TIMEOUT: "time_limit",
+    JobState.PREEMPTED: "preemption",
+    JobState.NODE_FAIL: "lost_host",
+    JobState.OUT_OF_MEMORY: "oom",
+    JobState.CANCELLED: "interrupt",
+    JobState.FAILED: "killed",
+}
+
+
+class End(NamedTuple):
+    cause: str
+    """See `status`."""
+    how: str
+
+
+def tell(snapshot: TrialSnapshot, tasks: Sequence[TaskState], state: str) -> list[dict[str, Any]]:
+    """Return the documented objects, the oldest incarnation first."""
+    told = snapshot.incarnations
+    after = [*told[1:], None]
+    return [
+        _row(snapshot, one, next_one, tasks, state)
+        for one, next_one in zip(told, after, strict=False)
+    ]
+
+
+def last_word(traces: Traces) -> float:
+    """Return the time of an incarnation's last sign of life, by the writers' clocks. A cancellation
+    does not count: the command may come long afterwards."""
+    times = [float(event["time"]) for event in (*traces.master, *traces.agent)]
+    end = traces.begun.end
+    cancelled = end is not None and end.kind is Kind.CANCELLED
+    records = (traces.begun.commit, None if cancelled else end)
+    return max([*times, traces.begun.time, *(one.time for one in records if one is not None)])
+
+
+def _ended_at(traces: Traces, after: Traces | None) -> float:
+    """Return when an incarnation ended. Within one start of a job that is when the next begins."""
+    if after is not None and _job_start(traces) == _job_start(after) != "":
+        return after.begun.time
+    return last_word(traces)
+
+
+def _job_start(traces: Traces) -> str:
+    """Return job and restart count of an incarnation's tag."""
+    return ".".join(str(traces.begun.data.get("job") or "").split(".")[:2])
+
+
+def _row(
+    snapshot: TrialSnapshot,
+    traces: Traces,
+    after: Traces | None,
+    tasks: Sequence[TaskState],
+    state: str,
+) -> dict[str, Any]:
+    begun, newest = traces.begun, traces.begun.number == snapshot.state.incarnation
+    running = newest and state == "RUNNING" and traces.failure is None and _in_job(traces, tasks)
+    end = _running(snapshot) if running else ending(traces, tasks, after)
+    until = float(snapshot.said.get("time", snapshot.now)) if running else _ended_at(traces, after)
+    commit = begun.commit.data["step"] if begun.commit else None
+    first = _from_step(traces)
+    last = max(_to_step(traces, commit), _last_seen(snapshot, traces, after, running=running))
+    kept = max(first, first if commit is None else commit)
+    return {
+        "number": begun.number,
+        "job_id": traces.attempt.job_id if traces.attempt is not None else None,
+        "submission": begun.data.get("submission"),
+        "link": begun.data.get("link"),
+        "hosts": hosts(snapshot, traces),
+        "began": begun.time,
+        "from_step": first,
+        "to_step": last,
+        "commit": commit,
+        "lost_steps": 0 if running else last - kept,
+        "cause": end.cause,
+        "how": end.how + _damages(traces),
+        "seconds": max(until - begun.time, 0.0),
+    }
+
+
+def _in_job(traces: Traces, tasks: Sequence[TaskState]) -> bool:
+    """Whether an incarnation can belong to a job that runs now. Otherwise its own job has ended and
+    the next one has not begun an incarnation yet."""
+    job_id = traces.attempt.job_id if traces.attempt is not None else ""
+    running = {task.job_id: task for task in tasks if task.state is JobState.RUNNING}
+    if not running or not job_id:
+        return True  # unknown
+    tag = str(traces.begun.data.get("job") or "")
+    return job_id in running and is_start_of(running[job_id], tag)
+
+
+def is_start_of(task: TaskState, tag: str) -> bool:
+    """Whether the tag JOBID.RESTARTCOUNT.ROUND is of an element's newest start, not of one before a
+    requeue."""
+    restarts = tag.split(".")[1:2]
+    return not restarts or not restarts[0].isdecimal() or task.restarts <= int(restarts[0])
+
+
+def _running(snapshot: TrialSnapshot) -> End:
+    phase = snapshot.said.get("phase", "starting")
+    return End("running", "starting" if phase == "starting" else "running")
+
+
+def _from_step(traces: Traces) -> int:
+    ready = _newest(traces.master, "ready")
+    step = ready.get("step") if ready else traces.begun.base
+    return step if isinstance(step, int) else 0
+
+
+def _last_seen(
+    snapshot: TrialSnapshot, traces: Traces, after: Traces | None, *, running: bool
+) -> int:
+    """Return the last step that others know: the status of a running incarnation, the next one that
+    does steps again, or metrics that no next one has cut yet; 0 if none does."""
+    if running:
+        said = snapshot.said.get("step")
+    elif after is not None:
+        repeats = _newest(after.master, REPEATS) or {}
+        said = repeats.get("last")
+    else:
+        own = [line for line in snapshot.lines if _time(line) >= traces.begun.time]
+        said = own[-1]["step"] if own else 0
+    return said if isinstance(said, int) else 0
+
+
+def last_line(snapshot: TrialSnapshot) -> float:
+    """Return when the newest line of metrics was written; 0.0: unknown."""
+    return _time(snapshot.lines[-1]) if snapshot.lines else 0.0
+
+
+def _time(line: Mapping[str, Any]) -> float:
+    said = line.get(TIME)
+    return float(said) if isinstance(said, int | float) else 0.0
+
+
+def _to_step(traces: Traces, commit: int | None) -> int:
+    ends = [event.get("step") for event in traces.master if event["kind"] in ("stopped", "commit")]
+    failed = traces.failure.step if traces.failure is not None else None
+    before = failed - 1 if failed is not None else None
+    steps = [*ends, before, commit, _from_step(traces)]
+    return max(step for step in steps if isinstance(step, int))
+
+
+def hosts(snapshot: TrialSnapshot, traces: Traces) -> list[str]:
+    """Return the hosts of an incarnation, as far as known."""
+    tag = str(traces.begun.data.get("job") or "")
+    number = int(found[2]) if (found := re.fullmatch(r"(.*)\.(\d+)", tag)) else 0
+    for event in reversed(traces.supervisor):
+        if event["kind"] == "round" and event.get("round") == number and event.get("hosts"):
+            return [str(host) for host in _list(event["hosts"])]
+    agents = [agent for agent in snapshot.attempts.values() if tag and agent.job == tag]
+    if not agents and traces.attempt is not None:
+        agents = [traces.attempt]
+    return list(dict.fromkeys(agent.host for agent in agents if agent.host))
+
+
+def ending(traces: Traces, tasks: Sequence[TaskState], after: Traces | None) -> End:
+    """Return how an incarnation that no longer runs ended. ``after``: the next one."""
+    failure = traces.failure if traces.failure is not None else Failure()
+    own = _cause(failure)
+    if traces.begun.end is not None and traces.begun.end.kind is Kind.FINISHED:
+        return End("finished", "finished")
+    if own in OWN_FAULTS:
+        return End(own, failure_words(failure) + _explained(traces))
+    if _was_cancelled(traces):
+        return _cancelled(traces)
+    if traces.warned is not None:
+        preempted = _was_preempted(traces, tasks, after)
+        end = _contradicted(traces, tasks, traces.warned)
+        return end or _warned(traces, traces.warned, preempted=preempted)
+    if own:
+        return End(own, failure_words(failure))
+    return _unsaid(traces) or _by_scheduler(traces, tasks) or _silent(traces)
+
+
+def _cause(failure: Failure) -> str:
+    """Return the cause; empty if nothing was reported. Very old versions reported no cause."""
+    if failure.cause:
+        return failure.cause
+    if failure.exception:
+        return Cause.EXCEPTION
+    return "unknown" if failure.reason else ""
+
+
+def failure_words(failure: Failure) -> str:
+    """Return what went wrong, on one line."""
+    reason = first_line(failure.exception or failure.reason)
+    host = f" on {failure.host}" if failure.host else ""
+    worker = f"a process{host}" if failure.rank is None else f"rank {failure.rank}{host}"
+    match _cause(failure):
+        case Cause.DIED:
+            code = failure.exit_code
+            return f"{worker} died: {reason if code is None else exit_words(code)}"
+        case Cause.OOM:
+            return f"{worker} was killed: out of memory"
+        case Cause.HUNG:
+            return f"{worker} hung{_silence(failure, reason)}{_where(failure)}"
+        case Cause.LOST_HOST:
+            return f"host {failure.host or '(unknown)'} lost"
+        case Cause.GPU_FAULT:
+            return f"{worker}: {plain(failure.gpu) or 'its GPU'} failed: {reason}"
+        case Cause.EXCEPTION if failure.rank is not None:
+            return f"{worker}: {reason}{_where(failure)}"
+        case Cause.DEADLINE:
+            return f"too slow: {reason}"
+        case Cause.ENVIRONMENT:
+            return f"cannot continue{host}: {reason}"
+        case cause:
+            return reason or cause
+
+
+def attempt_failure_words(failure: Failure) -> str:
+    """Return why an attempt at a rollout task failed, without its host, on one short line."""
+    words = failure_words(replace(failure, host="")) + failure.damage
+    return words if len(words) <= MOST_WORDS else f"{words[: MOST_WORDS - 1]}…"
+
+
+def _silence(failure: Failure, reason: str) -> str:
+    """Return how long a process was silent; the reason where a report does not have that."""
+    if failure.silent_s is not None:
+        return f": no sign of life for {failure.silent_s:g} s"
+    return f": {reason}" if reason else ""
+
+
+def _damages(traces: Traces) -> str:
+    """Return which reports of an incarnation are damaged."""
+    reports = (traces.failure, traces.warned, traces.hang)
+    damages = (report.damage for report in reports if report is not None)
+    return "".join(f"; {damage}" for damage in damages if damage)
+
+
+def _explained(traces: Traces) -> str:
+    """Return who waited for whom in a hang, and where the stacks are."""
+    if traces.hang is None:
+        return ""
+    text = first_line(traces.hang.text)
+    files = [plain(name) for name in traces.hang.files]
+    more = f" and {len(files) - SHOWN_FILES} more" if files[SHOWN_FILES:] else ""
+    stacks = f"stacks in {', '.join(files[:SHOWN_FILES])}{more}" if files else ""
+    return "".join(f"; {part}" for part in (text, stacks) if part)
+
+
+def _where(failure: Failure) -> str:
+    """Return ``, train_step of step 4``."""
+    step = "" if failure.step is None else f"step {failure.step}"
+    place = " of ".join(part for part in (failure.call, step) if part)
+    return f", {place}" if place else ""
+
+
+def warning(warned: Warned, *, preempted: bool = False) -> str:
+    """Return in words the warning that an incarnation's job would end. ``preempted``: the scheduler
+    shows that it was."""
+    words = WARNINGS.get(warned.cause, WARNINGS["unknown"])
+    if preempted and warned.cause == "preemption":
+        words = PREEMPTED
+    return words.format(signal=warned.signal or "a signal")
+
+
+def _was_preempted(traces: Traces, tasks: Sequence[TaskState], after: Traces | None) -> bool:
+    """Whether the scheduler says so or has started the job again, which it does not do with a job
+    that somebody killed."""
+    job, _, restarts = _job_start(traces).partition(".")
+    if after is not None and job:
+        next_job, _, next_restarts = _job_start(after).partition(".")
+        if next_job == job and next_restarts != restarts:
+            return True
+    element = traces.attempt.job_id if traces.attempt is not None else ""
+    tag = str(traces.begun.data.get("job") or "")
+    own = [task for task in tasks if element and task.job_id == element]
+    return any(
+        not is_start_of(task, tag) or (task.ending or task.state) is JobState.PREEMPTED
+        for task in own
+    )
+
+
+def _warned(traces: Traces, warned: Warned, *, preempted: bool) -> End:
+    cause, words = warned.cause or "unknown", warning(warned, preempted=preempted)
+    stopped = _newest(traces.master, "stopped")
+    if stopped:
+        return End(cause, f"{words}, handed over at step {stopped.get('step')}")
+    return End(cause, words if traces.begun.commit else f"{words}, before it could commit")
+
+
+def _unsaid(traces: Traces) -> End | None:
+    """Return an end without a published failure: the history's, or the master's last event."""
+    if traces.begun.end is not None:
+        if traces.begun.end.kind is Kind.CANCELLED:
+            return _cancelled(traces)
+        return End("gave_up", f"gave up: {first_line(traces.begun.end.data.get('reason'))}")
+    if stopped := _newest(traces.master, "stopped"):
+        return End("interrupt", f"interrupted, handed over at step {stopped.get('step')}")
+    if failed := _newest(traces.master, "failed"):
+        return End("master", first_line(failed.get("reason")) or "the master failed")
+    return None
+
+
+def _was_cancelled(traces: Traces) -> bool:
+    """Whether the trial was cancelled while the incarnation ran. The signal alone does not show
+    that."""
+    end = traces.begun.end
+    if end is None or end.kind is not Kind.CANCELLED:
+        return False
+    return end.time < last_word(traces) + CLOCKS_S
+
+
+def _cancelled(traces: Traces) -> End:
+    end = traces.begun.end
+    return End("cancelled", (first_line(end.data.get("reason")) if end else "") or "cancelled")
+
+
+def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
+    """Return the scheduler's state of the job, while it remembers the job. That of an element that
+    waits or runs says nothing about an earlier end, unless it is ending."""
+    task = _task(traces, tasks)
+    cause = JOB_ENDS.get(task.ending or task.state) if task else None
+    if task is None or cause is None:
+        return None
+    return End(cause, f"job {task.job_id}: {task.words or task.reason or task.state.value}")
+
+
+def _task(traces: Traces, tasks: Sequence[TaskState]) -> TaskState | None:
+    """Return the array element in which an incarnation ran, unless it was requeued since: then its
+    state is that of a later start."""
+    job_id = traces.attempt.job_id if traces.attempt is not None else ""
+    tag = str(traces.begun.data.get("job") or "")
+    found = (task for task in tasks if job_id and task.job_id == job_id)
+    return next((task for task in found if is_start_of(task, tag)), None)
+
+
+def _contradicted(traces: Traces, tasks: Sequence[TaskState], warned: Warned) -> End | None:
+    """Return the scheduler's reason if it contradicts one guessed from a signal: steps of a killed
+    or cancelled job get the same signals as those of a preempted one."""
+    task = _task(traces, tasks)
+    if warned.cause not in GUESSED or task is None:
+        return None
+    if (task.ending or task.state) is JobState.FAILED and task.signal is None:
+        return None  # the exit code is our own
+    end = _by_scheduler(traces, tasks)
+    return end if end is not None and end.cause != warned.cause else None
+
+
+def _silent(traces: Traces) -> End:
+    if end := _newest(traces.supervisor, "end"):
+        return End("unknown", f"its agents ended: {end.get('why') or end.get('code')}")
+    return End("killed", "ended without a report: its batch process or host was killed")
+
+
+def _newest(events: Sequence[Event], kind: str) -> Event | None:
+    return next((event for event in reversed(events) if event["kind"] == kind), None)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
