@@ -1,4 +1,4 @@
-"""The typed table of the environment variables that slurmrl reads.
+"""The typed table of the environment variables that slurmrl reads, and the user's name.
 
 ``scripts/make-docs`` writes it into docs/configuration.md.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -217,3 +218,11 @@ def reference() -> str:
 
 def _shown(default: object) -> str:
     return "" if default in ("", None) else f"`{default}`"
+
+
+def user_name() -> str:
+    """Return the current user's account name, or the numeric id if the account has no name."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())

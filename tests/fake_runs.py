@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.name_resolve.file import FileNameStore
@@ -20,7 +21,7 @@ from slurmrl.run.history.record import Kind
 from slurmrl.run.history.state import fold
 from slurmrl.run.history.writer import begin, end, resume
 from slurmrl.run.metrics import MetricsWriter
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, Scheduler, SubmissionRequest, TaskState
 from slurmrl.workers.master.results import summary_text
 

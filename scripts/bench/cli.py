@@ -29,13 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from spread import Spread
 
+from slurmrl.env import user_name
 from slurmrl.fsio import atomic
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.writer import begin, end
 from slurmrl.run.metrics import encode
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from slurmrl.watch import overview
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -73,7 +73,8 @@ class ItemSample:
     length: Number
     checksum: str
     versions: tuple[Annotated[str, VERSION], ...]
-    """Of the weights that its tokens are from, each once (see `tensors.weights.version`); at least one."""
+    """Of the weights that its tokens are from, each once (see `tensors.weights.version`), at least
+    one."""
 
 
 @dataclass(frozen=True, kw_only=True)

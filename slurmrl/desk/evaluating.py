@@ -17,6 +17,7 @@ from slurmrl.config.schema import WHOLE, evaluation_key
 from slurmrl.config.schema.model import TRIAL_PREFIX
 from slurmrl.config.source import KeyPath, Mark, Source
 from slurmrl.desk.trials import DEFAULT_ROOT
+from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.plan.algorithms import ALGORITHMS
 from slurmrl.plan.graph.call import REWARD_MODEL
@@ -24,7 +25,7 @@ from slurmrl.plan.resolve.trial_references import LAST, parse
 from slurmrl.registry import near
 from slurmrl.run.history.log import History
 from slurmrl.run.history.state import fold
-from slurmrl.run.paths import BEING_EVALUATED, EVALUATED, RunPaths, user_name
+from slurmrl.run.paths import BEING_EVALUATED, EVALUATED, RunPaths
 from slurmrl.tensors.checkpoint.pinned import is_pinned, read_origin
 
 EVALUATE: Final = "evaluate"

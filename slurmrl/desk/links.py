@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 from slurmrl.desk.live import newest_jobs
 from slurmrl.desk.submit import Submitted
+from slurmrl.env import user_name
 from slurmrl.plan.model import Plan
 from slurmrl.run import hosts
 from slurmrl.run.history.log import History
 from slurmrl.run.history.state import fold
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import Scheduler
 from slurmrl.scheduler.chain import Chain, top_up, why_not
 from slurmrl.scheduler.slurm import SlurmScheduler

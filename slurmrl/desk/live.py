@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from slurmrl.env import user_name
 from slurmrl.errors import TrialEndedError, WaitTimeoutError
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.state import fold
 from slurmrl.run.history.writer import end
 from slurmrl.run.metrics import read_latest
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import make
 from slurmrl.scheduler.base import JobIds, Scheduler, TaskState
 from slurmrl.watch import overview

@@ -26,6 +26,7 @@ from slurmrl.desk.checks.run import Code, check
 from slurmrl.desk.inspection import described
 from slurmrl.desk.prepare import is_prepared, trial_uuid
 from slurmrl.desk.record import ProvenanceWriter, recorded_folders
+from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks import devices, inventory
@@ -36,7 +37,7 @@ from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.run import scale
 from slurmrl.run.history.log import History
 from slurmrl.run.history.state import fold
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import choose, make
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 from slurmrl.watch.snapshot import submission_numbers

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 
 from slurmrl.desk.live import Jobs, clear_away, newest_jobs
+from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.run.history.log import History
 from slurmrl.run.history.state import fold
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from slurmrl.run.worlds import TRAINERS
 from slurmrl.scheduler import stopping
 from slurmrl.scheduler.base import JobState

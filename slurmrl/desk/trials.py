@@ -10,9 +10,10 @@ from pathlib import Path
 from slurmrl import env
 from slurmrl.config import profiles
 from slurmrl.config.profiles import expanded
+from slurmrl.env import user_name
 from slurmrl.errors import UnknownNameError, UsageError
 from slurmrl.registry import near
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 
 DEFAULT_ROOT = "./runs"
 

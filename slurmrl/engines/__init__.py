@@ -13,8 +13,8 @@ ENGINES = Registry(
         "fsdp": "slurmrl.engines.fsdp.engine:FSDPEngine",
         "archon": "slurmrl.engines.fsdp.engine:FSDPEngine",
         "megatron": "slurmrl.engines.megatron.entry:make",
-        "sglang": "slurmrl.rollouts.generation.sglang:SglangEngine",
-        "vllm": "slurmrl.rollouts.generation.vllm:VllmEngine",
+        "sglang": "slurmrl.engines.server_engine:SglangEngine",
+        "vllm": "slurmrl.engines.server_engine:VllmEngine",
         "native": "slurmrl.engines.native.engine:NativeEngine",
     },
 )

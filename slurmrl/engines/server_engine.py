@@ -41,6 +41,8 @@ from slurmrl.rollouts.generation.servers import (
     ServerKind,
     Servers,
 )
+from slurmrl.rollouts.generation.sglang import SglangServer
+from slurmrl.rollouts.generation.vllm import VllmServer
 from slurmrl.rollouts.generation.whole_weights import WholeWeights
 from slurmrl.tensors.layout.copy import Array
 from slurmrl.tensors.layout.layout import Layout
@@ -375,3 +377,15 @@ def _broadcast_experts(
     assert own is not None, "the leader's output has what the options ask for"
     shared = broadcast_bytes(b"".join(rows.tobytes() for rows in own), group, device)
     return np.frombuffer(shared, np.int16).reshape(tokens, len(shared) // 2 // max(tokens, 1))
+
+
+class SglangEngine(ServerEngine):
+    """Generation by SGLang servers."""
+
+    kind = SglangServer
+
+
+class VllmEngine(ServerEngine):
+    """Generation by vLLM servers."""
+
+    kind = VllmServer

@@ -1,7 +1,7 @@
 """The kinds of servers: which versions work, what they offer, and which flags they must not get.
 
-Checks of a configuration (`plan/checks/servers.py`), the doctor (`desk/doctor/servers.py`) and the start
-of a server (`rollouts/generation/fitness.py`) read this table.
+Checks of a configuration (`plan/checks/servers.py`), the doctor (`desk/doctor/servers.py`) and the
+start of a server (`rollouts/generation/fitness.py`) read this table.
 """
 
 from __future__ import annotations

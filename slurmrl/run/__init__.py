@@ -1,1 +1,5 @@
-"""TODO: say what this package holds."""
+"""A run directory and the protocols in it. Torch-free.
+
+Paths, keys, the history, leases and control logs, and the files in which processes report failures,
+events, metrics and samples.
+"""

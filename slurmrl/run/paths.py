@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pwd
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +12,6 @@ BEING_EVALUATED = "being_evaluated"
 """The folder of a trial with the checkpoints that ``evaluation.tasks`` evaluates."""
 EVALUATION = "evaluation-"
 """What part files of evaluations begin with."""
-
-
-def user_name() -> str:
-    """Return the current user's account name, or the numeric id if the account has no name."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
 
 
 def part_prefix(step: int, incarnation: int) -> str:

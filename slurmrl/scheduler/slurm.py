@@ -9,8 +9,9 @@ import shutil
 from collections.abc import Callable, Mapping
 
 from slurmrl import log
+from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, SchedulerError
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import (
     directives,
     environment,

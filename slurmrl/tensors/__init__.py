@@ -1,1 +1,1 @@
-"""TODO: say what this package holds."""
+"""Tensors on ranks: operators, layouts and the moves between them, checkpoints, weight versions."""

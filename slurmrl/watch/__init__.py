@@ -1,4 +1,4 @@
-"""Observing a run: metrics, events, and the status derived from everything a run writes.
+"""What people see of a trial: its status, story and diagnosis, derived from what it writes.
 
 A new sink of metrics is a file in ``sinks``.
 """

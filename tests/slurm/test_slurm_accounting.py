@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError
-from slurmrl.run.paths import user_name
 from slurmrl.scheduler.base import JobIds, JobState, TaskState
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.rows import QueueRow

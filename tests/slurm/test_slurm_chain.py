@@ -166,8 +166,11 @@ def test_one_of_two_extensions_at_once_wins(scheduler: SlurmScheduler, tmp_path:
 
 def test_a_link_puts_itself_back_into_the_queue(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from slurmrl.run.paths import RunPaths; from slurmrl import env\n"
-        "from slurmrl.run.history.log import History; from slurmrl.run.history.writer import begin\n"
+        "from pathlib import Path\n"
+        "from slurmrl import env\n"
+        "from slurmrl.run.paths import RunPaths\n"
+        "from slurmrl.run.history.log import History\n"
+        "from slurmrl.run.history.writer import begin\n"
         "from slurmrl.scheduler.succession import Link, continue_after\n"
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"  # like a supervisor
         "link = Link.here(RunPaths(Path.cwd()), 1, 'trainer')\n"

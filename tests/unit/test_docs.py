@@ -164,3 +164,10 @@ def prepare(folder: Path) -> None:
         command = folder / "bin" / name
         command.write_text(f'#!/bin/sh\nexec "{sys.executable}"{module} "$@"\n')
         command.chmod(0o755)
+
+
+def test_prose_gets_no_harder_to_read() -> None:
+    """Turns of phrase that readers must read twice only get fewer."""
+    command = [sys.executable, str(ROOT / "scripts" / "check-language")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr

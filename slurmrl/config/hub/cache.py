@@ -12,9 +12,9 @@ from slurmrl import log
 from slurmrl.child import ChildRequest
 from slurmrl.config.hub import contents
 from slurmrl.config.hub.reference import CACHE, HubReference
+from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, UnreachableHubError, UsageError
 from slurmrl.fsio import atomic
-from slurmrl.run.paths import user_name
 
 logger = log.get(__name__)
 

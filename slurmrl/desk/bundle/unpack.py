@@ -22,12 +22,12 @@ from slurmrl.desk.bundle.manifest import (
     Member,
     is_safe,
 )
+from slurmrl.env import user_name
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
 from slurmrl.fsio import atomic, documents, objects, ownership, space
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import write_new_parts
-from slurmrl.run.paths import user_name
 
 logger = log.get(__name__)
 

@@ -14,6 +14,7 @@ from slurmrl.data.prepared import read_manifest
 from slurmrl.data.sources import open_source
 from slurmrl.data.sources.base import fingerprint_of, state_of
 from slurmrl.desk.checks.finding import Finding, Weight
+from slurmrl.env import user_name
 from slurmrl.errors import (
     ConfigError,
     CorruptFileError,
@@ -23,7 +24,7 @@ from slurmrl.errors import (
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.state import TrialState, fold
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import read_state
 
 

@@ -8,11 +8,11 @@ from typing import Final
 from slurmrl.config.schema import Slurm
 from slurmrl.config.schema.cluster import time_limit_s
 from slurmrl.desk.checks.finding import Finding, Weight
+from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError
 from slurmrl.plan.placement import ROLLOUTS, slurm_of
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import near
-from slurmrl.run.paths import user_name
 from slurmrl.scheduler.base import SubmissionRequest
 from slurmrl.scheduler.client import SlurmClient, is_out_of_service
 from slurmrl.scheduler.cluster import Partition

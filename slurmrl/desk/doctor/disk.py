@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmrl.desk.doctor.check import Check, failed, ok, warning
-from slurmrl.run.paths import user_name
+from slurmrl.env import user_name
 
 GIB = 2**30
 LEAST_BYTES = GIB

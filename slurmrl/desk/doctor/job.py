@@ -21,8 +21,9 @@ from slurmrl.desk import package_copy
 from slurmrl.desk.doctor import directory, probe
 from slurmrl.desk.doctor.check import Check, failed, guarded, ok
 from slurmrl.desk.live import Jobs, clear_away
+from slurmrl.env import user_name
 from slurmrl.fsio import atomic, documents
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import make
 from slurmrl.scheduler.base import Continue, GroupRequest, JobState, SubmissionRequest, TaskState
 from slurmrl.scheduler.client import SRUN

@@ -75,7 +75,7 @@ def files(kind: str, output: Path) -> dict[Path, str]:
 
 
 def _filled(template: str, words: dict[str, str]) -> str:
-    text = package.read(f"init/templates/{template}").decode()
+    text = package.read(f"desk/init/templates/{template}").decode()
     for name, value in words.items():
         text = text.replace(f"@{name}@", value)
     return text

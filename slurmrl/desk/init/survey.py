@@ -6,8 +6,8 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError
-from slurmrl.run.paths import user_name
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.cluster import Accounts, Partition
 from slurmrl.workers.address import default_address, interface_address, interface_of

@@ -13,9 +13,10 @@ from slurmrl.config.hub.cache import HubCache
 from slurmrl.config.hub.reference import PREFIX, HubKind, HubReference, of_folder, parse
 from slurmrl.config.schema import Config, Dataset, Model, role_key
 from slurmrl.config.source import KeyPath, Source, read
+from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import inputs
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 
 logger = log.get(__name__)
 

@@ -18,13 +18,14 @@ from slurmrl.config.schema import Config, Model, role_key
 from slurmrl.config.schema.base import NAME_PATTERN
 from slurmrl.config.schema.model import TRIAL_PREFIX
 from slurmrl.config.source import KeyPath, Source, read
+from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, Problem, SlurmrlError, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.plan.model_files import CONFIG
 from slurmrl.registry import resolve
 from slurmrl.run.history.log import History
 from slurmrl.run.history.state import Commit, fold
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 
 FIELDS: Final = ("path", "tokenizer")
 LAST: Final = "last"

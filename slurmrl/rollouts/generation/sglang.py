@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from slurmrl import package
-from slurmrl.engines.server_engine import ServerEngine
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.plan.estimates.servers import computing
 from slurmrl.plan.server_kinds import EXPERTS_FLAG
@@ -362,9 +361,3 @@ class SglangServer(ServerKind):
             health_s=self.serving.patience.silence_s,
             stale_cache=self.stale_cache,
         )
-
-
-class SglangEngine(ServerEngine):
-    """Generation by SGLang servers."""
-
-    kind = SglangServer

@@ -26,7 +26,6 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from slurmrl.engines.server_engine import ServerEngine
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.plan.server_kinds import VLLM_FLAGS
@@ -461,9 +460,3 @@ class VllmServer(ServerKind):
             health_s=self.serving.patience.silence_s,
             stale_cache=self.stale_cache,
         )
-
-
-class VllmEngine(ServerEngine):
-    """Generation by vLLM servers."""
-
-    kind = VllmServer

@@ -88,9 +88,8 @@ def attend_heads(
     """`paged_attention` of tokens whose keys and values are not in the cache yet.
 
     heads [T, Hq + 2 Hkv, D]: the queries, the key and the value of each token; queries and keys are
-    rotated by ``rotation``, as `tensors.ops.rotary.rotate` does it. Keys and values are written into the
-    cells ``slots`` [T] int64.
-    """
+    rotated by ``rotation``, as `tensors.ops.rotary.rotate` does it. Keys and values are written
+    into the cells ``slots`` [T] int64."""
     native = for_floats(heads)
     count, size = heads.shape[1] - 2 * keys.shape[1], heads.shape[2]
     if native is not None:

@@ -1,6 +1,7 @@
-"""Triton kernels for a key-value cache in pages. ``tensors/ops/paged_attention.py`` has their torch forms.
+"""Triton kernels for a key-value cache in pages.
 
-Sums are in float32. ``TRITON_INTERPRET=1`` runs them on CPUs.
+``tensors/ops/paged_attention.py`` has their torch forms. Sums are in float32.
+``TRITON_INTERPRET=1`` runs them on CPUs.
 
 T tokens, Hq query heads, Hkv key and value heads, D head size, C cells of the cache, S splits.
 """

@@ -1,7 +1,7 @@
 """Copies between a strided box of a storage and elements that are packed in row-major order.
 
-On GPUs an interval kernel of `tensors.ops.intervals` makes a copy that is strided, or one that is a moving
-average: one launch, accesses of 16 bytes and no temporary tensor. torch makes all others.
+On GPUs an interval kernel of `tensors.ops.intervals` makes a copy that is strided, or one that is a
+moving average: one launch, accesses of 16 bytes and no temporary tensor. torch makes all others.
 """
 
 from __future__ import annotations

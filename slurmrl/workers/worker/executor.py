@@ -3,9 +3,8 @@
 `checked` checks what an algorithm's interfaces return, which may be a user's own. `UpdateKept`
 measures the share of each update of the actor that the generating weights have: they may be of a
 narrower type, in which a small update disappears until several add up. Generation then samples from
-older weights, plus rounding. The share is that of exports (see `slurmrl.tensors.weights.survival`), of an
-equally spaced part of this rank's weights.
-"""
+older weights, plus rounding. The share is that of exports (see `slurmrl.tensors.weights.survival`),
+of an equally spaced part of this rank's weights."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.run.paths import user_name
+from slurmrl.env import user_name
 
 ASK = {
     "bash": """

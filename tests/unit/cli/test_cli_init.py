@@ -10,7 +10,7 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.config.source import read
-from slurmrl.run.paths import user_name
+from slurmrl.env import user_name
 
 SINFO = "main*|up|1-00:00:00|2|8|16000|gpu:2"
 

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from slurmrl.desk.live import newest_jobs
+from slurmrl.env import user_name
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind
 from slurmrl.run.metrics import read
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import SubmissionRequest
 from slurmrl.scheduler.local import LocalScheduler
 from tests.fake_runs import write_config

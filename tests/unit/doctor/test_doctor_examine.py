@@ -49,7 +49,7 @@ def test_a_job_on_the_local_scheduler_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_root_with_runs_keeps_them(tmp_path: Path) -> None:
-    from slurmrl.run.paths import user_name
+    from slurmrl.env import user_name
 
     mine = tmp_path / user_name() / "experiment" / "1"
     mine.mkdir(parents=True)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from slurmrl.config.load import dump
+from slurmrl.env import user_name
 from slurmrl.errors import ConfigError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from tests.support.hub import Hub
 from tests.support.trials import ADDITION, ARCHITECTURE
 

@@ -9,9 +9,10 @@ import pytest
 
 from slurmrl.config.load import dump, load
 from slurmrl.config.schema.model import TRIAL_PREFIX
+from slurmrl.env import user_name
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import load_settings
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 MODEL = (

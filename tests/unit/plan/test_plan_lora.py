@@ -14,6 +14,7 @@ import pytest
 from slurmrl.config.allocation import parse
 from slurmrl.desk.checks.room import checkpoint_bytes, version_bytes
 from slurmrl.engines.planned import planned_layout
+from slurmrl.env import user_name
 from slurmrl.errors import ConfigError
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
@@ -35,7 +36,7 @@ from slurmrl.plan.settings import Settings
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.writer import begin
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from tests.unit.plan.conftest import EXPERTS, LARGE
 
 Load = Callable[..., Settings]

@@ -12,6 +12,7 @@ from slurmrl.algorithms.schema import AlgorithmSchema
 from slurmrl.config.allocation.legacy_spellings import HostShape
 from slurmrl.config.load import dump
 from slurmrl.config.schema import Config
+from slurmrl.env import user_name
 from slurmrl.errors import AllocationError, ConfigError, Problem
 from slurmrl.plan.algorithms import ALGORITHMS
 from slurmrl.plan.graph.call import Call, Method, RoleUse
@@ -19,7 +20,7 @@ from slurmrl.plan.report.algorithm import in_force
 from slurmrl.plan.resolve import allocation_mode
 from slurmrl.plan.settings import Settings, load_run_settings, load_settings
 from slurmrl.registry import Registry
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from tests.unit.plan.conftest import PPO, write_model
 
 Load = Callable[..., Settings]

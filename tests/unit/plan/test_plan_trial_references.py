@@ -13,6 +13,7 @@ import pytest
 
 from slurmrl.config.load import dump
 from slurmrl.desk.evaluating import EvaluatedModel, find_checkpoint
+from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.models.config import ModelConfig
@@ -21,7 +22,7 @@ from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.run.history.log import History
 from slurmrl.run.history.state import fold
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import verify
 from slurmrl.workers.master.exporting import pin_to_evaluate
 from slurmrl.workers.worker.setup import verify_pinned

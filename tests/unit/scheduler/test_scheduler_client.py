@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UnknownNameError
-from slurmrl.run.paths import user_name
 from slurmrl.scheduler import choose, environment, limits, make, rows
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.client import SlurmClient

@@ -25,10 +25,11 @@ from slurmrl.desk.bundle.make import make_bundle
 from slurmrl.desk.bundle.manifest import is_safe
 from slurmrl.desk.bundle.unpack import BUNDLES, is_bundle, unpack
 from slurmrl.desk.own_code import OwnCode
+from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, EnvironmentFailure, OwnershipError, UsageError
 from slurmrl.fsio import space
 from slurmrl.plan.settings import load_settings
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from tests.fake_runs import FakeScheduler, write_config
 
 WHOLE = "bundle.tar"

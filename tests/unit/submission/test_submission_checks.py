@@ -26,6 +26,7 @@ from slurmrl.desk.checks.finding import Finding, Weight
 from slurmrl.desk.checks.run import Code, check, refuse
 from slurmrl.desk.proposal import Proposal
 from slurmrl.desk.versions import TorchBuild
+from slurmrl.env import user_name
 from slurmrl.errors import ConfigError
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
@@ -33,7 +34,7 @@ from slurmrl.models.decoder import build
 from slurmrl.models.hf import to_hf
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from slurmrl.workers.master.exporting import pin_actor
 from tests.fake_runs import write_config
 from tests.support.committed import CommittedTrial, Weights

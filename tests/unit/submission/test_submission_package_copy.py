@@ -70,10 +70,10 @@ def test_copy_has_few_private_files_and_is_imported_without_compiling(copied: Pa
 def test_copy_compiles_its_sources_under_another_python(copied: Path) -> None:
     """Its bytecode has another magic number then."""
     with zipfile.ZipFile(copied / ARCHIVE) as file:
-        other = b"\0\0\r\n" + file.read("keys.pyc")[4:]
-    rewrite(copied / ARCHIVE, "keys.pyc", other)
+        other = b"\0\0\r\n" + file.read("run/keys.pyc")[4:]
+    rewrite(copied / ARCHIVE, "run/keys.pyc", other)
     done = run(copied, "import slurmrl.run.keys as k; print(k.__file__, k.failure(3))")
-    assert done.stdout.split()[0] == f"{copied}/{ARCHIVE}/keys.py", done.stderr
+    assert done.stdout.split()[0] == f"{copied}/{ARCHIVE}/run/keys.py", done.stderr
 
 
 def test_traceback_shows_sources_of_the_copy(copied: Path) -> None:
@@ -119,7 +119,7 @@ def test_copy_as_plain_files_is_equal(tmp_path: Path) -> None:
     """As releases up to 0.1 made it."""
     copying.copy(FOLDER, tmp_path / "slurmrl", package_copy.NO_CODE)
     assert package_copy.is_equal(tmp_path / "slurmrl")
-    (tmp_path / "slurmrl" / "run/keys.py").write_text("OTHER = 1\n")
+    (tmp_path / "slurmrl" / "log.py").write_text("OTHER = 1\n")
     assert not package_copy.is_equal(tmp_path / "slurmrl")
 
 

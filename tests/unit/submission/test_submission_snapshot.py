@@ -175,7 +175,7 @@ def test_a_trial_of_another_slurmrl_is_not_written_to(user: Path, scheduler: Fak
     paths = submit(proposed(user)).paths
     end(History(paths.history), Kind.CANCELLED, {})
     scheduler.tasks = []
-    (paths.code / "slurmrl" / "run/keys.py").write_text("NEW = 1\n")
+    (paths.code / "slurmrl" / "log.py").write_text("NEW = 1\n")
     assert not snapshot.is_this_code(paths.code)
     before = paths.config.read_bytes(), paths.plan.read_bytes()
     for proposal in (proposed(user, "total_steps=9"), propose_resume(paths, ["total_steps=9"])):
@@ -293,7 +293,7 @@ def test_update_code_of_a_trial_that_lacks_a_setting(
     text = paths.config.read_text()
     assert lacks in text
     paths.config.write_text(text.replace(lacks, ""))
-    (paths.code / "slurmrl" / "run/keys.py").write_text("OLD = 1\n")
+    (paths.code / "slurmrl" / "log.py").write_text("OLD = 1\n")
     with pytest.raises(UsageError, match=difference):
         submit(propose_resume(paths, [value], update_code=True))
     assert submit(propose_resume(paths, [], update_code=True)).resumed_step == 1

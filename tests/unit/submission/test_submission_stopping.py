@@ -9,9 +9,9 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.desk import stopping
+from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.run.history.record import Kind
-from slurmrl.run.paths import user_name
 from slurmrl.scheduler import stopping as requests
 from slurmrl.scheduler.base import Continue, JobState
 from slurmrl.scheduler.chain import Chain, TopUp, why_not

@@ -14,6 +14,7 @@ from slurmrl.desk import claims, live
 from slurmrl.desk.live import cancel
 from slurmrl.desk.proposal import propose, propose_resume
 from slurmrl.desk.submit import Submitted, submit
+from slurmrl.env import user_name
 from slurmrl.errors import (
     ConfigError,
     EnvironmentFailure,
@@ -27,7 +28,7 @@ from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.state import TrialState, fold
 from slurmrl.run.history.writer import begin, end
-from slurmrl.run.paths import RunPaths, user_name
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.processes import ProcessId
 from slurmrl.watch import overview

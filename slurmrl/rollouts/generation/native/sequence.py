@@ -12,8 +12,8 @@ from slurmrl.tensors.ops.sampling import stream
 Rank = tuple[int, int]
 """A sequence's place in the order of service: priority and arrival."""
 Law = tuple[float, int | None, float, bool, bool]
-"""What is common to draws that one call of `tensors.ops.sampling.sample` can make: temperature, top k, top
-p, greedy, and whether supports are recorded."""
+"""What is common to draws that one call of `tensors.ops.sampling.sample` can make: temperature, top
+k, top p, greedy, and whether supports are recorded."""
 
 
 @dataclass(eq=False, slots=True)

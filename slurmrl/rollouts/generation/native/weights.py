@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from slurmrl.engines.fsdp.weights import fill
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.hf import TensorSource, Weights
 from slurmrl.models.parallel.boxes import TensorSplit
@@ -25,4 +24,6 @@ def read_weights(decoder: Decoder, folder: Path) -> None:
     boxes = {name: split.box(name, shape, tensor.rank) for name, shape in shapes.items()}
     with TensorSource(folder) as files:
         weights = Weights(files, config, decoder.head)
-        fill(dict(decoder.named_parameters()), boxes, weights.read)
+        for name, parameter in decoder.named_parameters():
+            if boxes[name].count:
+                parameter.copy_(weights.read(name, boxes[name]))

@@ -108,8 +108,8 @@ def _ready_or_warn(device: torch.device) -> Any | None:
     except EnvironmentFailure as error:
         log.get(__name__).warning(
             "The operators of slurmrl run in pure torch on %s of this host, which is slower. To "
-            "build the compiled ones, run python -m slurmrl.tensors.ops.native here or on another host "
-            "that shares the cache. Reason: %s",
+            "build the compiled ones, run python -m slurmrl.tensors.ops.native here or on another "
+            "host that shares the cache. Reason: %s",
             device,
             error,
         )
