@@ -1,4 +1,4 @@
-// From torch's tensors to the loops' arguments. The library is called by slurmrl/ops/ only, which
+// From torch's tensors to the loops' arguments. The library is called by slurmrl/tensors/ops/ only, which
 // has checked every argument, makes outputs and keeps tensors contiguous.
 #pragma once
 
