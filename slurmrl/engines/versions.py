@@ -30,7 +30,7 @@ from slurmrl.tensors.transfer.plan import plan_move
 from slurmrl.tensors.transfer.regions import PlacedLayout
 
 
-class VersionParts:
+class OwnedTensors:
     """One rank's tensors of a version. All ranks of the model make it, with equal arguments."""
 
     def __init__(

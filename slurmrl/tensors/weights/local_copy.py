@@ -53,7 +53,7 @@ logger = log.get(__name__)
 
 
 @dataclass(frozen=True)
-class HeldVersion:
+class CopyState:
     """The state of a copy. It is replaced when a new file is complete."""
 
     id: VersionId
@@ -132,7 +132,7 @@ class LocalCopy:
                 return self._copied(state)
             return self._advance(state, to)
 
-    def _copied(self, state: HeldVersion) -> CopiedVersion:
+    def _copied(self, state: CopyState) -> CopiedVersion:
         return CopiedVersion(state.id, self._folder / state.folder, state.frozen)
 
     @contextmanager
@@ -150,7 +150,7 @@ class LocalCopy:
         finally:
             lock.release()
 
-    def _advance(self, state: HeldVersion | None, to: VersionId | None) -> CopiedVersion:
+    def _advance(self, state: CopyState | None, to: VersionId | None) -> CopiedVersion:
         problems: list[str] = []
         for version, whole, patient in self._candidates(to):
             if state is not None and not state.id < version:
@@ -185,7 +185,7 @@ class LocalCopy:
             known = version_ids(self._versions, calls=self._calls)
 
     def _build(
-        self, version: VersionId, held: HeldVersion | None, *, whole: bool, patient: bool
+        self, version: VersionId, held: CopyState | None, *, whole: bool, patient: bool
     ) -> CopiedVersion:
         """Write the file of a version, from the one that is held or from a whole one."""
         with VersionFiles(self._versions, patient=patient, calls=self._calls) as files:
@@ -199,7 +199,7 @@ class LocalCopy:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
         versions, frozen = str(self._versions), chain[-1].frozen
-        state = HeldVersion(version, versions, folder.name, saved, frozen)
+        state = CopyState(version, versions, folder.name, saved, frozen)
         write_record(self._folder / STATE, state, calls=self._calls)
         self._verified = folder.name
         self._sweep(state)
@@ -210,7 +210,7 @@ class LocalCopy:
         folder: Path,
         files: VersionFiles,
         chain: list[VersionManifest],
-        held: HeldVersion | None,
+        held: CopyState | None,
     ) -> SavedFile:
         old = None if held is None else self._opened(held)
         bits = None if old is None else partial(_bits, old)
@@ -225,15 +225,15 @@ class LocalCopy:
             if old is not None:
                 old.close()
 
-    def _opened(self, held: HeldVersion) -> TensorFile:
+    def _opened(self, held: CopyState) -> TensorFile:
         try:
             return TensorFile(self._folder / held.folder / FILE)
         except (CheckpointError, CorruptFileError) as error:
             raise WeightVersionError(f"the copy is damaged: {error}") from error
 
-    def _state(self) -> HeldVersion | None:
+    def _state(self) -> CopyState | None:
         try:
-            state = read_record(self._folder / STATE, HeldVersion, calls=self._calls)
+            state = read_record(self._folder / STATE, CopyState, calls=self._calls)
         except FileNotFoundError:
             return None
         except CorruptFileError as error:
@@ -241,7 +241,7 @@ class LocalCopy:
             return None
         return state if state.versions == str(self._versions) else None
 
-    def _sound_state(self) -> HeldVersion | None:
+    def _sound_state(self) -> CopyState | None:
         """The state, if its file is as it says; the checksum is compared once in a process."""
         state = self._state()
         if state is None or state.folder == self._verified:
@@ -261,7 +261,7 @@ class LocalCopy:
         self._verified = state.folder
         return state
 
-    def _sweep(self, state: HeldVersion | None) -> None:
+    def _sweep(self, state: CopyState | None) -> None:
         """Remove files of other versions, which killed processes left as well."""
         keep = {STATE, LOCK, "" if state is None else state.folder}
         for name in atomic.list_names(self._folder, calls=self._calls):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.engines.base import Engine
-from slurmrl.engines.versions import VersionParts
+from slurmrl.engines.versions import OwnedTensors
 from slurmrl.models.storage import file_form
 from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import config_values
@@ -32,25 +32,19 @@ ACTOR = "actor"
 
 
 @dataclass(frozen=True)
-class TakenVersion:
-    """The tensors that a rank owns of a version, in host memory."""
+class VersionPart:
+    """The tensors that a rank owns of a version, in host memory. With a ``base``, the part stores
+    what has changed since then."""
 
+    number: int
     version: VersionId
     entries: Sequence[TensorEntry]
+    base: VersionBits | None
+    frozen: str | None = None
+    """See `VersionManifest.frozen`."""
 
     def bits(self) -> VersionBits:
         return VersionBits(self.version, {entry.name: _bits(entry) for entry in self.entries})
-
-
-@dataclass(frozen=True)
-class VersionPart:
-    """One rank's part of a version. With a ``base``, it stores what has changed since then."""
-
-    number: int
-    taken: TakenVersion
-    base: TakenVersion | None
-    frozen: str | None = None
-    """See `VersionManifest.frozen`."""
 
     def paths(self, directory: Path) -> list[Path]:
         return [directory / part_file(self.number), directory / part_index(self.number)]
@@ -58,9 +52,8 @@ class VersionPart:
     def write(self, directory: Path) -> list[SavedFile]:
         """Write the part and its index, durably; the index lists the file. Raises
         EnvironmentFailure."""
-        base = None if self.base is None else self.base.bits()
-        with PartWriter(directory, self.number, base, frozen=self.frozen) as writer:
-            for entry in self.taken.entries:
+        with PartWriter(directory, self.number, self.base, frozen=self.frozen) as writer:
+            for entry in self.entries:
                 writer.add(entry.name, entry.spec.dtype, entry.spec.shape, _bits(entry))
             writer.finish()
         return []
@@ -71,14 +64,14 @@ class VersionWriting:
     actor."""
 
     def __init__(
-        self, folder: Path, rank: int, parts: VersionParts | None, frozen: str | None = None
+        self, folder: Path, rank: int, parts: OwnedTensors | None, frozen: str | None = None
     ) -> None:
         """``frozen``: the fingerprint of the weights that versions leave out."""
         self._folder = folder
         self._rank = rank
         self._parts, self._frozen = parts, frozen
         self._saver = Saver(rank)
-        self._last: TakenVersion | None = None
+        self._last: VersionBits | None = None
 
     def write(
         self, order: WriteVersion, engine: Engine | None, say: Callable[[Saved], None]
@@ -90,10 +83,11 @@ class VersionWriting:
             return
         self._saver.wait()
         version = VersionId.parse(order.version)
-        taken = TakenVersion(version, self._parts.take(engine.trained_storages()))
-        base, self._last = self._last if order.base is not None else None, taken
+        base = self._last if order.base is not None else None
         assert (None if base is None else base.version.name) == order.base, "another base"
-        part = VersionPart(self._rank, taken, base, self._frozen)
+        entries = self._parts.take(engine.trained_storages())
+        part = VersionPart(self._rank, version, entries, base, self._frozen)
+        self._last = part.bits()
         self._saver.start([part], self._folder / version.name, order.seq, say)
 
     def wait(self) -> None:
@@ -126,7 +120,7 @@ def prepare(
     dtype = model.dtype
     if engine.frozen is not None:  # adapters, as checkpoints hold them
         storage, dtype = by_name, "float32"
-    parts = VersionParts(
+    parts = OwnedTensors(
         PlacedLayout(engine.trained_layout(), ranks),
         storage,
         dtype,

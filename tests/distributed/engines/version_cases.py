@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.engines.base import TrainEngine
-from slurmrl.engines.versions import VersionParts
+from slurmrl.engines.versions import OwnedTensors
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf_config import stored
 from slurmrl.models.storage import storage_of
@@ -80,9 +80,9 @@ def _taken(engine: TrainEngine, dtype: str, folder: Path, step: Any) -> list[Tak
     return [*found, _read(entries[2])]
 
 
-def _parts(layout: Layout, storage: Storage, dtype: str, group: dist.ProcessGroup) -> VersionParts:
+def _parts(layout: Layout, storage: Storage, dtype: str, group: dist.ProcessGroup) -> OwnedTensors:
     ranks = tuple(range(dist.get_world_size()))
-    return VersionParts(
+    return OwnedTensors(
         PlacedLayout(layout, ranks),
         storage,
         dtype,

@@ -15,7 +15,7 @@ import pytest
 
 from slurmrl.config.schema import Publish
 from slurmrl.engines.base import Engine
-from slurmrl.engines.versions import VersionParts
+from slurmrl.engines.versions import OwnedTensors
 from slurmrl.errors import StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.fsio.failures import explain
@@ -25,10 +25,11 @@ from slurmrl.tensors.layout.layout import TensorSpec
 from slurmrl.tensors.weights.inventory import COMPLETE, inventory, remove
 from slurmrl.tensors.weights.reader import VersionFiles, resolved
 from slurmrl.tensors.weights.version import VersionId, part_file, version_ids
+from slurmrl.tensors.weights.writer import VersionBits
 from slurmrl.workers.master.versions import Publication, VersionPublisher, remove_leftovers
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Done, Saved, WriteVersion
-from slurmrl.workers.worker.version_writing import TakenVersion, VersionPart, VersionWriting
+from slurmrl.workers.worker.version_writing import VersionPart, VersionWriting
 from tests.unit.weights.runs import SHAPES, Bits, changed, random_bits
 from tests.unit.workers.test_workers_committer import Killed, kill_at
 
@@ -57,7 +58,7 @@ class FakeWorkforce:
         self.errors: dict[int, str] = {}
         """A rank's report in place of its part."""
         self._bits = random_bits(len(bits_of))
-        self._last: dict[int, TakenVersion] = {}
+        self._last: dict[int, VersionBits] = {}
         self._answers: dict[int, list[tuple[Done, Saved]]] = {}
 
     def post(self, order: WriteVersion) -> list[int]:
@@ -74,12 +75,13 @@ class FakeWorkforce:
     def _write(self, rank: int, number: int) -> tuple[Done, Saved]:
         order = self.posted[number]
         version = VersionId.parse(order.version)
-        taken = TakenVersion(version, entries(self.bits_of[order.version], rank))
         base = self._last.get(rank) if order.base is not None else None
         assert order.base == (None if base is None else base.version.name)
-        self._last[rank] = taken
+        own = entries(self.bits_of[order.version], rank)
+        part = VersionPart(rank, version, own, base)
+        self._last[rank] = part.bits()
         if rank not in self.errors:
-            VersionPart(rank, taken, base).write(self.folder / order.version)
+            part.write(self.folder / order.version)
         error = self.errors.get(rank, "")
         return Done(rank=rank, seq=number, seconds=0.1), Saved(rank=rank, seq=number, error=error)
 
@@ -359,7 +361,7 @@ class FakeEngine:
 
 
 def test_a_rank_writes_in_a_thread_what_has_changed(tmp_path: Path) -> None:
-    writing = VersionWriting(tmp_path, 0, cast(VersionParts, Parts()))
+    writing = VersionWriting(tmp_path, 0, cast(OwnedTensors, Parts()))
     for version, base in [("1.1", None), ("2.1", "1.1"), ("3.1", None)]:
         assert write(writing, version, base, FakeEngine()) == [Saved(rank=0, seq=7)]
     sizes = [(tmp_path / name / "part-0.bin").stat().st_size for name in ("1.1", "2.1", "3.1")]
@@ -380,7 +382,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing(
     def refuse(*_: object) -> None:
         raise explain(OSError(errno.ENOSPC, "full"), "write", tmp_path)
 
-    writing = VersionWriting(tmp_path, 0, cast(VersionParts, Parts()))
+    writing = VersionWriting(tmp_path, 0, cast(OwnedTensors, Parts()))
     monkeypatch.setattr("slurmrl.tensors.weights.writer.pwrite_all", refuse)
     (said,) = write(writing, "1.1", None, FakeEngine())
     assert "ENOSPC" in said.error
