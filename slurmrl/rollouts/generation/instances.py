@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -52,10 +51,10 @@ class _Waiting:
 class Instances(RolloutEngine):
     """Sends each request to one of several instances.
 
-    An instance gets requests only while it holds one of the last ``lag + 1`` weight versions. A
-    request goes where its prefix is, unless that instance has much more to do than another. When an
-    instance is lost, its requests are issued again; the draws of a request do not depend on where
-    it is served. While no instance can be used requests wait, ``patience_s`` at most.
+    An instance gets requests only while it holds the last weight version. A request goes where its
+    prefix is, unless that instance has much more to do than another. When an instance is lost, its
+    requests are issued again; the draws of a request do not depend on where it is served. While no
+    instance can be used requests wait, ``patience_s`` at most.
     """
 
     def __init__(
@@ -63,13 +62,12 @@ class Instances(RolloutEngine):
         connects: Mapping[str, Connect],
         *,
         limits: InstanceLimits | None = None,
-        lag: int = 0,
         patience_s: float = 900.0,
     ) -> None:
         """``connects``: how to reach each instance, by its name in messages. Made in a running
         asyncio loop."""
         self._limits = limits or InstanceLimits()
-        self._versions: deque[WeightVersion] = deque(maxlen=lag + 1)
+        self._wanted: WeightVersion | None = None
         self._paused = False
         self._patience_s = patience_s
         self._jobs: dict[str, _Waiting] = {}
@@ -82,7 +80,7 @@ class Instances(RolloutEngine):
         self._giving_up: asyncio.TimerHandle | None = None
         self._instances = [
             Instance(
-                name, connect, self._limits, wanted=self._wanted, came=self._came, went=self._went
+                name, connect, self._limits, wanted=self._state, came=self._came, went=self._went
             )
             for name, connect in connects.items()
         ]
@@ -109,8 +107,7 @@ class Instances(RolloutEngine):
 
     @property
     def version(self) -> str | None:
-        """The latest version; requests may also be served by the ``lag`` versions before it."""
-        return self._versions[-1].name if self._versions else None
+        return None if self._wanted is None else self._wanted.name
 
     def submit(self, request: GenerationRequest) -> asyncio.Future[Completions]:
         future: asyncio.Future[Completions] = asyncio.get_running_loop().create_future()
@@ -149,15 +146,14 @@ class Instances(RolloutEngine):
         """Have all instances hold ``version``. Those that fail are lost, and load it before they
         get another request. Raises UsageError if one refuses it and none takes it; then the last
         one stays."""
-        before = tuple(self._versions)
-        self._versions.append(version)
+        before, self._wanted = self._wanted, version
         updates = (instance.update(version) for instance in self._instances)
         results = await asyncio.gather(*updates, return_exceptions=True)
         errors = [error for error in results if isinstance(error, BaseException)]
         refused = all(isinstance(error, UsageError) for error in errors)
         taken = any(instance.version == version.name for instance in self._instances)
         if errors and not (refused and taken):
-            self._versions = deque(before, self._versions.maxlen)
+            self._wanted = before
             raise errors[0]
         self._prefixes = PrefixIndex()  # caches do not outlive weights
         self._dispatch()
@@ -173,8 +169,8 @@ class Instances(RolloutEngine):
             self._giving_up.cancel()
         await asyncio.gather(*(instance.close() for instance in self._instances))
 
-    def _wanted(self) -> tuple[WeightVersion | None, bool]:
-        return (self._versions[-1] if self._versions else None), self._paused
+    def _state(self) -> tuple[WeightVersion | None, bool]:
+        return self._wanted, self._paused
 
     def _came(self, instance: Instance) -> None:
         self._usable.set()
@@ -225,12 +221,13 @@ class Instances(RolloutEngine):
                 self._send(job, self._choose(job, ready))
 
     def _ready(self) -> list[int]:
-        """Instances that hold a version inside the bound and have room."""
-        names = {version.name for version in self._versions}
+        """Instances that hold the version and have room."""
         return [
             index
             for index, instance in enumerate(self._instances)
-            if instance.version in names and instance.sequences < self._limits.concurrency
+            if instance.version is not None
+            and instance.version == self.version
+            and instance.sequences < self._limits.concurrency
         ]
 
     def _choose(self, job: _Waiting, ready: list[int]) -> int:

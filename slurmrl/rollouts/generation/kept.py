@@ -51,11 +51,10 @@ class KeptEngine(RolloutEngine):
         *,
         patience: Patience,
         context: int = 0,
-        concurrency: int = 256,
     ) -> None:
         """``speak`` makes the dialect of the server, ``context``: tokens of a prompt and its
         completion that it must take. Made in a running asyncio loop."""
-        self._address, self._speak, self._concurrency = address, speak, concurrency
+        self._address, self._speak = address, speak
         self._context = context
         self._patience = patience
         self._prober = speak(HttpClient(address, patience_s=0.0))
@@ -82,9 +81,7 @@ class KeptEngine(RolloutEngine):
         one can be used."""
         dialect = self._speak(HttpClient(self._address))
         try:
-            engine = await ServedEngine.connect(
-                dialect, concurrency=self._concurrency, least=self._context
-            )
+            engine = await ServedEngine.connect(dialect, least=self._context)
         except UsageError as error:  # after one that could be used, memory is short for a while
             if self._engine is None:
                 raise
