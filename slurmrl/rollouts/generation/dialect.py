@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
-from slurmrl.errors import RunFailedError
+from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.generation.base import Completion, WeightVersion
+from slurmrl.rollouts.generation.fitness import ServedModel
+from slurmrl.rollouts.generation.http import HttpClient
+from slurmrl.rollouts.generation.weight_checks import Digest, Held, ServerCheck, WeightChecks
+
+CONTROL_S: Final = 60.0
+"""Time limit of pausing, resuming, aborting: the server answers between two steps."""
+FIRST_S: Final = 600.0
+"""Time limit of the first token, before which a server may compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +26,7 @@ class Draw:
     """One completion that a server is to make."""
 
     name: str
-    """Unique among what the server works on."""
+    """Unique among the requests of the server."""
     prompt: tuple[int, ...]
     seed: int
     """0 to 2**63 - 1; its random stream."""
@@ -88,3 +99,112 @@ class Dialect(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Close the connections. Draws fail with RunFailedError."""
+
+
+class HttpDialect(Dialect):
+    """The common part of dialects of servers behind HTTP."""
+
+    GENERATE: str
+    """The route of completions."""
+
+    def __init__(
+        self,
+        client: HttpClient,
+        control: HttpClient | None = None,
+        *,
+        model: ServedModel,
+        checks: WeightChecks | None = None,
+        health_s: float = 30.0,
+        stale_cache: bool = False,
+    ) -> None:
+        """``control``: a client with the key for administration, if that is another one. ``model``:
+        `connect` refuses servers of other models. ``checks``: those of all servers of this run.
+        ``health_s``: time limit of `health`; at least the longest step of the model.
+        ``stale_cache``: requests in flight keep the caches of older weights."""
+        self._client, self._control = client, control or client
+        self._model = model
+        self._checks = checks or WeightChecks()
+        self._check: ServerCheck | None = None
+        self._health_s, self._stale_cache = health_s, stale_cache
+        self._loaded: str | None = None
+        """The last version that was loaded, since the server was connected to."""
+        self.where = client.address.text
+
+    def _connected(self, digest: Digest | str, dtype: object, *, first_only: bool = False) -> None:
+        """Begin the checks of a server that computes such checksums, in this type."""
+        how = self._checks.digest(self.where, digest, self._model.dtype, dtype)
+        self._check = ServerCheck(self._checks, self.where, how, self._held, first_only=first_only)
+        self._loaded = None
+
+    @abstractmethod
+    def _first(self) -> dict[str, Any]:
+        """The body of a request for one token."""
+
+    async def _knows(self, token: int) -> bool:
+        """Whether the vocabulary has this token id.
+
+        Servers report no size. Unknown tokens in a prompt end vLLM, and SGLang computes with them;
+        both check the tokens of ``logit_bias``.
+        """
+        body = self._first()
+        body["sampling_params"]["logit_bias"] = {str(token): 0.0}
+        try:
+            await self._client.post(self.GENERATE, body, timeout_s=FIRST_S)
+        except UsageError as error:
+            if "logit_bias" not in str(error):
+                raise
+            return False
+        return True
+
+    @property
+    def _cache(self) -> str | None:
+        """The name with which prompts are shared in the server's cache; None shares all."""
+        return self._loaded if self._stale_cache else None
+
+    @property
+    def _keeps_cache(self) -> bool:
+        """Whether an update leaves the cache as it is, which another run may have filled before the
+        first one."""
+        return self._stale_cache and self._loaded is not None
+
+    async def load(self, version: WeightVersion) -> None:
+        folder = version.folder
+        if folder is None or not folder.is_dir():
+            raise UsageError(
+                f"weight version {version.name}: {folder} is not a folder with a checkpoint"
+            )
+        await self._ready_to_load()
+        assert self._check is not None, "a server loads weights once it was connected to"
+        await self._check.before_load(version)
+        await self._load(version.name, folder)
+        await self.check_version(version.name)
+        self._loaded = version.name
+        await self._check.after_load(version)
+
+    async def _ready_to_load(self) -> None:
+        """Return once the paused server can load weights."""
+
+    @abstractmethod
+    async def _load(self, name: str, folder: Path) -> None:
+        """Replace the weights by those of ``folder``, and have the server report this version."""
+
+    @abstractmethod
+    async def _held(self) -> Sequence[Held]:
+        """Return the checksums of the server's weights."""
+
+    async def close(self) -> None:
+        if self._check is not None:
+            self._check.close()
+        await self._client.close()
+        await self._control.close()
+
+    async def _get(self, path: str) -> object:
+        return await self._client.get(path, timeout_s=CONTROL_S)
+
+    async def _post(
+        self,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        timeout_s: float | None = CONTROL_S,
+    ) -> object:
+        return await self._control.post(path, body, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""What a server is on its host: its processes, its log and a private folder in memory.
+"""A server on its host: its processes, its log and a private folder in memory.
 
 The processes start together, end together and are never left behind (`warden.py`). The log shows
 the error with which a server ended. SGLang logs a traceback as one message (``[2026-01-02 03:04:05
@@ -317,7 +317,7 @@ def _remove_unlocked(parent: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, and what its servers have left in shared memory."""
+    """Remove a folder, and the files of its servers in shared memory."""
     for place, _, names in os.walk(folder):  # others may be removing it, too
         if LIST in names:
             remove_shared(os.path.join(place, LIST))

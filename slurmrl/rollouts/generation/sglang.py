@@ -11,32 +11,33 @@ The server listens on a Unix socket in a folder that only the user can enter (`l
 
 A sample depends on SGLang's own generator. Each completion has a seed of its own, which SGLang uses
 only with ``--enable-deterministic-inference``, on GPUs.
+
+SGLang computes checksums of its weights (``/weights_checker``). Its functions for them are here
+again: 0.5.20 to 0.5.23 have the same.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+import torch
+from pydantic import BaseModel, TypeAdapter, ValidationError, field_validator
+from torch import Tensor
 
 from slurmrl import package
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.plan.estimates.servers import computing
 from slurmrl.plan.server_kinds import EXPERTS_FLAG
-from slurmrl.rollouts.generation.base import Completion, WeightVersion
-from slurmrl.rollouts.generation.dialect import Dialect, Draw
-from slurmrl.rollouts.generation.fitness import (
-    ServedModel,
-    check_sglang,
-    field_of,
-    retracts,
-)
+from slurmrl.rollouts.generation.base import Completion
+from slurmrl.rollouts.generation.dialect import CONTROL_S, Dialect, Draw, HttpDialect
+from slurmrl.rollouts.generation.fitness import check_sglang, field_of, retracts
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.server import Serving
 from slurmrl.rollouts.generation.servers import ServerKind
-from slurmrl.rollouts.generation.sglang_checksums import digest_of, dtype_of, read_checksums
 from slurmrl.rollouts.generation.sglang_requests import (
     DrawnPiece,
     PiecewiseDraw,
@@ -44,44 +45,29 @@ from slurmrl.rollouts.generation.sglang_requests import (
     read_reply,
     request_body,
 )
-from slurmrl.rollouts.generation.weight_checks import Held, ServerCheck, WeightChecks
+from slurmrl.rollouts.generation.weight_checks import Digest, Held, TensorPart, elements, sha256
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
-CONTROL_S = 60.0
-"""Time limit of pausing, resuming, aborting: the server answers between two steps."""
 IDLE_S = 30.0
 """How long a server may take to end its last batch, whose requests are answered."""
-FIRST_S = 600.0
-"""Time limit of the first token, before which a server may compile."""
 
 
-class SglangDialect(Dialect):
+class SglangDialect(HttpDialect):
     """One SGLang server."""
+
+    GENERATE = "/generate"
 
     def __init__(
         self,
         client: HttpClient,
         control: HttpClient | None = None,
         *,
-        model: ServedModel,
         routed: RoutedLayers | None = None,
-        full_logprobs: bool = False,
-        checks: WeightChecks | None = None,
-        health_s: float = 30.0,
-        stale_cache: bool = False,
+        **common: Any,
     ) -> None:
-        """``control``: a client with the key for administration, if that is another one.
-        ``model``: `connect` refuses servers of other models. ``routed``, ``full_logprobs``: see
-        `read_reply`. ``checks``: those of all servers of this run. ``health_s``: time limit of
-        `health`; at least the longest step of the model. ``stale_cache``: requests in flight keep
-        what older weights have computed."""
-        self._client, self._control = client, control or client
-        self._model = model
+        """``routed``: see `read_reply`. The rest is as for `HttpDialect`."""
+        super().__init__(client, control, **common)
         self._routed = routed
-        self._full = full_logprobs
-        self._checks = checks or WeightChecks()
-        self._check: ServerCheck | None = None
-        self._health_s = health_s
         self._context = 0
         self._draws: dict[str, PiecewiseDraw] = {}
         self._running = asyncio.Event()
@@ -89,34 +75,20 @@ class SglangDialect(Dialect):
         self._pauses = 0
         self._mode: PauseMode = "abort"
         """Of the last pause."""
-        self._stale_cache, self._retracts = stale_cache, False
-        self._loaded: str | None = None
-        """The last version that was loaded, since the server was connected to."""
-        self.where = client.address.text
+        self._retracts = False
 
     async def connect(self) -> int:
         info = await self._info(CONTROL_S)
         model = await self._get("/model_info")
         self._context = check_sglang(self.where, info, model, self._model)
-        digest = self._checks.digest(self.where, digest_of(info), self._model.dtype, dtype_of(info))
-        self._check = ServerCheck(self._checks, self.where, digest, self._held)
-        self._retracts, self._loaded = retracts(self.where, info), None
+        self._connected(digest_of(info), dtype_of(info))
+        self._retracts = retracts(self.where, info)
         await self.resume()  # a client that was lost during an update has left it paused
         await self._model.check_vocabulary(self.where, self._knows)
         return self._context
 
-    async def _knows(self, token: int) -> bool:
-        """Whether the vocabulary has this token id. SGLang reports no size, and computes with
-        prompts whatever their token ids are, but it checks those of ``logit_bias``."""
-        options = {"max_new_tokens": 1, "temperature": 0.0, "logit_bias": {str(token): 0.0}}
-        body = {"input_ids": [0], "sampling_params": options}
-        try:
-            await self._client.post("/generate", body, timeout_s=FIRST_S)
-        except UsageError as error:
-            if "logit_bias" not in str(error):
-                raise
-            return False
-        return True
+    def _first(self) -> dict[str, Any]:
+        return {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
 
     async def draw(self, draw: Draw) -> Completion:
         if draw.options.experts and self._routed is None:
@@ -155,16 +127,9 @@ class SglangDialect(Dialect):
 
     async def _piece(self, draw: Draw) -> DrawnPiece:
         """Tokens until the draw has ended, was aborted, or the server was paused."""
-        body = request_body(
-            draw,
-            vocabulary=self._model.vocabulary,
-            full=self._full,
-            cache=self._loaded if self._stale_cache else None,
-        )
-        reply = await self._client.post("/generate", body, timeout_s=None)
-        return read_reply(
-            f"{self.where}/generate", reply, draw, full=self._full, routed=self._routed
-        )
+        body = request_body(draw, cache=self._cache)
+        reply = await self._client.post(self.GENERATE, body, timeout_s=None)
+        return read_reply(self.where + self.GENERATE, reply, draw, routed=self._routed)
 
     async def abort(self, name: str) -> None:
         if name in self._draws:
@@ -179,7 +144,7 @@ class SglangDialect(Dialect):
         await self._post("/pause_generation", {"mode": self._mode}, None)
 
     def _mode_now(self) -> PauseMode:
-        if self._stale_cache and self._loaded is not None:  # else its cache may be of another run
+        if self._keeps_cache:
             return "in_place"
         if any(drawing.draw.options.min_new_tokens for drawing in self._draws.values()):
             return "abort"
@@ -189,25 +154,18 @@ class SglangDialect(Dialect):
         await self._post("/continue_generation", {})
         self._running.set()
 
-    async def load(self, version: WeightVersion) -> None:
-        if version.folder is None or not version.folder.is_dir():
-            raise UsageError(
-                f"weight version {version.name}: {version.folder} is not a folder with a checkpoint"
-            )
+    async def _ready_to_load(self) -> None:
         if self._mode == "abort":
             await self._wait_until_idle()  # 0.5.20 would end, later versions refuse the update
-        assert self._check is not None, "a server loads weights once it was connected to"
-        await self._check.before_load(version)
+
+    async def _load(self, name: str, folder: Path) -> None:
         body = {
-            "model_path": str(version.folder),
+            "model_path": str(folder),
             "load_format": "auto",
-            "weight_version": version.name,
+            "weight_version": name,
             "flush_cache": self._mode != "in_place",
         }
         await self._succeed("/update_weights_from_disk", body)
-        await self.check_version(version.name)
-        self._loaded = version.name
-        await self._check.after_load(version)
 
     async def version(self) -> str:
         return str(field_of(self.where, await self._get("/model_info"), "weight_version"))
@@ -234,30 +192,156 @@ class SglangDialect(Dialect):
     async def health(self) -> None:
         await self._info(self._health_s)
 
-    async def close(self) -> None:
-        if self._check is not None:
-            self._check.close()
-        await self._client.close()
-        await self._control.close()
-
     async def _info(self, timeout_s: float) -> object:
         """The settings of the server, with the state of the processes that compute, which they
         report themselves, also while they are paused."""
         return await self._client.get("/server_info", timeout_s=timeout_s)
-
-    async def _get(self, path: str) -> object:
-        return await self._client.get(path, timeout_s=CONTROL_S)
-
-    async def _post(
-        self, path: str, body: Mapping[str, object], timeout_s: float | None = CONTROL_S
-    ) -> object:
-        return await self._control.post(path, body, timeout_s=timeout_s)
 
     async def _succeed(self, path: str, body: Mapping[str, object]) -> object:
         reply = await self._post(path, body, None)
         if field_of(self.where, reply, "success") is not True:
             raise RunFailedError(f"{self.where}{path}: {reply}")
         return reply
+
+
+TILE = 8192
+"""Words of 32 bits that are summed."""
+CHUNK = {"cpu": 16 * TILE, "cuda": 512 * TILE}
+"""Words that are computed at a time: in a CPU's cache, or some 100 MB of a GPU."""
+MOST_WORDS = 2**31 - 1
+"""SGLang's kernel cannot count further."""
+BITS = 2**32 - 1
+SEEDS = (0x243F6A88, (0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF) & BITS)
+FACTORS = (0x27D4EB2D, 0x165667B1)
+TURNS = (15, 13)
+TRAINED = "target"
+"""The role of the model that is trained. A model that only proposes tokens has another one."""
+
+
+class _ChecksumPlace(BaseModel):
+    tp_rank: int
+    tp_size: int
+    role: str = TRAINED
+
+
+class _ChecksumRank(BaseModel):
+    checksums: dict[str, str]
+    parallelism_info: list[_ChecksumPlace]
+    """One place of each model, of all of which 0.5.21 and later report together: the parameters of
+    another model than the trained one have its role before their names."""
+
+    @field_validator("parallelism_info", mode="before")
+    @classmethod
+    def _one_of_0_5_20(cls, value: object) -> object:
+        return [value] if isinstance(value, dict) else value
+
+    def of_trained(self) -> Iterator[Held]:
+        others = tuple(place.role + "." for place in self.parallelism_info if place.role != TRAINED)
+        own = {name: value for name, value in self.checksums.items() if not name.startswith(others)}
+        for place in self.parallelism_info:
+            if place.role == TRAINED:
+                yield Held(TensorPart(place.tp_rank, place.tp_size), own)
+
+
+class _ChecksumReply(BaseModel):
+    ranks: list[_ChecksumRank]
+
+
+_CHECKSUMS = TypeAdapter(_ChecksumReply)
+
+
+def digest_of(settings: object) -> Digest | str:
+    """How a server with these settings (``/server_info``) computes checksums, or why that is not
+    known."""
+    values: Mapping[str, object] = settings if isinstance(settings, dict) else {}
+    if values.get("quantization") or values.get("torchao_config"):
+        return "it quantizes them"
+    if values.get("dp_size", 1) != 1:
+        return "it is several servers behind one address (--dp-size)"
+    if values.get("device") == "cuda":
+        return on_gpu
+    native = values.get("attention_backend") == "torch_native" and values.get("tp_size") == 1
+    if values.get("device") == "cpu" and native:
+        return on_cpu
+    return "it may store them in another form (--device, --attention-backend, --tp-size)"
+
+
+def dtype_of(settings: object) -> object:
+    """The type in which a server with these settings computes; ``auto`` if it chooses."""
+    return settings.get("dtype") if isinstance(settings, dict) else None
+
+
+def read_checksums(where: str, reply: object) -> list[Held]:
+    """What the ranks of a server report."""
+    try:
+        ranks = _CHECKSUMS.validate_python(reply).ranks
+    except ValidationError as error:
+        raise RunFailedError(
+            f"{where}/weights_checker: the answer does not have SGLang's form: {error}"
+        ) from error
+    return [held for rank in ranks for held in rank.of_trained()]
+
+
+def on_cpu(tensor: Tensor, device: torch.device) -> str:
+    """Of a parameter in host memory."""
+    return sha256(tensor)[:16]
+
+
+def on_gpu(tensor: Tensor, device: torch.device) -> str | None:
+    """Of a parameter on a GPU: two hashes of 32 bits of each tile of words, which depend on where
+    the words are, summed over all tiles as one number of 64 bits."""
+    found = elements(tensor)
+    if missing := -len(found) % 4:
+        found = torch.cat([found, found.new_zeros(missing)])
+    words = found.view(torch.int32)
+    if not 0 < len(words) <= MOST_WORDS:
+        return None
+    size = CHUNK[device.type]
+    high = low = 0
+    for begin in range(0, len(words), size):
+        chunk = words[begin : begin + size].to(device)
+        index = torch.arange(begin, begin + len(chunk), dtype=torch.int32, device=device)
+        upper, lower = (
+            _tiles(chunk, index, *how, length=4 * len(words))
+            for how in zip(SEEDS, FACTORS, TURNS, strict=True)
+        )
+        high, low = high + upper, low + lower
+    return f"{_mixed_64((high << 32) + low):016x}"
+
+
+def _tiles(words: Tensor, index: Tensor, seed: int, factor: int, turn: int, *, length: int) -> int:
+    """The sum of a hash of each tile. Tensors are of int32, whose operations wrap."""
+    place = (index * factor + _signed(seed)) ^ (index << turn | _shifted(index, 32 - turn))
+    mixed = _mixed(words ^ place)
+    tiles = torch.nn.functional.pad(mixed, (0, -len(mixed) % TILE)).view(-1, TILE)
+    sums = tiles.sum(1, dtype=torch.int32) ^ _signed(length & BITS)
+    return int((_mixed(sums).long() & BITS).sum())
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """MurmurHash3's finalizer (https://github.com/aappleby/smhasher)."""
+    words = (words ^ _shifted(words, 16)) * _signed(0x85EBCA6B)
+    words = (words ^ _shifted(words, 13)) * _signed(0xC2B2AE35)
+    return words ^ _shifted(words, 16)
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """Logical right shift (torch's is arithmetic)."""
+    shifted: Tensor = (words >> bits) & ((1 << 32 - bits) - 1)
+    return shifted
+
+
+def _signed(bits: int) -> int:
+    """The number of int32 that has these bits."""
+    return bits - 2**32 if bits >= 2**31 else bits
+
+
+def _mixed_64(value: int) -> int:
+    """splitmix64's finalizer (https://prng.di.unimi.it/splitmix64.c)."""
+    value &= 2**64 - 1
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & 2**64 - 1
+    return value ^ value >> 31
 
 
 LAUNCHER = package.program("rollouts/generation/launch_sglang.py")
@@ -356,7 +440,6 @@ class SglangServer(ServerKind):
             control,
             model=self.model,
             routed=RoutedLayers.of(self.config),
-            full_logprobs=True,
             checks=self.checks,
             health_s=self.serving.patience.silence_s,
             stale_cache=self.stale_cache,

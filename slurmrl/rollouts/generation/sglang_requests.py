@@ -77,23 +77,13 @@ REPLY = TypeAdapter(_SglangReply)
 FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
-def restricted(draw: Draw) -> bool:
-    """Whether a draw is from a part of the vocabulary."""
-    return not draw.options.greedy and (draw.options.top_k is not None or draw.options.top_p < 1.0)
+def request_body(draw: Draw, *, cache: str | None = None) -> dict[str, Any]:
+    """Return the body of a request for one completion.
 
-
-def masks(draw: Draw, *, full: bool) -> bool:
-    """Whether the server is to report the support of each token, and log-probabilities under it."""
-    return restricted(draw) and (draw.options.support or not full)
-
-
-def request_body(
-    draw: Draw, *, vocabulary: int, full: bool, cache: str | None = None
-) -> dict[str, Any]:
-    """The body of a request for one completion. ``full``: see `read_reply`. ``cache``: prompts are
-    shared in the server's cache with requests of the same name only; None: with all without."""
-    options, masked = draw.options, masks(draw, full=full)
-    all_tokens = vocabulary if masked else -1  # the support is reported up to a limit
+    ``cache``: prompts share the server's cache only with requests of the same name; None: with all
+    requests without a name.
+    """
+    options = draw.options
     return {
         "rid": draw.name + "/",  # an abort also ends requests whose names begin with its own
         "input_ids": list(draw.prompt),
@@ -102,7 +92,7 @@ def request_body(
             "min_new_tokens": options.min_new_tokens,
             "temperature": options.temperature,
             "top_p": 1.0 if options.greedy else options.top_p,
-            "top_k": 1 if options.greedy else options.top_k or all_tokens,
+            "top_k": 1 if options.greedy else options.top_k or -1,
             **NEUTRAL,
             "stop_token_ids": list(options.stop_token_ids),
             "stop": list(options.stop_strings),
@@ -111,7 +101,7 @@ def request_body(
             "no_stop_trim": True,
         },
         "return_logprob": True,
-        "return_sampling_mask": masked,
+        "return_sampling_mask": options.support,
         "return_routed_experts": options.experts,
         "priority": draw.priority,
         "extra_key": cache,
@@ -119,24 +109,24 @@ def request_body(
 
 
 def read_reply(
-    where: str, reply: object, draw: Draw, *, full: bool, routed: RoutedLayers | None = None
+    where: str, reply: object, draw: Draw, *, routed: RoutedLayers | None = None
 ) -> DrawnPiece:
-    """What a reply brings. ``full``: its log-probabilities are those under the distribution
-    over all tokens, whatever the draw was restricted to, unless it records its support.
-    ``routed``: the model's blocks of experts."""
+    """Return what a reply brings. Raises RunFailedError for a reply that does not fit the request.
+
+    Log-probabilities are under the distribution over all tokens, or under the support where the
+    request asks for it. ``routed``: the model's blocks of experts.
+    """
     try:
         read = REPLY.validate_python(reply)
     except ValidationError as error:
         raise RunFailedError(f"{where}: the answer does not have SGLang's form: {error}") from error
     tokens, meta = read.output_ids, read.meta_info
     finish, options = meta.finish_reason, draw.options
-    masked = masks(draw, full=full)
-    if finish.type == "abort" and masked and meta.output_token_sampling_mask is None:
+    if finish.type == "abort" and options.support and meta.output_token_sampling_mask is None:
         # It was aborted while it waited: to be read, or to be read again.
-        support = SampledSupport() if options.support else None
-        return DrawnPiece(completion=replace(ABORTED, support=support))
+        return DrawnPiece(completion=replace(ABORTED, support=SampledSupport()))
     logprobs = [entry[0] for entry in meta.output_token_logprobs]
-    if masked:
+    if options.support:
         logprobs = meta.output_token_sampling_logprobs or []
     versions = [span.version for span in meta.weight_versions for _ in range(span.start, span.end)]
     if [entry[1] for entry in meta.output_token_logprobs] != tokens or not (

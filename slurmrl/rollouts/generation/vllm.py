@@ -29,10 +29,9 @@ from torch import Tensor
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.plan.server_kinds import VLLM_FLAGS
-from slurmrl.rollouts.generation.base import Completion, Finish, WeightVersion
-from slurmrl.rollouts.generation.dialect import Dialect, Draw
+from slurmrl.rollouts.generation.base import Completion, Finish
+from slurmrl.rollouts.generation.dialect import FIRST_S, Dialect, Draw, HttpDialect
 from slurmrl.rollouts.generation.fitness import (
-    ServedModel,
     check_vllm,
     check_vllm_reads,
     field_of,
@@ -44,17 +43,10 @@ from slurmrl.rollouts.generation.servers import ServerKind
 from slurmrl.rollouts.generation.weight_checks import (
     Digest,
     Held,
-    ServerCheck,
     TensorPart,
-    WeightChecks,
     sha256,
 )
 
-CONTROL_S = 60.0
-"""Time limit of pausing, resuming, aborting: the server answers between two steps."""
-FIRST_S = 600.0
-"""Time limit of the first token, before which a server may compile."""
-GENERATE = "/inference/v1/generate"
 FIRST = Draw(
     name="first",
     prompt=(0,),
@@ -160,32 +152,10 @@ def read_reply(where: str, reply: object) -> Completion:
     )
 
 
-class VllmDialect(Dialect):
+class VllmDialect(HttpDialect):
     """One vLLM server."""
 
-    def __init__(
-        self,
-        client: HttpClient,
-        control: HttpClient | None = None,
-        *,
-        model: ServedModel,
-        checks: WeightChecks | None = None,
-        health_s: float = 30.0,
-        stale_cache: bool = False,
-    ) -> None:
-        """``control``: a client with the key for administration, if that is another one. ``model``:
-        `connect` refuses servers of other models. ``checks``: those of all servers of this run.
-        ``health_s``: time limit of `health`; at least the longest step of the model.
-        ``stale_cache``: requests in flight keep what older weights have computed."""
-        self._client, self._control = client, control or client
-        self._model = model
-        self._checks = checks or WeightChecks()
-        self._check: ServerCheck | None = None
-        self._health_s = health_s
-        self._stale_cache = stale_cache
-        self._loaded: str | None = None
-        """The last version that was loaded, since the server was connected to."""
-        self.where = client.address.text
+    GENERATE = "/inference/v1/generate"
 
     async def connect(self) -> int:
         version = await self._get("/version")
@@ -195,11 +165,7 @@ class VllmDialect(Dialect):
             raise without_dev_mode(self.where, error) from error
         models = await self._get("/v1/models")
         context = check_vllm(self.where, version, server, models, self._model)
-        digest = self._checks.digest(
-            self.where, digest_of(server), self._model.dtype, dtype_of(server)
-        )
-        self._check = ServerCheck(self._checks, self.where, digest, self._held, first_only=True)
-        self._loaded = None
+        self._connected(digest_of(server), dtype_of(server), first_only=True)
         check_vllm_reads(self.where, server, self._model)
         await self.resume()  # a client that was lost during an update has left it paused
         await self._try()
@@ -209,26 +175,13 @@ class VllmDialect(Dialect):
     async def _try(self) -> None:
         """Draw a token, which shows what else is wrong before there are requests."""
         try:
-            reply = await self._generate(request_body(FIRST), FIRST_S)
+            reply = await self._client.post(self.GENERATE, self._first(), timeout_s=FIRST_S)
         except UsageError as error:
             raise UsageError(f"{error}; start the server with {' '.join(VLLM_FLAGS)}") from error
-        read_reply(self.where + GENERATE, reply)
+        read_reply(self.where + self.GENERATE, reply)
 
-    async def _knows(self, token: int) -> bool:
-        """Whether the vocabulary has this token id. vLLM reports no size, and a prompt with a token
-        outside it ends a server without a tokenizer, but it checks those of ``logit_bias``."""
-        body = request_body(FIRST)
-        body["sampling_params"]["logit_bias"] = {str(token): 0.0}
-        try:
-            await self._generate(body, FIRST_S)
-        except UsageError as error:
-            if "logit_bias" not in str(error):
-                raise
-            return False
-        return True
-
-    async def _generate(self, body: Mapping[str, object], timeout_s: float | None) -> object:
-        return await self._client.post(GENERATE, body, timeout_s=timeout_s)
+    def _first(self) -> dict[str, Any]:
+        return request_body(FIRST)
 
     async def draw(self, draw: Draw) -> Completion:
         if draw.options.experts:
@@ -241,9 +194,9 @@ class VllmDialect(Dialect):
                 f"{self.where}: vLLM reports what a token was drawn from for all requests of a "
                 "server or for none; use native or sglang, or leave out top_k and top_p"
             )
-        cache = self._loaded if self._stale_cache else None
-        reply = await self._generate(request_body(draw, cache=cache), None)
-        return read_reply(self.where + GENERATE, reply)
+        body = request_body(draw, cache=self._cache)
+        reply = await self._client.post(self.GENERATE, body, timeout_s=None)
+        return read_reply(self.where + self.GENERATE, reply)
 
     async def abort(self, name: str) -> None:
         await self._post("/inference/v1/abort_requests", {"request_ids": [PREFIX + name]})
@@ -254,28 +207,13 @@ class VllmDialect(Dialect):
     async def resume(self) -> None:
         await self._post("/resume")
 
-    @property
-    def _keeps_cache(self) -> bool:
-        """Whether an update leaves the cache as it is, which another run may have filled before the
-        first one."""
-        return self._stale_cache and self._loaded is not None
-
-    async def load(self, version: WeightVersion) -> None:
-        if version.folder is None or not version.folder.is_dir():
-            raise UsageError(
-                f"weight version {version.name}: {version.folder} is not a folder with a checkpoint"
-            )
-        assert self._check is not None, "a server loads weights once it was connected to"
-        await self._check.before_load(version)
+    async def _load(self, name: str, folder: Path) -> None:
         await self._name(f"in part ({secrets.token_hex(8)})")  # if it breaks off, of no run
         await self._call("update_config", overrides=LOADING)
-        await self._call("reload_weights", weights_path=str(version.folder))
+        await self._call("reload_weights", weights_path=str(folder))
         if not self._keeps_cache:
             await self._empty_cache()
-        await self._name(version.name)
-        await self.check_version(version.name)
-        self._loaded = version.name
-        await self._check.after_load(version)
+        await self._name(name)
 
     async def _name(self, version: str) -> None:
         """Have the server say that it holds this version."""
@@ -304,26 +242,9 @@ class VllmDialect(Dialect):
             "/is_paused", timeout_s=self._health_s
         )  # asks the process that computes
 
-    async def close(self) -> None:
-        if self._check is not None:
-            self._check.close()
-        await self._client.close()
-        await self._control.close()
-
     async def _call(self, method: str, **arguments: object) -> None:
         """Call a method of the processes that compute."""
         await self._post("/collective_rpc", {"method": method, "kwargs": arguments}, None)
-
-    async def _get(self, path: str) -> object:
-        return await self._client.get(path, timeout_s=CONTROL_S)
-
-    async def _post(
-        self,
-        path: str,
-        body: Mapping[str, object] | None = None,
-        timeout_s: float | None = CONTROL_S,
-    ) -> object:
-        return await self._control.post(path, body, timeout_s=timeout_s)
 
 
 KEY = re.compile(r"(dp\d+:pp\d+:pcp\d+:tp(\d+)):(.+)")

@@ -211,7 +211,7 @@ def remove(versions: Path, version: VersionId, *, calls: SystemCalls = REAL) -> 
 
 
 def _sweep(versions: Path, calls: SystemCalls) -> None:
-    """Remove what a killed process has only renamed."""
+    """Remove directories that a killed process has only renamed."""
     with suppress(FileNotFoundError, EnvironmentFailure):
         for name in atomic.list_names(versions, calls=calls):
             if name.startswith(REMOVED):

@@ -22,8 +22,13 @@ from slurmrl.rollouts.generation.base import Completion, WeightVersion
 from slurmrl.rollouts.generation.dialect import Draw
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.http import HttpClient
-from slurmrl.rollouts.generation.sglang import SglangDialect, read_reply, request_body
-from slurmrl.rollouts.generation.sglang_checksums import digest_of, read_checksums
+from slurmrl.rollouts.generation.sglang import (
+    SglangDialect,
+    digest_of,
+    read_checksums,
+    read_reply,
+    request_body,
+)
 from slurmrl.rollouts.generation.sglang_requests import DrawnPiece, PiecewiseDraw, RoutedLayers
 from slurmrl.rollouts.generation.weight_checks import Held, TensorPart
 
@@ -94,7 +99,7 @@ class ScriptedServer(HttpClient):
         if path in ("/pause_generation", "/abort_request"):
             self._ended.set()
         if path != "/generate":
-            return {"success": True}
+            return {"success": True, "ranks": []}
         assert body is not None
         for token in body["sampling_params"].get("logit_bias", {}):
             if int(token) >= VOCABULARY:  # what 0.5.20 says
@@ -180,7 +185,7 @@ def test_the_last_token_before_a_pause_may_end_a_draw(
 ) -> None:
     """A server draws once more before it aborts a request, and does not look at what it drew."""
     drawing = PiecewiseDraw(draw(**options))
-    made = read_reply("server", reply([3, 4], "abort"), drawing.rest(), full=False)
+    made = read_reply("server", reply([3, 4], "abort"), drawing.rest())
     ended = drawing.add(made)
     assert ended == (finish or "aborted")
     if finish is None:
@@ -190,7 +195,7 @@ def test_the_last_token_before_a_pause_may_end_a_draw(
 def test_a_stop_string_is_found_in_the_last_token_before_another_pause() -> None:
     drawing = PiecewiseDraw(draw(stop_strings=("ef",)))
     for tokens, finish in (([3, 4], "aborted"), ([5], "stop")):
-        piece = read_reply("server", reply(tokens, "abort"), drawing.rest(), full=False)
+        piece = read_reply("server", reply(tokens, "abort"), drawing.rest())
         assert drawing.add(piece) == finish
 
 
@@ -279,7 +284,7 @@ def test_an_abort_ends_a_draw_also_while_the_server_is_paused() -> None:
 def test_wrong_replies_are_refused(answer: object, message: str) -> None:
     """A form, a stop or log-probabilities that were not requested are never taken for tokens."""
     with pytest.raises(RunFailedError, match=message):
-        read_reply("server", answer, draw(stop_token_ids=(9,), stop_strings=("x",)), full=False)
+        read_reply("server", answer, draw(stop_token_ids=(9,), stop_strings=("x",)))
 
 
 def masked(masks: list[list[int]]) -> dict[str, Any]:
@@ -290,29 +295,28 @@ def masked(masks: list[list[int]]) -> dict[str, Any]:
     return {**answer, "meta_info": {**answer["meta_info"], **more}}
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_supports_are_asked_for_and_read_with_the_probabilities_under_them(full: bool) -> None:
-    """Also of a server whose log-probabilities are otherwise those of the whole distribution."""
+def test_supports_are_asked_for_and_read_with_the_probabilities_under_them() -> None:
+    """Without a support, log-probabilities are those of the whole distribution."""
     asked = draw(top_k=3, support=True)
-    body = request_body(asked, vocabulary=VOCABULARY, full=full)
+    body = request_body(asked)
     assert body["return_sampling_mask"]
-    made = read_reply("server", masked([[9, 3, 5], [4]]), asked, full=full).completion
+    made = read_reply("server", masked([[9, 3, 5], [4]]), asked).completion
     assert made.support == SampledSupport(array("i", [3, 1]), array("i", [3, 5, 9, 4]))
     assert made.logprobs == (-0.1, -0.2)
     plain = draw(top_k=3)
-    assert read_reply("server", masked([]), plain, full=full).completion.support is None
+    assert read_reply("server", masked([]), plain).completion.support is None
 
 
 @pytest.mark.parametrize("masks", [[], [[3]], [[3], [5, 6]], [[3], [4], [5]]])
 def test_masks_without_the_tokens_that_they_are_of_are_refused(masks: list[list[int]]) -> None:
     with pytest.raises(RunFailedError, match=f"2 tokens came with {len(masks)} sampling masks"):
-        read_reply("server", masked(masks), draw(top_k=3, support=True), full=True)
+        read_reply("server", masked(masks), draw(top_k=3, support=True))
 
 
 def test_pieces_of_a_draw_have_one_support() -> None:
     drawing = PiecewiseDraw(draw(top_k=3, support=True))
     for masks in ([[3, 9], [4]], [[5, 3], [4, 2]]):
-        piece = read_reply("server", masked(masks), drawing.rest(), full=True)
+        piece = read_reply("server", masked(masks), drawing.rest())
         drawing.add(piece)
     support = drawing.completion("length").support
     assert support == SampledSupport(array("i", [2, 1, 2, 2]), array("i", [3, 9, 4, 3, 5, 2, 4]))
@@ -330,20 +334,18 @@ def routed(rows: object, answer: dict[str, Any] | None = None) -> dict[str, Any]
 
 def experts_of(answer: dict[str, Any]) -> Any:
     asked = draw(experts=True)
-    return read_reply("server", answer, asked, full=True, routed=ROUTED).completion.experts
+    return read_reply("server", answer, asked, routed=ROUTED).completion.experts
 
 
 def test_experts_are_those_of_the_blocks_that_have_some() -> None:
     """SGLang reports all layers, and nothing of the last token, which was not read."""
-    assert request_body(draw(experts=True), vocabulary=VOCABULARY, full=True)[
-        "return_routed_experts"
-    ]
+    assert request_body(draw(experts=True))["return_routed_experts"]
     rows = [[[0, 1], [9, 9], [4, 2]], [[3, 1], [0, 0], [0, 4]], [[1, 0], [0, 0], [2, 3]]]
     found = experts_of(routed(rows))
     assert found.dtype == np.int16
     assert found.tolist() == [[0, 1, 4, 2], [3, 1, 0, 4], [1, 0, 2, 3], [-1, -1, -1, -1]]
     assert experts_of(reply([3], "abort")) is None
-    plain = read_reply("server", routed(rows), draw(), full=True).completion
+    plain = read_reply("server", routed(rows), draw()).completion
     assert plain.experts is None
 
 
@@ -381,7 +383,7 @@ def test_pieces_of_a_draw_have_the_experts_of_the_last_one() -> None:
     drawing = PiecewiseDraw(draw(experts=True))
     rows = np.full((5, 3, 2), [0, 1])
     for answer in (reply([3, 4], "abort"), routed(rows, reply([3, 4], "length"))):
-        drawing.add(read_reply("server", answer, drawing.rest(), full=True, routed=ROUTED))
+        drawing.add(read_reply("server", answer, drawing.rest(), routed=ROUTED))
     experts = drawing.completion("length").experts
     assert experts is not None
     assert experts.shape == (6, 4)
@@ -393,7 +395,7 @@ def test_a_draw_that_an_abort_has_ended_has_experts() -> None:
     rows = np.full((3, 3, 2), [0, 1])
     for answer in (routed(rows, reply([3, 4], "abort")), reply([3, 4], "abort")):
         drawing = PiecewiseDraw(asked)
-        finish = drawing.add(read_reply("server", answer, asked, full=True, routed=ROUTED))
+        finish = drawing.add(read_reply("server", answer, asked, routed=ROUTED))
         assert finish == "stop"
         lacks = answer["meta_info"].get("routed_experts") is None
         with pytest.raises(RunFailedError, match="without its exp") if lacks else nullcontext():
@@ -532,7 +534,7 @@ def test_how_a_server_is_paused_depends_on_its_version_and_its_requests(
 def test_a_request_that_is_aborted_while_it_waits_has_no_masks(support: bool) -> None:
     """Its tokens cannot be used without their probabilities."""
     answer = reply([3, 4], "abort", message="Abort in waiting queue")
-    made = read_reply("server", answer, draw(top_k=3, support=support), full=not support)
+    made = read_reply("server", answer, draw(top_k=3, support=support))
     tokens = made.completion.tokens
     assert tokens == (() if support else (3, 4))
     assert made.completion.finish == "aborted"

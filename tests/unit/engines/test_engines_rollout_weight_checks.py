@@ -17,7 +17,7 @@ from torch import Tensor
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.hf import open_tensors
 from slurmrl.rollouts.generation.base import WeightVersion
-from slurmrl.rollouts.generation.sglang_checksums import on_gpu
+from slurmrl.rollouts.generation.sglang import on_gpu
 from slurmrl.rollouts.generation.weight_checks import (
     Held,
     ServerCheck,
