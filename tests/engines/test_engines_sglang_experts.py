@@ -20,26 +20,20 @@ from slurmrl.algorithms.rollout.recorded import add_experts
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.models.config import ModelConfig
-from slurmrl.models.hf import read_values
 from slurmrl.rollouts.generation.base import Completion
-from slurmrl.rollouts.generation.kept import KeptEngine
-from slurmrl.rollouts.generation.process import HostFolder
-from slurmrl.rollouts.generation.server import Serving
 from slurmrl.rollouts.generation.sglang import SglangServer
 from slurmrl.tensors.parallel.groups import ParallelContext
 from slurmrl.tensors.parallel.topology import ProcessTopology
 from tests.engines.conftest import (
     EXACT,
-    PATIENCE,
     PROMPT,
     SIZES,
     Loop,
-    SharedServer,
     midway,
     request,
     save_versions,
 )
+from tests.engines.served import Served
 from tests.support.servers import check_served
 from tests.support.trials import Site, sft_config
 
@@ -70,39 +64,13 @@ class Questions(Environment):
 """
 
 
-class Served(SharedServer):
-    """A server that the kind of servers starts for a trial with ``rollout.replay_experts``."""
-
-    def __init__(self, loop: Loop, versions: dict[str, Path], logs: Path) -> None:
-        super().__init__(loop, versions)
-        self.folder = HostFolder()
-        self.log = logs / "sglang.log"
-        self.engine = loop.run(self._make())
-
-    async def _make(self) -> KeptEngine:
-        serving = Serving(
-            python=PYTHON,
-            arguments=TIGHT,
-            tokenizer=None,
-            patience=PATIENCE,
-            log=self.log,
-            experts=True,
-        )
-        config = ModelConfig.from_hf(read_values(self.versions["1.1"]))
-        kind = SglangServer(config, "float32", serving, tensor_ranks=1, device=torch.device("cpu"))
-        return kind.keep(serving, self.folder.path, name="sglang server", visible="")
-
-    def close(self) -> None:
-        self.loop.run(self.engine.close())
-        self.folder.close()
-
-
 @pytest.fixture(scope="module")
 def server(loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("versions_with_experts")
     config = Qwen3MoeConfig(**{**SIZES, **EXPERTS})
     versions = save_versions(folder, lambda: Qwen3MoeForCausalLM(config))
-    with closing(Served(loop, versions, tmp_path_factory.mktemp("logs"))) as made:
+    options = {"arguments": TIGHT, "experts": True}
+    with closing(Served(SglangServer, PYTHON, loop, versions, **options)) as made:
         yield made
 
 

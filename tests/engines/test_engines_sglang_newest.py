@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from slurmrl.config.servers import Address
 from slurmrl.rollouts.generation.base import Completion
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.served import ServedEngine
+from slurmrl.rollouts.generation.sglang import SglangServer
 from tests.engines.conftest import (
     EXACT,
     PROMPT,
@@ -27,7 +27,7 @@ from tests.engines.conftest import (
     over_an_update,
     request,
 )
-from tests.engines.served_sglang import Served, dialect, with_a_stale_cache
+from tests.engines.served import Served, with_a_stale_cache
 
 PYTHON = Path(os.environ.get("SGLANG_PYTHON", "")).parent.parent / "newest" / "bin" / "python"
 pytestmark = pytest.mark.skipif(
@@ -37,13 +37,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def server(
-    loop: Loop,
-    versions: dict[str, Path],
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path_factory: pytest.TempPathFactory,
+    loop: Loop, versions: dict[str, Path], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Served]:
-    logs = tmp_path_factory.mktemp("logs")
-    with closing(Served(str(PYTHON), loop, versions, tokenizer, logs)) as made:
+    with closing(Served(SglangServer, str(PYTHON), loop, versions, tokenizer)) as made:
         yield made
 
 
@@ -170,15 +166,14 @@ def test_a_server_that_a_lost_client_has_left_paused_serves_the_next_one(served:
     """Also while it still has that client's requests."""
 
     async def work() -> tuple[Completion, ...]:
-        address = Address(f"unix:{served.socket}")
-        lost = await ServedEngine.connect(dialect(HttpClient(address)))
+        lost = await ServedEngine.connect(served.dialect())
         await lost.update_weights(served.version("1.1"))
         futures = [lost.submit(request(n=4, max_new_tokens=200)) for _ in range(2)]
         await asyncio.sleep(0.1)
         await lost.pause()
         await lost.close()
         await asyncio.gather(*futures, return_exceptions=True)
-        engine = await ServedEngine.connect(dialect(HttpClient(address)))
+        engine = await ServedEngine.connect(served.dialect())
         try:
             await engine.update_weights(served.version("2.1"))
             drawn = await engine.submit(request(n=2, greedy=True))
