@@ -9,7 +9,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from slurmrl.run import hang
+from slurmrl.run import endings, hang
 from slurmrl.run.rollouts import RolloutTaskView
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.watch import published, story, throughput
@@ -70,7 +70,7 @@ def _failed(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     if not snapshot.task_failures:
         return None
     (group, task), (_, failure) = max(snapshot.task_failures.items(), key=lambda one: one[0])
-    words = story.attempt_failure_words(failure)
+    words = endings.attempt_failure_words(failure)
     return {"task": f"{group}/{task}", "host": failure.host or "", "why": words}
 
 

@@ -40,7 +40,7 @@ This object is a contract: fields may be added, none is ever changed or removed.
                  "collective": {"name": "all_reduce", "number": 1841, "ranks": "0-3",
                                 "since_s": 2.0, …} | null}, …],
                                               what the ranks of a running trial do, those that do
-                                              the same together; see run/hang.py. Ranks that are
+                                              the same together; see monitor/hang.py. Ranks that are
                                               not the trainers' have "world": "rollout/3", too
       "rollouts": {                           null without rollout tasks, and unless it runs
         "waits_for": "for groups of rollout tasks: 3 of 8",   the trainers; empty: they do not wait
@@ -111,6 +111,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from slurmrl.run import endings
+from slurmrl.run.endings import JobTag
 from slurmrl.run.history.record import Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
@@ -208,7 +210,7 @@ def _attempt(
     attempt = snapshot.attempts.get((group, task))
     if element is None or attempt is None:
         return attempt
-    own = attempt.job_id == element.job_id and story.is_start_of(element, attempt.job)
+    own = attempt.job_id == element.job_id and story.is_start_of(element, JobTag(attempt.job))
     return attempt if own else None
 
 
@@ -281,7 +283,7 @@ def _task(
     host, job_id = (attempt.host, attempt.job_id) if attempt is not None else ("", "")
     beats = state == "RUNNING" and said.get("attempt") == number
     failed, failure = snapshot.task_failures.get((group.name, task), (None, None))
-    own = story.attempt_failure_words(failure) if failure and failed == number else ""
+    own = endings.attempt_failure_words(failure) if failure and failed == number else ""
     ends = element is not None and not element.state.active
     return {
         "job_id": element.job_id if element else job_id or None,

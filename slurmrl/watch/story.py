@@ -1,34 +1,24 @@
 """The story of a trial: its newest incarnations and how each of them ended. Pure functions.
 
-An incarnation may be killed at any moment, so its end is inferred from what exists: its first
-failure, the warning of its job, the master's last event, the scheduler's state of the job, or
-nothing.
+An incarnation may be killed at any moment, so its end is inferred from what exists: its reports
+(see `endings`), the history, the master's last event, the scheduler's state of the job, or nothing.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-from slurmrl.display.words import exit_words, first_line, plain
+from slurmrl.display.words import first_line, plain
+from slurmrl.run.endings import Ending, JobTag, failure_words
 from slurmrl.run.events import Event
 from slurmrl.run.history.record import Kind
 from slurmrl.run.metrics import TIME
-from slurmrl.run.reports import Cause, Failure, Warned
+from slurmrl.run.reports import Failure, Warned
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.watch.snapshot import Traces, TrialSnapshot
 
-OWN_FAULTS = (
-    Cause.EXCEPTION,
-    Cause.GPU_FAULT,
-    Cause.OOM,
-    Cause.HUNG,
-    Cause.DEADLINE,
-    Cause.MASTER,
-)
-"""Failures that explain an end better than a warning that the job got as well."""
 WARNINGS = {
     "time_limit": "time limit",
     "preemption": "preempted or killed ({signal})",
@@ -40,8 +30,6 @@ PREEMPTED = "preempted ({signal})"
 CLOCKS_S = 5.0
 """Largest difference of two hosts' clocks."""
 SHOWN_FILES = 2
-MOST_WORDS = 200
-"""Characters of the failure of a rollout task."""
 REPEATS = "repeats"
 """The event of an incarnation about the steps that it does again: ``first``, ``last``."""
 GUESSED = ("preemption", "unknown")
@@ -83,14 +71,25 @@ def last_word(traces: Traces) -> float:
 
 def _ended_at(traces: Traces, after: Traces | None) -> float:
     """Return when an incarnation ended. Within one start of a job that is when the next begins."""
-    if after is not None and _job_start(traces) == _job_start(after) != "":
+    if after is not None and _tag(traces).start == _tag(after).start != "":
         return after.begun.time
     return last_word(traces)
 
 
-def _job_start(traces: Traces) -> str:
-    """Return job and restart count of an incarnation's tag."""
-    return ".".join(str(traces.begun.data.get("job") or "").split(".")[:2])
+def _tag(traces: Traces) -> JobTag:
+    return JobTag.of(traces.begun.data)
+
+
+def _reported(traces: Traces, after: Traces | None) -> Ending:
+    """Return how an incarnation ended by its reports. ``after``: the next one."""
+    return Ending(
+        traces.begun.number,
+        job=_tag(traces),
+        failure=traces.failure or Failure(),
+        warned=traces.warned,
+        hang=traces.hang,
+        requeued=after is not None and _tag(traces).is_requeued_as(_tag(after)),
+    )
 
 
 def _row(
@@ -102,7 +101,8 @@ def _row(
 ) -> dict[str, Any]:
     begun, newest = traces.begun, traces.begun.number == snapshot.state.incarnation
     running = newest and state == "RUNNING" and traces.failure is None and _in_job(traces, tasks)
-    end = _running(snapshot) if running else ending(traces, tasks, after)
+    reported = _reported(traces, after)
+    end = _running(snapshot) if running else ending(traces, reported, tasks)
     until = float(snapshot.said.get("time", snapshot.now)) if running else _ended_at(traces, after)
     commit = begun.commit.data["step"] if begun.commit else None
     first = _from_step(traces)
@@ -120,7 +120,7 @@ def _row(
         "commit": commit,
         "lost_steps": 0 if running else last - kept,
         "cause": end.cause,
-        "how": end.how + _damages(traces),
+        "how": end.how + reported.damages,
         "seconds": max(until - begun.time, 0.0),
     }
 
@@ -132,15 +132,12 @@ def _in_job(traces: Traces, tasks: Sequence[TaskState]) -> bool:
     running = {task.job_id: task for task in tasks if task.state is JobState.RUNNING}
     if not running or not job_id:
         return True  # unknown
-    tag = str(traces.begun.data.get("job") or "")
-    return job_id in running and is_start_of(running[job_id], tag)
+    return job_id in running and is_start_of(running[job_id], _tag(traces))
 
 
-def is_start_of(task: TaskState, tag: str) -> bool:
-    """Whether the tag JOBID.RESTARTCOUNT.ROUND is of an element's newest start, not of one before a
-    requeue."""
-    restarts = tag.split(".")[1:2]
-    return not restarts or not restarts[0].isdecimal() or task.restarts <= int(restarts[0])
+def is_start_of(task: TaskState, tag: JobTag) -> bool:
+    """Whether a tag is of an element's newest start, not of one before a requeue."""
+    return tag.restarts is None or task.restarts <= tag.restarts
 
 
 def _running(snapshot: TrialSnapshot) -> End:
@@ -190,7 +187,7 @@ def _to_step(traces: Traces, commit: int | None) -> int:
 
 def hosts(snapshot: TrialSnapshot, traces: Traces) -> list[str]:
     """Return the hosts of an incarnation, as far as known."""
-    tag = str(traces.begun.data.get("job") or "")
+    tag = _tag(traces).text
     number = int(found[2]) if (found := re.fullmatch(r"(.*)\.(\d+)", tag)) else 0
     for event in reversed(traces.supervisor):
         if event["kind"] == "round" and event.get("round") == number and event.get("hosts"):
@@ -201,97 +198,32 @@ def hosts(snapshot: TrialSnapshot, traces: Traces) -> list[str]:
     return list(dict.fromkeys(agent.host for agent in agents if agent.host))
 
 
-def ending(traces: Traces, tasks: Sequence[TaskState], after: Traces | None) -> End:
-    """Return how an incarnation that no longer runs ended. ``after``: the next one."""
-    failure = traces.failure if traces.failure is not None else Failure()
-    own = _cause(failure)
+def ending(traces: Traces, reported: Ending, tasks: Sequence[TaskState]) -> End:
+    """Return how an incarnation that no longer runs ended."""
     if traces.begun.end is not None and traces.begun.end.kind is Kind.FINISHED:
         return End("finished", "finished")
-    if own in OWN_FAULTS:
-        return End(own, failure_words(failure) + _explained(traces))
+    if reported.is_own_fault:
+        return End(reported.cause, failure_words(reported.failure) + _explained(reported))
     if _was_cancelled(traces):
         return _cancelled(traces)
-    if traces.warned is not None:
-        preempted = _was_preempted(traces, tasks, after)
-        end = _contradicted(traces, tasks, traces.warned)
-        return end or _warned(traces, traces.warned, preempted=preempted)
-    if own:
-        return End(own, failure_words(failure))
+    if reported.warned is not None:
+        preempted = reported.requeued or _was_preempted(traces, tasks)
+        end = _contradicted(traces, tasks, reported.warned)
+        return end or _warned(traces, reported.warned, preempted=preempted)
+    if reported.cause:
+        return End(reported.cause, failure_words(reported.failure))
     return _unsaid(traces) or _by_scheduler(traces, tasks) or _silent(traces)
 
 
-def _cause(failure: Failure) -> str:
-    """Return the cause; empty if nothing was reported. Very old versions reported no cause."""
-    if failure.cause:
-        return failure.cause
-    if failure.exception:
-        return Cause.EXCEPTION
-    return "unknown" if failure.reason else ""
-
-
-def failure_words(failure: Failure) -> str:
-    """Return what went wrong, on one line."""
-    reason = first_line(failure.exception or failure.reason)
-    host = f" on {failure.host}" if failure.host else ""
-    worker = f"a process{host}" if failure.rank is None else f"rank {failure.rank}{host}"
-    match _cause(failure):
-        case Cause.DIED:
-            code = failure.exit_code
-            return f"{worker} died: {reason if code is None else exit_words(code)}"
-        case Cause.OOM:
-            return f"{worker} was killed: out of memory"
-        case Cause.HUNG:
-            return f"{worker} hung{_silence(failure, reason)}{_where(failure)}"
-        case Cause.LOST_HOST:
-            return f"host {failure.host or '(unknown)'} lost"
-        case Cause.GPU_FAULT:
-            return f"{worker}: {plain(failure.gpu) or 'its GPU'} failed: {reason}"
-        case Cause.EXCEPTION if failure.rank is not None:
-            return f"{worker}: {reason}{_where(failure)}"
-        case Cause.DEADLINE:
-            return f"too slow: {reason}"
-        case Cause.ENVIRONMENT:
-            return f"cannot continue{host}: {reason}"
-        case cause:
-            return reason or cause
-
-
-def attempt_failure_words(failure: Failure) -> str:
-    """Return why an attempt at a rollout task failed, without its host, on one short line."""
-    words = failure_words(replace(failure, host="")) + failure.damage
-    return words if len(words) <= MOST_WORDS else f"{words[: MOST_WORDS - 1]}…"
-
-
-def _silence(failure: Failure, reason: str) -> str:
-    """Return how long a process was silent; the reason where a report does not have that."""
-    if failure.silent_s is not None:
-        return f": no sign of life for {failure.silent_s:g} s"
-    return f": {reason}" if reason else ""
-
-
-def _damages(traces: Traces) -> str:
-    """Return which reports of an incarnation are damaged."""
-    reports = (traces.failure, traces.warned, traces.hang)
-    damages = (report.damage for report in reports if report is not None)
-    return "".join(f"; {damage}" for damage in damages if damage)
-
-
-def _explained(traces: Traces) -> str:
+def _explained(reported: Ending) -> str:
     """Return who waited for whom in a hang, and where the stacks are."""
-    if traces.hang is None:
+    if reported.hang is None:
         return ""
-    text = first_line(traces.hang.text)
-    files = [plain(name) for name in traces.hang.files]
+    text = reported.hang_words
+    files = [plain(name) for name in reported.hang.files]
     more = f" and {len(files) - SHOWN_FILES} more" if files[SHOWN_FILES:] else ""
     stacks = f"stacks in {', '.join(files[:SHOWN_FILES])}{more}" if files else ""
     return "".join(f"; {part}" for part in (text, stacks) if part)
-
-
-def _where(failure: Failure) -> str:
-    """Return ``, train_step of step 4``."""
-    step = "" if failure.step is None else f"step {failure.step}"
-    place = " of ".join(part for part in (failure.call, step) if part)
-    return f", {place}" if place else ""
 
 
 def warning(warned: Warned, *, preempted: bool = False) -> str:
@@ -303,19 +235,13 @@ def warning(warned: Warned, *, preempted: bool = False) -> str:
     return words.format(signal=warned.signal or "a signal")
 
 
-def _was_preempted(traces: Traces, tasks: Sequence[TaskState], after: Traces | None) -> bool:
-    """Whether the scheduler says so or has started the job again, which it does not do with a job
-    that somebody killed."""
-    job, _, restarts = _job_start(traces).partition(".")
-    if after is not None and job:
-        next_job, _, next_restarts = _job_start(after).partition(".")
-        if next_job == job and next_restarts != restarts:
-            return True
+def _was_preempted(traces: Traces, tasks: Sequence[TaskState]) -> bool:
+    """Whether the scheduler says so or starts the job again, which it does not do with a job that
+    somebody killed."""
     element = traces.attempt.job_id if traces.attempt is not None else ""
-    tag = str(traces.begun.data.get("job") or "")
     own = [task for task in tasks if element and task.job_id == element]
     return any(
-        not is_start_of(task, tag) or (task.ending or task.state) is JobState.PREEMPTED
+        not is_start_of(task, _tag(traces)) or (task.ending or task.state) is JobState.PREEMPTED
         for task in own
     )
 
@@ -369,9 +295,8 @@ def _task(traces: Traces, tasks: Sequence[TaskState]) -> TaskState | None:
     """Return the array element in which an incarnation ran, unless it was requeued since: then its
     state is that of a later start."""
     job_id = traces.attempt.job_id if traces.attempt is not None else ""
-    tag = str(traces.begun.data.get("job") or "")
     found = (task for task in tasks if job_id and task.job_id == job_id)
-    return next((task for task in found if is_start_of(task, tag)), None)
+    return next((task for task in found if is_start_of(task, _tag(traces))), None)
 
 
 def _contradicted(traces: Traces, tasks: Sequence[TaskState], warned: Warned) -> End | None:

@@ -12,18 +12,12 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.run import hang, keys
 from slurmrl.run.events import EventWriter
 from slurmrl.run.hang import RankProgress
-from slurmrl.run.reports import Cause, Failure, Hang
+from slurmrl.run.reports import Hang
 
 logger = log.get(__name__)
 
 COLLECT_S = 15.0
 """How long the master waits for the stacks of all hosts."""
-CAUSES = (Cause.HUNG, Cause.DEADLINE)
-"""Failures that need an explanation."""
-
-
-def is_hang(failure: Failure) -> bool:
-    return failure.cause in CAUSES
 
 
 def publish(

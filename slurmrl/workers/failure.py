@@ -30,8 +30,6 @@ logger = log.get(__name__)
 
 PUBLISH_TIMEOUT_S = 60.0
 """Seconds without an answer from the directory after which a failure goes unreported."""
-HOST_LOSSES = (Cause.LOST_HOST, Cause.GPU_FAULT)
-"""Causes of failures after which a job continues without the host."""
 ENVIRONMENT = (EnvironmentFailure, UnreadableInputError)
 """Errors that another start, perhaps on another host, may not meet."""
 

@@ -22,6 +22,7 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import ownership
 from slurmrl.run import hosts
+from slurmrl.run.endings import HOST_LOSSES
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure
 from slurmrl.run.worlds import TRAINERS
@@ -30,7 +31,7 @@ from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import FORM_TIMEOUT_S, Incarnation
 from slurmrl.workers.agent.leader import leave_without
 from slurmrl.workers.agent.rollout_task import RolloutTask
-from slurmrl.workers.failure import HOST_LOSSES, publish_loss
+from slurmrl.workers.failure import publish_loss
 from slurmrl.workers.link import end_as_failed
 from slurmrl.workers.presence import Presence, make_channels
 

@@ -28,6 +28,7 @@ from slurmrl.fsio import objects
 from slurmrl.run import keys
 from slurmrl.run.channel.follower import Follower
 from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.endings import HANGS
 from slurmrl.run.history.state import TrialState
 from slurmrl.run.reports import Cause, Failure
 from slurmrl.run.worlds import MASTER
@@ -291,7 +292,7 @@ class Incarnation:
         if self.number == 0 or publish(host.names, self.number, failure):
             host.write_failure(self.number, failure)
         self._send_failure(failure)
-        if evidence.is_hang(failure) and self.number:
+        if failure.cause in HANGS and self.number:
             self._explain(failure)
         return failure
 

@@ -23,7 +23,7 @@ from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import FILE_NAME, FieldType
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.plan.placement import ROLLOUTS
-from slurmrl.run import events
+from slurmrl.run import endings, events
 from slurmrl.run.channel import frame
 from slurmrl.run.channel.bell import Bell, BellAddress
 from slurmrl.run.channel.follower import SPARE_LOOKS
@@ -34,7 +34,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity
 from slurmrl.run.rollouts import RolloutTaskView
 from slurmrl.tensors.weights.version import VERSION
-from slurmrl.watch import published, story
+from slurmrl.watch import published
 from slurmrl.workers.failure import failed
 from slurmrl.workers.poll_intervals import RESULTS_PER_S
 from slurmrl.workers.rollout_messages import (
@@ -182,7 +182,7 @@ class RolloutAttempt:
 
     def rang(self, read_at: float) -> None:
         """It says that its log has grown, which is to be read then. Rings without news bring reads
-        forward less and less (see `run.channel.follower`)."""
+        forward less and less (see `channel.follower`)."""
         if self._spare > 0:
             self._rung = True
             self.read_at = min(self.read_at, read_at)
@@ -417,7 +417,7 @@ class FailedTasks:
         is on a host, or at a task of the trainers' job, where one has failed."""
         alike: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for place, failure in self._failures.items():
-            alike[_NUMBER.sub("", story.attempt_failure_words(failure))].append(place)
+            alike[_NUMBER.sub("", endings.attempt_failure_words(failure))].append(place)
         places = max(alike.values(), key=len, default=[])
         hosts = {self._failures[place].host for place in places}
         enough = max(STARTS * allowed, FEWEST)
@@ -431,7 +431,7 @@ class FailedTasks:
         where = f"{ROLLOUTS}/{places[-1][0]}" + (f" on {last.host}" if last.host else "")
         reason = (
             f"{len(places)} rollout tasks failed in the same way at their start, and none works; "
-            f"the last one ({where}): {story.attempt_failure_words(last)}"
+            f"the last one ({where}): {endings.attempt_failure_words(last)}"
         )
         raise failed(Failure(cause=Cause.ENVIRONMENT, reason=reason, host="", final=True))
 

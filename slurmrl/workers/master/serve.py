@@ -24,6 +24,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.run import events, metrics
+from slurmrl.run.endings import HANGS, Ending
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.lineage import Lineage
 from slurmrl.run.history.log import History
@@ -39,7 +40,7 @@ from slurmrl.workers import doorbell, evidence
 from slurmrl.workers.failure import describe, publish
 from slurmrl.workers.master.attempts import TaskBells, rollouts_of
 from slurmrl.workers.master.committer import begin_on_base, set_aside
-from slurmrl.workers.master.judgement import Ending, judge
+from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.master import Master
 from slurmrl.workers.master.progress import REQUIRED, STATE, Progress, ledger_of
 from slurmrl.workers.master.results import EvaluationScores, Results
@@ -237,7 +238,7 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
 
 def _end(master: Master, names: NameStore, events: EventWriter, failure: Failure) -> None:
     """Tell the agents that it is over; after a hang they first report what their ranks do."""
-    if not evidence.is_hang(failure) or failure.agent:
+    if failure.cause not in HANGS or failure.agent:
         master.channel.end()
         return
     master.channel.end(stacks=failure.reason)

@@ -10,13 +10,13 @@ import pytest
 from slurmrl.config.schema import Logging
 from slurmrl.name_resolve.base import encode
 from slurmrl.run import keys
+from slurmrl.run.endings import failure_words
 from slurmrl.run.history.record import Kind
 from slurmrl.run.reports import Failure
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.watch.recorder import MetricsRecorder
 from slurmrl.watch.snapshot import STORY, read
 from slurmrl.watch.status import assemble
-from slurmrl.watch.story import failure_words
 from tests.fake_runs import FakeRun, task
 
 WORKER = {"host": "n1", "rank": 3, "call": "train_step", "step": 4}

@@ -9,6 +9,7 @@ import pytest
 
 from slurmrl.errors import TrialEndedError
 from slurmrl.run import keys
+from slurmrl.run.endings import JobTag
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind, Record
 from slurmrl.run.history.state import fold
@@ -213,7 +214,8 @@ def test_trial_given_up_for_hangs_reports_who_waited_for_whom(past: Past) -> Non
         f"{MOST} starts in a row without a new commit; the last one: rank 3, gen: {silence}; "
         f"ranks 0-2 have waited {MOST - 1} s in gen for rank 3"
     )
-    endings = [judgement.read_ending(past.names, begun, past.job) for begun in past.history.read()]
+    job = JobTag(past.job)
+    endings = [judgement.read_ending(past.names, begun, job) for begun in past.history.read()]
     assert {(ending.what, ending.reason) for ending in endings} == {
         (f"gen: {silence}", f"rank 3, gen: {silence}")
     }

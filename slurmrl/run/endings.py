@@ -1,0 +1,192 @@
+"""How incarnations ended, by what their processes reported. Pure functions.
+
+The master decides by it whether another start makes sense (`workers.master.judgement`), and the
+status shows it (`watch.story`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from slurmrl.display.words import exit_words, first_line, plain
+from slurmrl.run.reports import Cause, Failure, Hang, Report, Warned
+
+HOST_LOSSES = (Cause.LOST_HOST, Cause.GPU_FAULT)
+"""Failures after which a job continues without the host."""
+HANGS = (Cause.HUNG, Cause.DEADLINE)
+"""Failures for which stacks are collected, to explain who waited for whom."""
+RAISED = (Cause.EXCEPTION, Cause.MASTER)
+"""Failures that code of a worker or the master raised, and would raise again."""
+OWN_FAULTS = (*RAISED, *HANGS, Cause.GPU_FAULT, Cause.OOM)
+"""Failures that explain an end better than a warning that the job got as well."""
+UNFAULTED = ("preemption", "interrupt")
+"""Warnings of ends that are no fault of the trial: such starts do not count against it."""
+MOST_WORDS = 200
+"""Characters of the failure of a rollout task."""
+
+
+@dataclass(frozen=True)
+class JobTag:
+    """The name of a round of agents: ``JOBID.RESTARTCOUNT.ROUND``; empty if unknown."""
+
+    text: str = ""
+
+    @classmethod
+    def of(cls, begin: Mapping[str, Any]) -> JobTag:
+        """Return the tag in the data of a BEGIN record."""
+        return cls(str(begin.get("job") or ""))
+
+    @property
+    def job(self) -> str:
+        return self.text.partition(".")[0]
+
+    @property
+    def start(self) -> str:
+        """``JOBID.RESTARTCOUNT``"""
+        return ".".join(self.text.split(".")[:2])
+
+    @property
+    def restarts(self) -> int | None:
+        """How often Slurm has requeued the job; None if unknown."""
+        count = self.start.partition(".")[2]
+        return int(count) if count.isdecimal() else None
+
+    def is_requeued_as(self, after: JobTag) -> bool:
+        """Return whether ``after`` is a later start of the same job."""
+        return self.job == after.job and self.start != after.start
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an incarnation ended, as far as it was reported."""
+
+    incarnation: int
+    job: JobTag = JobTag()
+    failure: Failure = field(default_factory=Failure)
+    """Its first failure; `Failure()` if nothing was reported."""
+    warned: Warned | None = None
+    """The warning that its job would end."""
+    hang: Hang | None = None
+    requeued: bool = False
+    """Slurm has requeued its job since, or ended it together with its host."""
+    repeated: bool = False
+    """A GPU fault that a change of hosts did not remedy."""
+    shared_loss: bool = False
+    """The next incarnation of the same start of the job was lost with its host: so was this one."""
+
+    @property
+    def cause(self) -> str:
+        return cause_of(self.failure)
+
+    @property
+    def what(self) -> str:
+        """What failed, without the rank, since it is random which of several ranks fails first;
+        empty if nothing failed."""
+        failure = self.failure
+        what = failure.exception or failure.reason or failure.damage
+        if not what:
+            return "" if failure == Failure() else "unknown"
+        return f"{failure.call}: {what}" if self._names_rank else what
+
+    @property
+    def reason(self) -> str:
+        """What failed, with the rank."""
+        return f"rank {self.failure.rank}, {self.what}" if self._names_rank else self.what
+
+    @property
+    def _names_rank(self) -> bool:
+        return self.failure.rank is not None and bool(self.failure.call)
+
+    @property
+    def warning(self) -> str:
+        """The cause of the warning; empty without one."""
+        return self.warned.cause if self.warned is not None else ""
+
+    @property
+    def hang_words(self) -> str:
+        """Who waited for whom, on one line, for people only: its times differ from one incarnation
+        to the next."""
+        return first_line(self.hang.text) if self.hang is not None else ""
+
+    @property
+    def is_own_fault(self) -> bool:
+        """Whether the failure explains the end better than a warning."""
+        return self.cause in OWN_FAULTS
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was lost together with a host."""
+        taken = self.requeued and (not self.reason or self.failure.echo)
+        remedied = self.cause in HOST_LOSSES and not self.repeated
+        return taken or self.shared_loss or remedied
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts against another start: not if its job was taken away, or if it could
+        not read the checkpoint that it resumed from."""
+        return not (self.lost or self.warning in UNFAULTED or self.failure.damaged)
+
+    @property
+    def damages(self) -> str:
+        """Which of its reports are damaged."""
+        reports: tuple[Report | None, ...] = (self.failure, self.warned, self.hang)
+        damages = (report.damage for report in reports if report is not None)
+        return "".join(f"; {damage}" for damage in damages if damage)
+
+
+def cause_of(failure: Failure) -> str:
+    """Return the cause; empty if nothing was reported. Very old versions reported no cause."""
+    if failure.cause:
+        return failure.cause
+    if failure.exception or failure.traceback:
+        return Cause.EXCEPTION
+    return "unknown" if failure.reason else ""
+
+
+def failure_words(failure: Failure) -> str:
+    """Return what went wrong, on one line."""
+    reason = first_line(failure.exception or failure.reason)
+    host = f" on {failure.host}" if failure.host else ""
+    worker = f"a process{host}" if failure.rank is None else f"rank {failure.rank}{host}"
+    match cause_of(failure):
+        case Cause.DIED:
+            code = failure.exit_code
+            return f"{worker} died: {reason if code is None else exit_words(code)}"
+        case Cause.OOM:
+            return f"{worker} was killed: out of memory"
+        case Cause.HUNG:
+            return f"{worker} hung{_silence(failure, reason)}{_where(failure)}"
+        case Cause.LOST_HOST:
+            return f"host {failure.host or '(unknown)'} lost"
+        case Cause.GPU_FAULT:
+            return f"{worker}: {plain(failure.gpu) or 'its GPU'} failed: {reason}"
+        case Cause.EXCEPTION if failure.rank is not None:
+            return f"{worker}: {reason}{_where(failure)}"
+        case Cause.DEADLINE:
+            return f"too slow: {reason}"
+        case Cause.ENVIRONMENT:
+            return f"cannot continue{host}: {reason}"
+        case cause:
+            return reason or cause
+
+
+def attempt_failure_words(failure: Failure) -> str:
+    """Return why an attempt at a rollout task failed, without its host, on one short line."""
+    words = failure_words(replace(failure, host="")) + failure.damage
+    return words if len(words) <= MOST_WORDS else f"{words[: MOST_WORDS - 1]}…"
+
+
+def _silence(failure: Failure, reason: str) -> str:
+    """Return how long a process was silent; the reason where a report does not have that."""
+    if failure.silent_s is not None:
+        return f": no sign of life for {failure.silent_s:g} s"
+    return f": {reason}" if reason else ""
+
+
+def _where(failure: Failure) -> str:
+    """Return ``, train_step of step 4``."""
+    step = "" if failure.step is None else f"step {failure.step}"
+    place = " of ".join(part for part in (failure.call, step) if part)
+    return f", {place}" if place else ""
