@@ -90,7 +90,7 @@ def test_cancel_ends_containers(tmp_path: Path, options: tuple[str, ...]) -> Non
     runtimes = {
         pid for child in processes(run)["fork_server"] for pid in apptainer.above(child, agent)
     }
-    assert len(runtimes) >= 2
+    assert runtimes
     site.slurmrl("cancel", "sft/1")
     wait_until("all processes to leave", lambda: not any(processes(run).values()))
     wait_until("the containers", lambda: not any(Path(f"/proc/{pid}").exists() for pid in runtimes))
