@@ -1,4 +1,4 @@
-"""How incarnations ended, by what their processes reported. Pure functions.
+"""Ends of incarnations, read from the reports of their processes. Pure functions.
 
 The master decides by it whether another start makes sense (`workers.master.judgement`), and the
 status shows it (`watch.story`).
@@ -82,8 +82,8 @@ class Ending:
 
     @property
     def what(self) -> str:
-        """What failed, without the rank, since it is random which of several ranks fails first;
-        empty if nothing failed."""
+        """The first failure, without the rank, since it is random which of several ranks fails
+        first; empty if nothing failed."""
         failure = self.failure
         what = failure.exception or failure.reason or failure.damage
         if not what:
@@ -92,7 +92,7 @@ class Ending:
 
     @property
     def reason(self) -> str:
-        """What failed, with the rank."""
+        """The first failure, with the rank."""
         return f"rank {self.failure.rank}, {self.what}" if self._names_rank else self.what
 
     @property
@@ -146,7 +146,7 @@ def cause_of(failure: Failure) -> str:
 
 
 def failure_words(failure: Failure) -> str:
-    """Return what went wrong, on one line."""
+    """Return the failure on one line."""
     reason = first_line(failure.exception or failure.reason)
     host = f" on {failure.host}" if failure.host else ""
     worker = f"a process{host}" if failure.rank is None else f"rank {failure.rank}{host}"

@@ -143,7 +143,7 @@ class Children:
         self._line: Connection | None = None
         """To the fork server."""
         self._import_error = ""
-        """What the fork server could not import."""
+        """Why the imports of the fork server failed."""
         self.master: process.Child | None = None
         self._master_pipe: Connection | None = None
         self._cluster = cluster

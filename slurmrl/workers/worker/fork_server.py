@@ -71,7 +71,7 @@ def preload(run: Path, group: str) -> None:
 
 
 class Forked(NamedTuple):
-    """What a new worker knows."""
+    """The rank and the pipe of a new worker."""
 
     rank: int
     pipe: Connection
@@ -144,7 +144,7 @@ class _ForkServer:
                 self._leftovers = Leftovers()
 
     def _report_ends(self) -> None:
-        """Kill what ended workers have left behind, then report their ends."""
+        """Kill the leftovers of ended workers, then report their ends."""
         if not self._ended:
             return
         left = self._leftovers.kill(spared=[worker.pid for worker in self._workers.values()])
@@ -160,7 +160,7 @@ class _ForkServer:
         os.kill(worker.pid, signal.SIGKILL if isinstance(request, Kill) else stacks.SIGNAL)
 
     def _fork(self, request: Fork) -> Forked | None:
-        """Fork a worker. Return in the worker what it knows, and None in this process."""
+        """Fork a worker. Return its rank and pipe in the worker, and None in this process."""
         pipe, stacks_fd = self._agent.take_fd(), self._agent.take_fd()
         assert pipe is not None
         assert stacks_fd is not None
