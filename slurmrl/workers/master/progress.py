@@ -25,7 +25,6 @@ from slurmrl.fsio.shapes import (
     Fields,
     FieldType,
     each,
-    items,
     list_of,
     table,
 )
@@ -64,7 +63,6 @@ class RecordedSteps:
     files: Annotated[int, COUNT]
 
 
-_RANGE = items(COUNT, SIZE, SIZE)
 _TIMES = table({"step": COUNT, "epoch": COUNT}, ("step", "epoch"))
 STATE: Fields = {
     "step": COUNT,
@@ -80,33 +78,17 @@ STATE: Fields = {
     "chat_template": TEXT,
     "recorded": list_of(objects.shape(RecordedSteps)),
     "rollouts": ATTEMPTS,
-    "cursor": items(COUNT, SIZE),
-    "consumed": list_of(_RANGE),
 }
 """Fields of a committed state. ``evaluations`` is null without evaluations, and there are no
-``rollouts`` without rollout tasks (`Master` adds them); commits of older
-versions have ``cursor`` and ``consumed`` in place of ``ledger``."""
+``rollouts`` without rollout tasks (`Master` adds them)."""
 REQUIRED = ("step", "metrics", "controller", "commits")
 
 
 def ledger_of(state: Mapping[str, Any]) -> LedgerRecord:
-    """Return the ledger of a committed state. Older versions committed the place (epoch, position)
-    before which all items are trained, and the trained ranges of each epoch.
-
-    Raises CorruptFileError.
-    """
-    if state.get("ledger") is not None:
-        return _read_ledger(state["ledger"])
-    if state.get("cursor") is None or state.get("consumed") is None:
+    """Return the ledger of a committed state. Raises CorruptFileError."""
+    if state.get("ledger") is None:
         raise corrupt(WHERE, "has no 'ledger'")
-    epoch, position = state["cursor"]
-    size = state["dataset"]["size"] if state.get("dataset") is not None else 0
-    ranges = state["consumed"]
-    expected = ([number, 0, size if number < epoch else position] for number in range(len(ranges)))
-    if len(ranges) != epoch + (position > 0) or ranges != list(expected):
-        raise corrupt(WHERE, f"has other trained items than those before {state['cursor']}")
-    trained = epoch * size + position
-    return LedgerRecord(settled=trained, next=trained)
+    return _read_ledger(state["ledger"])
 
 
 def _frequency(section: Any) -> Frequency:

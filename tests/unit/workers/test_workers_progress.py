@@ -162,21 +162,6 @@ def test_stop_condition_holds_after_a_restart(make_settings: Any) -> None:
     assert again.finish_reason() == "stop_when: eval/reward >= 0.5"
 
 
-def test_commits_of_older_versions_are_continued(make_settings: Any) -> None:
-    """They hold the place before which everything is trained, and the trained ranges."""
-    progress = start(make_settings())
-    for _ in range(3):
-        step(progress)
-    old = committed(progress)
-    del old["ledger"]
-    old |= {"cursor": [1, 2], "consumed": [[0, 0, 10], [1, 0, 2]]}
-    again = start(make_settings(), old)
-    assert again.ledger.record() == progress.ledger.record()
-    assert step(again) == step(progress)
-    with pytest.raises(CorruptFileError, match=r"other trained items than those before \[1, 2\]"):
-        Progress(make_settings(), old | {"consumed": [[0, 0, 10], [1, 1, 2]]})
-
-
 @pytest.mark.parametrize("ledger", [{"settled": 8, "next": 4}, {"settled": -1}, [], None])
 def test_a_ledger_that_contradicts_itself_is_damage(
     make_settings: Any, ledger: Any, tmp_path: Path
