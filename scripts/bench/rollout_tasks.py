@@ -40,10 +40,10 @@ from spread import Spread
 
 from slurmrl.backoff import Backoff
 from slurmrl.data.leases import Admission, SampleLedger
-from slurmrl.data.ledger import ItemSample, LedgerRecord
+from slurmrl.data.ledger import LedgerRecord, StoredGroup
 from slurmrl.fsio import atomic, objects
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.rollouts.sample_files import StoredGroup, read_group
+from slurmrl.rollouts.sample_files import read_group
 from slurmrl.run.channel import frame
 from slurmrl.run.channel.log import LogReader
 from slurmrl.run.events import EventWriter
@@ -123,7 +123,7 @@ class Ledger(SampleLedger):
     clock: Callable[[], float]
     heard: dict[int, float]
 
-    def finish(self, lease: str, sample: ItemSample) -> bool:
+    def finish(self, lease: str, sample: StoredGroup) -> bool:
         counts = super().finish(lease, sample)
         if counts:
             self.heard[sample.item] = self.clock()
@@ -294,7 +294,7 @@ class Bed:
         self.taken_after.append(now - max(self.recorded[one.lease, one.item] for one in samples))
         self._train(samples)
 
-    def _train(self, samples: Iterable[ItemSample]) -> None:
+    def _train(self, samples: Iterable[StoredGroup]) -> None:
         load = LoadBatch(
             step=self.step + 1,
             items=tuple((0, one.item) for one in samples),
@@ -308,7 +308,7 @@ class Bed:
         with self.operations.by("trainers"):
             for one in samples:
                 folder = self.paths.rollout_samples(*parse_name(one.task))
-                read_group(folder, StoredGroup.of(one))
+                read_group(folder, one)
         self.at(TRAIN_LOOK_S, functools.partial(self._training, self.clock() + TRAIN_S), "master")
         self._batch = [one.item for one in samples]
 

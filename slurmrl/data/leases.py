@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from slurmrl.data.ledger import ItemSample, LeasedItems, Ledger, LedgerRecord, step_runs
+from slurmrl.data.ledger import LeasedItems, Ledger, LedgerRecord, StoredGroup, step_runs
 from slurmrl.run.history.lineage import Lineage
 from slurmrl.tensors.weights.version import VersionId
 
@@ -94,7 +94,7 @@ class SampleLedger(Ledger):
         self._finished = {one.item: one for one in record.samples if self._counts(one)}
         self._oldest = {item: oldest_step(one) for item, one in self._finished.items()}
         """The step of the oldest weights in each of these."""
-        self._in_use: dict[int, ItemSample] = {}
+        self._in_use: dict[int, StoredGroup] = {}
         """Samples of items in flight."""
         self._used = 0
         """Items trained or dropped by a filter, since the last step was trained."""
@@ -134,7 +134,7 @@ class SampleLedger(Ledger):
         return sum(len(self._leases[lease].items) for lease in self._by_holder.get(holder, ()))
 
     @property
-    def finished(self) -> Sequence[ItemSample]:
+    def finished(self) -> Sequence[StoredGroup]:
         """The samples that wait for a step."""
         return tuple(self._finished.values())
 
@@ -159,7 +159,7 @@ class SampleLedger(Ledger):
             self._hold(lease, _Held(holder, set(items), oldest))
         return LeasedItems(lease=lease, holder=holder, items=tuple(items), oldest=oldest)
 
-    def finish(self, lease: str, sample: ItemSample) -> bool:
+    def finish(self, lease: str, sample: StoredGroup) -> bool:
         """Take the sample of a leased item. Returns whether it counts (see `refused`). The item of
         a sample that is rolled back is queued again."""
         if not self._release(lease, sample.item):
@@ -177,7 +177,7 @@ class SampleLedger(Ledger):
         self._queued_again.update(returned)
         return returned
 
-    def redo(self, sample: ItemSample) -> bool:
+    def redo(self, sample: StoredGroup) -> bool:
         """Queue the item of a finished sample again that cannot be read. Returns whether the sample
         waited for a step; others are left alone."""
         if self._finished.get(sample.item) != sample:
@@ -200,8 +200,8 @@ class SampleLedger(Ledger):
         max_staleness: int,
         *,
         most: int | None = None,
-        sound: Container[ItemSample] | None = None,
-    ) -> Sequence[ItemSample]:
+        sound: Container[StoredGroup] | None = None,
+    ) -> Sequence[StoredGroup]:
         """Take the finished items with the oldest samples for a step, which changes the weights of
         step ``step - 1``: they are in flight then. Drops those whose samples are too stale for it.
         Takes ``count``, or if ``most`` is given up to that many, or all that no later step can
@@ -276,7 +276,7 @@ class SampleLedger(Ledger):
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _counts(self, sample: ItemSample) -> bool:
+    def _counts(self, sample: StoredGroup) -> bool:
         """Whether all tokens of a sample are from weights that led to the present ones."""
         versions = map(VersionId.parse, sample.versions)
         if all(self._lineage.has(one.step, one.incarnation) for one in versions):
@@ -293,11 +293,11 @@ class SampleLedger(Ledger):
         self._leases[lease] = held
         self._by_holder.setdefault(held.holder, []).append(lease)
 
-    def _finish(self, sample: ItemSample) -> None:
+    def _finish(self, sample: StoredGroup) -> None:
         self._finished[sample.item] = sample
         self._oldest[sample.item] = oldest_step(sample)
 
-    def _unfinish(self, item: int) -> ItemSample:
+    def _unfinish(self, item: int) -> StoredGroup:
         """Remove an item from the finished ones."""
         del self._oldest[item]
         return self._finished.pop(item)
@@ -322,6 +322,6 @@ class SampleLedger(Ledger):
         return landed
 
 
-def oldest_step(sample: ItemSample) -> int:
+def oldest_step(sample: StoredGroup) -> int:
     """The step after which the weights were that made the oldest tokens of a sample."""
     return min(VersionId.parse(name).step for name in sample.versions)

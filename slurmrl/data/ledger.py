@@ -10,17 +10,37 @@ samples there are (see `data.leases`).
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from itertools import pairwise
+from typing import Annotated, Any, TypeVar
 
 from slurmrl.fsio.failures import corrupt
-from slurmrl.fsio.shapes import FILE_NAME, MOST_COUNT, SIZE
-from slurmrl.tensors.weights.version import VERSION
+from slurmrl.fsio.shapes import FILE_NAME, MOST_COUNT, SIZE, FieldType
+from slurmrl.tensors.checkpoint.checksums import KIND
+from slurmrl.tensors.weights.version import VERSION, VersionId
 
 Value = TypeVar("Value", int, str)
 Number = Annotated[int, SIZE]
+_LEASE = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def _are_versions(value: Any) -> bool:
+    if not isinstance(value, list) or not value or not all(map(VERSION.accepts, value)):
+        return False
+    found = [VersionId.parse(name) for name in value]
+    return all(old < new for old, new in pairwise(found))
+
+
+LEASE = FieldType(
+    "the number of a lease", lambda value: isinstance(value, str) and bool(_LEASE.fullmatch(value))
+)
+VERSIONS = FieldType("a list of weight versions, from old to new", _are_versions)
+CHECKSUM = FieldType(
+    f"{KIND}:<hex digits>", lambda value: isinstance(value, str) and value.startswith(f"{KIND}:")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,20 +81,23 @@ class LeasedItems:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ItemSample:
-    """The sample of an item, and where it is (see `rollouts.sample_files.StoredGroup`)."""
+class StoredGroup:
+    """Where the samples of an item are, and what decides about their use. Result logs, the ledger
+    and `LoadBatch` hold it."""
 
     item: Number
-    task: Annotated[str, FILE_NAME]
-    """Directory of the task attempt that made it."""
-    lease: str
+    task: Annotated[str, FILE_NAME] = ""
+    """Directory of the task attempt that made it. The attempt's own log leaves it out."""
+    lease: Annotated[str, LEASE]
     file: Annotated[str, FILE_NAME]
+    """In the directory of the attempt's samples."""
     offset: Number
     length: Number
-    checksum: str
-    versions: tuple[Annotated[str, VERSION], ...]
-    """Of the weights that its tokens are from, each once (see `tensors.weights.version`), at least
-    one."""
+    """Bytes of the group in the file."""
+    checksum: Annotated[str, CHECKSUM]
+    """Checksum of these bytes (see `tensors.checkpoint.checksums`)."""
+    versions: Annotated[tuple[str, ...], VERSIONS]
+    """Versions of the weights that sampled its tokens, from old to new; at least one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +115,7 @@ class LedgerRecord:
     dropped_before: tuple[DropCount, ...] = ()
     """Of the items before ``settled``."""
     leased: tuple[LeasedItems, ...] = ()
-    samples: tuple[ItemSample, ...] = ()
+    samples: tuple[StoredGroup, ...] = ()
     """Of all items that have one, also of those that were in flight for a step: what a step that is
     not committed takes is still finished."""
 
@@ -105,8 +128,8 @@ class LedgerRecord:
             raise corrupt(where, f"has more dropped items than the {self.settled} settled ones")
         if len({one.lease for one in self.leased}) < len(self.leased):
             raise corrupt(where, "has a lease twice")
-        if bare := [sample.item for sample in self.samples if not sample.versions]:
-            raise corrupt(where, f"has samples without a version of the weights: {bare}")
+        if bare := [sample.item for sample in self.samples if not sample.task]:
+            raise corrupt(where, f"has samples without a task attempt: {bare}")
         end = self.settled
         for first, stop in sorted(self._runs()):
             if not end <= first < stop <= self.next:

@@ -13,84 +13,23 @@ import os
 import re
 from collections.abc import Container, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
 
 from slurmrl.backoff import HIDDEN_PAUSES_S, attempts
-from slurmrl.data.ledger import ItemSample
+from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import SampleFileError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import NO_FILE, explain
 from slurmrl.fsio.primitives import discard, make_private, opened, pwrite_all
-from slurmrl.fsio.shapes import FILE_NAME, SIZE, FieldType
-from slurmrl.rollouts.sample_group import LEASE, SampleGroup
-from slurmrl.tensors.checkpoint.checksums import KIND, Checksum
-from slurmrl.tensors.weights.version import VERSION, VersionId
+from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.tensors.checkpoint.checksums import Checksum
 
 READ_BYTES = 4 << 20
 """Read at a time."""
 _FILE = re.compile(r"([0-9]+)\.samples")
 _DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EIO, *NO_FILE})
 """Errors that concern one file: others may be readable."""
-
-
-def _are_versions(value: Any) -> bool:
-    if not isinstance(value, list) or not value or not all(map(VERSION.accepts, value)):
-        return False
-    found = [VersionId.parse(name) for name in value]
-    return all(old < new for old, new in pairwise(found))
-
-
-VERSIONS = FieldType("a list of weight versions, from old to new", _are_versions)
-CHECKSUM = FieldType(
-    f"{KIND}:<hex digits>", lambda value: isinstance(value, str) and value.startswith(f"{KIND}:")
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredGroup:
-    """Where a group is, and what decides about its use."""
-
-    item: Annotated[int, SIZE]
-    lease: Annotated[str, LEASE]
-    file: Annotated[str, FILE_NAME]
-    """In the directory of the task attempt."""
-    offset: Annotated[int, SIZE]
-    length: Annotated[int, SIZE]
-    """In bytes."""
-    checksum: Annotated[str, CHECKSUM]
-    """Of these bytes (see `tensors.checkpoint.checksums`)."""
-    versions: Annotated[tuple[str, ...], VERSIONS]
-    """Of the weights that drew its tokens, from old to new."""
-
-    @staticmethod
-    def of(sample: ItemSample) -> StoredGroup:
-        """The group of a sample in the ledger."""
-        return StoredGroup(
-            item=sample.item,
-            lease=sample.lease,
-            file=sample.file,
-            offset=sample.offset,
-            length=sample.length,
-            checksum=sample.checksum,
-            versions=sample.versions,
-        )
-
-    def sample(self, task: str) -> ItemSample:
-        """The sample for the ledger; ``task``: directory of the task attempt."""
-        return ItemSample(
-            item=self.item,
-            task=task,
-            lease=self.lease,
-            file=self.file,
-            offset=self.offset,
-            length=self.length,
-            checksum=self.checksum,
-            versions=self.versions,
-        )
 
 
 class SampleWriter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import struct
 from array import array
 from collections.abc import Sequence
@@ -14,10 +13,11 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from slurmrl.data.ledger import LEASE
 from slurmrl.data.support import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import documents, objects
-from slurmrl.fsio.shapes import SIZE, TEXT, FieldType, list_of
+from slurmrl.fsio.shapes import SIZE, TEXT, list_of
 from slurmrl.rewards.judged import JudgedCompletions
 from slurmrl.tensors.layout.copy import Array
 from slurmrl.tensors.weights.version import VERSION, VersionId
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from slurmrl.rollouts.completions import Completions
     from slurmrl.rollouts.runner import EpisodeOutcome
 
-_LEASE = re.compile(r"[A-Za-z0-9._-]{1,64}")
-LEASE = FieldType(
-    "the number of a lease", lambda value: isinstance(value, str) and bool(_LEASE.fullmatch(value))
-)
 PER_TOKEN = {"input_ids": "<i4", "drawn_by": "<i4", "logprobs": "<f4", "turn_rewards": "<f4"}
 PER_COMPLETION = {
     "lengths": "<i4",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar
 
 from slurmrl.config.schema import WHOLE
-from slurmrl.data.ledger import ItemSample
+from slurmrl.data.ledger import StoredGroup
 from slurmrl.fsio import objects
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import COUNT, FILE_NAME, SECONDS, SIZE, FieldType, shown
@@ -61,7 +61,7 @@ class LoadBatch(Order):
     candidates: bool = False
     """Whether these items go through the calls up to the filter only. The step's last `LoadBatch`
     then has those that were accepted, which keep what these calls made of them."""
-    samples: tuple[ItemSample, ...] = ()
+    samples: tuple[StoredGroup, ...] = ()
     """Of each item, if rollout tasks made the completions: what a call that generates reads."""
 
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final, TypeAlias
 
+from slurmrl.data.ledger import LEASE, StoredGroup
 from slurmrl.fsio.shapes import NUMBER, SECONDS, SIZE
-from slurmrl.rollouts.sample_files import StoredGroup
-from slurmrl.rollouts.sample_group import LEASE
 from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.weights.version import VERSION

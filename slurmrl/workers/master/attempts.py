@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 
 from slurmrl import log
 from slurmrl.backoff import Backoff
-from slurmrl.data.ledger import ItemSample
+from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import objects
 from slurmrl.fsio.failures import corrupt
@@ -334,7 +334,7 @@ class TaskEvents:
         what = {"version": version, "reason": reason}
         self._writer.write("weights_unreadable", **attempt.who, **what)
 
-    def damaged(self, sample: ItemSample, reason: str) -> None:
+    def damaged(self, sample: StoredGroup, reason: str) -> None:
         """The item of a damaged sample is made again."""
         group, task, attempt = parse_name(sample.task)
         logger.warning("item %d is made again: %s", sample.item, reason)

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from slurmrl import log
 from slurmrl.backoff import HIDDEN_PAUSES_S, OUTAGE_S, Backoff
 from slurmrl.data.leases import STALE, SampleLedger
-from slurmrl.data.ledger import ItemSample, LedgerRecord
+from slurmrl.data.ledger import LedgerRecord, StoredGroup
 from slurmrl.errors import EnvironmentFailure, SampleFileError
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.plan.metrics import ROLLOUT_SUMS, STALENESS_MAX, STALENESS_MEAN
-from slurmrl.rollouts.sample_files import StoredGroup, read_once, remove_settled
+from slurmrl.rollouts.sample_files import read_once, remove_settled
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.master.attempts import AttemptRecord, RolloutsRecord, parse_name
 
@@ -34,7 +34,7 @@ LOOK_S = 0.1
 class _Check:
     due: float
     number: int
-    sample: ItemSample = field(compare=False)
+    sample: StoredGroup = field(compare=False)
     failed: int = field(default=0, compare=False)
     """How often it looked damaged."""
 
@@ -45,7 +45,7 @@ class SampleChecks:
     def __init__(
         self, paths: RunPaths, clock: Callable[[], float], *, calls: SystemCalls = REAL
     ) -> None:
-        self.sound: set[ItemSample] = set()
+        self.sound: set[StoredGroup] = set()
         self._paths, self._clock, self._calls = paths, clock, calls
         self._due: list[_Check] = []
         """A heap."""
@@ -53,18 +53,18 @@ class SampleChecks:
         self._outage = Backoff(*OUTAGE_S)
         self._rests_until = clock()
 
-    def add(self, samples: Iterable[ItemSample]) -> None:
+    def add(self, samples: Iterable[StoredGroup]) -> None:
         for sample in samples:
             heapq.heappush(self._due, _Check(self._clock(), next(self._numbers), sample))
 
-    def keep(self, samples: Iterable[ItemSample]) -> None:
+    def keep(self, samples: Iterable[StoredGroup]) -> None:
         """Forget all others."""
         wanted = set(samples)
         self.sound &= wanted
         self._due = [check for check in self._due if check.sample in wanted]
         heapq.heapify(self._due)
 
-    def look(self) -> list[tuple[ItemSample, str]]:
+    def look(self) -> list[tuple[StoredGroup, str]]:
         """Check what is due. Returns what is damaged, with the reasons."""
         damaged = []
         now = self._clock()
@@ -76,12 +76,12 @@ class SampleChecks:
             now = self._clock()
         return damaged
 
-    def _check(self, check: _Check, now: float) -> tuple[ItemSample, str] | None:
+    def _check(self, check: _Check, now: float) -> tuple[StoredGroup, str] | None:
         """Read a sample; return it with the reason if it is damaged. It may only be hidden from
         this host for a while, so it counts as damaged if it still looks so after about a minute."""
         folder = self._paths.samples_of(check.sample.task)
         try:
-            read_once(folder, StoredGroup.of(check.sample), calls=self._calls)
+            read_once(folder, check.sample, calls=self._calls)
         except SampleFileError as error:
             pauses_s = HIDDEN_PAUSES_S if self._calls.caches(folder) else ()
             if check.failed == len(pauses_s):

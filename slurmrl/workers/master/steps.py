@@ -13,7 +13,7 @@ from typing import Any
 from slurmrl import log
 from slurmrl.backoff import retry
 from slurmrl.config.schema import WHOLE
-from slurmrl.data.ledger import ItemSample
+from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import UsageError
 from slurmrl.plan.graph.call import Refill
 from slurmrl.plan.metrics import EVALUATION_S, WAITED_S
@@ -95,10 +95,10 @@ class StepRunner:
 
     def _take_samples(
         self, rollouts: RolloutTasks, step: int, count: int, *, filtered: bool = False
-    ) -> Sequence[ItemSample] | None:
+    ) -> Sequence[StoredGroup] | None:
         """Wait for the samples of the next items. None: the job will end before."""
 
-        def take() -> Sequence[ItemSample] | None:
+        def take() -> Sequence[StoredGroup] | None:
             self._while_idle()
             return rollouts.take(step, count, filtered=filtered)
 
@@ -154,14 +154,14 @@ class StepRunner:
         before, after = calls[: self._plan.filtered], calls[self._plan.filtered :]
         answered: Answered = []
         accepted: list[int] = []
-        groups: dict[int, ItemSample] = {}
+        groups: dict[int, StoredGroup] = {}
         reasons: Counter[str] = Counter()
         rounds = judged = 0
         of_round = progress.batch_size
         if self._rollouts is None and refill.candidates is not None:
             of_round = refill.candidates
         while judged < refill.rounds * of_round and len(accepted) < progress.batch_size:
-            samples: Sequence[ItemSample] = ()
+            samples: Sequence[StoredGroup] = ()
             if self._rollouts is None:
                 candidates = progress.take(of_round)
             else:
@@ -213,7 +213,7 @@ class StepRunner:
         suite: str = WHOLE,
         parts: Sequence[str] = (),
         candidates: bool = False,
-        samples: Sequence[ItemSample] = (),
+        samples: Sequence[StoredGroup] = (),
     ) -> Answered:
         """Post a batch and calls at once, in their fixed order, and collect the answers. ``parts``
         are the prefixes of the calls' part files, where each call has its own."""

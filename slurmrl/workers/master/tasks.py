@@ -28,7 +28,7 @@ from dataclasses import replace
 from slurmrl import log
 from slurmrl.backoff import Backoff, Interval
 from slurmrl.data.leases import Admission, SampleLedger, oldest_step
-from slurmrl.data.ledger import ItemSample, LedgerRecord
+from slurmrl.data.ledger import LedgerRecord, StoredGroup
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.fsio.shapes import MOST_COUNT
@@ -187,12 +187,14 @@ class RolloutTasks:
         """A version was published."""
         self.bells.ring(self._living.values())
 
-    def take(self, step: int, count: int, *, filtered: bool = False) -> Sequence[ItemSample] | None:
+    def take(
+        self, step: int, count: int, *, filtered: bool = False
+    ) -> Sequence[StoredGroup] | None:
         """Take ``count`` groups for a step, all of which could be read; they are in flight then.
         Of groups to be ``filtered``, more are taken if they are there: as many as probably leave
         ``count``. None: there are not enough yet, or some are worth waiting for."""
         self._wait.begin(step)
-        samples: Sequence[ItemSample] = ()
+        samples: Sequence[StoredGroup] = ()
         if not filtered or not self._overtakes(step, count):
             samples = self._ledger.take_finished(
                 count,
@@ -218,7 +220,7 @@ class RolloutTasks:
         holders = self._ledger.stragglers(step, self._admission.max_staleness)
         return bool(holders & self._leases.able().keys()) and self._wait.lasts()
 
-    def returned(self, step: int, samples: Iterable[ItemSample]) -> None:
+    def returned(self, step: int, samples: Iterable[StoredGroup]) -> None:
         """Groups that a step had taken wait for the next one, once they were read again. Those that
         it could not train are made again."""
         for sample in samples:
@@ -369,7 +371,7 @@ class RolloutTasks:
                 self._events.joined(attempt, result.agent.host)
             case GroupsFinished():
                 for group in result.groups:
-                    sample = group.sample(attempt.name)
+                    sample = replace(group, task=attempt.name)
                     if self._ledger.finish(group.lease, sample):
                         self._checks.add([sample])
             case GaveBack():
@@ -391,7 +393,7 @@ class RolloutTasks:
         self.unreadable.add(version)
         self._events.unreadable(attempt, result.version, result.reason)
 
-    def _redo(self, sample: ItemSample, reason: str) -> None:
+    def _redo(self, sample: StoredGroup, reason: str) -> None:
         """Queue the item of a damaged sample again."""
         if not self._ledger.redo(sample):
             return  # it was dropped meanwhile

@@ -21,7 +21,7 @@ from slurmrl.algorithms.base import CallContext, CallResult, Interface, Stats
 from slurmrl.algorithms.sequences import row_id
 from slurmrl.backoff import READ_S, retry
 from slurmrl.data.dataset import SampleRows
-from slurmrl.data.ledger import ItemSample
+from slurmrl.data.ledger import StoredGroup
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS, Engine, TrainEngine
 from slurmrl.errors import UsageError
@@ -31,7 +31,7 @@ from slurmrl.plan.model import CallPlan, ModelPlan, Offloading, Plan
 from slurmrl.plan.precision import rounds_to
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
-from slurmrl.rollouts.sample_files import StoredGroup, read_group
+from slurmrl.rollouts.sample_files import read_group
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.layout.copy import Array
@@ -95,7 +95,7 @@ class Executor:
         self.stop_token_ids = stop_token_ids
         self._cores = cores
         self.batch: Batch | None = None
-        self._stored: dict[str, ItemSample] = {}
+        self._stored: dict[str, StoredGroup] = {}
         """What rollout tasks have made of the batch's items, by their ids."""
         self._candidates: list[Batch] = []
         """The batches of candidates for the next one."""
@@ -272,8 +272,8 @@ class Executor:
         """Read what a rollout task has made of an item. Scores of another submission do not count:
         the reward may have changed since."""
         sample = self._stored[name]
-        folder, stored = self.paths.samples_of(sample.task), StoredGroup.of(sample)
-        group = retry("read samples", lambda: read_group(folder, stored), timeout_s=READ_S)
+        folder = self.paths.samples_of(sample.task)
+        group = retry("read samples", lambda: read_group(folder, sample), timeout_s=READ_S)
         if group.judged is not None and group.judged.submission != self._submission:
             return replace(group, judged=None)
         return group

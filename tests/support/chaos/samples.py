@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import CorruptFileError, SampleFileError
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.rollouts.sample_files import SampleWriter, StoredGroup, read_group, remove_settled
+from slurmrl.rollouts.sample_files import SampleWriter, read_group, remove_settled
 from slurmrl.run.channel.log import LogPosition, LogReader, LogWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.rollout_messages import RESULT_LOG, GroupsFinished

@@ -24,11 +24,11 @@ from slurmrl.data.leases import (
     oldest_step,
 )
 from slurmrl.data.ledger import (
-    ItemSample,
     LeasedItems,
     Ledger,
     LedgerRecord,
     StepRun,
+    StoredGroup,
 )
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import objects
@@ -48,8 +48,8 @@ def read(text: str) -> LedgerRecord:
     return record
 
 
-def sample(item: int, *versions: str) -> ItemSample:
-    return ItemSample(
+def sample(item: int, *versions: str) -> StoredGroup:
+    return StoredGroup(
         item=item,
         task="task-0.1",
         lease="1.1",
@@ -450,7 +450,8 @@ GOOD = LedgerRecord(
         ({"samples": (sample(15, "2.1"),)}, "15 to 15 twice"),
         ({"samples": (sample(11, "2.1"), sample(11, "3.1"))}, "11 to 11 twice"),
         ({"samples": (sample(20, "2.1"),)}, "20 to 20 twice, or out of place"),
-        ({"samples": (sample(11),)}, r"without a version of the weights: \[11\]"),
+        ({"samples": (sample(11),)}, "'samples'"),
+        ({"samples": (replace(sample(11, "2.1"), task=""),)}, r"without a task attempt: \[11\]"),
         ({"samples": (sample(11, "new"),)}, "'samples'"),
         ({"leased": GOOD.leased * 2}, "a lease twice"),
         ({"leased": (replace(GOOD.leased[0], items=(9,)),)}, "9 to 9 twice, or out of place"),

@@ -26,7 +26,7 @@ import pytest
 
 from slurmrl.data import leases
 from slurmrl.data.leases import SampleLedger
-from slurmrl.data.ledger import ItemSample, LedgerRecord
+from slurmrl.data.ledger import LedgerRecord, StoredGroup
 from slurmrl.errors import CorruptFileError, SlotTakenError, StaleIncarnationError
 from slurmrl.fsio import objects
 from slurmrl.run.history.lineage import Lineage
@@ -104,16 +104,16 @@ class Result(NamedTuple):
     version: str
     weights: Weights
 
-    def sample(self) -> ItemSample:
+    def sample(self) -> StoredGroup:
         file = f"{self.lease}." + "-".join(self.weights)
-        return ItemSample(
+        return StoredGroup(
             item=self.item,
             task=self.task,
             lease=self.lease,
             file=file,
             offset=0,
             length=0,
-            checksum="",
+            checksum="xxh3_128:0",
             versions=(self.version,),
         )
 

@@ -16,12 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
+from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import EnvironmentFailure, SampleFileError
 from slurmrl.rewards.judged import JudgedCompletions
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.generation.base import Completion
 from slurmrl.rollouts.runner import EpisodeOutcome
-from slurmrl.rollouts.sample_files import SampleWriter, StoredGroup, read_group, remove_settled
+from slurmrl.rollouts.sample_files import SampleWriter, read_group, remove_settled
 from slurmrl.rollouts.sample_group import PER_COMPLETION, PER_TOKEN, SampleGroup
 from tests.support.faulty import Faulty
 from tests.support.sample_groups import VERSIONS, small_group

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.data.ledger import ItemSample
+from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import CorruptFileError
 from slurmrl.run.channel import frame
 from slurmrl.run.channel.bell import BellAddress
@@ -39,7 +39,7 @@ from slurmrl.workers.messages import (
     WriteVersion,
 )
 
-SAMPLE = ItemSample(
+SAMPLE = StoredGroup(
     item=5, task="rollout.0.1", lease="1.7", file="0.samples", offset=8, length=9,
     checksum="xxh3_128:0", versions=("4.1", "5.1"),
 )  # fmt: skip

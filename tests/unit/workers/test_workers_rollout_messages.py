@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import CorruptFileError
-from slurmrl.rollouts.sample_files import SampleWriter, StoredGroup, read_group
+from slurmrl.rollouts.sample_files import SampleWriter, read_group
 from slurmrl.run.channel import frame
 from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.channel.log import LogPosition, LogReader, LogWriter

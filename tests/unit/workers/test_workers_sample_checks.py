@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 from slurmrl.backoff import HIDDEN_PAUSES_S, OUTAGE_S
-from slurmrl.data.ledger import ItemSample
 from slurmrl.rollouts.sample_files import SampleWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.master.samples import LOOK_S, SampleChecks
@@ -24,7 +24,7 @@ class Bed:
         folder = paths.rollout_samples(*PLACE)
         writer = SampleWriter(folder)
         groups = [writer.write([small_group(item)])[0] for item in range(2)]
-        self.samples: list[ItemSample] = [group.sample("rollout.0.0") for group in groups]
+        self.samples = [replace(group, task="rollout.0.0") for group in groups]
         self.files = [folder / group.file for group in groups]
         self.checks = SampleChecks(paths, self.clock, calls=calls)
         self.checks.add(self.samples)

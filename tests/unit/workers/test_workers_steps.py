@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from slurmrl.data.leases import Admission, SampleLedger
-from slurmrl.data.ledger import ItemSample
+from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import UsageError
 from slurmrl.plan.graph.call import Method, Refill
 from slurmrl.plan.model import CallPlan, Plan
-from slurmrl.rollouts.sample_files import StoredGroup
 from slurmrl.run.history.lineage import Lineage
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.steps import StepRunner
@@ -26,8 +25,8 @@ from slurmrl.workers.messages import Done, LoadBatch, Order, RunCall
 
 SIZE = 50
 STORED = StoredGroup(
-    item=0, lease="1.1", file="0.samples", offset=8, length=9, checksum="xxh3_128:0",
-    versions=("0.1",),
+    item=0, task="rollout.0.0", lease="1.1", file="0.samples", offset=8, length=9,
+    checksum="xxh3_128:0", versions=("0.1",),
 )  # fmt: skip
 ADMISSION = Admission(max_staleness=9, batch_size=4, max_leased=None, filter_rounds=10)
 Verdict = Callable[[tuple[int, int], int], str]
@@ -122,9 +121,11 @@ class Samples:
         self._left = most
         self._next = 0
         self.ledger = SampleLedger(1, Lineage({1: None}))
-        self.back: list[ItemSample] = []
+        self.back: list[StoredGroup] = []
 
-    def take(self, step: int, count: int, *, filtered: bool = False) -> Sequence[ItemSample] | None:
+    def take(
+        self, step: int, count: int, *, filtered: bool = False
+    ) -> Sequence[StoredGroup] | None:
         lacking = max(count - len(self.ledger.finished), 0)
         if self._left < lacking:
             return None
@@ -136,10 +137,9 @@ class Samples:
         self._left -= count
         lease = self.ledger.lease(count, "rollout.0.0", "0.1")
         for item in lease.items:
-            group = replace(STORED, item=item, lease=lease.lease)
-            self.ledger.finish(lease.lease, group.sample("rollout.0.0"))
+            self.ledger.finish(lease.lease, replace(STORED, item=item, lease=lease.lease))
 
-    def returned(self, step: int, samples: Iterable[ItemSample]) -> None:
+    def returned(self, step: int, samples: Iterable[StoredGroup]) -> None:
         self.back += samples
 
     def waits_for(self) -> str:
@@ -260,7 +260,7 @@ def test_the_groups_of_rollout_tasks_go_to_the_ranks_with_the_items(
     assert [sample.item for sample in first.samples] == [0, 1, 2, 3]
     assert first.items == tuple(order[:4])
     assert [sample.item for sample in second.samples] == [4]
-    assert StoredGroup.of(second.samples[0]) == replace(STORED, item=4, lease="1.2")
+    assert second.samples[0] == replace(STORED, item=4, lease="1.2")
     assert (last.items, last.samples) == ((order[0], *order[2:5]), ())
     assert executed.metrics["rollout/lost"] == 1.0
     assert executed.metrics["rollout/waited_s"] >= 0
