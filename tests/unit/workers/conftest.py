@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -38,13 +39,23 @@ def paths(tmp_path: Path) -> RunPaths:
     return found
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunPaths:
-    """A run directory with a configuration and a plan: SFT on one host."""
-    root = str(tmp_path / "runs")
-    proposal = propose(write_config(tmp_path), [], root=root, scheduler="local")
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    """A run directory with a configuration and a plan, which tests only copy: preparation copies
+    the package file by file, with an fsync each."""
+    folder = tmp_path_factory.mktemp("prepared")
+    proposal = propose(write_config(folder), [], root=str(folder / "runs"), scheduler="local")
     prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
     return proposal.paths
+
+
+@pytest.fixture
+def run(tmp_path: Path, prepared: RunPaths) -> RunPaths:
+    """A run directory with a configuration and a plan: SFT on one host."""
+    write_config(tmp_path)
+    place = tmp_path / "runs" / prepared.run.relative_to(prepared.run.parents[2])
+    shutil.copytree(prepared.run, place, symlinks=True)
+    return RunPaths(place)
 
 
 @pytest.fixture

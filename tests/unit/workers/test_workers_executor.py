@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Queue
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,7 +19,6 @@ from slurmrl.data.dataset import SampleRows
 from slurmrl.data.meta import SampleMeta
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TrainEngine
-from slurmrl.errors import UsageError
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.failures import explain
 from slurmrl.plan.model import CallPlan, Plan
@@ -32,7 +29,7 @@ from slurmrl.tensors.checkpoint.tensors import SavedFile
 from slurmrl.tensors.parallel.activity import Activity
 from slurmrl.tensors.parallel.groups import ParallelContext
 from slurmrl.tensors.parallel.topology import ProcessTopology
-from slurmrl.workers.messages import Done, HeldOut, LoadBatch, Ready, RunCall, Save, Saved
+from slurmrl.workers.messages import Done, LoadBatch, RunCall, Save, Saved
 from slurmrl.workers.parts import read_parts
 from slurmrl.workers.worker import executor as executor_module
 from slurmrl.workers.worker.batch import Mail
@@ -273,32 +270,6 @@ def make_ranks(
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_load_spreads_every_item_to_one_rank(make_ranks: Callable[..., Ranks], world: int) -> None:
-    ranks = make_ranks(world)
-    items = [[0, index] for index in (5, 3, 39, 0, 1, 22, 17, 8, 9, 10, 30, 31)]
-    ranks.load(items)
-    parts = ranks.parts()
-    together = list(itertools.chain.from_iterable(parts))
-    assert sorted(together) == sorted(f"{index}@0" for _, index in items)
-    assert all(parts)
-    ranks.call("judge")
-    for interface in ranks.interfaces:
-        sample = interface.given[0][1]
-        owners = sample.tensor("input_ids").tolist()
-        wanted = [int(one.partition("@")[0]) for one in sample.ids]
-        assert owners == [index for index in wanted for _ in range(index % 7 + 1)]
-        assert [row["index"] for row in sample.metadata["row"]] == wanted
-
-
-def test_load_balances_tokens(make_ranks: Callable[..., Ranks]) -> None:
-    ranks = make_ranks(2)
-    ranks.load([[0, index] for index in range(28)])
-    answers = ranks.call("judge")
-    assert sum(answer.tokens for answer in answers) == 4 * sum(range(1, 8))
-    assert abs(answers[0].tokens - answers[1].tokens) <= 1
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_load_spreads_every_minibatch_evenly_where_completions_are_made(
     make_ranks: Callable[..., Ranks], world: int
 ) -> None:
@@ -313,13 +284,6 @@ def test_load_spreads_every_minibatch_evenly_where_completions_are_made(
     ranks.call("judge")
     ranks.call("train")
     assert all(one.given[0][2].batch == tuple(order) for one in ranks.interfaces)
-
-
-def test_batch_over_the_end_of_an_epoch(make_ranks: Callable[..., Ranks]) -> None:
-    """The same item of two epochs is two samples."""
-    ranks = make_ranks(2)
-    ranks.load([[0, 7], [0, 3], [1, 3], [1, 9]])
-    assert sorted(itertools.chain(*ranks.parts())) == ["3@0", "3@1", "7@0", "9@1"]
 
 
 def test_training_reports_share_of_update_in_type_of_generation(
@@ -360,69 +324,6 @@ def test_fewer_items_than_ranks(make_ranks: Callable[..., Ranks]) -> None:
     assert sorted(len(part) for part in ranks.parts()) == [0, 1, 1]
     answers = ranks.call("judge")
     assert sum(answer.stats["reward"][1] for answer in answers) == 2
-
-
-def test_call_gets_its_inputs_and_adds_its_outputs(make_ranks: Callable[..., Ranks]) -> None:
-    ranks = make_ranks(2)
-    ranks.load([[0, 1], [0, 2], [0, 3]])
-    answers = ranks.call("judge")
-    for interface, answer in zip(ranks.interfaces, answers, strict=True):
-        engine, sample, context = interface.given[0]
-        assert engine is None
-        assert sample.keys == ("input_ids",)
-        assert (context.step, context.scalars, context.evaluation) == (3, {"kl_coef": 0.1}, False)
-        assert isinstance(context.tokenizer, FakeTokenizer)
-        assert context.stop_token_ids == (7, 2)
-        assert context.cores == 3
-        assert answer.stats == {"reward": (0.5 * sample.bs, float(sample.bs))}
-        assert answer.texts == ({"id": sample.ids[0]},)
-    ranks.call("train")
-    for interface in ranks.interfaces[2:]:
-        _, sample, _ = interface.given[0]
-        assert set(sample.keys) == {"input_ids", "rewards"}
-        assert sample.tensor("rewards").tolist() == [0.5] * sample.bs
-
-
-def test_an_interface_that_returns_nothing_is_a_user_s_error(
-    make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another start would meet it again."""
-    ranks = make_ranks(1)
-    ranks.load([[0, 1]])
-    monkeypatch.setattr(FakeInterface, "inference", lambda *_: None)
-    with pytest.raises(UsageError, match="returned NoneType, must return a CallResult"):
-        ranks.call("judge")
-
-
-def test_an_answer_tells_when_the_call_began_and_the_most_memory(
-    make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = make_ranks(1)
-    ranks.load([[0, 1]])
-    monotonic = itertools.count(50.0, 2.0)
-    clocks = SimpleNamespace(monotonic=lambda: next(monotonic), time=lambda: 1000.0)
-    monkeypatch.setattr(executor_module, "time", clocks)
-    (answer,) = ranks.call("judge")
-    assert (answer.began, answer.seconds) == (998.0, 2.0)
-    assert answer.peak_bytes > 1 << 20
-
-
-def test_call_with_a_role_gets_its_engine(make_ranks: Callable[..., Ranks]) -> None:
-    ranks = make_ranks(1)
-    ranks.load([[0, 1]])
-    ranks.call("judge")
-    ranks.call("train")
-    engine, _, _ = ranks.interfaces[1].given[0]
-    assert engine is ranks.executors[0].engines["actor"]
-
-
-def test_ranks_outside_a_call_answer_empty(make_ranks: Callable[..., Ranks]) -> None:
-    ranks = make_ranks(3, ranks=(2, 0))
-    ranks.load([[0, 1], [0, 2], [0, 3], [0, 4]])
-    assert sorted(itertools.chain(*ranks.parts())) == ["1@0", "2@0", "3@0", "4@0"]
-    outside = ranks.call("judge")[1]
-    assert (outside.stats, outside.texts, outside.tokens) == ({}, (), 0)
-    assert len(ranks.interfaces) == 2
 
 
 @pytest.mark.parametrize("inner", ["tp", "cp"])
@@ -529,18 +430,6 @@ def save(executor: Executor, directory: str, *, asynchronous: bool) -> Saved:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_only_trained_models_are_saved(
-    make_ranks: Callable[..., Ranks], asynchronous: bool
-) -> None:
-    executor = make_ranks(1).executors[0]
-    for directory in ("step-00000003.1", "step-00000005.1"):
-        assert save(executor, directory, asynchronous=asynchronous).files == (
-            SavedFile("actor.safetensors", 7, "sha256:0"),
-        )
-    executor.close()
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_disk_that_takes_no_checkpoint_does_not_end_the_rank(
     make_ranks: Callable[..., Ranks], asynchronous: bool
 ) -> None:
@@ -557,18 +446,6 @@ def test_a_bug_in_the_thread_is_raised_by_the_rank(make_ranks: Callable[..., Ran
     assert save(executor, "bug", asynchronous=True).error == "KeyError: 'bug'"
     with pytest.raises(KeyError, match="bug"):
         save(executor, "step-00000003.1", asynchronous=True)
-
-
-def test_description_of_the_data(make_ranks: Callable[..., Ranks]) -> None:
-    assert make_ranks(1).executors[0].ready() == Ready(
-        rank=0,
-        size=40,
-        fingerprint="of 40",
-        left_out=3,
-        held_out=(HeldOut(size=9, left_out=3),),
-        stop_tokens=((7, "<7>"), (2, "<2>")),
-        directories=("rows-40",),
-    )
 
 
 def test_a_batch_keeps_what_was_made_of_its_candidates(
@@ -616,7 +493,9 @@ def test_scores_that_a_task_gave_for_another_submission_do_not_count(
     scores = JudgedCompletions(scores=(1.0, 0.5), parts=({}, {}), submission=2)
     folder = paths.rollout_samples("rollout", 0, 0)
     (stored,) = SampleWriter(folder).write([replace(small_group(1), judged=scores)])
-    executor.load(LoadBatch(step=3, items=((0, 1),), samples=(stored.sample("rollout.0.0"),)))
+    executor.load(
+        LoadBatch(step=3, items=((0, 1),), samples=(replace(stored, task="rollout.0.0"),))
+    )
     for submission, expected in ((2, scores), (3, None)):
         executor._submission = submission
         assert executor._read_stored("1@0").judged == expected

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -31,7 +30,7 @@ from slurmrl.fsio.shapes import MOST_COUNT, wrong
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings
-from slurmrl.rollouts.sample_files import StoredGroup, read_group
+from slurmrl.rollouts.sample_files import read_group
 from slurmrl.run import keys, scale
 from slurmrl.run.channel import frame
 from slurmrl.run.channel.bell import TOKEN_BYTES, Bell
@@ -96,13 +95,12 @@ class Bed:
         self,
         paths: RunPaths,
         *,
-        least: int = 1,
         allowed: int = MOST_COUNT,
         bells: TaskBells | None = None,
         **bounds: int,
     ) -> None:
         make_private_directory(paths.rollouts)
-        self.least, self.allowed = least, allowed
+        self.allowed = allowed
         self.bells = bells
         self.paths, self.now, self.step = paths, 0.0, 0
         self.admission = Admission(
@@ -134,9 +132,7 @@ class Bed:
             rollouts_of(state.get("rollouts", {}), "a commit"),
             look_s=LOOK_S,
             lease_ttl_s=TTL_S,
-            numbers=TaskNumbers(
-                self.paths, planned=self.allowed, least=self.least, clock=lambda: self.now
-            ),
+            numbers=TaskNumbers(self.paths, planned=self.allowed, clock=lambda: self.now),
             bells=self.bells,
             clock=lambda: self.now,
         )
@@ -173,9 +169,7 @@ class Bed:
         step, count = self.step + 1, self.admission.batch_size
         samples = self.tasks.take(step, count, filtered=filtered) or ()
         for sample in samples:
-            group = read_group(
-                self.paths.rollout_samples(*parse_name(sample.task)), StoredGroup.of(sample)
-            )
+            group = read_group(self.paths.rollout_samples(*parse_name(sample.task)), sample)
             assert (group.item, group.versions) == (sample.item, sample.versions)
         self.ledger.drop([sample.item for sample in samples[: dull or 0]], "dull")
         good = samples[dull or 0 :]
@@ -469,28 +463,6 @@ def test_the_first_task_with_new_weights_leaves_others_their_share(
     for task in tasks:
         task.hear(1)
     assert [len(task.open) for task in tasks] == [3, 3, 0], "the last one took too long"
-
-
-def test_logs_of_tasks_without_items_are_read_less_often(
-    beds: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that has items is read at every look, whatever it says."""
-    reads: Counter[str] = Counter()
-
-    def counted(attempt: RolloutAttempt) -> Iterator[RolloutResult]:
-        reads[attempt.name] += 1
-        return read(attempt)
-
-    read = RolloutAttempt.read
-    monkeypatch.setattr(RolloutAttempt, "read", counted)
-    bed = beds()
-    bed.begin(0, "0.1")
-    bed.begin(1)
-    for _ in range(1000):
-        bed.now += 0.2
-        bed.tasks.look((), 0)
-    assert 900 < reads["rollout.0.0"] <= 1003
-    assert 90 < reads["rollout.1.0"] < 300
 
 
 def test_rings_announce_results_requests_and_weights(
@@ -1080,18 +1052,6 @@ def test_a_master_follows_the_settings(
     assert ledger.leased == leased
     task.hear(1)
     assert len(task.open) == leased
-
-
-def test_the_first_task_does_not_get_all_prompts(beds: Callable[..., Bed]) -> None:
-    """With `min`, nothing is leased before so many have joined."""
-    bed = beds(least=2)
-    bed.begin(0, "0.1")
-    assert bed.tasks.view().tasks[0].leased == 0
-    assert bed.tasks.take(1, 2) is None
-    assert bed.tasks.waits_for() == "for rollout tasks: 1 of at least 2"
-    bed.begin(1, "0.1")
-    leased = [one.leased for one in bed.tasks.view().tasks]
-    assert leased[0] == leased[1] > 0
 
 
 def fail(paths: RunPaths, task: int, attempt: int, host: str, exception: str) -> None:
