@@ -10,7 +10,7 @@ import pytest
 
 from slurmrl.rollouts.generation import sglang
 from tests.support.served_trials import run_through_kills
-from tests.support.servers import UsersServer, save_config
+from tests.support.servers import UsersServer, save_config, start_command
 from tests.support.trials import ARCHITECTURE
 
 PYTHON = os.environ.get("SGLANG_PYTHON", "")
@@ -28,13 +28,7 @@ def server(tmp_path: Path) -> Iterator[UsersServer]:
     folder.mkdir(mode=0o700)
     save_config(folder / "model", MODEL)
     socket = folder / "server.sock"
-    command = sglang.command(
-        PYTHON,
-        folder / "model",
-        socket,
-        vocabulary=int(MODEL["vocab_size"]),
-        options=(*sglang.CPU_FLAGS, "--dtype", "float32"),
-    )
+    command = start_command(sglang.SglangServer, PYTHON, MODEL, folder)
     made = UsersServer(socket, command, sglang.ENVIRONMENT, folder / "sglang.log")
     made.start()
     yield made

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from slurmrl.models.config import ModelConfig
 from slurmrl.rollouts.generation.base import WeightVersion
 from slurmrl.rollouts.generation.dialect import Dialect
 from slurmrl.rollouts.generation.process import WARDEN
+from slurmrl.rollouts.generation.server import Patience, Serving
+from slurmrl.rollouts.generation.servers import SOCKET, ServerKind
 from tests.support.stand_ins import listens
 from tests.support.trials import wait_until
 
@@ -93,3 +98,16 @@ def check_served(lines: Sequence[dict[str, Any]], steps: int) -> None:
     assert min(line["actor_grad_norm"] for line in lines) > 0.0
     assert max(abs(line["mismatch/kl"]) for line in lines) < 1e-5
     assert max(line["mismatch/ratio_max"] for line in lines) < 1.001
+
+
+def start_command(
+    kind: type[ServerKind], python: str, architecture: Mapping[str, object], folder: Path
+) -> Sequence[str]:
+    """The command of a server without a tokenizer on a CPU: its model is in ``folder``, where it
+    gets its socket."""
+    serving = Serving(
+        python=python, arguments=(), tokenizer=None, patience=Patience(), log=folder / "log"
+    )
+    config, cpu = ModelConfig.from_hf(architecture), torch.device("cpu")
+    made = kind(config, "float32", serving, tensor_ranks=1, device=cpu)
+    return made.command(serving, folder / "model", folder / SOCKET)

@@ -24,7 +24,7 @@ from slurmrl.fsio.failures import explain
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf import CONFIG_FILE
 from slurmrl.rollouts.generation.base import RolloutEngine, WeightVersion
-from slurmrl.rollouts.generation.dialect import Dialect
+from slurmrl.rollouts.generation.dialect import Dialect, HttpDialect
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.instances import InstanceLimits, Instances
@@ -166,6 +166,7 @@ class ServerKind(ABC):
     """Servers of one kind for one model."""
 
     name: str
+    speaks: type[HttpDialect]
 
     def __init__(
         self,
@@ -187,8 +188,9 @@ class ServerKind(ABC):
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
         """The command that starts a server without weights, over ``tensor_ranks`` GPUs."""
 
+    @staticmethod
     @abstractmethod
-    def memory_flags(self, share: int, free: int, total: int) -> Sequence[str]:
+    def memory_flags(share: int, free: int, total: int) -> Sequence[str]:
         """Arguments with which a server uses ``share`` bytes of each GPU, of which ``free`` of
         ``total`` are free when it starts."""
 
@@ -196,9 +198,21 @@ class ServerKind(ABC):
     def environment(self) -> Mapping[str, str]:
         """Variables of the server, over those of this process."""
 
-    @abstractmethod
     def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
-        """How to speak to it. Log-probabilities are under the distribution over all tokens."""
+        """Return how to speak to it. ``control``: a client with the key for administration."""
+        return self.speaks(
+            client,
+            control,
+            model=self.model,
+            checks=self.checks,
+            health_s=self.serving.patience.silence_s,
+            stale_cache=self.stale_cache,
+            **self.dialect_options(),
+        )
+
+    def dialect_options(self) -> Mapping[str, Any]:
+        """Return further arguments of the dialect."""
+        return {}
 
     def keep(self, serving: Serving, folder: Path, *, name: str, visible: str) -> KeptEngine:
         """Start a server and keep it. Call this in a running asyncio loop.

@@ -33,7 +33,7 @@ from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.plan.estimates.servers import computing
 from slurmrl.plan.server_kinds import EXPERTS_FLAG
 from slurmrl.rollouts.generation.base import Completion
-from slurmrl.rollouts.generation.dialect import CONTROL_S, Dialect, Draw, HttpDialect
+from slurmrl.rollouts.generation.dialect import CONTROL_S, Draw, HttpDialect
 from slurmrl.rollouts.generation.fitness import check_sglang, field_of, retracts
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.server import Serving
@@ -367,59 +367,32 @@ ENVIRONMENT: Mapping[str, str] = {
 """Variables of a server, over those of the job."""
 
 
-def command(
-    python: str,
-    model: Path,
-    socket: Path,
-    *,
-    vocabulary: int,
-    tokenizer: Path | None = None,
-    tensor_ranks: int = 1,
-    options: Sequence[str] = (),
-) -> tuple[str, ...]:
-    """Start a server on a Unix socket, whose folder must have mode 0700.
-
-    ``model`` has a ``config.json`` without ``eos_token_id``, so that only the stop tokens of a
-    request end it; its weights are undefined until the first version. Stop strings and a minimum
-    of new tokens need a ``tokenizer``; its end of a sequence then always ends a completion.
-    ``tensor_ranks``: GPUs that share the model. ``options``: further flags, which win over these.
-    """
-    text = ("--skip-tokenizer-init",) if tokenizer is None else ("--tokenizer-path", str(tokenizer))
-    return (
-        *(python, "-P", str(LAUNCHER), str(socket), "--model-path", str(model), *text),
-        *("--load-format", "dummy", "--sampling-mask-max-tokens", str(vocabulary)),
-        *FLAGS,
-        *("--tp-size", str(tensor_ranks)),
-        *options,
-    )
-
-
-def memory_flags(share: int, free: int, total: int) -> tuple[str, ...]:
-    """Arguments with which a server uses ``share`` bytes of a GPU, what it computes with included.
-    SGLang takes a fraction of what is ``free`` when it starts for weights and caches; it needs the
-    rest of its share besides."""
-    fraction = (share - computing(total)) / max(free, 1)
-    return ("--mem-fraction-static", f"{min(max(fraction, LEAST_SHARE), MOST_SHARE):.4f}")
-
-
 class SglangServer(ServerKind):
     """SGLang servers."""
 
     name = "sglang"
+    speaks = SglangDialect
 
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
+        """As in the contract. ``model`` has a ``config.json`` without ``eos_token_id``, so that
+        only the stop tokens of a request end it. Stop strings and a minimum of new tokens need a
+        tokenizer; its end of a sequence then always ends a completion."""
+        if serving.tokenizer is None:
+            text: tuple[str, ...] = ("--skip-tokenizer-init",)
+        else:
+            text = ("--tokenizer-path", str(serving.tokenizer))
         on_cpu = self.device.type == "cpu"
         flags = CPU_FLAGS if on_cpu else ("--enable-memory-saver",) if serving.sleeps else ()
-        records = (EXPERTS_FLAG,) if serving.experts else ()
-        watched = self._watched(serving) if serving.stale_cache else ()
-        return command(
-            serving.python,
-            model,
-            socket,
-            vocabulary=self.model.vocabulary,
-            tokenizer=serving.tokenizer,
-            tensor_ranks=self.tensor_ranks,
-            options=(*flags, *records, *watched, "--dtype", self.dtype, *serving.arguments),
+        return (
+            *(serving.python, "-P", str(LAUNCHER), str(socket), "--model-path", str(model), *text),
+            *("--load-format", "dummy", "--sampling-mask-max-tokens", str(self.model.vocabulary)),
+            *FLAGS,
+            *("--tp-size", str(self.tensor_ranks)),
+            *flags,
+            *((EXPERTS_FLAG,) if serving.experts else ()),
+            *(self._watched(serving) if serving.stale_cache else ()),
+            *("--dtype", self.dtype),
+            *serving.arguments,
         )
 
     @staticmethod
@@ -428,19 +401,15 @@ class SglangServer(ServerKind):
         ends after 300 s."""
         return ("--watchdog-timeout", f"{300 + 2 * serving.patience.start_s:g}")
 
-    def memory_flags(self, share: int, free: int, total: int) -> Sequence[str]:
-        return memory_flags(share, free, total)
+    @staticmethod
+    def memory_flags(share: int, free: int, total: int) -> Sequence[str]:
+        """As in the contract. SGLang takes a fraction of the memory that is ``free`` when it starts
+        for weights and caches; it computes with the rest of its share."""
+        fraction = (share - computing(total)) / max(free, 1)
+        return ("--mem-fraction-static", f"{min(max(fraction, LEAST_SHARE), MOST_SHARE):.4f}")
 
     def environment(self) -> Mapping[str, str]:
         return ENVIRONMENT
 
-    def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
-        return SglangDialect(
-            client,
-            control,
-            model=self.model,
-            routed=RoutedLayers.of(self.config),
-            checks=self.checks,
-            health_s=self.serving.patience.silence_s,
-            stale_cache=self.stale_cache,
-        )
+    def dialect_options(self) -> Mapping[str, Any]:
+        return {"routed": RoutedLayers.of(self.config)}

@@ -30,14 +30,13 @@ from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.plan.server_kinds import VLLM_FLAGS
 from slurmrl.rollouts.generation.base import Completion, Finish
-from slurmrl.rollouts.generation.dialect import FIRST_S, Dialect, Draw, HttpDialect
+from slurmrl.rollouts.generation.dialect import FIRST_S, Draw, HttpDialect
 from slurmrl.rollouts.generation.fitness import (
     check_vllm,
     check_vllm_reads,
     field_of,
     without_dev_mode,
 )
-from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.server import Serving
 from slurmrl.rollouts.generation.servers import ServerKind
 from slurmrl.rollouts.generation.weight_checks import (
@@ -298,35 +297,6 @@ CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
 which torch's generators on CPUs cannot: vLLM 0.32 ends with "CPU Generator does not use offset"."""
 
 
-def command(
-    python: str,
-    model: Path,
-    socket: Path,
-    *,
-    tokenizer: Path | None = None,
-    tensor_ranks: int = 1,
-    options: Sequence[str] = (),
-) -> tuple[str, ...]:
-    """Start a server on a Unix socket, whose folder must have mode 0700.
-
-    ``model`` has a ``config.json``; its weights are undefined until the first version. Stop strings
-    need a ``tokenizer``. Sequences may be as long as the model and the memory allow.
-    ``tensor_ranks``: GPUs that share the model. ``options``: further flags, which win over these.
-    """
-    text = ("--skip-tokenizer-init",) if tokenizer is None else ("--tokenizer", str(tokenizer))
-    return (
-        *("/bin/sh", "-c", 'rm -f -- "$0" && exec "$@"', str(socket)),  # vLLM binds a new one only
-        *(python, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model), "--uds", str(socket), "--load-format", "dummy", *text),
-        *VLLM_FLAGS,
-        *("--generation-config", "vllm"),  # that of the model would change sampling silently
-        *("--tensor-parallel-size", str(tensor_ranks)),
-        "--disable-uvicorn-access-log",  # a line for each completion
-        *("--max-model-len", "-1", "--scheduling-policy", "priority", "--enable-prefix-caching"),
-        *options,
-    )
-
-
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -342,42 +312,45 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
 """Further variables of a server without a GPU."""
 
 
-def memory_flags(share: int, total: int) -> tuple[str, ...]:
-    """Arguments with which a server uses ``share`` of the ``total`` bytes of a GPU, what it
-    computes with included."""
-    return ("--gpu-memory-utilization", f"{min(share / total, MOST_SHARE):.4f}")
-
-
 class VllmServer(ServerKind):
     """vLLM servers."""
 
     name = "vllm"
+    speaks = VllmDialect
 
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
+        """As in the contract. Stop strings need a tokenizer. Sequences may be as long as the model
+        and the memory allow."""
+        if serving.tokenizer is None:
+            text: tuple[str, ...] = ("--skip-tokenizer-init",)
+        else:
+            text = ("--tokenizer", str(serving.tokenizer))
         on_cpu = self.device.type == "cpu"
-        flags = CPU_FLAGS if on_cpu else ("--enable-sleep-mode",) if serving.sleeps else ()
-        return command(
-            serving.python,
-            model,
-            socket,
-            tokenizer=serving.tokenizer,
-            tensor_ranks=self.tensor_ranks,
-            options=(*flags, "--dtype", self.dtype, *serving.arguments),
+        return (
+            *(
+                "/bin/sh",
+                "-c",
+                'rm -f -- "$0" && exec "$@"',
+                str(socket),
+            ),  # binds only a new one
+            *(serving.python, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(model), "--uds", str(socket), "--load-format", "dummy", *text),
+            *VLLM_FLAGS,
+            *("--generation-config", "vllm"),  # that of the model would change sampling silently
+            *("--tensor-parallel-size", str(self.tensor_ranks)),
+            "--disable-uvicorn-access-log",  # a line for each completion
+            *("--max-model-len", "-1", "--scheduling-policy", "priority"),
+            "--enable-prefix-caching",
+            *(CPU_FLAGS if on_cpu else ("--enable-sleep-mode",) if serving.sleeps else ()),
+            *("--dtype", self.dtype),
+            *serving.arguments,
         )
 
-    def memory_flags(self, share: int, free: int, total: int) -> Sequence[str]:
-        return memory_flags(share, total)
+    @staticmethod
+    def memory_flags(share: int, free: int, total: int) -> Sequence[str]:
+        """As in the contract. vLLM takes a fraction of the whole memory."""
+        return ("--gpu-memory-utilization", f"{min(share / total, MOST_SHARE):.4f}")
 
     def environment(self) -> Mapping[str, str]:
         further = CPU_ENVIRONMENT if self.device.type == "cpu" else {}
         return {**ENVIRONMENT, **further}
-
-    def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
-        return VllmDialect(
-            client,
-            control,
-            model=self.model,
-            checks=self.checks,
-            health_s=self.serving.patience.silence_s,
-            stale_cache=self.stale_cache,
-        )

@@ -21,12 +21,13 @@ from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.vllm import (
     FIRST,
     VllmDialect,
-    command,
+    VllmServer,
     digest_of,
     read_checksums,
     read_reply,
 )
 from slurmrl.rollouts.generation.weight_checks import Held, TensorPart
+from tests.support.servers import start_command
 from tests.support.trials import ARCHITECTURE
 
 REPLY: dict[str, Any] = {
@@ -98,15 +99,15 @@ def changed(path: tuple[str | int, ...], value: object) -> dict[str, Any]:
 
 def test_a_server_starts_where_one_was_killed(tmp_path: Path) -> None:
     """The socket of the one before is still there, and vLLM would not bind it."""
-    (tmp_path / "socket").touch()
+    (tmp_path / "server.sock").touch()
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\n[ ! -e "$6" ] || exit 7\necho "$@"\n')
     python.chmod(0o700)
-    started = command(str(python), tmp_path / "model", tmp_path / "socket")
+    started = start_command(VllmServer, str(python), ARCHITECTURE, tmp_path)
     found = subprocess.run(started, capture_output=True, text=True, check=True).stdout
     assert "--uds" in found
     assert found.startswith("-m vllm.entrypoints.openai.api_server --model ")
-    assert not (tmp_path / "socket").exists()
+    assert not (tmp_path / "server.sock").exists()
 
 
 def test_a_reply_is_a_completion_with_a_version_for_each_token() -> None:

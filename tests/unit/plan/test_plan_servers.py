@@ -19,7 +19,8 @@ from slurmrl.plan.estimates.servers import computing, least, own_share
 from slurmrl.plan.precision import generating
 from slurmrl.plan.report.values import report
 from slurmrl.plan.settings import Settings
-from slurmrl.rollouts.generation import sglang, vllm
+from slurmrl.rollouts.generation.sglang import SglangServer
+from slurmrl.rollouts.generation.vllm import VllmServer
 from tests.unit.plan.conftest import EXPERTS, memory_problems
 from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
 
@@ -162,12 +163,12 @@ def test_the_share_becomes_the_engines_own_fractions() -> None:
     """vLLM's is of the whole GPU. SGLang's is of what is free when it starts, for weights and
     caches alone, so that they are the same whatever the other models hold at that time."""
     share = 40 * GIB
-    assert vllm.memory_flags(share, GPU) == ("--gpu-memory-utilization", "0.5000")
+    assert VllmServer.memory_flags(share, GPU, GPU) == ("--gpu-memory-utilization", "0.5000")
     for free in (45 * GIB, 70 * GIB):
-        flag, fraction = sglang.memory_flags(share, free, GPU)
+        flag, fraction = SglangServer.memory_flags(share, free, GPU)
         assert flag == "--mem-fraction-static"
         assert float(fraction) * free == pytest.approx(share - computing(GPU), rel=1e-3)
-    assert sglang.memory_flags(share, 10 * GIB, GPU)[1] == "0.9800"
+    assert SglangServer.memory_flags(share, 10 * GIB, GPU)[1] == "0.9800"
 
 
 @pytest.mark.parametrize(
