@@ -20,9 +20,9 @@ from pathlib import Path
 
 from slurmrl.algorithms.base import Interface
 from slurmrl.algorithms.sft.schema import SFT
-from slurmrl.watch import metrics
 from slurmrl.rewards.base import RewardFunction
 from slurmrl.rewards.exact_match import ExactMatch
+from slurmrl.run import metrics
 
 
 class HeldSFT(SFT):
