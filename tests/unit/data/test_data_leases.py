@@ -33,6 +33,7 @@ from slurmrl.data.ledger import (
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import objects
 from slurmrl.run.history.lineage import Lineage
+from slurmrl.tensors.weights.version import VersionId
 
 ALL_STEPS = Lineage({1: None})
 HOLDERS = ("task-0.1", "task-1.1", "task-2.1")
@@ -140,7 +141,7 @@ class Account(RuleBasedStateMachine):
 
     def finish(self, lease: str, item: int, by: int, ages: list[int]) -> None:
         versions = [f"{max(0, self.step - age)}.{by}" for age in ages]
-        versions = list(dict.fromkeys(versions))
+        versions = sorted(set(versions), key=VersionId.parse)
         held = self.states[item][:2] == ("leased", lease) if item < len(self.states) else False
         good = all(map(self.ancestor, versions))
         assert self.ledger.finish(lease, sample(item, *versions)) == (held and good)

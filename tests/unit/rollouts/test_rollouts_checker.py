@@ -95,7 +95,7 @@ class Story:
             results.append({"type": "finished", "groups": told})
             batch = {"type": "load", "step": step, "items": list(map(self.row, items))}
             judged = [one for one in stored if one.item not in self.unjudged]
-            groups = {"samples": [objects.to_json(one.sample(TASK)) for one in judged]}
+            groups = {"samples": [objects.to_json(replace(one, task=TASK)) for one in judged]}
             if self.filtered:
                 rows = [self.row(one.item) for one in judged]
                 logs[incarnation].append({**batch, **groups, "items": rows, "candidates": True})
