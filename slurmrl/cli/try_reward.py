@@ -76,7 +76,7 @@ def try_reward(
     """
     from slurmrl.desk import inspection as trying
     from slurmrl.desk import own_code
-    from slurmrl.desk.found_rows import Selection
+    from slurmrl.desk.inspection import Selection
     from slurmrl.desk.trials import chosen_root
     from slurmrl.plan.settings import load_settings
 

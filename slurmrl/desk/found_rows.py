@@ -3,7 +3,7 @@ completions for them."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +16,7 @@ from slurmrl.data.records import MOST_PROBLEMS, RecordReader, RowChecks, id_of
 from slurmrl.data.rows import reference
 from slurmrl.data.types import own_convert, row_type
 from slurmrl.data.types.prompt import Prompts
+from slurmrl.desk.inspection import Selection
 from slurmrl.errors import ConfigError, Problem, UsageError
 
 
@@ -37,18 +38,6 @@ class Item:
     completion: str
     finished: bool = True
     """Whether it ended by itself."""
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which completions are judged: those of a file, texts for rows, or the rows' own answers."""
-
-    rows: int | None
-    """Number of rows, from the first, or of completions of the file (None: all)."""
-    completions: Sequence[str] = ()
-    """Texts, each for each row."""
-    file: str | None = None
-    """JSONL file of completions."""
 
 
 class FoundRows:

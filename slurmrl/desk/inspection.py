@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,21 @@ from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.desk import own_code
 from slurmrl.desk.checks.run import TIMEOUT_S, Code, inspect, job_variables
-from slurmrl.desk.found_rows import Selection
 from slurmrl.errors import ConfigError, Problem, RunFailedError, UsageError, WaitTimeoutError
 from slurmrl.fsio import variables
 from slurmrl.plan.settings import Settings
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which completions are judged: those of a file, texts for rows, or the rows' own answers."""
+
+    rows: int | None
+    """Number of rows, from the first, or of completions of the file (None: all)."""
+    completions: Sequence[str] = ()
+    """Texts, each for each row."""
+    file: str | None = None
+    """JSONL file of completions."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from slurmrl.fsio import atomic
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.plan.model import Plan
 from slurmrl.run import events, metrics
+from slurmrl.run.endings import JobTag
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind, Record
@@ -145,7 +146,7 @@ def test_hostile_values_and_lines(tmp_path: Path, content: bytes) -> None:
         names.add(key, content.decode(errors="replace"))
     for look in (
         lambda: snapshot.read(run),
-        lambda: read_ending(names, Record(0, Kind.BEGIN, 1, 0.0, {}), ""),
+        lambda: read_ending(names, Record(0, Kind.BEGIN, 1, 0.0, {}), JobTag("")),
     ):
         with suppress(CorruptFileError):
             look()
