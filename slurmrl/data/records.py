@@ -17,8 +17,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.fields import (
     ABSENT,
@@ -227,6 +225,8 @@ class _Ids:
 
     def _duplicates(self, where: Callable[[int], str]) -> Iterator[tuple[int, str]]:
         """Read the file again for the names of hashes that occur more than once."""
+        import numpy as np  # slow, and most commands read a row at most
+
         hashes, counts = np.unique(np.frombuffer(self._hashes, np.int64), return_counts=True)
         often = frozenset(hashes[counts > 1].tolist())
         first: dict[str, int] = {}
