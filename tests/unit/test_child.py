@@ -18,7 +18,7 @@ import os, subprocess, sys, time
 from slurmrl import child
 
 def replies(request):
-    print("other output")
+    print("other output", flush=True)
     sleeper = subprocess.Popen(["sleep", "600"])
     yield {"size": len(request["text"]), "sleeper": sleeper.pid}
     eval(request["then"])
@@ -40,8 +40,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     [
         ("None", 600, 0, True, "other output"),
         ("sys.exit('broken')", 600, 1, False, "broken"),
-        ("os._exit(7)", None, 7, False, ""),
-        ("time.sleep(600)", 5, None, False, ""),
+        ("os._exit(7)", None, 7, False, "other output"),
+        ("time.sleep(600)", 5, None, False, "other output"),
     ],
 )
 def test_request_yields_replies_and_kills_the_process_group(
