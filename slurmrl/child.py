@@ -115,7 +115,8 @@ class ChildRequest:
             end = None if self._limit_s is None else time.monotonic() + self._limit_s
             assert process.stdout is not None
             for line in _lines(stack.enter_context(process.stdout), end):
-                yield json.loads(line)
+                if (reply := _reply(line)) is not None:
+                    yield reply
             left = None if end is None else max(end - time.monotonic(), 0)
             self.ended = ChildEnd(_exit_code(process, left), _tail(errors))
 
@@ -159,10 +160,10 @@ def _started(
     try:
         yield process
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(KILLED_S)
+        if process.returncode is None:
+            _kill_group(process)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(KILLED_S)
 
 
 class _BeforeExec:
@@ -192,11 +193,32 @@ def _lines(pipe: IO[bytes], end: float | None) -> Iterator[bytes]:
         yield from lines
 
 
-def _exit_code(process: subprocess.Popen[bytes], limit_s: float | None) -> int | None:
+def _reply(line: bytes) -> dict[str, Any] | None:
+    """Return a reply; None for a line that was printed before the child began to answer."""
     try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
+        reply = json.loads(line)
+    except ValueError:
         return None
+    return reply if isinstance(reply, dict) else None
+
+
+def _exit_code(process: subprocess.Popen[bytes], limit_s: float | None) -> int | None:
+    """Wait for the end of a child, and kill its group before its number is free for another."""
+    exited = os.pidfd_open(process.pid)
+    try:
+        poll = select.poll()
+        poll.register(exited, select.POLLIN)
+        if not poll.poll(None if limit_s is None else limit_s * 1000):
+            return None
+        _kill_group(process)
+        return process.wait()
+    finally:
+        os.close(exited)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _tail(errors: IO[bytes] | None) -> str:

@@ -17,6 +17,8 @@ REPLIES = """
 import os, subprocess, sys, time
 from slurmrl import child
 
+print("printed by an import", flush=True)
+
 def replies(request):
     print("other output", flush=True)
     sleeper = subprocess.Popen(["sleep", "600"])
@@ -41,7 +43,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("None", 600, 0, True, "other output"),
         ("sys.exit('broken')", 600, 1, False, "broken"),
         ("os._exit(7)", None, 7, False, "other output"),
-        ("time.sleep(600)", 5, None, False, "other output"),
+        ("time.sleep(600)", 15, None, False, "other output"),
     ],
 )
 def test_request_yields_replies_and_kills_the_process_group(
