@@ -246,7 +246,7 @@ class HostFolder:
         try:
             parent = next(_parents(root), None) or _new_parent(root)
             with (parent / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove_unlocked(parent)
                 self.path = Path(tempfile.mkdtemp(dir=parent))
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)

@@ -51,8 +51,8 @@ END_TIMEOUT_S = 5.0
 RELEASE_S = 90.0
 """How long a killed worker with a GPU may take to end: the driver unpins its host memory, which for
 40 GiB took a minute, and frees its GPU memory."""
-REPORT_S = 1.0
-"""How long the fork server may take to report exits."""
+REPORT_S = 3.0
+"""How long the fork server may take to report exits; more than it waits for leftovers."""
 MISSED_PULSES = 3
 """A rank that missed this many is reported as silent; it is killed only after `silence_s`."""
 MASTER = "the master"

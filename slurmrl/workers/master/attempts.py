@@ -182,7 +182,7 @@ class RolloutAttempt:
 
     def rang(self, read_at: float) -> None:
         """It says that its log has grown, which is to be read then. Rings without news bring reads
-        forward less and less (see `channel.follower`)."""
+        forward less and less (see `run.channel.follower`)."""
         if self._spare > 0:
             self._rung = True
             self.read_at = min(self.read_at, read_at)

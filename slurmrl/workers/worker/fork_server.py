@@ -39,8 +39,9 @@ from slurmrl.workers.messages import (
 logger = log.get(__name__)
 
 OWN_PACKAGE = "slurmrl."
-LEFTOVERS_S = 2.0
-"""How long processes that a worker left behind may take to end after they were killed."""
+LEFTOVERS_S = 1.5
+"""How long processes that a worker left behind may take to end after they were killed; less than
+the agent waits for an end that explains a closed connection (`symptoms.ECHO_GRACE_S`)."""
 POLL_S = 0.01
 """Interval of polls for the end of such processes."""
 
@@ -150,11 +151,11 @@ class _ForkServer:
         left = self._leftovers.kill(spared=[worker.pid for worker in self._workers.values()])
         now = time.monotonic()
         due = [(ended, latest) for ended, latest in self._ended if not left or latest <= now]
-        if due:
-            remove_unused()
         for ended, latest in due:
             self._ended.remove((ended, latest))
             self._agent.send(FROM_FORK_SERVER.to_json(ended))
+        if due:
+            remove_unused()  # it may take seconds
 
     def _signal(self, worker: _Worker, request: Kill | WriteStacks) -> None:
         os.kill(worker.pid, signal.SIGKILL if isinstance(request, Kill) else stacks.SIGNAL)

@@ -56,7 +56,7 @@ os.write(option("--stacks-fd"), f"stacks of {forked.rank}".encode())
 left = subprocess.Popen([sys.executable, "-c",
     "import os, time; from multiprocessing.shared_memory import SharedMemory;"
     "memory = SharedMemory(create=True, size=64);"
-    "print(os.getpid(), memory.name, flush=True); os.fork(); time.sleep(600)"],
+    "os.fork() and print(os.getpid(), memory.name, flush=True); time.sleep(600)"],
     stdout=subprocess.PIPE, start_new_session=True, text=True)
 number, memory = left.stdout.readline().split()
 pipe.send({"type": "up", "pid": os.getpid(), "left": int(number), "memory": memory,
@@ -256,7 +256,7 @@ def test_orphan_of_running_worker_is_spared_when_another_ends(host: Host) -> Non
     assert all(alive(int(pid)) for pid in children)
     host.kill(1)
     assert host.heard() == ended(1, signal.SIGKILL)
-    assert not any(alive(int(pid)) for pid in children)
+    wait_until("orphans to end", lambda: not any(alive(int(pid)) for pid in children), 60)
 
 
 def test_each_worker_has_own_devices_and_stacks(host: Host) -> None:
