@@ -66,7 +66,7 @@ def load(
         derive(source)
     apply_overrides(source, overrides)
     _clear(source.values, Config)
-    drop_removed(source.values)
+    drop_removed(source.values, Config, resolved=source.resolved)
     return source
 
 
@@ -92,7 +92,7 @@ def _read_profile(path: Path) -> tuple[Source, Profile | None]:
     for warning in ownership.check_file(path):
         logger.warning("profile: %s", warning)
     source = read(path)
-    drop_removed(source.values)
+    drop_removed(source.values, Profile)
     profile, problems = validate(Profile, source)
     source.problems += problems
     return source, profile

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from slurmrl import log
 from slurmrl.config.source import KeyPath, Source, dotted
 from slurmrl.errors import Problem
 from slurmrl.registry import near
@@ -36,6 +37,8 @@ RULES = {
     "too_long": "must have at most {max_length} items",
     "too_short": "must have at least {min_length} items",
 }
+
+logger = log.get(__name__)
 
 PRECISIONS = ("fp16", "bf16")
 """Flags of other trainers that correspond to ``dtype``."""
@@ -62,6 +65,8 @@ REMOVED: Mapping[KeyPath, tuple[object, str]] = {
 }
 """Settings of earlier releases: the default, and what there is instead. A first part of `*` stands
 for any section at any depth."""
+LOGS: Final = frozenset({("logging", "csv")})
+"""Those that changed no result: a trial that has one is read without it."""
 PLACES: Mapping[str, str] = {
     **dict.fromkeys(("lr", "learning_rate"), "actor.optimizer.lr"),
     **dict.fromkeys(
@@ -107,14 +112,20 @@ def problems_from(
     ]
 
 
-def drop_removed(values: dict[Any, Any], prefix: KeyPath = ()) -> None:
-    """Leave out settings of earlier releases that have their defaults, which changed nothing."""
+def drop_removed(
+    values: dict[Any, Any], schema: type[BaseModel], prefix: KeyPath = (), *, resolved: bool = False
+) -> None:
+    """Leave out settings of earlier releases that have their defaults, which changed nothing, and
+    of a ``resolved`` configuration those of `LOGS`. Free-form values stay as they are."""
     for name, value in list(values.items()):
         place = (*prefix, name)
-        if (removed := _removed(place)) and value == removed[0]:
+        removed = _removed(place)
+        if removed and (value == removed[0] or (resolved and place in LOGS)):
+            if value != removed[0]:
+                logger.warning("%s is no longer supported: %s", ".".join(place), removed[1])
             del values[name]
-        elif isinstance(value, dict):
-            drop_removed(value, place)
+        elif isinstance(value, dict) and section_at(schema, place) is not None:
+            drop_removed(value, schema, place, resolved=resolved)
 
 
 def _removed(place: KeyPath) -> tuple[object, str] | None:

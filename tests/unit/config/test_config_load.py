@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from slurmrl.config import problems as config_problems
 from slurmrl.config.load import dump, load, load_resolved, parse
 from slurmrl.config.schema import Config
+from slurmrl.config.source import RESOLVED
 from slurmrl.errors import ConfigError, Problem
 
 ALGORITHM_KEYS = ("batch_size", "n_minibatches", "clip_ratio")
@@ -392,6 +393,8 @@ def test_removed_setting_is_left_out_with_its_default_and_refused_with_another_v
     path.write_text("logging:\n  csv: true\n")
     with pytest.raises(ConfigError, match=r"no longer a setting: metrics\.jsonl has every step"):
         parse(load(path))
+    path.write_text(f"{RESOLVED}\nlogging:\n  csv: true\n")
+    assert load(path).values["logging"] == {}
 
 
 def test_removed_setting_is_found_at_any_depth(tmp_path: Path) -> None:
@@ -399,8 +402,10 @@ def test_removed_setting_is_found_at_any_depth(tmp_path: Path) -> None:
     path.write_text(
         "actor: {optimizer: {alpha: 0.99, rho: 0.8}}\n"
         "models: {judge: {optimizer: {alpha: 0.9, rho: 0.9}}}\n"
+        "reward: {options: {optimizer: {alpha: 0.99}}}\n"
     )
     values = load(path).values
+    assert values["reward"]["options"] == {"optimizer": {"alpha": 0.99}}
     assert values["actor"]["optimizer"] == {"rho": 0.8}
     assert values["models"]["judge"]["optimizer"] == {"alpha": 0.9}
     with pytest.raises(ConfigError) as caught:
