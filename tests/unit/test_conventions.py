@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 import pytest
@@ -218,6 +218,28 @@ def test_rooms_have_no_circles_and_few_floors() -> None:
     assert (
         max(floors({name: room.imports for name, room in rooms().items()}).values()) < MOST_FLOORS
     )
+
+
+def test_the_room_check_sees_what_it_forbids() -> None:
+    assert room_of("run.history.log") == "run"
+    assert room_of("fsio.atomic") == room_of("errors") == BASE
+    assert "backoff" in {one.imported for one in imports("run.channel.follower")}
+    assert any(place.startswith("slurmrl/desk/") for place in arrows()["desk", "plan"])
+    assert ("plan", "desk") not in arrows()
+    assert floors({"a": ["b", "c"], "b": ["c"], "c": []}) == {"c": 0, "b": 1, "a": 2}
+    with pytest.raises(AssertionError, match="a circle: a -> b -> a"):
+        floors({"a": ["b"], "b": ["a"]})
+
+
+def test_wheels_have_every_file_of_the_package() -> None:
+    lines = (PACKAGE.parent / "setup.cfg").read_text().partition("[options.package_data]")[2]
+    patterns = lines.partition("\n\n")[0].split()[2:]
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=PACKAGE, capture_output=True, text=True, check=True
+    ).stdout.split()
+    data = [name for name in listed if not name.endswith(".py") and (PACKAGE / name).is_file()]
+    left_out = [name for name in data if not any(PurePath(name).match(one) for one in patterns)]
+    assert left_out == []
 
 
 def test_rooms_keep_their_budgets() -> None:
