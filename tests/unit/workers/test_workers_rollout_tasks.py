@@ -95,12 +95,13 @@ class Bed:
         self,
         paths: RunPaths,
         *,
+        least: int = 1,
         allowed: int = MOST_COUNT,
         bells: TaskBells | None = None,
         **bounds: int,
     ) -> None:
         make_private_directory(paths.rollouts)
-        self.allowed = allowed
+        self.least, self.allowed = least, allowed
         self.bells = bells
         self.paths, self.now, self.step = paths, 0.0, 0
         self.admission = Admission(
@@ -132,7 +133,9 @@ class Bed:
             rollouts_of(state.get("rollouts", {}), "a commit"),
             look_s=LOOK_S,
             lease_ttl_s=TTL_S,
-            numbers=TaskNumbers(self.paths, planned=self.allowed, clock=lambda: self.now),
+            numbers=TaskNumbers(
+                self.paths, planned=self.allowed, least=self.least, clock=lambda: self.now
+            ),
             bells=self.bells,
             clock=lambda: self.now,
         )
@@ -1052,6 +1055,18 @@ def test_a_master_follows_the_settings(
     assert ledger.leased == leased
     task.hear(1)
     assert len(task.open) == leased
+
+
+def test_first_task_does_not_get_all_prompts(beds: Callable[..., Bed]) -> None:
+    """With `min`, nothing is leased before so many have joined."""
+    bed = beds(least=2)
+    bed.begin(0, "0.1")
+    assert bed.tasks.view().tasks[0].leased == 0
+    assert bed.tasks.take(1, 2) is None
+    assert bed.tasks.waits_for() == "for rollout tasks: 1 of at least 2"
+    bed.begin(1, "0.1")
+    leased = [one.leased for one in bed.tasks.view().tasks]
+    assert leased[0] == leased[1] > 0
 
 
 def fail(paths: RunPaths, task: int, attempt: int, host: str, exception: str) -> None:
