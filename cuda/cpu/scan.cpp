@@ -1,6 +1,6 @@
 // Generalised advantages and discounted sums, sequence by sequence.
 //
-// Sums are made by doubling the number of terms, in the order of slurmrl/tensors/ops/reference.py and
+// Sums are made by doubling the number of terms, in the order of slurmrl/tensors/ops/scan.py and
 // without fused multiply-adds: the results are the same as torch's to the last bit, so it does not
 // matter to a run whether these loops could be compiled. They touch a sequence log2(length) times,
 // but while it lies in the cache, with no multiplication waiting for the one before it.

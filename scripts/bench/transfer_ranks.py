@@ -1,4 +1,4 @@
-"""Moves on gloo ranks: what `tensors/transfer.py` runs on each rank."""
+"""Moves on gloo ranks: what `transfer.py` runs on each rank."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ This object is a contract: fields may be added, none is ever changed or removed.
                  "collective": {"name": "all_reduce", "number": 1841, "ranks": "0-3",
                                 "since_s": 2.0, …} | null}, …],
                                               what the ranks of a running trial do, those that do
-                                              the same together; see monitor/hang.py. Ranks that are
+                                              the same together; see run/hang.py. Ranks that are
                                               not the trainers' have "world": "rollout/3", too
       "rollouts": {                           null without rollout tasks, and unless it runs
         "waits_for": "for groups of rollout tasks: 3 of 8",   the trainers; empty: they do not wait
