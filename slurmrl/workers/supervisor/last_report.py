@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 
-from slurmrl import log
+from slurmrl import child, log
 from slurmrl.config import source
 from slurmrl.errors import SlurmrlError
 from slurmrl.run.history.recent import recent
@@ -18,8 +16,6 @@ logger = log.get(__name__)
 
 WITHIN_S = 30.0
 """After this time the job ends without the report. That of 50,000 steps takes a few seconds."""
-KILLED_S = 5.0
-"""How long a killed process may take to end."""
 
 
 def write(paths: RunPaths, within_s: float = WITHIN_S) -> None:
@@ -37,7 +33,7 @@ def write(paths: RunPaths, within_s: float = WITHIN_S) -> None:
 
 
 def _wanted(paths: RunPaths) -> bool:
-    """Read the setting alone: what else the configuration says is of no importance here."""
+    """Read only this setting: no other problem of the configuration matters here."""
     section = source.read(paths.config).values.get("logging")
     return not (isinstance(section, dict) and section.get("report") is False)
 
@@ -51,12 +47,7 @@ def _command(paths: RunPaths) -> list[str]:
 
 def _run(command: Sequence[str], within_s: float) -> str:
     """Return why it failed; empty if it did not. Its errors go to this process's output."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
-        code = process.wait(within_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        with suppress(subprocess.TimeoutExpired):  # in a call that a file system never ends
-            process.wait(KILLED_S)
+    code = child.run(command, within_s, shown=True).code
+    if code is None:
         return f"it took longer than {within_s:.0f} s"
     return f"slurmrl report exited with {code}" if code else ""

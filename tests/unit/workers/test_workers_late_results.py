@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slurmrl import child
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.worlds import TRAINERS
 from slurmrl.workers.supervisor import __main__ as supervisor
@@ -54,13 +55,13 @@ def test_the_results_of_all_are_handed_over_whoever_ends(
     family: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A process that takes too long is killed."""
-    popen, started = late_results.subprocess.Popen, []
+    popen, started = child.subprocess.Popen, []
 
     def start(command: list[str], **options: Any) -> Any:
         started.append(command[-1])
         return popen([sys.executable, "-c", "import time; time.sleep(600)"], **options)
 
-    monkeypatch.setattr(late_results.subprocess, "Popen", start)
+    monkeypatch.setattr(child.subprocess, "Popen", start)
     monkeypatch.setattr(late_results, "WITHIN_S", 0.1)
     began = time.monotonic()
     for run in (family.other, family.trained):
@@ -95,7 +96,7 @@ def test_what_follows_a_job_does_not_wait_for_sinks(
 def test_a_trial_that_nobody_evaluates_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(late_results.subprocess, "Popen")
+    monkeypatch.delattr(child.subprocess, "Popen")
     run = FakeRun(tmp_path)
     run.paths.config.write_text("{}")
     late_results.hand_over(run.paths)
