@@ -268,55 +268,7 @@ async def _look(file: Path, scheme: str, shots: Path) -> None:
         assert await page.evaluate(f"{bars}.length") == 9
         for said in ("gen1 s150500 ms50 %", "rank 071.0 GB", "plan, rank 060.0 GB"):
             assert said in await page.evaluate("document.querySelector('#time').textContent")
-
-        async def enter(field: str, value: str) -> None:
-            await page.evaluate(
-                f"(() => {{ const field = document.getElementById({field!r});"
-                f" field.value = {value!r}; field.dispatchEvent(new Event('input')); }})()"
-            )
-
-        count = "document.getElementById('count').textContent"
-        assert (await page.evaluate(count)).startswith("2,503 prompts")
-        groups = "document.querySelectorAll('#groups .group').length"
-        assert await page.evaluate(groups) == 20  # a page of them, however many there are
-        points = "Math.max(...JSON.parse(document.getElementById('data').textContent).trials"
-        points += ".flatMap((trial) => Object.values(trial.curves).map((curve) => curve.x.length)))"
-        assert 2000 < await page.evaluate(points) <= 4000
-        await enter("find", "needle")
-        assert (await page.evaluate(count)).startswith("1 prompts")
-        assert "needle" in await page.evaluate("document.querySelector('#groups').textContent")
-        await enter("find", "")
-        await enter("trial", "add/2")
-        await enter("order", "oldest")
-        assert (await page.evaluate(count)).startswith("3 prompts")
-        await enter("phase", "evaluation")
-        assert (await page.evaluate(count)).startswith("1 prompts")
-        shown = await page.evaluate("document.querySelector('#groups').textContent")
-        assert "evaluation at step 7" in shown
-        await enter("phase", "training")
-        assert (await page.evaluate(count)).startswith("2 prompts")
-        shown = "[...document.querySelectorAll('#groups .one:first-child .tok')].slice(0, 4)"
-        assert await page.evaluate(f"{shown}.map((one) => one.title)") == [
-            "advantage 1.5, log-probability -0.1, version 4.1",
-            "advantage -0.5, log-probability -3, version 4.1",
-            "masked: not in the loss, advantage 0, log-probability –",
-            "advantage 0.1, log-probability -1, version 5.1",
-        ]
-        tints = f"{shown}.map((one) => one.style.background)"
-        by_advantage = await page.evaluate(tints)
-        assert "47, 158, 91" in by_advantage[0]
-        assert "201, 65, 106" in by_advantage[1]
-        assert by_advantage[2] == ""
-        await enter("tint", "versions")
-        first, second, read, last = await page.evaluate(tints)
-        assert first == second != last
-        assert read == ""
-        await enter("tint", "advantages")
-        await enter("smooth", "0.9")
-        await page.until("document.querySelectorAll('#curves canvas').length >= 3")
-        await enter("metrics", "kl")
-        shown = "[...document.querySelectorAll('.chart')].filter((one) => !one.hidden).length"
-        assert await page.evaluate(shown) == 1
+        await _look_at_samples(page)
         story = await page.evaluate("document.querySelector('#story').textContent")
         assert re.search(r"1 to 50000.*25000 steps, [0-9.]+ \w+", story), story
         for section in SECTIONS:
@@ -324,3 +276,56 @@ async def _look(file: Path, scheme: str, shots: Path) -> None:
         assert "broken out" not in await page.evaluate("document.title")
         assert await page.evaluate("document.images.length") == 0
         assert page.complaints == []
+
+
+async def _look_at_samples(page: browser.Page) -> None:
+    """Filter and color the samples, then the curves."""
+
+    async def enter(field: str, value: str) -> None:
+        await page.evaluate(
+            f"(() => {{ const field = document.getElementById({field!r});"
+            f" field.value = {value!r}; field.dispatchEvent(new Event('input')); }})()"
+        )
+
+    count = "document.getElementById('count').textContent"
+    assert (await page.evaluate(count)).startswith("2,503 prompts")
+    groups = "document.querySelectorAll('#groups .group').length"
+    assert await page.evaluate(groups) == 20  # a page of them, however many there are
+    points = "Math.max(...JSON.parse(document.getElementById('data').textContent).trials"
+    points += ".flatMap((trial) => Object.values(trial.curves).map((curve) => curve.x.length)))"
+    assert 2000 < await page.evaluate(points) <= 4000
+    await enter("find", "needle")
+    assert (await page.evaluate(count)).startswith("1 prompts")
+    assert "needle" in await page.evaluate("document.querySelector('#groups').textContent")
+    await enter("find", "")
+    await enter("trial", "add/2")
+    await enter("order", "oldest")
+    assert (await page.evaluate(count)).startswith("3 prompts")
+    await enter("phase", "evaluation")
+    assert (await page.evaluate(count)).startswith("1 prompts")
+    shown = await page.evaluate("document.querySelector('#groups').textContent")
+    assert "evaluation at step 7" in shown
+    await enter("phase", "training")
+    assert (await page.evaluate(count)).startswith("2 prompts")
+    shown = "[...document.querySelectorAll('#groups .one:first-child .tok')].slice(0, 4)"
+    assert await page.evaluate(f"{shown}.map((one) => one.title)") == [
+        "advantage 1.5, log-probability -0.1, version 4.1",
+        "advantage -0.5, log-probability -3, version 4.1",
+        "masked: not in the loss, advantage 0, log-probability –",
+        "advantage 0.1, log-probability -1, version 5.1",
+    ]
+    tints = f"{shown}.map((one) => one.style.background)"
+    by_advantage = await page.evaluate(tints)
+    assert "47, 158, 91" in by_advantage[0]
+    assert "201, 65, 106" in by_advantage[1]
+    assert by_advantage[2] == ""
+    await enter("tint", "versions")
+    first, second, read, last = await page.evaluate(tints)
+    assert first == second != last
+    assert read == ""
+    await enter("tint", "advantages")
+    await enter("smooth", "0.9")
+    await page.until("document.querySelectorAll('#curves canvas').length >= 3")
+    await enter("metrics", "kl")
+    shown = "[...document.querySelectorAll('.chart')].filter((one) => !one.hidden).length"
+    assert await page.evaluate(shown) == 1
