@@ -228,7 +228,7 @@ def _score(
 
 
 def _extras(items: Sequence[Item]) -> dict[str, Any]:
-    """What a reward may ask for besides texts and rows, as in the first step of a run. The
+    """What a reward may ask for in addition to texts and rows, as in the first step of a run. The
     completions of a row are a group."""
     groups: dict[int, list[str]] = {}
     indices = []

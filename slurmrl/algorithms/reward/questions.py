@@ -83,7 +83,7 @@ def _extras(
     completions: Sequence[str],
     context: CallContext,
 ) -> Extras:
-    """What a reward may ask for besides texts and rows (docs/rewards.md)."""
+    """What a reward may ask for in addition to texts and rows (docs/rewards.md)."""
     counts = sample.sequence_counts("input_ids")
     ends = list(accumulate(counts))
     groups = [list(completions[end - count : end]) for end, count in zip(ends, counts, strict=True)]

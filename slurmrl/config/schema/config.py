@@ -86,7 +86,7 @@ class Checkpoint(Section):
     export_form: ExportForm = "merged"
     """What an actor with `lora` is exported as; `slurmrl export --form` overrides it. `merged` is a
     whole model, which transformers and `trial:` paths load; `adapter` is a folder for PEFT with the
-    adapters alone, to be loaded onto the model of `actor.path`."""
+    adapters only, to be loaded onto the model of `actor.path`."""
 
 
 class Wandb(Section):
@@ -116,7 +116,7 @@ class Mlflow(Section):
 
 
 class Logging(Section):
-    """Logs and outputs besides `metrics.jsonl`."""
+    """Logs and outputs in addition to `metrics.jsonl`."""
 
     every_steps: PositiveInt | None = 1
     """Steps between progress lines in the log; `metrics.jsonl` has every step."""

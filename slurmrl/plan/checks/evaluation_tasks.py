@@ -22,7 +22,7 @@ from slurmrl.run.paths import EVALUATED
 
 TASKS: Final = ("evaluation", "tasks")
 LONGEST_SUITE: Final = 40
-"""Of a name of 64 characters (`desk.evaluating`), beside ``-step-123456789-``."""
+"""How many of a name's 64 characters ``-step-123456789-`` leaves (`desk.evaluating`)."""
 LONGEST_EXPERIMENT: Final = 64 - len(EVALUATED)
 MEASURED: Final = ("prompt", "prompt_answer", "messages")
 """Types of dataset on which `evaluate` measures any model."""

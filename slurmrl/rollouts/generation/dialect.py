@@ -1,4 +1,4 @@
-"""The contract of the kinds of servers: how one of them is asked for completions and updated."""
+"""The contract of the kinds of servers: how to request completions from one and to update it."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ RunFailedError if that failed, and UsageError if it will always fail."""
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceLimits:
-    """Of each instance; times in seconds."""
+    """Limits of each instance; times in seconds."""
 
     concurrency: int = 256
     """Completions that it draws at a time. A request is sent whole, so that a few more are
@@ -406,7 +406,7 @@ class Instance:
             await asyncio.sleep(backoff.next_s())
 
     async def _begin(self) -> RolloutEngine:
-        """Connect, and install what is wanted, which may change meanwhile."""
+        """Connect, and install what is wanted, which may change while this runs."""
         engine = await self._connect()
         try:
             while True:

@@ -128,14 +128,14 @@ TAIL_BYTES: Final = 256 * 1024
 """How much of a log's end is read: tracebacks of several ranks."""
 LAST_LINES: Final = 5
 MOST_CHARACTERS: Final = 500
-"""Of an error in a message."""
+"""Most characters of an error in a message."""
 TRACEBACK: Final = "Traceback (most recent call last):"
 _PREFIX: Final = re.compile(
     r"(\([\w+.-]+ pid=\d+\) ?)?"
     r"((DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:.]+ \[[^\]]*\] ?"
     r"|\[\d{4}-\d\d-\d\d[^\]]*\] )?"
 )
-"""Of a line of vLLM's or SGLang's log."""
+"""What a line of vLLM's or SGLang's log begins with."""
 _TOLERATED: Final = re.compile(
     r"(\([\w+.-]+ pid=\d+\) ?)?(DEBUG|INFO|WARNING) \d\d-\d\d "
     r"|\[\d{4}-\d\d-\d\d[^\]]*\] \[http_server\] Error: "

@@ -370,7 +370,7 @@ class EndedStart:
     start; empty if a server on another host may not meet it."""
 
     def good(self, stable_s: float) -> bool:
-        """Whether it had started well: it was ready for ``stable_s`` and did what it was asked."""
+        """Whether it was ready for ``stable_s``, and answered if it had requests."""
         return self.served_s >= stable_s and (self.answered or not self.asked)
 
 

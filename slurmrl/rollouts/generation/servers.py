@@ -156,7 +156,7 @@ DROPPED = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
     "TORCHINDUCTOR_DETERMINISTIC",
 )
-"""Variables of a worker that mean something else to a server, or that its engine needs alone: a
+"""Variables of a worker that mean something else to a server, or that only its engine needs: a
 server cannot free memory of expandable segments."""
 SOCKET = "server.sock"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -217,7 +217,7 @@ class ServerKind(ABC):
     def keep(self, serving: Serving, folder: Path, *, name: str, visible: str) -> KeptEngine:
         """Start a server and keep it. Call this in a running asyncio loop.
 
-        ``folder`` is of this process alone, with mode 0700: it gets the server's socket and its
+        Only this process uses ``folder``, which has mode 0700: it gets the server's socket and its
         temporary files. ``visible``: CUDA_VISIBLE_DEVICES of the server.
         """
         model, temporary = folder / "model", folder / "tmp"

@@ -4,8 +4,8 @@ Weights are replaced while the server is paused, in one of three modes. ``retrac
 requests, and computes their caches again with the new weights. ``abort``: it returns the tokens
 that its requests have, and they are requested again with these as part of the prompt; so with
 servers that cannot empty their cache otherwise (`fitness.retracts`), and while a request has a
-least number of tokens, which the server would count anew. ``in_place``: requests go on with what
-the old weights have computed, if that is wanted (``stale_cache``).
+least number of tokens, which the server would count from zero. ``in_place``: requests go on with
+what the old weights have computed, if that is wanted (``stale_cache``).
 
 The server listens on a Unix socket in a folder that only the user can enter (`launch_sglang`).
 
@@ -74,7 +74,7 @@ class SglangDialect(HttpDialect):
         self._running.set()
         self._pauses = 0
         self._mode: PauseMode = "abort"
-        """Of the last pause."""
+        """Mode of the last pause."""
         self._retracts = False
 
     async def connect(self) -> int:
@@ -194,7 +194,7 @@ class SglangDialect(HttpDialect):
 
     async def _info(self, timeout_s: float) -> object:
         """The settings of the server, with the state of the processes that compute, which they
-        report themselves, also while they are paused."""
+        report themselves, even while they are paused."""
         return await self._client.get("/server_info", timeout_s=timeout_s)
 
     async def _succeed(self, path: str, body: Mapping[str, object]) -> object:
@@ -283,13 +283,16 @@ def read_checksums(where: str, reply: object) -> list[Held]:
 
 
 def on_cpu(tensor: Tensor, device: torch.device) -> str:
-    """Of a parameter in host memory."""
+    """Return the checksum of a parameter in host memory."""
     return sha256(tensor)[:16]
 
 
 def on_gpu(tensor: Tensor, device: torch.device) -> str | None:
-    """Of a parameter on a GPU: two hashes of 32 bits of each tile of words, which depend on where
-    the words are, summed over all tiles as one number of 64 bits."""
+    """Return the checksum of a parameter on a GPU.
+
+    It has two hashes of 32 bits of each tile of words, which depend on where the words are, summed
+    over all tiles as one number of 64 bits.
+    """
     found = elements(tensor)
     if missing := -len(found) % 4:
         found = torch.cat([found, found.new_zeros(missing)])

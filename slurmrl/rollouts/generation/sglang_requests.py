@@ -202,9 +202,11 @@ class RoutedLayers:
         )
 
     def read(self, where: str, text: str | None, tokens: int) -> Array:
-        """Of a completion with its prompt, as `Completion` has them, from what the server reports:
-        int32 [tokens - 1, layers, experts of a token] in base64. Raises RunFailedError if that is
-        something else."""
+        """Return the experts of a prompt and its completion, as `Completion` has them.
+
+        The server reports int32 [tokens - 1, layers, experts of a token] in base64. Raises
+        RunFailedError if it reports something else.
+        """
         if text is None:
             raise RunFailedError(
                 f"{where}: the answer has no experts; start the server with {EXPERTS_FLAG}"
@@ -302,7 +304,7 @@ class PiecewiseDraw:
         return "".join(piece.text for piece in self.pieces)
 
     def _rests_of_stops(self) -> list[str]:
-        """Of the stop strings whose beginnings the text so far ends with."""
+        """Return the rest of each stop string that the text so far ends with the beginning of."""
         text, stops = self._text, self.draw.options.stop_strings
         cuts = ((stop, cut) for stop in stops for cut in range(1, len(stop)))
         return sorted({stop[cut:] for stop, cut in cuts if text.endswith(stop[:cut])} - {*stops})

@@ -302,7 +302,7 @@ class WeightChecks:
             logger.warning("%s: %s", where, what)
 
     def _forget_other_form(self, where: str, now: Mapping[Place, str]) -> None:
-        """Begin anew with a server that was started again over another number of GPUs."""
+        """Forget the checksums of a server that was started again over another number of GPUs."""
         before = self._before.get(where)
         if before is not None and _places(before[1]).keys() != now.keys():
             del self._before[where], self._comparable[where]

@@ -79,13 +79,13 @@ class StoredTensor:
     shape: tuple[Annotated[int, SIZE], ...]
     encoding: Annotated[str, one_of(RAW, DELTA, SAME)]
     checksum: str
-    """Of all bits of the tensor (see `tensors.checkpoint.checksums`)."""
+    """Checksum of all bits of the tensor (see `tensors.checkpoint.checksums`)."""
     file: str = ""
     offset: Annotated[int, SIZE] = 0
     bytes: Annotated[int, SIZE] = 0
     """Stored in the file."""
     stored_checksum: str = ""
-    """Of the stored bytes."""
+    """Checksum of the stored bytes."""
 
     @property
     def spec(self) -> TensorSpec:
@@ -125,8 +125,8 @@ class VersionManifest:
     base: Annotated[str, VERSION] | None = None
     """Name of the version that its deltas are against."""
     frozen: str | None = None
-    """Of a model that trains adapters: the fingerprint of its frozen weights (see
-    `engines.fingerprint`), which the version does not hold. None if it holds all weights."""
+    """Fingerprint of a model's frozen weights, which a version of adapters does not hold (see
+    `engines.fingerprint`). None if it holds all weights."""
 
     @property
     def bytes(self) -> int:

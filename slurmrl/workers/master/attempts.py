@@ -59,7 +59,7 @@ class AttemptRecord:
     """An attempt in a commit."""
 
     name: Annotated[str, FILE_NAME]
-    """Of its directory: ``<group>.<task>.<attempt>``."""
+    """Name of its directory: ``<group>.<task>.<attempt>``."""
     agent: Identity | None = None
     version: Annotated[str, VERSION] | None = None
     """The weights that it holds."""
@@ -125,7 +125,7 @@ class RolloutAttempt:
     is_read: bool = False
     """Whether its log was read to the end by this master."""
     confirmed: bool = False
-    """Whether it was told which leases hold."""
+    """Whether it has received the leases that hold."""
     leaving: bool = False
     """Whether it gets no more leases."""
 

@@ -254,7 +254,7 @@ def sample_lines(step: int, rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 STEPS = 10
 MOST_CALLS = 50
-"""Of a step; a filter may need many rounds."""
+"""Most calls of a step; a filter may need many rounds."""
 MOST_RANKS = 64
 """With these limits the file has about a megabyte at most."""
 EVERY_S = 10.0

@@ -99,7 +99,7 @@ class SampleChecks:
 
 
 class SampleCounts:
-    """Counts since the incarnation began, beside those of the ledger."""
+    """Counts since the incarnation began; the ledger has the others."""
 
     def __init__(self, ledger: SampleLedger) -> None:
         self._ledger = ledger
@@ -124,7 +124,7 @@ class SampleCounts:
         self._taken.remove(age)
 
     def metrics(self) -> dict[str, float]:
-        """Of the steps taken since the last call."""
+        """Return the metrics of the steps taken since the last call."""
         sums = self._sums()
         found = {name: float(sums[name] - self._told[name]) for name in ROLLOUT_SUMS}
         self._told = sums
@@ -157,7 +157,7 @@ class SampleSweep:
         self._visits: list[_Visit] = []
 
     def plan(self, rollouts: RolloutsRecord, ledger: LedgerRecord) -> None:
-        """Begin anew, after a commit that holds these."""
+        """Start from a commit that holds these."""
         needed: dict[str, set[str]] = {}
         for sample in ledger.samples:
             needed.setdefault(sample.task, set()).add(sample.file)

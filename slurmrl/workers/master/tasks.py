@@ -276,7 +276,7 @@ class RolloutTasks:
         return joined and not self._leases.able()
 
     def metrics(self) -> dict[str, float]:
-        """Of the steps taken since the last call."""
+        """Return the metrics of the steps taken since the last call."""
         return self._counts.metrics()
 
     def view(self) -> RolloutsView:
