@@ -30,6 +30,8 @@ SERVED = [
 ]
 """Tested in tests/engines, where there are servers."""
 CONFIGS = [config for config in ALL if config not in SERVED]
+SHOWN = ("gsm8k_grpo.yaml",)
+"""gsm8k_suites.yaml trains in the same way, and evaluates more."""
 SETTINGS = {
     "total_steps": 2,
     "algorithm.batch_size": 16,
@@ -139,7 +141,13 @@ def short_forms(tmp_path_factory: pytest.TempPathFactory) -> ShortForms:
     return ShortForms(Site(tmp_path_factory.mktemp("examples")))
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, marks=pytest.mark.soak) if config in SHOWN else config
+        for config in CONFIGS
+    ],
+)
 def test_an_example_runs_to_its_end(config: str, short_forms: ShortForms) -> None:
     """It completes its steps, and is evaluated before the first and after the last of them, with a
     file of the items' scores that agrees with the metrics."""

@@ -15,7 +15,7 @@ DATA = Path(os.environ.get("GSM8K_DIR") or REPOSITORY.parent / "shared" / "data"
 EXAMPLES = REPOSITORY / "examples"
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.soak,  # test_learning.py learns, and test_local_kills.py kills workers
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
         not (DATA / "train.jsonl").is_file(),

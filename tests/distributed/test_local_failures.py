@@ -210,7 +210,7 @@ def test_command_of_workers_that_does_not_exist_fails_the_trial(
     assert "no-such-container" in status["reason"]
 
 
-@pytest.mark.long
+@pytest.mark.soak  # test_cli_local_run.py interrupts, test_local_kills.py compares outcomes
 def test_interrupted_trial_resumes_to_the_same_outcome(make_site: Callable[[str], Site]) -> None:
     """Ctrl-C in a followed run: it stops at a step, commits, and continues when resumed."""
     left_alone = make_site("left_alone")
@@ -263,7 +263,7 @@ def test_interrupt_while_starting_is_not_lost(make_site: Callable[[str], Site]) 
     assert status["checkpoint"]["step"] == status["step"] < 1000
 
 
-@pytest.mark.long
+@pytest.mark.soak  # test_local_elastic.py raises the number of steps of an ended trial
 def test_submitting_a_finished_trial_again(make_site: Callable[[str], Site]) -> None:
     """Refused with the differences; accepted if only the number of steps was raised."""
     site = make_site("site")

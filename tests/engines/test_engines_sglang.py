@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -50,6 +51,10 @@ def served(server: Served) -> Served:
 
 class TestContract(ServedContract):
     """SGLang's server."""
+
+    def test_requests_survive_a_server_that_stops(self, served: Served) -> None:
+        """Every kind of server is found in the same way: this one stands for all."""
+        self.survives(served, signal.SIGSTOP)
 
 
 CHECK_BODIES = """

@@ -365,7 +365,7 @@ def test_machine(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(machine, settings=SETTINGS)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("machine", [Names, MemoryNames, Histories, Logs])
 def test_machine_for_longer(machine: type[RuleBasedStateMachine]) -> None:
     longer = settings(SETTINGS, max_examples=400, derandomize=False)

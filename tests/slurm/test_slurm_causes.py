@@ -317,7 +317,7 @@ def test_code_that_fails_ends_the_trial(
     wait_until("the chain to be gone from the queue", lambda: not queued())
 
 
-@long
+@soak  # test_time_limit reaches a limit; the judgement of two in a row has unit tests
 def test_time_limit_too_short_for_a_step(tmp_path: Path, bed: Path) -> None:
     """A step takes longer than the time that a link has left after loading."""
     limit = paced.cluster(tmp_path, time="1", signal_lead_s=25)

@@ -112,15 +112,15 @@ def test_ppo_example_on_two_nodes_with_status_and_logs(site: Site) -> None:
     site = with_fake_gpus(site)
     submit_example(site, "sft", "total_steps=2", "evaluation.samples=16")
     assert site.wait_for_end("addition-sft/1")["state"] == "COMPLETED"
-    few = ("algorithm.batch_size=64", "evaluation.samples=16", "evaluation.every_steps=4")
+    few = ("algorithm.batch_size=64", "evaluation.samples=16", "evaluation.every_steps=2")
     trial, hold = "addition-ppo/1", Hold(site)
     hold.allow(1)  # else it may end before this test looks
     held = [f"{key}={value}" for key, value in hold.settings(trial).items()]
-    submit_example(site, "ppo", "total_steps=8", *few, *held)
+    submit_example(site, "ppo", "total_steps=3", *few, *held)
     site.wait_for_step(trial, 1)
     running = site.status(trial)
     assert running["state"] == "RUNNING"
-    assert running["total_steps"] == 8
+    assert running["total_steps"] == 3
     found = tasks(site, trial)
     assert [task["state"] for task in found] == ["RUNNING", "RUNNING"]
     assert len({task["host"] for task in found}) == 2
@@ -131,7 +131,7 @@ def test_ppo_example_on_two_nodes_with_status_and_logs(site: Site) -> None:
     assert visible_devices(site.paths(trial).run) == used
     hold.allow(NO_LIMIT)
     ended = site.wait_for_end(trial)
-    assert (ended["state"], ended["step"]) == ("COMPLETED", 8)
+    assert (ended["state"], ended["step"]) == ("COMPLETED", 3)
     wait_until("the chain to be gone from the queue", lambda: not squeue("-t", "PD,R"))
 
 

@@ -78,8 +78,8 @@ def trained(case: Case, folder: Path) -> Trained:
 
 
 LAYOUTS = (
-    *("one", "t2", "t2 sp tied", "p2 v2", "c2", "llama t2", "mistral t2 sp", "d2 experts e2"),
-    *("t2 sp p2 c2", "experts t2 sp", "experts attn t2 d2 ffn e2 t2"),
+    *("one", "t2 sp tied", "p2 v2", "c2", "llama t2", "d2 experts e2"),
+    "experts attn t2 d2 ffn e2 t2",
 )
 
 
