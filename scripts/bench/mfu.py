@@ -27,7 +27,7 @@ import torch.distributed as dist
 from spread import Spread
 from torch import Tensor
 
-from slurmrl.algorithms.sft.interface import sft_loss
+from slurmrl.algorithms.sft import sft_loss
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES

@@ -121,7 +121,7 @@ def slurmrl_steps(folder: Path, gpu: bool) -> Step:
     import torch
     from torch import Tensor
 
-    from slurmrl.algorithms.sft.interface import sft_loss
+    from slurmrl.algorithms.sft import sft_loss
     from slurmrl.config.schema.model import Model
     from slurmrl.data.sample import SequenceSample
     from slurmrl.engines import ENGINES

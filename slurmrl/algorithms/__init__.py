@@ -1,6 +1,6 @@
 """Algorithms: which calls make a step, and the code behind each call.
 
-Each algorithm is a folder: ``schema.py`` (its settings, roles and calls; torch-free) beside the
-interfaces and pure tensor functions that carry it out. A new algorithm = one folder plus one line
-in ``slurmrl.plan.algorithms``.
+An algorithm is two modules. ``X_schema.py`` has its settings, roles and calls, and is torch-free.
+``X.py`` has the interfaces and tensor functions that carry out the calls. A new algorithm = these
+two and one line in ``slurmrl.plan.algorithms``.
 """

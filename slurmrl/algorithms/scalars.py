@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, Protocol, Self, TypeVar
 
 
 class ScalarController(ABC):
@@ -48,3 +50,117 @@ class NoScalars(ScalarController):
 
     def restore(self, state: Mapping[str, float]) -> None:
         pass
+
+
+class PolicyScalars(ScalarController):
+    """The scalars of policy gradients: the KL coefficient ``kl_coef``, and with ``value_norm`` the
+    moments of the returns, which the critic's training reports after each step."""
+
+    def __init__(self, algorithm: Any) -> None:
+        super().__init__(algorithm)
+        self._kl_coef: float = algorithm.kl.coef
+        self._normalizes = algorithm.value_norm != "none"
+        self._returns = ReturnMoments()
+
+    def values(self) -> dict[str, float]:
+        return {"kl_coef": self._kl_coef} | (self._returns.scalars() if self._normalizes else {})
+
+    def update(self, stats: Mapping[str, float]) -> None:
+        kl = self.algorithm.kl
+        if kl.kind != "fixed" and self._kl_coef > 0:  # otherwise nothing measures the KL
+            self._kl_coef *= adaptation(
+                stats["kl_sequence"], round(stats["completions"]), kl.target, kl.horizon
+            )
+        if self._normalizes:
+            self._returns = ReturnMoments.of(stats)
+
+    def state(self) -> dict[str, float]:
+        return self.values()
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        self._kl_coef = state["kl_coef"]
+        if self._normalizes:
+            self._returns = ReturnMoments.of(state)
+
+
+def adaptation(kl: float, n: int, target: float, horizon: float) -> float:
+    """Return the factor by which ``n`` completions with a mean KL of ``kl`` nats to the reference
+    change the KL coefficient: proportional control in log space (Ziegler et al. 2019, "Fine-tuning
+    language models from human preferences", section 2.2), in which too large a KL raises the
+    coefficient. A step of more than ``horizon`` completions counts as that many: beyond five times
+    as many, a small KL would make the coefficient negative."""
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return 1.0 + error * min(n / horizon, 1.0)
+
+
+EPS = 1e-5
+"""Added to the variance, so that equal returns can be normalised."""
+
+
+class _Values(Protocol):
+    """A number or a tensor."""
+
+    def __add__(self, other: float, /) -> Self: ...
+    def __sub__(self, other: float, /) -> Self: ...
+    def __mul__(self, other: float, /) -> Self: ...
+    def __truediv__(self, other: float, /) -> Self: ...
+
+
+Values = TypeVar("Values", bound=_Values)
+
+
+@dataclass(frozen=True)
+class ReturnMoments:
+    """Moments of all returns so far. Before the first ones, normalisation changes nothing."""
+
+    weight: float = 0.0
+    """Of what the moments were computed from: exponential: 1 - decay^steps, by which they are
+    divided already (as Adam corrects its bias); moving: the number of returns."""
+    mean: float = 0.0
+    square: float = 0.0
+    """Mean of the squares."""
+
+    @property
+    def std(self) -> float:
+        if self.weight == 0.0:
+            return 1.0
+        return sqrt(max(self.square - self.mean**2, 0.0) + EPS)
+
+    def normalized(self, x: Values) -> Values:
+        return (x - self.mean) / self.std
+
+    def denormalized(self, x: Values) -> Values:
+        return x * self.std + self.mean
+
+    def exponential(self, mean: float, square: float, decay: float) -> ReturnMoments:
+        """After a further batch, with the weight 1 - ``decay`` (van Hasselt et al. 2016, "Learning
+        values across many orders of magnitude", without the change of weights)."""
+        return self._joined(decay * self.weight, 1.0 - decay, mean, square)
+
+    def moving(self, mean: float, square: float, count: float) -> ReturnMoments:
+        """After ``count`` further returns; all returns weigh alike."""
+        return self._joined(self.weight, count, mean, square)
+
+    def _joined(self, old: float, new: float, mean: float, square: float) -> ReturnMoments:
+        weight = old + new
+        if weight == 0.0:
+            return self
+        share = new / weight
+        return ReturnMoments(
+            weight,
+            self.mean + share * (mean - self.mean),
+            self.square + share * (square - self.square),
+        )
+
+    def scalars(self) -> dict[str, float]:
+        return {
+            "value_norm_weight": self.weight,
+            "value_norm_mean": self.mean,
+            "value_norm_square": self.square,
+        }
+
+    @staticmethod
+    def of(scalars: Mapping[str, float]) -> ReturnMoments:
+        """From `scalars`, among others."""
+        names = ("value_norm_weight", "value_norm_mean", "value_norm_square")
+        return ReturnMoments(*(scalars[name] for name in names))

@@ -25,9 +25,9 @@ from slurmrl.plan.metrics import UNSCORED
 
 ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"
 REFERENCE = "slurmrl.algorithms.sequences:ReferenceInterface"
-MODEL_SCORES = "slurmrl.algorithms.reward_model.scores:ScoresInterface"
-PAIR_SCORES = "slurmrl.algorithms.reward_model.scores:PairScoresInterface"
-RULE_REWARD = "slurmrl.algorithms.reward.interface:RuleRewardInterface"
+MODEL_SCORES = "slurmrl.algorithms.reward_model:ScoresInterface"
+PAIR_SCORES = "slurmrl.algorithms.reward_model:PairScoresInterface"
+RULE_REWARD = "slurmrl.algorithms.rule_reward:RuleRewardInterface"
 TURN_REWARDS = "turn_rewards"
 """Key of what each turn of an episode has earned: at its last token, 0 elsewhere."""
 EPISODE_METRICS = ("turns", "context_length", "episode_failed")

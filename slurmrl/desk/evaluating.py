@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from slurmrl.algorithms.offline.schema import MEASURED
+from slurmrl.algorithms.offline_schema import MEASURED
 from slurmrl.config.hub.reference import PREFIX as HUB_PREFIX
 from slurmrl.config.load import Derive, load
 from slurmrl.config.profiles import expanded

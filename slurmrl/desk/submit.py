@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmrl.algorithms.offline.schema import Evaluate
+from slurmrl.algorithms.offline_schema import Evaluate
 from slurmrl.config.changes import (
     consequences,
     differences,

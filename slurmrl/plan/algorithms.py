@@ -1,4 +1,4 @@
-"""The algorithms. A new one is a package under ``slurmrl/algorithms`` and one line here.
+"""The algorithms. A new one is two modules in ``slurmrl/algorithms`` and one line here.
 
 An algorithm's schema is a config section that also declares which models it uses and which calls
 it makes. Schemas are torch-free; implementations are separate modules.
@@ -33,14 +33,14 @@ POLICY_GRADIENTS: Final[tuple[PolicyGradientName, ...]] = get_args(PolicyGradien
 ALGORITHMS = Registry(
     "algorithm",
     {
-        "sft": "slurmrl.algorithms.sft.schema:SFT",
+        "sft": "slurmrl.algorithms.sft_schema:SFT",
         **dict.fromkeys(POLICY_GRADIENTS, "slurmrl.algorithms.policy.schema:PolicyGradient"),
-        "dpo": "slurmrl.algorithms.dpo.schema:DPO",
-        "kto": "slurmrl.algorithms.kto.schema:KTO",
-        "distill": "slurmrl.algorithms.distill.schema:Distill",
-        "reward_model": "slurmrl.algorithms.reward_model.schema:RewardModel",
-        "generate": "slurmrl.algorithms.offline.schema:Generate",
-        "evaluate": "slurmrl.algorithms.offline.schema:Evaluate",
+        "dpo": "slurmrl.algorithms.dpo_schema:DPO",
+        "kto": "slurmrl.algorithms.kto_schema:KTO",
+        "distill": "slurmrl.algorithms.distill_schema:Distill",
+        "reward_model": "slurmrl.algorithms.reward_model_schema:RewardModel",
+        "generate": "slurmrl.algorithms.offline_schema:Generate",
+        "evaluate": "slurmrl.algorithms.offline_schema:Evaluate",
     },
 )
 

@@ -12,10 +12,10 @@ import torch
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import ActorInterface, RecomputeInterface
 from slurmrl.algorithms.policy.critic import CriticInterface
-from slurmrl.algorithms.policy.scalars import PolicyScalars
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.rollout.interface import RolloutInterface
-from slurmrl.algorithms.sft.interface import SFTInterface
+from slurmrl.algorithms.scalars import PolicyScalars
+from slurmrl.algorithms.sft import SFTInterface
 from slurmrl.config.schema import Config, Dataset, Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.plan.settings import Settings

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slurmrl.algorithms.base import Interface
-from slurmrl.algorithms.sft.schema import SFT
+from slurmrl.algorithms.sft_schema import SFT
 from slurmrl.rewards.base import RewardFunction
 from slurmrl.rewards.exact_match import ExactMatch
 from slurmrl.run import metrics
@@ -36,7 +36,7 @@ class HeldSFT(SFT):
 
 class HeldInterface(Interface):
     def train_step(self, engine, sample, context):
-        from slurmrl.algorithms.sft.interface import SFTInterface
+        from slurmrl.algorithms.sft import SFTInterface
 
         allowed = Path(context.settings.algorithm.allowed)
         while context.step > int(allowed.read_text()):

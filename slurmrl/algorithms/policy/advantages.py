@@ -1,11 +1,19 @@
 """Advantages and returns from rewards, log-probabilities and values, as pure tensor functions.
 
-T packed tokens, S sequences, R response tokens.
+T packed tokens, S sequences, R response tokens. A sequence is a prompt of at least one token
+followed by its response, which may be in several turns with tokens of others between them. Those
+are part of the states, not of the response: the step from the last token of a turn leads to the
+state before the first token of the next. The state before token t consists of the tokens up to
+t - 1, so its value is at position t - 1 of the critic's aligned values.
+
+Statistics of whole completions are computed in float64. A group has the completions of one prompt,
+which are always on the same rank, so that only statistics over the batch need other ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,22 +21,40 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.policy.baselines import Groups, completion_advantages, deviations, divided
-from slurmrl.algorithms.policy.moments import SumOverRanks
 from slurmrl.algorithms.policy.objective import kl_estimate
-from slurmrl.algorithms.policy.responses import Responses, find_responses
-from slurmrl.algorithms.policy.schema import (
-    GREEDY,
-    OF_COMPLETIONS,
-    OLD_LOGPROBS,
-    REF_LOGPROBS,
-    PolicyGradient,
-)
-from slurmrl.algorithms.policy.shaping import shape_scores
+from slurmrl.algorithms.policy.schema import GREEDY, OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
+from slurmrl.algorithms.policy.sections import OF_COMPLETIONS, OF_GROUPS, WITHOUT_OWN
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
 from slurmrl.tensors.ops.gae import packed_gae
 from slurmrl.tensors.ops.scan import discounted_returns
+from slurmrl.tensors.ops.upload import upload
+
+VARIANCE_FLOOR = 1e-8
+"""Added to the variance when advantages are whitened, as in TRL."""
+SumOverRanks = Callable[[Tensor], Tensor]
+"""Adds a tensor up over the data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class Responses:
+    tokens: Tensor
+    """[R] positions of the response tokens among the T."""
+    states: Tensor
+    """[R+S] positions of the states: for each sequence those before its response tokens, then the
+    one after its last token."""
+    sequence: Tensor
+    """[R] number of the sequence of each response token."""
+    cu_seqlens: Tensor
+    """[S+1] cumulative numbers of response tokens."""
+    last: Tensor
+    """[S'] positions among the R of the last response tokens of sequences that have any."""
+    answered: Tensor
+    """[S'] numbers of these sequences."""
+
+    def sums(self, x: Tensor) -> Tensor:
+        """[S]: the sum of x [R] over each sequence."""
+        return x.new_zeros(len(self.cu_seqlens) - 1).index_add(0, self.sequence, x)
 
 
 @dataclass(frozen=True)
@@ -79,6 +105,72 @@ def estimate(
     old_values = _values(sample, responses.tokens - 1, returns)
     kl = _log_ratio_to_reference(sample, responses)
     return Estimates(responses, kl, old_values, advantages, returns)
+
+
+def only_scored(sample: SequenceSample) -> SequenceSample:
+    """The sample, with completions without a score like those in which the policy wrote nothing:
+    compared with no others, and in no loss. Such are also all completions of a prompt whose greedy
+    completion has no score."""
+    rewards = sample.tensor("rewards")
+    unscored = rewards.isnan()
+    changed: dict[str, Tensor | None] = {"rewards": rewards.nan_to_num()}
+    if GREEDY + "rewards" in sample.keys:
+        greedy = sample.tensor(GREEDY + "rewards")
+        index = Groups.of(sample.sequence_counts("rewards"), greedy.device).index
+        unscored = unscored | greedy.isnan()[index]
+        changed[GREEDY + "rewards"] = greedy.nan_to_num()
+    if not unscored.any():
+        return sample
+    mask = sample.tensor("prompt_mask")
+    lengths = sample.cu_seqlens("prompt_mask").diff().to(mask.device)
+    changed["prompt_mask"] = mask | torch.repeat_interleave(unscored.to(mask.device), lengths)
+    return SequenceSample(sample.ids, sample.lengths, sample.metadata, {**sample.data, **changed})
+
+
+def find_responses(prompt_mask: Tensor, cu_seqlens: Tensor) -> Responses:
+    """``prompt_mask`` bool [T], True on tokens that the policy has read, not written: prompts, and
+    messages between turns; ``cu_seqlens`` [S+1] over the T tokens, in host memory. The indices
+    are made there, and the host waits once for the mask."""
+    tokens = (~prompt_mask.cpu()).nonzero().squeeze(1)
+    ends = cu_seqlens[1:].long()
+    sequence = torch.bucketize(tokens, ends, right=True)
+    counts = torch.bincount(sequence, minlength=len(ends))
+    cu_responses = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    states = tokens.new_empty(len(tokens) + len(ends))
+    order = torch.arange(len(tokens))
+    states[order + sequence] = tokens - 1
+    behind = cu_responses[1:] + torch.arange(len(ends))
+    states[behind] = ends - 1
+    answered = counts.nonzero().squeeze(1)
+    indices = (tokens, states, sequence, cu_responses, cu_responses[1:][answered] - 1, answered)
+    return Responses(*upload(indices, prompt_mask.device))
+
+
+def shape_scores(
+    rewards: Tensor,
+    finished: Tensor,
+    lengths: Tensor,
+    settings: PolicyGradient,
+    limit: int,
+) -> Tensor:
+    """The scores [S] of completions with these rewards, of ``lengths`` response tokens out of at
+    most ``limit``: the penalty for the length, bias, scale and clip applied, in this order.
+    ``finished`` [S] says which ended by themselves."""
+    if settings.overlong_buffer is not None:
+        penalty = overlong_penalty(lengths, limit, settings.overlong_buffer)
+        rewards = rewards + settings.overlong_penalty * penalty.to(rewards.dtype)
+    scores = (rewards - settings.reward_bias) * settings.reward_scaling
+    if settings.reward_clip is not None:
+        scores = scores.clamp(-settings.reward_clip, settings.reward_clip)
+    if settings.mask_no_eos_with_zero:
+        scores = torch.where(finished, scores, torch.zeros_like(scores))
+    return scores
+
+
+def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
+    """The soft penalty for long completions, from 0 to -1 (Yu et al. 2025, "DAPO", eq. 13): 0 up to
+    ``limit - buffer`` tokens, falling linearly to -1 at ``limit``."""
+    return ((limit - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0)
 
 
 def _of_tokens(
@@ -151,6 +243,129 @@ def _greedy_scores(sample: SequenceSample, settings: PolicyGradient, limit: int)
         limit,
     )
     return scores[Groups.of(sample.sequence_counts("input_ids"), scores.device).index]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The group of each of S sequences."""
+
+    index: Tensor
+    """[S] the number of the group."""
+    sizes: Tensor
+    """[S] the number of sequences in that group."""
+    count: int
+    """The number of groups."""
+
+    @staticmethod
+    def of(counts: Sequence[int], device: torch.device) -> Groups:
+        """``counts`` [items] are the numbers of sequences of the groups in order."""
+        rows = torch.tensor(counts, dtype=torch.int64)
+        index = torch.arange(len(rows)).repeat_interleave(rows)
+        index, sizes = upload((index, rows[index]), device)
+        return Groups(index, sizes, len(rows))
+
+    def only(self, places: Tensor) -> Groups:
+        """The groups of the sequences at ``places`` alone; some may be empty."""
+        index = self.index[places]
+        sizes = index.new_zeros(self.count).index_add(0, index, torch.ones_like(index))
+        return Groups(index, sizes[index], self.count)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """[S]: for each sequence, the sum of x [S] over its group."""
+        totals = x.new_zeros(self.count).index_add(0, self.index, x)
+        return totals[self.index]
+
+    def means(self, x: Tensor) -> Tensor:
+        """[S]: for each sequence, the mean of x [S] over its group; of equal entries, that number:
+        the mean of what is left of them corrects the first one's rounding."""
+        means = self.sums(x) / self.sizes
+        return means + self.sums(x - means) / self.sizes
+
+
+def moments(
+    x: Tensor,
+    all_reduce_sum: SumOverRanks,
+    *,
+    unbiased: bool = False,
+    about_zero: bool = False,
+) -> tuple[float, float]:
+    """Mean and standard deviation of x over all ranks, in float64; 0 and 0 if empty. ``unbiased``
+    divides by the number of entries less one. ``about_zero``: the deviation from 0, not from the
+    mean.
+
+    Of equal entries the mean is that number and the deviation 0, on any layout: the mean of what
+    is left of them corrects the first one's rounding.
+    """
+    wide = x.double()
+    total, counted = all_reduce_sum(torch.stack([wide.sum(), wide.new_tensor(float(len(x)))]))
+    count = counted.clamp(min=1.0)
+    mean = total / count
+    mean = mean + all_reduce_sum((wide - mean).sum()) / count
+    centred = wide if about_zero else wide - mean
+    squares = all_reduce_sum(centred.square().sum())
+    degrees = (count - 1.0).clamp(min=1.0) if unbiased else count
+    found = torch.stack([mean, (squares / degrees).sqrt()])
+    mean_of_all, deviation = found.tolist()  # the host waits for a GPU only here
+    return mean_of_all, deviation
+
+
+def completion_advantages(
+    returns: Tensor, groups: Groups, settings: PolicyGradient, all_reduce_sum: SumOverRanks
+) -> Tensor:
+    """[S] float64, from the returns [S] of completions, less a baseline, divided by a deviation.
+
+    - ``group``: x_i - mean(x_1 … x_n) (Shao et al. 2024, "DeepSeekMath", section 4.1.2);
+    - ``leave_one_out``: x_i - mean of the others (Kool et al. 2019, "Buy 4 REINFORCE samples, get a
+      baseline for free!"), which is n / (n - 1) times the former;
+    - ``batch``: x_i - mean over all completions of the batch;
+    - ``batch_leave_one_out``: x_i - mean over the others of the batch.
+    """
+    wide = returns.double()
+    if settings.advantage in OF_GROUPS:
+        sizes = groups.sizes.double()
+        centred = wide - groups.means(wide)
+    else:
+        sizes = all_reduce_sum(wide.new_tensor(float(len(wide))))
+        centred = wide - moments(wide, all_reduce_sum)[0]
+    if settings.advantage in WITHOUT_OWN:
+        centred = centred * sizes / (sizes - 1.0).clamp(min=1.0)
+    return divided(centred, deviations(wide, groups, settings, all_reduce_sum), settings)
+
+
+def deviations(
+    returns: Tensor, groups: Groups, settings: PolicyGradient, all_reduce_sum: SumOverRanks
+) -> Tensor | None:
+    """[S] float64: the standard deviation of the returns [S] by which the setting
+    ``advantage_std`` divides; None if by none. Without a baseline, it is that from 0 (the root of
+    the mean square): returns that are alike would be divided by about 0."""
+    wide, unbiased = returns.double(), settings.std_unbiased
+    about_zero = settings.advantage == "none"
+    match settings.advantage_std:
+        case "group":
+            centred = wide if about_zero else wide - groups.means(wide)
+            degrees = groups.sizes - (1.0 if unbiased else 0.0)
+            return (groups.sums(centred.square()) / degrees.clamp(min=1.0)).sqrt()
+        case "batch":
+            _, std = moments(wide, all_reduce_sum, unbiased=unbiased, about_zero=about_zero)
+            return torch.full_like(wide, std)
+    return None
+
+
+def divided(advantages: Tensor, deviations: Tensor | None, settings: PolicyGradient) -> Tensor:
+    """The advantages divided by the deviations and ``std_epsilon``; 0 where both are 0."""
+    if deviations is None:
+        return advantages
+    divisor = deviations + settings.std_epsilon
+    return torch.where(divisor > 0, advantages / divisor, 0.0)
+
+
+def whiten(x: Tensor, mean: float, std: float) -> Tensor:
+    """x with mean 0 and standard deviation 1, given its moments over all ranks.
+
+    Advantages that hardly differ stay small: if no completion earned a reward, they are rounding
+    errors, which must not be scaled up.
+    """
+    return (x - mean) / math.sqrt(std**2 + VARIANCE_FLOOR)
 
 
 def old_logprobs(sample: SequenceSample) -> Tensor:

@@ -11,16 +11,17 @@ from torch import Tensor
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.policy.advantages import (
     Estimates,
+    SumOverRanks,
     estimate,
+    moments,
+    only_scored,
     spread_over_tokens,
     trained_completions,
 )
-from slurmrl.algorithms.policy.loss import value_loss
-from slurmrl.algorithms.policy.moments import SumOverRanks, moments
+from slurmrl.algorithms.policy.objective import value_loss
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.policy.scored import only_scored
 from slurmrl.algorithms.policy.updates import global_result, run_updates
-from slurmrl.algorithms.policy.value_norm import ReturnMoments
+from slurmrl.algorithms.scalars import ReturnMoments
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:

@@ -7,11 +7,9 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, cast
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.policy.responses import find_responses
+from slurmrl.algorithms.policy.advantages import find_responses, only_scored, shape_scores
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.policy.schema.sections import TRUNCATED, ZERO_VARIANCE, Filters
-from slurmrl.algorithms.policy.scored import only_scored
-from slurmrl.algorithms.policy.shaping import shape_scores
+from slurmrl.algorithms.policy.sections import TRUNCATED, ZERO_VARIANCE, Filters
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.policy.schema import GREEDY
-from slurmrl.algorithms.reward.interface import RuleRewardInterface
-from slurmrl.algorithms.reward_model.scores import ScoresInterface
+from slurmrl.algorithms.reward_model import ScoresInterface
 from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.algorithms.rule_reward import RuleRewardInterface
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
 

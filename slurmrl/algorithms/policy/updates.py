@@ -1,4 +1,9 @@
-"""A step's optimizer updates: minibatches and epochs over a batch."""
+"""A step's optimizer updates: minibatches and epochs over a batch.
+
+The losses of tokens form the loss of a minibatch by the tokens' weights and a denominator: the
+engine divides the sum of weighted losses by the sum of denominators, both over all micro-batches
+and ranks, so the result depends on neither.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +15,20 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from slurmrl import log
 from slurmrl.algorithms.base import CallContext, CallResult
-from slurmrl.algorithms.policy.aggregation import item_shares
 from slurmrl.algorithms.policy.correction import mismatch_metrics
-from slurmrl.algorithms.policy.schema import Updates
+from slurmrl.algorithms.policy.sections import Updates
+from slurmrl.algorithms.sequences import Sequences
 from slurmrl.data.packing import even_sizes
 from slurmrl.data.sample import SequenceSample
 from slurmrl.tensors.ops.upload import upload
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import LossFn, TrainEngine
+
 
 logger = log.get(__name__)
 
@@ -30,6 +37,8 @@ ENGINE_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "
 """The engine's results besides the sums of the loss function's statistics."""
 LOSS_STATS = ("actor/loss", "actor_loss", "kl_loss", "value_loss")
 """Statistics that are weighted like the loss. The others are sums over tokens."""
+LOSS_WEIGHTS = "loss_weights"
+"""Key of the tokens' weights, where they are not all 1."""
 MISMATCH = "mismatch_"
 """Prefix of the statistics of which only the first minibatch's count."""
 
@@ -194,3 +203,38 @@ def _means(results: Sequence[Mapping[str, float]], sizes: Sequence[float]) -> Me
         / (denominator if name in LOSS_STATS else tokens)
         for name in names
     }
+
+
+def token_weights(
+    mask: Tensor, sequences: Sequences, aggregation: str, length: float
+) -> Tensor | None:
+    """The weight of each token's loss; None if all weights are 1. ``mask`` is True on all response
+    tokens.
+
+    - ``tokens``: all tokens count alike (Yu et al. 2025, "DAPO", eq. 8).
+    - ``sequences``: the mean over sequences of the means over their tokens (Shao et al. 2024,
+      "DeepSeekMath", eq. 3).
+    - ``constant``: the mean over sequences of sums over tokens, divided by ``length`` (Dr. GRPO:
+      Liu et al. 2025, "Understanding R1-Zero-like training").
+    """
+    if aggregation == "tokens":
+        return None
+    counted = mask.float()
+    if aggregation == "constant":
+        return counted / length
+    return counted / sequences.totals(counted).clamp(min=1.0)
+
+
+def item_shares(sample: SequenceSample, mask_key: str, aggregation: str) -> Tensor:
+    """[items, 2] float64: what each item adds to the denominator, and its number of tokens that
+    count. To the denominator, ``tokens`` adds the latter. The other aggregations add the number of
+    sequences with response tokens, also of those whose tokens do not count: their loss is 0."""
+    mask = sample.tensor(mask_key)
+    tokens = Sequences.of(sample.cu_seqlens(mask_key), mask.device)
+    counts = torch.tensor([0, *(len(rows) for rows in sample.lengths[mask_key])])
+    sequences = Sequences.of(counts.cumsum(0), mask.device)
+    lengths = tokens.sums(mask.double())
+    added = lengths
+    if aggregation != "tokens":
+        added = (tokens.sums(sample.tensor(LOSS_WEIGHTS)) > 0).double()
+    return torch.stack([sequences.sums(added), sequences.sums(lengths)], dim=1)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slurmrl.algorithms.reward_model.schema import INPUTS as REWARD_MODEL_INPUTS
-from slurmrl.algorithms.reward_model.schema import INTERFACE as REWARD_MODEL
+from slurmrl.algorithms.reward_model_schema import INPUTS as REWARD_MODEL_INPUTS
+from slurmrl.algorithms.reward_model_schema import INTERFACE as REWARD_MODEL
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config, Lora, Model
 from slurmrl.config.schema.config import ExportDtype, ExportForm

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Final
 
 from slurmrl import log
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.reward.questions import Questions
 from slurmrl.algorithms.rollout.configured import ConfiguredEpisodes, episode_items
 from slurmrl.algorithms.rollout.stored import as_sample
+from slurmrl.algorithms.rule_reward import Questions
 from slurmrl.backoff import READ_S, retry
 from slurmrl.config.schema import Dataset
 from slurmrl.data import dataset, preparation

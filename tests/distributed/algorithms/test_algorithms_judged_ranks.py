@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.algorithms.base import CallContext, Interface
-from slurmrl.algorithms.dpo.interface import DPOInterface
-from slurmrl.algorithms.dpo.schema import DPO
-from slurmrl.algorithms.kto.interface import KTOInterface
-from slurmrl.algorithms.kto.schema import KTO
-from slurmrl.algorithms.reward_model.interface import RewardModelInterface
-from slurmrl.algorithms.reward_model.schema import RewardModel
+from slurmrl.algorithms.dpo import DPOInterface
+from slurmrl.algorithms.dpo_schema import DPO
+from slurmrl.algorithms.kto import KTOInterface
+from slurmrl.algorithms.kto_schema import KTO
+from slurmrl.algorithms.reward_model import RewardModelInterface
+from slurmrl.algorithms.reward_model_schema import RewardModel
 from slurmrl.algorithms.sequences import ReferenceInterface
 from slurmrl.config.schema import Model, Optimizer
 from slurmrl.data.sample import SequenceSample

@@ -12,11 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.policy.advantages import Estimates, estimate
-from slurmrl.algorithms.policy.moments import moments, whiten
-from slurmrl.algorithms.policy.responses import find_responses
+from slurmrl.algorithms.policy.advantages import (
+    Estimates,
+    estimate,
+    find_responses,
+    moments,
+    shape_scores,
+    whiten,
+)
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.policy.shaping import shape_scores
 from slurmrl.config.schema import Rollout
 from slurmrl.data.sample import SequenceSample
 from tests.support.tabular_engine import RankThreads

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from slurmrl.algorithms.reward.attempts import majorities, pass_at_k, vote_of, wilson
-from slurmrl.algorithms.reward.interface import score_records
+from slurmrl.algorithms.estimates import majorities, pass_at_k, vote_of, wilson
+from slurmrl.algorithms.rule_reward import score_records
 from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema import Dataset, Evaluation
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.policy.advantages import Estimates, estimate
-from slurmrl.algorithms.policy.schema import OF_COMPLETIONS, PolicyGradient
-from slurmrl.algorithms.policy.shaping import overlong_penalty
+from slurmrl.algorithms.policy.advantages import Estimates, estimate, overlong_penalty
+from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.policy.sections import OF_COMPLETIONS
 from slurmrl.config.schema import Rollout
 from slurmrl.data.sample import SequenceSample
 from tests.support.tabular_engine import RankThreads

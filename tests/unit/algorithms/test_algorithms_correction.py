@@ -14,10 +14,10 @@ from slurmrl.algorithms.policy.correction import (
     correction_weights,
     mismatch_metrics,
     mismatch_sums,
+    second_moment_mask,
 )
-from slurmrl.algorithms.policy.schema import Correction
-from slurmrl.algorithms.policy.second_moment import second_moment_mask
-from slurmrl.algorithms.policy.sequences import Sequences
+from slurmrl.algorithms.policy.sections import Correction
+from slurmrl.algorithms.sequences import Sequences
 
 LENGTHS = [4, 3, 1, 2]
 MASK = torch.tensor([0, 1, 1, 1, 1, 1, 0, 1, 0, 0]).bool()

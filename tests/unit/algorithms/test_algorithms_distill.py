@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.distill.interface import distill_loss
-from slurmrl.algorithms.distill.schema import Distill
+from slurmrl.algorithms.distill import distill_loss
+from slurmrl.algorithms.distill_schema import Distill
 from slurmrl.data.sample import SequenceSample
 
 VOCABULARY = 5

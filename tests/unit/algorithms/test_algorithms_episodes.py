@@ -13,8 +13,8 @@ import torch
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.policy.actor import RecomputeInterface
 from slurmrl.algorithms.policy.greedy import GreedyRewardInterface, GreedyRolloutInterface
-from slurmrl.algorithms.reward.interface import RuleRewardInterface
 from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.algorithms.rule_reward import RuleRewardInterface
 from slurmrl.config.schema import EpisodeSettings, Logging, Reward
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer

@@ -12,7 +12,7 @@ import torch
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.policy.filters import FilterInterface, reason
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.policy.schema.sections import Filters
+from slurmrl.algorithms.policy.sections import Filters
 from slurmrl.config.schema import Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.plan.graph.call import Refill

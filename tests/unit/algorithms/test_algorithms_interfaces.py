@@ -18,10 +18,7 @@ from slurmrl.algorithms.policy.greedy import (
     GreedyRolloutInterface,
     GreedyScoresInterface,
 )
-from slurmrl.algorithms.reward.interface import RuleRewardInterface
-from slurmrl.algorithms.reward.questions import decode_completions
-from slurmrl.algorithms.reward.turns import last_turns
-from slurmrl.algorithms.reward_model.scores import ScoresInterface
+from slurmrl.algorithms.reward_model import ScoresInterface
 from slurmrl.algorithms.rollout.interface import RolloutInterface
 from slurmrl.algorithms.rollout.sampling import (
     completions,
@@ -29,7 +26,8 @@ from slurmrl.algorithms.rollout.sampling import (
     generation_options,
     sampling_keys,
 )
-from slurmrl.algorithms.sft.interface import SFTInterface
+from slurmrl.algorithms.rule_reward import RuleRewardInterface, decode_completions, last_turns
+from slurmrl.algorithms.sft import SFTInterface
 from slurmrl.config.schema import Dataset, Evaluation, Logging, Reward, Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer

@@ -11,15 +11,21 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult
-from slurmrl.algorithms.dpo.interface import DPOInterface, dpo_loss
-from slurmrl.algorithms.dpo.schema import DPO
-from slurmrl.algorithms.kto.interface import KTOInterface, batch_kl, kto_loss
-from slurmrl.algorithms.kto.loss import answer_losses, answer_stats, on_their_side
-from slurmrl.algorithms.kto.schema import KTO
-from slurmrl.algorithms.offline.estimates import summarize
+from slurmrl.algorithms.dpo import DPOInterface, dpo_loss
+from slurmrl.algorithms.dpo_schema import DPO
+from slurmrl.algorithms.estimates import summarize
+from slurmrl.algorithms.kto import (
+    KTOInterface,
+    answer_losses,
+    answer_stats,
+    batch_kl,
+    kto_loss,
+    on_their_side,
+)
+from slurmrl.algorithms.kto_schema import KTO
 from slurmrl.algorithms.pairs import tied
-from slurmrl.algorithms.reward_model.interface import RewardModelInterface, score_loss
-from slurmrl.algorithms.reward_model.schema import RewardModel
+from slurmrl.algorithms.reward_model import RewardModelInterface, score_loss
+from slurmrl.algorithms.reward_model_schema import RewardModel
 from slurmrl.algorithms.sequences import ReferenceInterface, nth_sequences
 from slurmrl.config.schema import Config, Dataset, Evaluation, Model, Optimizer
 from slurmrl.data.sample import SequenceSample

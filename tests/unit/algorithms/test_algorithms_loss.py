@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slurmrl.algorithms.policy.loss import value_loss
-from slurmrl.algorithms.sft.interface import cross_entropy
+from slurmrl.algorithms.policy.objective import value_loss
+from slurmrl.algorithms.sft import cross_entropy
 
 MASK = torch.tensor([False, True, True, True, True, False])
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.policy.aggregation import LOSS_WEIGHTS, item_shares, token_weights
-from slurmrl.algorithms.policy.loss import PolicyTargets, policy_loss
-from slurmrl.algorithms.policy.objective import kl_estimate
-from slurmrl.algorithms.policy.schema import Objective
-from slurmrl.algorithms.policy.sequences import Sequences
+from slurmrl.algorithms.policy.objective import PolicyTargets, kl_estimate, policy_loss
+from slurmrl.algorithms.policy.sections import Objective
+from slurmrl.algorithms.policy.updates import LOSS_WEIGHTS, item_shares, token_weights
+from slurmrl.algorithms.sequences import Sequences
 from slurmrl.data.sample import SequenceSample
 
 LENGTHS = [5, 2, 4, 1, 3]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.offline.estimates import (
+from slurmrl.algorithms.estimates import (
     mean,
     of_completions,
     of_likelihood,
@@ -22,7 +22,7 @@ from slurmrl.algorithms.offline.estimates import (
     ratio,
     summarize,
 )
-from slurmrl.algorithms.offline.interface import (
+from slurmrl.algorithms.offline import (
     CompletionRecords,
     LikelihoodRecords,
     PairRecords,

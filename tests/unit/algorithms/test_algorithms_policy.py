@@ -11,7 +11,7 @@ import torch
 from slurmrl.algorithms.policy import advantages, critic
 from slurmrl.algorithms.policy.actor import ActorInterface
 from slurmrl.algorithms.policy.critic import critic_loss
-from slurmrl.algorithms.policy.schema import KL
+from slurmrl.algorithms.policy.sections import KL
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TrainEngine
 from slurmrl.tensors.ops.gae import packed_gae

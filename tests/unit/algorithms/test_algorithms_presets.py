@@ -9,9 +9,9 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from slurmrl.algorithms.policy.scalars import PolicyScalars
+from slurmrl.algorithms.policy.presets import PRESETS
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.policy.schema.presets import PRESETS
+from slurmrl.algorithms.scalars import PolicyScalars
 from slurmrl.plan.algorithms import ALGORITHMS, POLICY_GRADIENTS
 
 DOCS = Path(__file__).parents[3] / "docs" / "algorithms.md"

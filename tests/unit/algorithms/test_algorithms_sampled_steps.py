@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slurmrl.algorithms.base import CallContext, Interface
-from slurmrl.algorithms.distill.interface import DistillInterface
-from slurmrl.algorithms.distill.schema import Distill
+from slurmrl.algorithms.distill import DistillInterface
+from slurmrl.algorithms.distill_schema import Distill
 from slurmrl.algorithms.policy.actor import ActorInterface
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.rollout.interface import RolloutInterface

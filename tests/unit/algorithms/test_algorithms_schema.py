@@ -9,14 +9,15 @@ import pytest
 from pydantic import ValidationError
 
 from slurmrl.algorithms.base import Interface
-from slurmrl.algorithms.distill.schema import Distill
-from slurmrl.algorithms.dpo.schema import DPO
-from slurmrl.algorithms.kto.schema import KTO
-from slurmrl.algorithms.policy.schema import KL, PolicyGradient
-from slurmrl.algorithms.reward_model.schema import RewardModel
+from slurmrl.algorithms.distill_schema import Distill
+from slurmrl.algorithms.dpo_schema import DPO
+from slurmrl.algorithms.kto_schema import KTO
+from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.policy.sections import KL
+from slurmrl.algorithms.reward_model_schema import RewardModel
 from slurmrl.algorithms.scalars import ScalarController
 from slurmrl.algorithms.schema import AlgorithmSchema
-from slurmrl.algorithms.sft.schema import SFT
+from slurmrl.algorithms.sft_schema import SFT
 from slurmrl.config.schema import Config, Dataset, Evaluation, Model
 from slurmrl.plan.graph.call import DATASET_KEYS, Graph, Method
 from slurmrl.registry import resolve

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import RecomputeInterface
 from slurmrl.algorithms.policy.advantages import Estimates, estimate
+from slurmrl.algorithms.policy.presets import PRESETS
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.policy.schema.presets import PRESETS
 from slurmrl.config.schema import Rollout
 from slurmrl.data.sample import SequenceSample
 

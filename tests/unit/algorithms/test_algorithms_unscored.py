@@ -7,11 +7,9 @@ from math import nan
 import pytest
 import torch
 
-from slurmrl.algorithms.offline.estimates import of_completions, summarize
-from slurmrl.algorithms.policy.advantages import trained_completions
-from slurmrl.algorithms.policy.responses import find_responses
-from slurmrl.algorithms.policy.scored import only_scored
-from slurmrl.algorithms.reward.interface import score_records
+from slurmrl.algorithms.estimates import of_completions, summarize
+from slurmrl.algorithms.policy.advantages import find_responses, only_scored, trained_completions
+from slurmrl.algorithms.rule_reward import score_records
 from slurmrl.config.schema import Dataset, Evaluation
 from slurmrl.data.sample import SequenceSample
 from slurmrl.plan.graph.call import Measure

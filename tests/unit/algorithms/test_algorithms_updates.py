@@ -12,10 +12,9 @@ import torch
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import RecomputeInterface
-from slurmrl.algorithms.policy.aggregation import LOSS_WEIGHTS
 from slurmrl.algorithms.policy.correction import mismatch_metrics, mismatch_sums
-from slurmrl.algorithms.policy.schema import Updates
-from slurmrl.algorithms.policy.updates import run_updates
+from slurmrl.algorithms.policy.sections import Updates
+from slurmrl.algorithms.policy.updates import LOSS_WEIGHTS, run_updates
 from slurmrl.data.sample import SequenceSample
 from tests.support.host_waits import host_waits
 

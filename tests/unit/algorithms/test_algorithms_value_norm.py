@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from slurmrl.algorithms.policy.critic import CriticInterface
-from slurmrl.algorithms.policy.scalars import PolicyScalars
-from slurmrl.algorithms.policy.schema import PolicyGradient, Value
-from slurmrl.algorithms.policy.value_norm import EPS, ReturnMoments
+from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.policy.sections import Value
+from slurmrl.algorithms.scalars import EPS, PolicyScalars, ReturnMoments
 
 MakeWorld = Callable[..., Any]
 BATCHES = [[1.0, 2.0, 6.0], [-3.0], [0.5, 0.5], [4.0, 8.0]]

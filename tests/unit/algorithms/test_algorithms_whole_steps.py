@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.policy.actor import ActorInterface, RecomputeInterface
 from slurmrl.algorithms.policy.critic import CriticInterface
-from slurmrl.algorithms.policy.scalars import PolicyScalars
+from slurmrl.algorithms.policy.presets import PRESETS
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.policy.schema.presets import PRESETS
+from slurmrl.algorithms.scalars import PolicyScalars
 from slurmrl.config.schema import Logging, Rollout
 from tests.support.policy_batches import VOCABULARY, Batch
 from tests.support.policy_reference import Prompt, Reference

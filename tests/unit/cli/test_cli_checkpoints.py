@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slurmrl.algorithms.reward_model.schema import INTERFACE
+from slurmrl.algorithms.reward_model_schema import INTERFACE
 from slurmrl.cli.checkpoints import size
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump, load_resolved

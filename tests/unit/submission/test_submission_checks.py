@@ -527,7 +527,7 @@ def test_doctor_finds_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 OWN_ALGORITHM = """
 from slurmrl.algorithms.base import Interface
-from slurmrl.algorithms.sft.schema import SFT
+from slurmrl.algorithms.sft_schema import SFT
 from dataclasses import replace
 
 

@@ -444,7 +444,7 @@ def test_a_trial_of_an_older_version_has_one_snapshot(tmp_path: Path) -> None:
 
 
 ALGORITHM = """
-from slurmrl.algorithms.sft.schema import SFT
+from slurmrl.algorithms.sft_schema import SFT
 
 
 class Mine(SFT):

@@ -37,7 +37,7 @@ fork_server.preload(Path(sys.argv[1]), "trainer")
 assert not torch.cuda.is_initialized()
 assert "slurmrl.workers.worker.executor" in sys.modules
 assert "slurmrl.engines.fsdp.engine" in sys.modules
-assert "slurmrl.algorithms.sft.interface" in sys.modules
+assert "slurmrl.algorithms.sft" in sys.modules
 assert "user_reward" not in sys.modules
 assert "aiohttp" not in sys.modules, "only runs with servers need it"
 print(len(os.listdir("/proc/self/task")))

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.pairs import tied
-from slurmrl.algorithms.reward.questions import decode_completions
-from slurmrl.algorithms.reward.turns import last_turns, transcript
+from slurmrl.algorithms.rule_reward import decode_completions, last_turns, transcript
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.algorithms.sequences import (
     TOKENS,

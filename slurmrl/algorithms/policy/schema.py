@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from slurmrl.algorithms.policy.schema.presets import CHOICES, PRESETS, settings_of, with_defaults
-from slurmrl.algorithms.policy.schema.sections import (
+from slurmrl.algorithms.policy.presets import CHOICES, PRESETS, settings_of, with_defaults
+from slurmrl.algorithms.policy.sections import (
     OF_COMPLETIONS,
     OF_GROUPS,
     Advantages,
@@ -256,7 +256,7 @@ class PolicyGradient(
             yield ("rollout", "n"), message
 
     def controller(self) -> str:
-        return "slurmrl.algorithms.policy.scalars:PolicyScalars"
+        return "slurmrl.algorithms.scalars:PolicyScalars"
 
     def objective_metrics(self, *, recomputes: bool) -> tuple[str, ...]:
         """Metrics of the actor's training that follow from the settings. Where old

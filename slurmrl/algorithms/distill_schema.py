@@ -8,7 +8,7 @@ from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_cal
 from slurmrl.config.schema import Config, PositiveFloat
 from slurmrl.plan.graph.call import Call, Method, RoleUse
 
-INTERFACE = "slurmrl.algorithms.distill.interface:DistillInterface"
+INTERFACE = "slurmrl.algorithms.distill:DistillInterface"
 DISTILL_METRICS = ("entropy", "importance_ratio")
 
 

@@ -9,7 +9,7 @@ from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_cal
 from slurmrl.config.schema import Config
 from slurmrl.plan.graph.call import Call, Measure, Method, RoleUse
 
-INTERFACE = "slurmrl.algorithms.sft.interface:SFTInterface"
+INTERFACE = "slurmrl.algorithms.sft:SFTInterface"
 
 
 class SFT(AlgorithmSchema):

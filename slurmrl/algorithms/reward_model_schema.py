@@ -9,7 +9,7 @@ from slurmrl.algorithms.schema import AlgorithmSchema, compare_call, sequences_o
 from slurmrl.config.schema import Config, NonNegativeFloat
 from slurmrl.plan.graph.call import Call, Measure, RoleUse
 
-INTERFACE = "slurmrl.algorithms.reward_model.interface:RewardModelInterface"
+INTERFACE = "slurmrl.algorithms.reward_model:RewardModelInterface"
 INPUTS = ("input_ids", "prompt_mask")
 SCORE_METRICS = ("accuracy", "margin", "score_chosen", "score_rejected")
 

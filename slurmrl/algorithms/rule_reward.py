@@ -1,29 +1,32 @@
-"""A reward function applied to completions."""
+"""Rewards by rules: the questions that a reward function is asked, and what becomes of its scores.
+
+The trainers' ranks and rollout tasks ask the same questions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
 from math import nan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.reward.attempts import attempt_rates, vote_of
-from slurmrl.algorithms.reward.questions import Questions
-from slurmrl.algorithms.reward.turns import earned, transcript
+from slurmrl.algorithms.estimates import attempt_rates, vote_of
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.algorithms.token_notes import kept, token_texts
 from slurmrl.config.schema import Evaluation
-from slurmrl.data.meta import one_each
+from slurmrl.data.meta import one_each, repeated
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.plan.graph.call import Record
 from slurmrl.plan.metrics import JUDGED, UNSCORED
 from slurmrl.rewards.judged import JudgedCompletions, added
+from slurmrl.rewards.reward import Extras, of_completion
 from slurmrl.rewards.scores import check_sum
-from slurmrl.rewards.weighted import WeightedReward, make_reward, part_stats
+from slurmrl.rewards.weighted import Row, WeightedReward, make_reward, part_stats
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import TrainEngine
@@ -195,3 +198,141 @@ def _rendered(sample: SequenceSample, item: int, number: int, tokenizer: Any) ->
     end = start + int(written[0]) if len(written) else stop
     text = str(tokenizer.decode(sample.tensor("input_ids")[start:end].tolist()))
     return {} if text == sample.metadata["prompt"][item] else {"rendered": text}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """The arguments of `WeightedReward.judge`, one entry for each completion."""
+
+    prompts: Sequence[str]
+    completions: Sequence[str]
+    rows: Sequence[Row]
+    places: Sequence[str]
+    """Source lines, for messages."""
+    extras: Extras
+
+    @staticmethod
+    def about(sample: SequenceSample, context: CallContext) -> Questions:
+        """The sample has completions, and carries the dataset's metadata."""
+        tokens = last_turns(sample)
+        completions = decode_completions(sample, tokens, context)
+        counts = sample.sequence_counts("input_ids")
+        prompts, rows = (repeated(sample.metadata[key], counts) for key in ("prompt", "row"))
+        return Questions(
+            prompts=prompts,
+            completions=completions,
+            rows=rows,
+            places=_places(sample, context),
+            extras=_extras(sample, tokens, completions, context),
+        )
+
+    def of(self, places: Sequence[int]) -> Questions:
+        """Those about some of the completions."""
+        return Questions(
+            prompts=[self.prompts[place] for place in places],
+            completions=[self.completions[place] for place in places],
+            rows=[self.rows[place] for place in places],
+            places=[self.places[place] for place in places],
+            extras=of_completion(self.extras, places),
+        )
+
+    def answered(self, judge: Judge) -> JudgedCompletions:
+        """What the judge says; it is not asked about completions without a token, which score 0:
+        their episodes have failed."""
+        asked = [place for place, tokens in enumerate(self.extras["token_ids"]) if tokens]
+        found = judge(self.of(asked)) if asked else JudgedCompletions()
+        return found.spread(asked, len(self.completions))
+
+
+Judge: TypeAlias = Callable[[Questions], JudgedCompletions]
+
+
+def decode_completions(
+    sample: SequenceSample, tokens: Sequence[Sequence[int]], context: CallContext
+) -> list[str]:
+    """The text of each completion, without special tokens and without the stop token that ended it
+    (which need not be a special token). A stop string that ended it is part of the text."""
+    finished, stops = sample.tensor("finished").tolist(), context.stop_token_ids
+    tokenizer: Any = context.tokenizer
+    kept = (
+        each[:-1] if ended and each and each[-1] in stops else each
+        for each, ended in zip(tokens, finished, strict=True)
+    )
+    return [tokenizer.decode(each, skip_special_tokens=True) for each in kept]
+
+
+def _extras(
+    sample: SequenceSample,
+    tokens: list[list[int]],
+    completions: Sequence[str],
+    context: CallContext,
+) -> Extras:
+    """What a reward may ask for in addition to texts and rows (docs/rewards.md)."""
+    counts = sample.sequence_counts("input_ids")
+    ends = list(accumulate(counts))
+    groups = [list(completions[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+    extras: dict[str, Any] = {
+        "token_ids": tokens,
+        "finished": [bool(ended) for ended in sample.tensor("finished").tolist()],
+        "sample_ids": repeated(sample.ids, counts),
+        "indices": [index for count in counts for index in range(count)],
+        "siblings": repeated(groups, counts),
+        "step": context.step,
+        "evaluation": context.evaluation,
+    }
+    if "model_scores" in sample.keys:
+        extras["model_scores"] = sample.tensor("model_scores").tolist()
+    return extras
+
+
+def _places(sample: SequenceSample, context: CallContext) -> list[str]:
+    """Source line of each completion: ``data.jsonl:17 (sample 17@0)``; with ``, index 2`` if the
+    sample has several."""
+    path = context.dataset.title
+    return [
+        f"{path}:{line} (sample {name}{f', index {place}' if count > 1 else ''})"
+        for line, name, count in zip(
+            sample.metadata["line"], sample.ids, sample.sequence_counts("input_ids"), strict=True
+        )
+        for place in range(count)
+    ]
+
+
+def last_turns(sample: SequenceSample) -> list[list[int]]:
+    """The tokens of each completion's last turn, with the stop token that ended it; none of a
+    failed episode."""
+    ids, read = sample.tensor("input_ids").tolist(), sample.tensor("prompt_mask").tolist()
+    cuts = sample.cu_seqlens("input_ids").tolist()
+    turns = []
+    for start, stop in pairwise(cuts):
+        first = stop
+        while first > start and not read[first - 1]:
+            first -= 1
+        turns.append(ids[first:stop])
+    return turns
+
+
+def earned(sample: SequenceSample) -> list[float]:
+    """What the turns of each completion have earned together."""
+    rewards = sample.tensor(TURN_REWARDS).double().cpu()
+    parts = rewards.tensor_split(sample.cu_seqlens(TURN_REWARDS)[1:-1].long())
+    return [float(part.sum()) for part in parts] if sample.bs else []
+
+
+def transcript(sample: SequenceSample, number: int, tokenizer: Any) -> list[dict[str, Any]]:
+    """The turns of a completion and the texts between them, special tokens included."""
+    start, stop = sample.cu_seqlens("input_ids")[number : number + 2].tolist()
+    ids = sample.tensor("input_ids")[start:stop].tolist()
+    read = sample.tensor("prompt_mask")[start:stop].tolist()
+    rewards = sample.tensor(TURN_REWARDS)[start:stop].tolist()
+    rows = []
+    for is_read, places in groupby(range(len(ids)), read.__getitem__):
+        at = list(places)
+        if is_read and not at[0]:
+            continue  # the prompt
+        text = tokenizer.decode([ids[place] for place in at])
+        if is_read:
+            rows.append({"read": text})
+        else:
+            rows.append({"wrote": text, "reward": sum(rewards[place] for place in at)})
+    return rows

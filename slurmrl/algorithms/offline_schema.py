@@ -21,8 +21,8 @@ from slurmrl.plan.checks.correctness import no_rates, useless_pattern
 from slurmrl.plan.graph.call import Call, Method, Record, RoleUse, Summary
 from slurmrl.registry import resolve
 
-INTERFACES: Final = "slurmrl.algorithms.offline.interface"
-SUMMARIES: Final = "slurmrl.algorithms.offline.estimates"
+INTERFACES: Final = "slurmrl.algorithms.offline"
+SUMMARIES: Final = "slurmrl.algorithms.estimates"
 """Resolved by name: the login node needs neither."""
 
 Measure = Literal["completions", "preferences", "likelihood"]

@@ -16,7 +16,7 @@ from slurmrl.algorithms.schema import (
 from slurmrl.config.schema import Config, NonNegativeFloat, PositiveFloat
 from slurmrl.plan.graph.call import Call, Measure, RoleUse
 
-INTERFACE = "slurmrl.algorithms.kto.interface:KTOInterface"
+INTERFACE = "slurmrl.algorithms.kto:KTOInterface"
 INPUTS = ("input_ids", "prompt_mask", "desirable", "ref_logps")
 KTO_METRICS = (
     "kl",

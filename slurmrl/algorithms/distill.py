@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.distill.schema import DISTILL_METRICS, Distill
+from slurmrl.algorithms.distill_schema import DISTILL_METRICS, Distill
 from slurmrl.algorithms.sequences import (
     TOKENS,
     global_means,

@@ -1,15 +1,16 @@
-"""DPO's training step and its measures on held-out pairs."""
+"""DPO: the losses of pairs, as a training step and as measures of held-out pairs. P pairs."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.dpo.loss import pair_losses
-from slurmrl.algorithms.dpo.schema import DPO, PAIR_METRICS
+from slurmrl.algorithms.dpo_schema import DPO, PAIR_METRICS
 from slurmrl.algorithms.pairs import (
     PairInterface,
     PairValues,
@@ -18,10 +19,7 @@ from slurmrl.algorithms.pairs import (
     split_pairs,
     tied,
 )
-from slurmrl.algorithms.sequences import (
-    answer_lengths,
-    answer_logprobs,
-)
+from slurmrl.algorithms.sequences import answer_lengths, answer_logprobs
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
@@ -66,3 +64,21 @@ def dpo_loss(
 def _log_ratios(sums: Tensor, batch: SequenceSample, dpo: DPO) -> Tensor:
     """[S]: log(p / p_ref) of the answers."""
     return tied(sums if dpo.reference_free else sums - batch.tensor("ref_logps"), batch)
+
+
+def pair_losses(logratios: PairValues, dpo: DPO) -> Tensor:
+    """[P] from log(p / p_ref) of the answers. With h the chosen answer's minus the rejected one's:
+
+    - sigmoid: -(1 - e) log s(beta h) - e log s(-beta h) with the label smoothing e (Rafailov et al.
+      2023, eq. 7; with e, the conservative DPO of Mitchell 2023);
+    - ipo: (h - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17);
+    - hinge: max(0, 1 - beta h) (Zhao et al. 2023, on log-ratios as in Liu et al. 2023).
+    """
+    h = logratios.chosen - logratios.rejected
+    if dpo.loss == "ipo":
+        return (h - 1.0 / (2.0 * dpo.beta)).square()
+    if dpo.loss == "hinge":
+        return torch.relu(1.0 - dpo.beta * h)
+    smoothing = dpo.label_smoothing
+    likely, flipped = -logsigmoid(dpo.beta * h), -logsigmoid(-dpo.beta * h)
+    return (1.0 - smoothing) * likely + smoothing * flipped

@@ -19,7 +19,7 @@ from slurmrl.algorithms.schema import (
 from slurmrl.config.schema import Config, NonNegativeFloat, PositiveFloat
 from slurmrl.plan.graph.call import Call, Measure, RoleUse
 
-INTERFACE = "slurmrl.algorithms.dpo.interface:DPOInterface"
+INTERFACE = "slurmrl.algorithms.dpo:DPOInterface"
 PAIR_METRICS = (
     "rewards/chosen",
     "rewards/rejected",

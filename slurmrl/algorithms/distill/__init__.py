@@ -1,1 +1,0 @@
-"""On-policy distillation."""

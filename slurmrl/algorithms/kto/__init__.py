@@ -1,1 +1,0 @@
-"""Kahneman-Tversky optimisation."""

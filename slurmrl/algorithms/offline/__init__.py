@@ -1,1 +1,0 @@
-"""Runs over a dataset without training: ``generate`` and ``evaluate``."""

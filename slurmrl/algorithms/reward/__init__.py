@@ -1,1 +1,0 @@
-"""Rewards by a rule, shared by algorithms."""

@@ -1,0 +1,217 @@
+"""Reward models: training on pairs, scores of completions and of given answers.
+
+A model is read at the token with which generation would have ended the answer: the first stop token
+of the last turn that is the answer's, or its last token if there is none (a truncated completion).
+What a chat template puts after the end of a turn, such as a newline after ``<|im_end|>``, is not
+read, because a completion never has it.
+
+Models without `SCORE_AT` in their config.json were trained on whole conversations as the template
+renders them, so they are read at the last token of these. S sequences, T packed tokens, P pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.algorithms.pairs import (
+    PairInterface,
+    PairValues,
+    pair_stats,
+    pair_weights,
+    split_pairs,
+    tied,
+)
+from slurmrl.algorithms.reward_model_schema import SCORE_METRICS, RewardModel
+from slurmrl.algorithms.sequences import TOKENS, last_values, per_sequence
+from slurmrl.data.encoder import Encoder
+from slurmrl.data.messages import ASSISTANT
+from slurmrl.data.sample import SequenceSample
+from slurmrl.data.types.base import expanded
+from slurmrl.plan.model_files import scored_at_turn_end
+
+if TYPE_CHECKING:
+    from slurmrl.engines.base import LossFn, TrainEngine
+
+
+READ = "prompt_mask"
+"""Key without which only the last token of a sequence is known: of trials that slurmrl 1 has
+planned."""
+ScoreReader: TypeAlias = Callable[[Tensor, SequenceSample], Tensor]
+"""The scores [S] of a sample's sequences from the values [T] of its tokens."""
+
+
+class RewardModelInterface(PairInterface):
+    metrics = SCORE_METRICS
+
+    def loss_fn(self, context: CallContext) -> LossFn:
+        options = cast(RewardModel, context.settings.algorithm)
+        return partial(score_loss, options=options, read=self._reader(context))
+
+    def scores(
+        self, outputs: dict[str, Tensor], batch: SequenceSample, context: CallContext
+    ) -> Tensor:
+        return tied(self._reader(context)(outputs["values"], batch), batch)
+
+    def _reader(self, context: CallContext) -> ScoreReader:
+        """A model that is not trained here keeps being read where it was trained."""
+        config = context.settings.config
+        turn_end = config.total_steps != 0 or scored_at_turn_end(config.actor)
+        return partial(pair_values, stops=context.stop_token_ids, turn_end=turn_end)
+
+
+def score_loss(
+    outputs: dict[str, Tensor],
+    batch: SequenceSample,
+    options: RewardModel,
+    *,
+    read: ScoreReader = last_values,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The engine's loss function: outputs {values} [T], of which ``read`` takes the scores. Sums
+    over the items."""
+    scores = split_pairs(tied(read(outputs["values"], batch), batch))
+    weights = pair_weights(batch, scores.chosen)
+    loss = (weights * pair_losses(scores, options)).sum()
+    stats = pair_stats(weights, PairValues(*(part.detach() for part in scores)))
+    names = {
+        "accuracies": "accuracy",
+        "margins": "margin",
+        "chosen": "score_chosen",
+        "rejected": "score_rejected",
+    }
+    return loss, {names[key]: value for key, value in stats.items()}
+
+
+def pair_losses(scores: PairValues, options: RewardModel) -> Tensor:
+    """[P]: -log s(chosen - rejected) (Ouyang et al. 2022, eq. 1), plus the squared sum of both
+    scores times ``center_coef`` (Eisenstein et al. 2023, eq. 2)."""
+    losses = -logsigmoid(scores.chosen - scores.rejected)
+    if options.center_coef:
+        losses = losses + options.center_coef * (scores.chosen + scores.rejected).square()
+    return losses
+
+
+class TurnEnd(NamedTuple):
+    """How a chat template ends the assistant's turn."""
+
+    token: int
+    """With which generation ends."""
+    after: Sequence[int]
+    """Tokens that follow in a whole conversation."""
+
+
+def turn_end_values(values: Tensor, sample: SequenceSample, stops: Sequence[int]) -> Tensor:
+    """[S]: the values [T] at the end of each sequence's last turn."""
+    return values[turn_ends(sample, stops).to(values.device)]
+
+
+def turn_ends(sample: SequenceSample, stops: Sequence[int]) -> Tensor:
+    """[S]: the places in [T] at which generation would have ended the last turn. A sequence without
+    a token of the model, of a failed episode, ends with its last one."""
+    ids, read = sample.tensor(TOKENS), sample.tensor(READ)
+    cuts = sample.cu_seqlens(TOKENS).long().to(ids.device)
+    place = torch.arange(len(ids), device=ids.device)
+    numbers = torch.arange(len(cuts) - 1, device=ids.device)
+    owner = torch.repeat_interleave(numbers, cuts.diff())
+    last = (cuts[:-1] - 1).scatter_reduce(0, owner, torch.where(read, -1, place), "amax")
+    last = torch.where(last < cuts[:-1], cuts[1:] - 1, last)
+    context = torch.where(read & (place < last[owner]), place, -1)
+    before = (cuts[:-1] - 1).scatter_reduce(0, owner, context, "amax")
+    # Some templates leave the end token outside of what they mark as the assistant's.
+    turn = (place > before[owner]) & (place <= last[owner] + 1)
+    stop = turn & torch.isin(ids, ids.new_tensor(stops))
+    first = torch.full_like(last, len(ids))
+    first = first.scatter_reduce(0, owner, torch.where(stop, place, len(ids)), "amin")
+    return torch.where(first < len(ids), first, last)
+
+
+def whole_conversations(sample: SequenceSample, context: CallContext) -> SequenceSample:
+    """The tokens of completions as the end of whole conversations: with what the chat template of
+    the dataset puts after the end of a turn. Truncated completions stay as they are."""
+    sample = sample.only([TOKENS, READ])
+    end = template_end(context)
+    if end is None or not end.after:
+        return sample.only([TOKENS])
+    ids = sample.tensor(TOKENS)
+    cuts = pairwise(sample.cu_seqlens(TOKENS).tolist())
+    places = turn_ends(sample, context.stop_token_ids).tolist()
+    parts = [
+        torch.cat([ids[begin : place + 1], ids.new_tensor(end.after)])
+        if ids[place] == end.token
+        else ids[begin:stop]
+        for (begin, stop), place in zip(cuts, places, strict=True)
+    ]
+    lengths = iter(map(len, parts))
+    rows = [[next(lengths) for _ in item] for item in sample.lengths[TOKENS]]
+    tokens = torch.cat(parts) if parts else ids
+    return SequenceSample(sample.ids, {TOKENS: rows}, data={TOKENS: tokens})
+
+
+def template_end(context: CallContext) -> TurnEnd | None:
+    """How the chat template of the dataset ends a turn; None without one, or if the template
+    refuses a plain conversation. Of several sources the first one with a template decides."""
+    config = next((part for part in context.dataset.parts.values() if part.is_chat), None)
+    if config is None:
+        return None
+    messages = [{"role": "user", "content": "Hello."}, {"role": ASSISTANT, "content": "Hello."}]
+    (row,) = Encoder(config, context.tokenizer).conversations([(messages, None)])
+    if isinstance(row, str):
+        return None
+    (sequence,) = row
+    sample = SequenceSample.from_default(
+        [len(sequence.tokens)],
+        [""],
+        {TOKENS: torch.tensor(sequence.tokens), READ: torch.tensor(expanded(sequence.runs))},
+    )
+    place = int(turn_ends(sample, context.stop_token_ids))
+    return TurnEnd(sequence.tokens[place], list(sequence.tokens[place + 1 :]))
+
+
+def pair_values(
+    values: Tensor, sample: SequenceSample, stops: Sequence[int], *, turn_end: bool
+) -> Tensor:
+    """[S]: the scores of given answers, from the values [T] of their whole conversations."""
+    if turn_end and READ in sample.keys:
+        return turn_end_values(values, sample, stops)
+    return last_values(values, sample)
+
+
+class ScoresInterface(Interface):
+    def inference(
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """``model_scores``: the score of each completion. Reports their mean."""
+        assert engine is not None
+        scores = self._scores(engine, sample, context)
+        stats = {"model_score": (float(scores.double().sum()), float(len(scores)))}
+        return CallResult(per_sequence(sample, "model_scores", scores), stats)
+
+    def _scores(self, engine: TrainEngine, sample: SequenceSample, context: CallContext) -> Tensor:
+        if READ not in sample.keys:
+            return last_values(_values(engine, sample), sample)
+        model = context.settings.config.reward_model
+        if model is not None and scored_at_turn_end(model):
+            return turn_end_values(_values(engine, sample), sample, context.stop_token_ids)
+        whole = whole_conversations(sample, context)
+        return last_values(_values(engine, whole), whole)
+
+
+class PairScoresInterface(ScoresInterface):
+    """Scores of the answers of pairs by the actor, which is the reward model."""
+
+    def _scores(self, engine: TrainEngine, sample: SequenceSample, context: CallContext) -> Tensor:
+        turn_end = scored_at_turn_end(context.settings.config.actor)
+        values = _values(engine, sample)
+        return pair_values(values, sample, context.stop_token_ids, turn_end=turn_end)
+
+
+def _values(engine: TrainEngine, sample: SequenceSample) -> Tensor:
+    values: Tensor = engine.forward(sample.only([TOKENS]))["values"]
+    return values

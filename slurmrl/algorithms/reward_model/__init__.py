@@ -1,1 +1,0 @@
-"""Reward models: training on pairs, and judging completions."""

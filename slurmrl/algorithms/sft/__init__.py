@@ -1,1 +1,0 @@
-"""Supervised fine-tuning on prompt-answer pairs."""
