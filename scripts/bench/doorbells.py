@@ -39,7 +39,7 @@ from slurmrl.run.channel.log import LogReader, LogWriter
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
-from slurmrl.workers.agent.replies import Replies
+from slurmrl.workers.agent.incarnation import Replies
 from slurmrl.workers.master import worker_channel
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import (
@@ -52,7 +52,7 @@ from slurmrl.workers.messages import (
     RingAt,
     RunCall,
 )
-from slurmrl.workers.poll_intervals import PollIntervals
+from slurmrl.workers.polling import PollIntervals
 
 GROUP = "trainer"
 LOOPBACK = "127.0.0.1"

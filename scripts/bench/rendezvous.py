@@ -41,8 +41,8 @@ from slurmrl.run.history.state import fold
 from slurmrl.run.history.writer import begin
 from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
-from slurmrl.workers.agent.identity import claim
-from slurmrl.workers.poll_intervals import PollIntervals
+from slurmrl.workers.agent.agent_host import claim
+from slurmrl.workers.polling import PollIntervals
 
 FORK = get_context("fork")
 GROUP = "trainer"

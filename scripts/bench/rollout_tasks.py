@@ -55,7 +55,7 @@ from slurmrl.workers.master.attempts import parse_name, rollouts_of
 from slurmrl.workers.master.tasks import RolloutTasks
 from slurmrl.workers.master.worker_channel import REST_S
 from slurmrl.workers.messages import CONTROL_LOG, LoadBatch
-from slurmrl.workers.poll_intervals import PollIntervals
+from slurmrl.workers.polling import PollIntervals
 from slurmrl.workers.rollout.channel import ResultWriter
 from slurmrl.workers.rollout.session import Session, Work
 from slurmrl.workers.rollout.task import TaskOptions

@@ -22,7 +22,7 @@ from spread import Spread
 
 from slurmrl.run import events
 from slurmrl.run.metrics import TIME
-from slurmrl.workers.process import adopt_orphans
+from slurmrl.workers.child_process import adopt_orphans
 from tests.support.trials import Site, sft_config, wait_until
 
 

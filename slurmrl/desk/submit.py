@@ -44,7 +44,7 @@ from slurmrl.scheduler import make
 from slurmrl.scheduler.base import JobIds, Scheduler
 from slurmrl.scheduler.client import may_have_worked
 from slurmrl.watch import sinks
-from slurmrl.workers.poll_intervals import PollIntervals
+from slurmrl.workers.polling import PollIntervals
 
 
 @dataclass(frozen=True)

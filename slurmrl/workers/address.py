@@ -1,18 +1,26 @@
-"""The network address at which other hosts reach the ranks of this one."""
+"""The address of this host on the network between the hosts, and the doorbells of the master, the
+agents and the rollout tasks at that address (see `run.channel.bell`).
+"""
 
 from __future__ import annotations
 
 import fcntl
 import socket
 import struct
+from pathlib import Path
 
+from slurmrl import log
 from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio.calls import is_local
+from slurmrl.run.channel.bell import Bell
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 _ROUTE_PROBE = ("192.0.2.1", 9)
 """An address reserved for documentation (RFC 5737): connecting a UDP socket to it sends nothing and
 shows which of our addresses the default route uses."""
+
+logger = log.get(__name__)
 
 
 def interface_address(interface: str) -> str | None:
@@ -66,3 +74,21 @@ def fabric_address(interface: str | None, hosts: int) -> str:
             f"of: {known}"
         )
     return address
+
+
+def install_bell(control: Path, interface: str | None, hosts: int) -> Bell | None:
+    """Return a bell on this host's fabric address for the logs in ``control``.
+
+    None where the kernel reports their changes, and where no bell is possible: then they are only
+    polled.
+    """
+    return None if is_local(control) else fabric_bell(interface, hosts)
+
+
+def fabric_bell(interface: str | None, hosts: int) -> Bell | None:
+    """Return a bell on this host's fabric address; None where none is possible."""
+    try:
+        return Bell(fabric_address(interface, hosts))
+    except (EnvironmentFailure, OSError) as error:
+        logger.warning("no doorbell, messages are noticed by polling only: %s", error)
+        return None

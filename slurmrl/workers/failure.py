@@ -1,11 +1,13 @@
-"""Failures of incarnations (see `run.reports`), of which the first one published counts."""
+"""Failures of incarnations (see `run.reports`), of which the first one published counts, and
+explanations of hangs: what the ranks did when silence or a deadline ended an incarnation.
+"""
 
 from __future__ import annotations
 
 import json
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +25,10 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import objects
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.run import keys
-from slurmrl.run.reports import Cause, Failure, Identity, LostHost
+from slurmrl.run import hang, keys
+from slurmrl.run.events import EventWriter
+from slurmrl.run.hang import RankProgress
+from slurmrl.run.reports import Cause, Failure, Hang, Identity, LostHost
 
 logger = log.get(__name__)
 
@@ -32,6 +36,8 @@ PUBLISH_TIMEOUT_S = 60.0
 """Seconds without an answer from the directory after which a failure goes unreported."""
 ENVIRONMENT = (EnvironmentFailure, UnreadableInputError)
 """Errors that another start, perhaps on another host, may not meet."""
+COLLECT_S = 15.0
+"""How long the master waits for the stacks of all hosts."""
 
 
 def failed(failure: Failure) -> RunFailedError:
@@ -138,3 +144,24 @@ def publish_loss(names: NameStore, host: str, incarnation: int, job: str) -> Non
         lambda: names.add(keys.lost(host), note, replace=True, delete_on_exit=False),
         timeout_s=PUBLISH_TIMEOUT_S,
     )
+
+
+def publish_hang(
+    names: NameStore,
+    events: EventWriter,
+    incarnation: int,
+    rows: Sequence[RankProgress],
+    files: Sequence[str],
+) -> None:
+    """Log the explanation, write it as an event and add it to the name store, where `status` reads
+    it. ``files`` hold the stacks."""
+    explained = Hang(text=hang.explain(hang.grouped(rows)), files=tuple(files))
+    logger.error("%s; stacks: %s", explained.text, ", ".join(files) or "none")
+    events.write("hang", incarnation=incarnation, text=explained.text, files=list(files))
+    value = json.dumps(objects.to_json(explained))
+    try:
+        names.add(keys.hang(incarnation), value, delete_on_exit=False)
+    except NameExistsError:
+        return
+    except EnvironmentFailure as error:
+        logger.warning("cannot publish the explanation of the hang: %s", error)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.workers.process import IGNORED
+from slurmrl.workers.child_process import IGNORED
 from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import Site, kill_one, processes, sft_config, wait_until
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from slurmrl.run.paths import EVALUATION, RunPaths
 from slurmrl.watch.recorder import MetricsRecorder
-from slurmrl.workers import parts
+from slurmrl.workers import part_files
 from tests.support.hooks import FOLDER
 
 SUITES = ("sampled", "other.reward")
@@ -23,7 +23,7 @@ def processes_die_once() -> None:
     metrics; a worker dies after it has written a part file of `WORKER_STEP`. The folder of the test
     then has a copy of the written file."""
     folder = Path(os.environ[FOLDER])
-    record, write_part = MetricsRecorder.write, parts.write_part
+    record, write_part = MetricsRecorder.write, part_files.write_part
 
     def die_with(written: Path, name: str) -> None:
         try:
@@ -45,4 +45,4 @@ def processes_die_once() -> None:
             die_with(path, "worker")
 
     MetricsRecorder.write = recorded  # type: ignore[method-assign]
-    parts.write_part = written
+    part_files.write_part = written

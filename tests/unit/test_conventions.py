@@ -79,7 +79,7 @@ TORCH_FREE = (
     "algorithms.scalars",
     "workers",
     "workers.messages",
-    "workers.process",
+    "workers.child_process",
     "workers.rollout_messages",
     "workers.rollout",
     "workers.rollout.channel",

@@ -17,7 +17,7 @@ from slurmrl.desk.doctor import inside
 from slurmrl.desk.doctor.check import Check, failed, ok
 from slurmrl.desk.doctor.directory import seconds
 from slurmrl.fsio import documents
-from slurmrl.workers.agent.container import interpreter
+from slurmrl.workers.agent.fork_environment import interpreter
 
 TIMEOUT_S = 60.0
 _PROGRAM = """\

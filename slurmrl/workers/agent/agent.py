@@ -27,13 +27,13 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure
 from slurmrl.run.worlds import TRAINERS
 from slurmrl.watch import published
-from slurmrl.workers.agent.host import Host
+from slurmrl.workers.agent.agent_host import Host
+from slurmrl.workers.agent.agent_leases import leave_without
 from slurmrl.workers.agent.incarnation import FORM_TIMEOUT_S, Incarnation
-from slurmrl.workers.agent.leader import leave_without
 from slurmrl.workers.agent.rollout_task import RolloutTask
 from slurmrl.workers.failure import publish_loss
 from slurmrl.workers.link import end_as_failed
-from slurmrl.workers.presence import Presence, make_channels
+from slurmrl.workers.polling import Presence, make_channels
 
 logger = log.get(__name__)
 T = TypeVar("T")

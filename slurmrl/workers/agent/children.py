@@ -20,8 +20,8 @@ from slurmrl.run.hang import RankProgress
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Failure, Identity
 from slurmrl.run.worlds import RankId
-from slurmrl.workers import process, pulse, stacks
-from slurmrl.workers.agent import container, environment
+from slurmrl.workers import child_process, pulse, stacks
+from slurmrl.workers.agent import fork_environment
 from slurmrl.workers.messages import (
     FROM_FORK_SERVER,
     FROM_WORKER,
@@ -71,7 +71,7 @@ class Ended:
     """The reason, if the process reported one."""
 
     def __str__(self) -> str:
-        ending = process.ending(self.name, self.code)
+        ending = child_process.ending(self.name, self.code)
         return f"{ending}: {self.why}" if self.why else ending
 
 
@@ -92,7 +92,7 @@ class Slot:
         """Request a worker."""
         assert not self.running
         self.pipe, theirs = Connection.pair()
-        request = Fork(rank=self.rank, environment=environment.of_rank(devices))
+        request = Fork(rank=self.rank, environment=fork_environment.of_rank(devices))
         values = TO_FORK_SERVER.to_json(request)
         fork_server.send_with_fds(values, theirs.fileno(), self.stacks_fd)
         theirs.close()
@@ -134,17 +134,17 @@ class Children:
         cluster: Cluster,
         defaults: Mapping[str, str] | None = None,
     ) -> None:
-        """``defaults``: variables for workers (see `agent.environment`)."""
+        """``defaults``: variables for workers (see `agent.fork_environment`)."""
         self.paths = paths
         self.group = group
         self.identity = identity
         self.slots: list[Slot] = []
-        self.fork_server: process.Child | None = None
+        self.fork_server: child_process.Child | None = None
         self._line: Connection | None = None
         """To the fork server."""
         self._import_error = ""
         """Why the imports of the fork server failed."""
-        self.master: process.Child | None = None
+        self.master: child_process.Child | None = None
         self._master_pipe: Connection | None = None
         self._cluster = cluster
         self._defaults = defaults or {}
@@ -189,15 +189,15 @@ class Children:
 
     def _start_fork_server(self, devices: list[str], output: IO[bytes]) -> Connection:
         cluster = self._cluster
-        given = environment.of_fork_server(self.group, devices, os.environ, self._defaults)
+        given = fork_environment.of_fork_server(self.group, devices, os.environ, self._defaults)
         self._import_error = ""
-        self.fork_server, line = process.spawn_with_pipe(
+        self.fork_server, line = child_process.spawn_with_pipe(
             f"the fork server on {self.identity.host}",
             "slurmrl.workers.worker",
             [*self._run_option(), "--world", self.world, *self._pulse_option()],
             output=output,
             environment=given,
-            interpreter=container.interpreter(cluster.slurm, given, cluster.env),
+            interpreter=fork_environment.interpreter(cluster.slurm, given, cluster.env),
         )
         self._line = line
         self._listen(self.fork_server.pidfd, self._fork_server_ended)
@@ -207,7 +207,7 @@ class Children:
     def start_master(self, submission: int, output: IO[bytes]) -> None:
         arguments = [*self._run_option(), "--submission", str(submission)]
         arguments += ["--job", self.identity.job, *self._pulse_option()]
-        self.master, self._master_pipe = process.spawn_with_pipe(
+        self.master, self._master_pipe = child_process.spawn_with_pipe(
             MASTER,
             "slurmrl.workers.master",
             arguments,
@@ -221,7 +221,7 @@ class Children:
         return ["--run", str(self.paths.run)]
 
     def _pulse_option(self) -> list[str]:
-        return [process.PULSE_OPTION, str(self._pulse_s)]
+        return [child_process.PULSE_OPTION, str(self._pulse_s)]
 
     # -- while they run ----------------------------------------------------------------------
 
@@ -325,7 +325,7 @@ class Children:
         if pipe.closed:
             self._unlisten(pipe.fileno())
 
-    def _master_ended(self, master: process.Child) -> None:
+    def _master_ended(self, master: child_process.Child) -> None:
         self._unlisten(master.pidfd)
         self._watch.forget(None)
         self._news.ended.append(Ended(master.name, master.process.wait(), None))
@@ -366,9 +366,9 @@ class Children:
     def find_pid(self, rank: int | None) -> int | None:
         """Return the pid of a process on this host, even if it runs in a container."""
         pid = self._child(rank).process.pid
-        return pid if rank is None else process.find_descendant(pid, f"rank {rank}")
+        return pid if rank is None else child_process.find_descendant(pid, f"rank {rank}")
 
-    def _child(self, rank: int | None) -> process.Child:
+    def _child(self, rank: int | None) -> child_process.Child:
         """Return the master, or the fork server of a rank."""
         child = self.master if rank is None else self.fork_server
         assert child is not None
@@ -407,15 +407,15 @@ class Children:
             for slot in self.slots
             if slot.running and (exit_fd := self._kill_directly(slot.rank)) is not None
         ]
-        self._turn_until(lambda: not process.running(exits), RELEASE_S, meanwhile)
+        self._turn_until(lambda: not child_process.running(exits), RELEASE_S, meanwhile)
         self._turn_until(self.all_ended, REPORT_S, meanwhile)
-        if late := len(process.running(exits)):
+        if late := len(child_process.running(exits)):
             logger.error("%d workers have not ended %.0f s after KILL", late, RELEASE_S)
         for exit_fd in exits:
             os.close(exit_fd)
 
     def _kill_directly(self, rank: int) -> int | None:
-        return process.kill_descendant(self._child(rank).process.pid, f"rank {rank}")
+        return child_process.kill_descendant(self._child(rank).process.pid, f"rank {rank}")
 
     def _turn_until(
         self, done: Callable[[], bool], timeout_s: float, meanwhile: Callable[[], None]

@@ -2,6 +2,9 @@
 
 Every wait goes through `turn`, which also renews the lease, receives the children's messages and
 detects children that ended or hang, so no event on this host is missed while waiting.
+
+The master needs the answers of all ranks before it acts on any. A host whose workers answer one
+after the other therefore sends all their answers in one write, and not one write each.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import json
 import math
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from slurmrl import log
@@ -26,20 +29,22 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import objects
 from slurmrl.run import keys
+from slurmrl.run.channel.bell import Bell, BellAddress
 from slurmrl.run.channel.follower import Follower
 from slurmrl.run.channel.log import LogReader, LogWriter
 from slurmrl.run.endings import HANGS
 from slurmrl.run.history.state import TrialState
 from slurmrl.run.reports import Cause, Failure
 from slurmrl.run.worlds import MASTER
-from slurmrl.workers import address, doorbell, evidence
-from slurmrl.workers.agent.host import Host
-from slurmrl.workers.agent.replies import Replies
+from slurmrl.workers import address
+from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.symptoms import Symptoms
 from slurmrl.workers.agent.witness import Witness
-from slurmrl.workers.failure import publish
+from slurmrl.workers.failure import COLLECT_S, publish, publish_hang
 from slurmrl.workers.messages import (
+    AGENT_LOG,
     CONTROL_LOG,
+    Answer,
     CollectStacks,
     Done,
     Exit,
@@ -47,6 +52,8 @@ from slurmrl.workers.messages import (
     Hello,
     Order,
     Over,
+    Preparing,
+    Ready,
     RingAt,
     Start,
 )
@@ -67,8 +74,11 @@ OVER_S = 5.0
 other hosts. If they were killed before, ranks elsewhere would fail and their stacks show that."""
 LOOK_S = 0.1
 """Interval of polls while a short wait lasts."""
-EXPLAIN_S = evidence.COLLECT_S + MASTER_GRACE_S
+EXPLAIN_S = COLLECT_S + MASTER_GRACE_S
 """How long a master may take to collect the stacks of all hosts and publish the explanation."""
+HOLD_S = 1.0
+"""Longest time that an answer waits for those of slower workers: then the master learns which ranks
+have answered, which `slurmrl status` and the message about a deadline show."""
 
 
 class Incarnation:
@@ -136,7 +146,7 @@ class Incarnation:
         writer = LogWriter(path, nonce=self._nonce)
         bell = None
         if host.identity.trains:
-            bell = doorbell.install(paths.control, host.cluster.interface, host.group.hosts)
+            bell = address.install_bell(paths.control, host.cluster.interface, host.group.hosts)
         self.replies = Replies(writer, host.group.workers_per_host, bell)
         where = bell.address if bell is not None else None
         self.send(Hello(agent=host.identity, bell=where))
@@ -305,9 +315,7 @@ class Incarnation:
         them, else those of this host."""
         if failure.cause == Cause.HUNG and failure.rank is None:  # the master
             taken = self._witness.take(self.number, 0, failure.reason, self._idle)
-            evidence.publish(
-                self.host.names, self.host.events, self.number, taken.ranks, [taken.file]
-            )
+            publish_hang(self.host.names, self.host.events, self.number, taken.ranks, [taken.file])
             return
         deadline = time.monotonic() + OVER_S
         while self._master_log is not None and time.monotonic() < deadline:
@@ -364,3 +372,78 @@ class Incarnation:
             self._master_log.close()
         if self.replies is not None:
             self.replies.close()
+
+
+class Answers:
+    """Holds back answers until the last of ``workers`` has given the same one."""
+
+    def __init__(self, workers: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._workers = workers
+        self._clock = clock
+        self._held: list[Answer] = []
+        self._given: Counter[tuple[type[Answer], int]] = Counter()
+        """How many workers have given an answer, by its type and the message that it answers."""
+        self._until = math.inf
+
+    def take(self, received: Sequence[Answer]) -> list[Answer]:
+        """Hold answers; return all held ones if it is time to send them."""
+        if received and not self._held:
+            self._until = self._clock() + HOLD_S
+        self._held += received
+        complete = [self._completes(answer) for answer in received]
+        return self.release() if any(complete) or self.wait_s() <= 0 else []
+
+    def release(self) -> list[Answer]:
+        """Return the answers that are held, and hold them no longer."""
+        held, self._held, self._until = self._held, [], math.inf
+        return held
+
+    def wait_s(self) -> float:
+        """Return how long until `take` returns the answers that are held."""
+        return max(self._until - self._clock(), 0.0)
+
+    def _completes(self, answer: Answer) -> bool:
+        if isinstance(answer, Preparing):
+            return True
+        given = type(answer), 0 if isinstance(answer, Ready) else answer.seq
+        self._given[given] += 1
+        if self._given[given] < self._workers:
+            return False
+        del self._given[given]
+        return True
+
+
+class Replies:
+    """The agent's log of one incarnation. With a ``bell``, which it owns, it rings the master's
+    bell after each write."""
+
+    def __init__(self, writer: LogWriter, workers: int, bell: Bell | None = None) -> None:
+        self.answers = Answers(workers)
+        self.bell = bell
+        self._writer = writer
+        self._unsent = False
+        """Whether the writer holds messages that the directory has not taken yet."""
+        self._masters_bell: BellAddress | None = None
+
+    def send(self, *news: FromAgent) -> None:
+        """Send messages. Those that the directory does not take now are sent first the next
+        time."""
+        if not (news or self._unsent):
+            return
+        self._unsent = True
+        try:
+            self._writer.append(*map(AGENT_LOG.to_json, news))
+        except EnvironmentFailure as error:
+            logger.warning("cannot send to the master, will retry: %s", error)
+            return
+        self._unsent = False
+        if self.bell is not None and self._masters_bell is not None:
+            self.bell.ring([self._masters_bell])
+
+    def ring_at(self, bell: BellAddress) -> None:
+        """Ring the master's bell from now on."""
+        self._masters_bell = bell
+
+    def close(self) -> None:
+        if self.bell is not None:
+            self.bell.close()

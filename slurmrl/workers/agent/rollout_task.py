@@ -21,14 +21,14 @@ from slurmrl.run.orphaned import Orphaned
 from slurmrl.run.reports import Cause, Failure, Warned
 from slurmrl.watch.snapshot import newest_submission
 from slurmrl.workers import address
+from slurmrl.workers.agent.agent_host import Host
+from slurmrl.workers.agent.agent_leases import TrainersLease
 from slurmrl.workers.agent.children import News
-from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.symptoms import Symptoms
-from slurmrl.workers.agent.trainers import TrainersLease
 from slurmrl.workers.agent.witness import Witness
 from slurmrl.workers.failure import failed, publish_attempt
 from slurmrl.workers.messages import Ready, Retire, Serve, StartRollout
-from slurmrl.workers.presence import LOOK_S
+from slurmrl.workers.polling import LOOK_S
 
 logger = log.get(__name__)
 T = TypeVar("T")

@@ -1,11 +1,17 @@
-"""Files with the stacks of this host's processes, and the report of them to the master."""
+"""The stacks of a host's processes: their collection, with the state of processes that do not
+answer, and the files and reports about them.
+"""
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurmrl import log
@@ -13,16 +19,144 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.run import hang
 from slurmrl.run.hang import RankProgress
-from slurmrl.workers.agent import stacks
-from slurmrl.workers.agent.host import Host
-from slurmrl.workers.agent.stacks import StacksAnswer
+from slurmrl.workers import stacks
+from slurmrl.workers.agent.agent_host import Host
+from slurmrl.workers.agent.children import Children
 from slurmrl.workers.messages import Stacked
 from slurmrl.workers.stacks import own as own_stacks
 
 logger = log.get(__name__)
 
+ANSWER_S = 5.0
+"""How long a process may take to answer. A running one takes milliseconds."""
+RUNNING_S = 1.0
+"""How long a process may take, after its stacks, to add what needs the interpreter."""
+PAUSE_S = 0.05
+MOST_BYTES = 256 * 1024
+"""Longest text of one process."""
+PY_SPY = "py-spy"
+PY_SPY_S = 8.0
+"""How long py-spy may take for all processes, one after another."""
+HELD = "Tt"
+"""States in which a process cannot be interrupted for its C frames."""
+BLOCKED = "D"
+STATES = {
+    "T": "it is stopped (SIGSTOP)",
+    "t": "a debugger holds it",
+    BLOCKED: "it is blocked in the kernel (a file system or a device does not answer)",
+    "S": "it waits outside of Python, with signals blocked",
+    "R": "it runs outside of Python, with signals blocked",
+    "Z": "it has ended",
+}
+MAIN_THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+.*?\(most recent call first\):\n", re.M)
+FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.M)
+DENIED = "; it may be restricted by kernel.yama.ptrace_scope or the container"
+SEEN = f"Seen by {PY_SPY}:\n"
+SEEN_THREAD = re.compile(r"^Thread .*\n", re.M)
+SEEN_FRAME = re.compile(r"^    (?P<name>.+) \((?P<file>.+\.py|<.+>):(?P<line>\d+)\)$", re.M)
 MOST_FILES = 10
 """Files that one agent keeps: a new one replaces the oldest."""
+
+
+@dataclass(frozen=True)
+class StacksAnswer:
+    rank: int | None
+    """None for the master."""
+    name: str
+    text: str
+    """Its stacks, or why there are none."""
+    answered: bool
+
+
+def collect(
+    children: Children, ranks: Sequence[int | None], pause: Callable[[float], None]
+) -> list[StacksAnswer]:
+    """Return the stacks of these processes, within `ANSWER_S` plus the time of py-spy. ``pause``
+    waits."""
+    for rank in ranks:
+        stacks.clear(children.stacks_fd(rank))
+        children.ask_stacks(rank)
+    began = time.monotonic()
+    wrote_at: dict[int | None, float] = {}
+    waiting = list(ranks)
+    while waiting and (passed_s := time.monotonic() - began) < ANSWER_S:
+        pause(PAUSE_S)
+        for rank in tuple(waiting):
+            text, complete = stacks.take(children.stacks_fd(rank), MOST_BYTES)
+            if text:
+                wrote_at.setdefault(rank, passed_s)
+            if complete or passed_s - wrote_at.get(rank, passed_s) > RUNNING_S:
+                waiting.remove(rank)
+    return list(_answers(children, ranks))
+
+
+def _answers(children: Children, ranks: Sequence[int | None]) -> Iterator[StacksAnswer]:
+    deadline = time.monotonic() + PY_SPY_S
+    for rank in ranks:
+        name = children.name(rank)
+        text, complete = stacks.take(children.stacks_fd(rank), MOST_BYTES)
+        stacks.clear(children.stacks_fd(rank))
+        if complete:
+            yield StacksAnswer(rank, name, text, True)
+            continue
+        pid = children.find_pid(rank)
+        state = _state(pid) if pid is not None else ""
+        seen = _py_spy(pid, state, deadline) if pid is not None else ""
+        if text:
+            why = "(no Python code ran: something holds the interpreter lock)"
+            yield StacksAnswer(rank, name, f"{text}{why}\n{seen}", True)
+        else:
+            why = STATES.get(state, f"it is in state {state}") if state else ""
+            words = f"({name} did not answer{f': {why}' if why else ''})\n"
+            yield StacksAnswer(rank, name, f"{words}{seen}", False)
+
+
+def _state(pid: int) -> str:
+    """Return the letter of a process's state, as in ``ps``."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def _py_spy(pid: int, state: str, deadline: float) -> str:
+    """Return what py-spy reads from outside, or why it could not: with C frames, for which it
+    pauses the process, and without them if the process is stopped or blocked. Empty if it is not
+    installed."""
+    beside = Path(sys.executable).with_name(PY_SPY)  # PATH of a job need not have the environment
+    program = str(beside) if beside.exists() else shutil.which(PY_SPY)
+    if program is None:
+        return ""
+    failed = ""
+    for option in (
+        ("--nonblocking",) if state in (*HELD, BLOCKED) else ("--native", "--nonblocking")
+    ):
+        try:
+            done = subprocess.run(
+                [program, "dump", option, "--pid", str(pid)],
+                capture_output=True,
+                timeout=max(0.0, deadline - time.monotonic()),
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"({PY_SPY}: {error})\n"
+        if done.returncode == 0:
+            return SEEN + done.stdout.decode(errors="replace")[:MOST_BYTES]
+        failed = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+    return f"({PY_SPY} cannot read it: {failed}{DENIED if 'ermission' in failed else ''})\n"
+
+
+def top_frame(text: str) -> str:
+    """Return where the main thread is: ``rewards.py:44 in __call__``."""
+    own, _, seen = text.partition(SEEN)
+    parts = MAIN_THREAD.split(own)  # the last one listed
+    frame = FRAME.search(parts[-1]) if len(parts) > 1 else None
+    parts = SEEN_THREAD.split(seen)  # the first one listed
+    frame = frame or (SEEN_FRAME.search(parts[1]) if len(parts) > 1 else None)
+    if frame is None:
+        return ""
+    return f"{Path(frame['file']).name}:{frame['line']} in {frame['name']}"
 
 
 class Witness:
@@ -45,9 +179,9 @@ class Witness:
         host = self._host
         there = host.children.witnesses()
         wanted = [rank for rank in there if ranks is None or rank in ranks]
-        answers = stacks.collect(host.children, wanted, pause)
+        answers = collect(host.children, wanted, pause)
         rows = self._rows(answers)
-        own = f"\n=== the agent\n{own_stacks(stacks.MOST_BYTES)}" if ranks is None else ""
+        own = f"\n=== the agent\n{own_stacks(MOST_BYTES)}" if ranks is None else ""
         path = host.paths.stacks(
             host.group.name, host.identity.task, host.identity.attempt, incarnation, number
         )
@@ -67,7 +201,7 @@ class Witness:
 
     def _rows(self, answers: Sequence[StacksAnswer]) -> list[RankProgress]:
         """Return what the ranks are doing, with the code position of those that answered."""
-        frames = {answer.rank: stacks.top_frame(answer.text) for answer in answers}
+        frames = {answer.rank: top_frame(answer.text) for answer in answers}
         return [replace(row, frame=frames.get(row.rank, "")) for row in self._host.children.doing()]
 
     def _text(

@@ -10,9 +10,9 @@ from pathlib import Path
 from slurmrl import env, log
 from slurmrl.fsio import umask
 from slurmrl.run.channel.pipe import Connection
-from slurmrl.workers import output, pulse, stacks
+from slurmrl.workers import child_process, pulse, stacks
+from slurmrl.workers.child_process import PIPE_FD_OPTION, PULSE_OPTION, allow_tracing
 from slurmrl.workers.master.serve import serve
-from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, allow_tracing
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
     stacks.answer(options.stacks_fd)
     allow_tracing()
     umask.make_private()
-    output.forgive()
+    child_process.drop_failed_output()
     log.configure("master")
     errand = pulse.Errand(stacks.wakeup(), lambda: stacks.finish(options.stacks_fd, ""))
     pulse.start(Connection.from_fd(options.pipe_fd), options.pulse_s, errand=errand)

@@ -36,7 +36,7 @@ from slurmrl.run.rollouts import RolloutTaskView
 from slurmrl.tensors.weights.version import VERSION
 from slurmrl.watch import published
 from slurmrl.workers.failure import failed
-from slurmrl.workers.poll_intervals import RESULTS_PER_S
+from slurmrl.workers.polling import RESULTS_PER_S
 from slurmrl.workers.rollout_messages import (
     REQUEST_LOG,
     RESULT_LOG,

@@ -33,7 +33,7 @@ from slurmrl.run.history.writer import IncarnationWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.samples import KeptSampleWriter
 from slurmrl.watch.recorder import MetricsRecorder
-from slurmrl.workers import doorbell
+from slurmrl.workers import address
 from slurmrl.workers.master import publish
 from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.exporting import export_actor
@@ -46,7 +46,7 @@ from slurmrl.workers.master.tasks import RolloutTasks
 from slurmrl.workers.master.versions import Publication, VersionPublisher
 from slurmrl.workers.master.worker_channel import AgentRegistry, WorkerChannel
 from slurmrl.workers.messages import Exit, Ready
-from slurmrl.workers.poll_intervals import PollIntervals
+from slurmrl.workers.polling import PollIntervals
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class Master:
             writer.incarnation,
             self._while_waiting,
             longest_poll_s=intervals.poll_s,
-            bell=doorbell.install(paths.control, config.cluster.interface, plan.trainers.hosts),
+            bell=address.install_bell(paths.control, config.cluster.interface, plan.trainers.hosts),
             wakers=rollouts.bells.descriptors if rollouts is not None else (),
         )
         self.agents = AgentRegistry(

@@ -35,7 +35,7 @@ from slurmrl.run.metrics import encode, finite
 from slurmrl.run.paths import EVALUATION, RunPaths, part_prefix
 from slurmrl.tensors.parallel.topology import topology_of
 from slurmrl.workers.master.progress import Progress
-from slurmrl.workers.parts import read_parts
+from slurmrl.workers.part_files import read_parts
 
 
 class Results:

@@ -36,8 +36,9 @@ from slurmrl.run.reports import Failure
 from slurmrl.tensors.checkpoint.manifest import read_state, until_certain
 from slurmrl.watch.recorder import MetricsRecorder
 from slurmrl.watch.story import REPEATS
-from slurmrl.workers import doorbell, evidence
-from slurmrl.workers.failure import describe, publish
+from slurmrl.workers import address
+from slurmrl.workers.child_process import kill_parent
+from slurmrl.workers.failure import COLLECT_S, describe, publish, publish_hang
 from slurmrl.workers.master.attempts import TaskBells, rollouts_of
 from slurmrl.workers.master.committer import begin_on_base, set_aside
 from slurmrl.workers.master.judgement import judge
@@ -46,8 +47,7 @@ from slurmrl.workers.master.progress import REQUIRED, STATE, Progress, ledger_of
 from slurmrl.workers.master.results import EvaluationScores, Results
 from slurmrl.workers.master.tasks import RolloutTasks, TaskNumbers
 from slurmrl.workers.master.versions import remove_leftovers
-from slurmrl.workers.poll_intervals import PollIntervals
-from slurmrl.workers.process import kill_parent
+from slurmrl.workers.polling import PollIntervals
 
 logger = log.get(__name__)
 
@@ -188,7 +188,7 @@ def _rollouts(
         look_s=intervals.status_s,
         poll_s=intervals.results_s,
         lease_ttl_s=config.cluster.lease_ttl_s,
-        bells=TaskBells(doorbell.hang(config.cluster.interface, plan.hosts)),
+        bells=TaskBells(address.fabric_bell(config.cluster.interface, plan.hosts)),
         numbers=TaskNumbers(
             paths,
             planned=group.hosts,
@@ -242,10 +242,10 @@ def _end(master: Master, names: NameStore, events: EventWriter, failure: Failure
         master.channel.end()
         return
     master.channel.end(stacks=failure.reason)
-    taken = master.channel.collect_stacks(evidence.COLLECT_S)
+    taken = master.channel.collect_stacks(COLLECT_S)
     rows = [row for stacked in taken for row in stacked.ranks] or master.status.doing()
     files = [stacked.file for stacked in taken]
-    evidence.publish(names, events, master.writer.incarnation, rows, files)
+    publish_hang(names, events, master.writer.incarnation, rows, files)
 
 
 def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Exception) -> Failure:

@@ -54,7 +54,7 @@ from slurmrl.workers.master.attempts import (
 )
 from slurmrl.workers.master.leases import TaskLeases
 from slurmrl.workers.master.samples import SampleChecks, SampleCounts, SampleSweep, StepWait
-from slurmrl.workers.poll_intervals import SHORTEST_RESULTS_S
+from slurmrl.workers.polling import SHORTEST_RESULTS_S
 from slurmrl.workers.rollout_messages import (
     GaveBack,
     GroupsFinished,

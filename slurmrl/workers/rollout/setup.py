@@ -37,10 +37,10 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.parallel import device
 from slurmrl.tensors.parallel.activity import Activity
 from slurmrl.tensors.parallel.device import Accelerator
-from slurmrl.workers import doorbell, gpus
+from slurmrl.workers import address, distributed
 from slurmrl.workers.distributed import collective_timeout, join
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
-from slurmrl.workers.poll_intervals import PollIntervals
+from slurmrl.workers.polling import PollIntervals
 from slurmrl.workers.rollout.engines import MakeEngine, native, served, undefined_decoder
 from slurmrl.workers.rollout.generation import Generation, TaskRows, judging_of
 from slurmrl.workers.rollout.merging import MergingHost
@@ -63,7 +63,7 @@ def build_rollout(
     accelerator = device.choose(group.gpus_per_worker)
     if group.gpus_per_worker:
         refuse = partial(memory.refusal_in_task, settings)
-        gpus.take(group, refuse, activity, exclusive=start.exclusive)
+        distributed.take_gpus(group, refuse, activity, exclusive=start.exclusive)
     elif rank == 0:
         processor.log_slow_bfloat16(settings.config, plan, group)
     device.set_up(
@@ -101,7 +101,7 @@ def build_rollout(
         record_s=intervals.record_s,
         spread_s=intervals.spread_s,
     )
-    bell = doorbell.hang(settings.config.cluster.interface, plan.hosts)
+    bell = address.fabric_bell(settings.config.cluster.interface, plan.hosts)
     return TaskWorker(
         *(paths, start, settings, tokenizer, make, config, accelerator.device, options),
         cores=_cores(plan.trainers),

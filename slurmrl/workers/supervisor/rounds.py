@@ -21,9 +21,9 @@ from slurmrl.run.history.log import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.client import SRUN
+from slurmrl.workers.child_process import die_with
 from slurmrl.workers.link import reason_to_leave
-from slurmrl.workers.presence import Presence
-from slurmrl.workers.process import die_with
+from slurmrl.workers.polling import Presence
 from slurmrl.workers.supervisor import next_attempt
 from slurmrl.workers.supervisor.blame import avoid_failed, blame_hosts
 from slurmrl.workers.supervisor.job_hosts import JobHosts
@@ -62,7 +62,7 @@ def agent_command(
     if options.launcher == "direct":
         return agent
     # A lost agent ends the step; a lost host does not: if it is this one, the other agents see to
-    # the job (workers/agent/leader.py).
+    # the job (workers/agent/agent_leases.py).
     srun = [*SRUN, "--kill-on-bad-exit=1", "--no-kill"]
     if hosts:
         srun += [f"--nodelist={','.join(hosts)}", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"]

@@ -22,7 +22,7 @@ from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.client import SRUN
-from slurmrl.workers.process import die_with
+from slurmrl.workers.child_process import die_with
 from slurmrl.workers.supervisor import next_attempt
 
 logger = log.get(__name__)

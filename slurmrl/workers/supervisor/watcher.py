@@ -1,7 +1,7 @@
 """``python -m slurmrl.workers.supervisor.watcher --run RUN --submission N --group G --host HOST``
 requeues the job once Slurm has taken HOST, where its batch process runs, away from it.
 
-A job with spares needs that (see `workers.requeue`). The agents of a round notice sooner, but other
+A job with spares needs that (see `workers.link`). The agents of a round notice sooner, but other
 hosts may have none: the trainers run on one host, or the agents that watch were lost, too.
 """
 
@@ -28,7 +28,7 @@ from slurmrl.run.reports import Identity
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.succession import TIMEOUT_S, Link
 from slurmrl.watch import published
-from slurmrl.workers.requeue import requeue, this_start
+from slurmrl.workers.link import requeue, this_start
 
 logger = log.get(__name__)
 

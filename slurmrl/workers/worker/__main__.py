@@ -18,9 +18,14 @@ from slurmrl.run.hang import PendingCollective, RankProgress
 from slurmrl.run.worlds import RankId, group_of
 from slurmrl.tensors.ops.native import build
 from slurmrl.tensors.parallel.activity import Activity
-from slurmrl.workers import output, pulse, stacks
+from slurmrl.workers import child_process, pulse, stacks
+from slurmrl.workers.child_process import (
+    PIPE_FD_OPTION,
+    PULSE_OPTION,
+    allow_tracing,
+    ignore_signals,
+)
 from slurmrl.workers.messages import FROM_FORK_SERVER, ImportFailed, Pulse
-from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, allow_tracing, ignore_signals
 
 COMPILING = "compiling the operators of slurmrl, once for this cache"
 
@@ -36,7 +41,7 @@ def main() -> int:
     options = parser.parse_args()
     stacks.answer(options.stacks_fd)
     umask.make_private()
-    output.forgive()
+    child_process.drop_failed_output()
     log.configure(f"fork server of {options.world}")
     agent = Connection.from_fd(options.pipe_fd)
     gc.disable()  # a tenth of the time of the imports

@@ -49,7 +49,7 @@ from slurmrl.workers.messages import (
     Saved,
     WriteVersion,
 )
-from slurmrl.workers.parts import write_part
+from slurmrl.workers.part_files import write_part
 from slurmrl.workers.worker.batch import Batch, Mail, Shares
 from slurmrl.workers.worker.reallocation import Reallocations, Residence
 from slurmrl.workers.worker.saver import Saver

@@ -26,7 +26,7 @@ from slurmrl.rollouts.generation.warden import Leftovers
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.worlds import TRAINERS
-from slurmrl.workers import process, stacks
+from slurmrl.workers import child_process, stacks
 from slurmrl.workers.messages import (
     FROM_FORK_SERVER,
     TO_FORK_SERVER,
@@ -85,8 +85,8 @@ def serve(agent: Connection, stacks_fd: int) -> Forked | None:
     ``stacks_fd``: where this process writes its stacks (see `stacks.answer`); in a worker it
     becomes the rank's own file.
     """
-    process.name_process("fork server")
-    process.adopt_orphans()
+    child_process.name_process("fork server")
+    child_process.adopt_orphans()
     return _ForkServer(agent, stacks_fd).serve()
 
 
@@ -170,9 +170,9 @@ class _ForkServer:
         fork_server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            process.die_with(fork_server)
-            process.name_process(f"rank {request.rank}")
-            process.adopt_orphans()
+            child_process.die_with(fork_server)
+            child_process.name_process(f"rank {request.rank}")
+            child_process.adopt_orphans()
             os.dup2(stacks_fd, self._stacks_fd, inheritable=False)
             os.close(stacks_fd)
             for worker in self._workers.values():

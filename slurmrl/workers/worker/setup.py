@@ -47,8 +47,8 @@ from slurmrl.tensors.checkpoint.pinned import is_pinned
 from slurmrl.tensors.parallel import device, groups
 from slurmrl.tensors.parallel.activity import Activity
 from slurmrl.tensors.parallel.groups import ParallelContext
-from slurmrl.workers import gpus
-from slurmrl.workers.distributed import collective_timeout, host_group, join, wait_for_all
+from slurmrl.workers import distributed
+from slurmrl.workers.distributed import RunStore, collective_timeout, host_group, join, wait_for_all
 from slurmrl.workers.messages import (
     Answer,
     Done,
@@ -59,7 +59,6 @@ from slurmrl.workers.messages import (
     Start,
     StartRollout,
 )
-from slurmrl.workers.run_store import RunStore
 from slurmrl.workers.serving import own_server, running_servers
 from slurmrl.workers.worker import reallocation, version_writing
 from slurmrl.workers.worker.batch import Mail
@@ -138,7 +137,7 @@ def build_trainer(
     accelerator = device.choose(group.gpus_per_worker)
     if accelerator.device.type == "cuda":  # with a checkpoint, the models have fitted before
         refuse = partial(memory.refusal, settings) if start.base is None else _accept
-        gpus.take(group, refuse, activity, exclusive=start.exclusive)
+        distributed.take_gpus(group, refuse, activity, exclusive=start.exclusive)
     elif rank % group.workers_per_host == 0:
         processor.log_slow_bfloat16(settings.config, plan, group)
     deterministic = settings.config.deterministic

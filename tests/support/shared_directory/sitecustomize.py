@@ -16,9 +16,9 @@ if program is not None:
     from slurmrl.run.channel import wakeup
     from slurmrl.run.channel.bell import Bell
     from slurmrl.run.channel.follower import Follower
-    from slurmrl.workers import doorbell
+    from slurmrl.workers import address
 
-    wakeup.is_local = doorbell.is_local = lambda directory: False
+    wakeup.is_local = address.is_local = lambda directory: False
     heeded = Path(os.environ["SLURMRL_TEST_RINGS"]) / program.rpartition(".")[2]
     hear = Follower._hear
 

@@ -30,11 +30,10 @@ from slurmrl.watch import published
 from slurmrl.workers.agent import agent as agent_module
 from slurmrl.workers.agent import incarnation as incarnation_module
 from slurmrl.workers.agent.agent import AGAIN, FAILED, OK, Agent
-from slurmrl.workers.agent.host import Host
+from slurmrl.workers.agent.agent_host import SIGNALS, Host
 from slurmrl.workers.agent.incarnation import Incarnation
-from slurmrl.workers.agent.warning import SIGNALS
 from slurmrl.workers.failure import failed
-from slurmrl.workers.poll_intervals import PollIntervals
+from slurmrl.workers.polling import PollIntervals
 
 DIED = failed(Failure(cause="died", reason="rank 1 died", rank=1, exit_code=-9))
 Step = Callable[[Incarnation], None]

@@ -14,9 +14,8 @@ from slurmrl.errors import EnvironmentFailure, OwnershipError, WaitTimeoutError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.run.channel.log import LogReader, LogWriter
 from slurmrl.run.paths import RunPaths
-from slurmrl.workers.agent.host import Host
-from slurmrl.workers.agent.incarnation import Incarnation
-from slurmrl.workers.agent.replies import Replies
+from slurmrl.workers.agent.agent_host import Host
+from slurmrl.workers.agent.incarnation import Incarnation, Replies
 from slurmrl.workers.messages import Saved
 
 

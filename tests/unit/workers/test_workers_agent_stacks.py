@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.workers.agent import stacks
+from slurmrl.workers.agent import witness
 from slurmrl.workers.stacks import own
 from tests.support.trials import wait_until
 
@@ -75,23 +75,23 @@ def test_c_frames_are_shown_where_the_process_can_be_paused(
     py_spy: None, monkeypatch: pytest.MonkeyPatch, state: str, fake: str, expected: str
 ) -> None:
     monkeypatch.setenv("FAKE", fake)
-    assert stacks._py_spy(1, state, time.monotonic() + 60).startswith(expected)
+    assert witness._py_spy(1, state, time.monotonic() + 60).startswith(expected)
 
 
 def test_py_spy_gets_no_more_time_than_is_left(py_spy: None) -> None:
-    assert "timed out" in stacks._py_spy(1, "S", time.monotonic() - 1)
+    assert "timed out" in witness._py_spy(1, "S", time.monotonic() - 1)
 
 
 @pytest.mark.parametrize(
     ("text", "frame"),
     [
-        (f"(rank 0 did not answer)\n{stacks.SEEN}{NATIVE}", "my reward.py:4 in blocked"),
-        (f"(rank 0 did not answer)\n{stacks.SEEN}{PYTHON}", "<string>:3 in waits"),
+        (f"(rank 0 did not answer)\n{witness.SEEN}{NATIVE}", "my reward.py:4 in blocked"),
+        (f"(rank 0 did not answer)\n{witness.SEEN}{PYTHON}", "<string>:3 in waits"),
         ("(rank 0 did not answer)\n(py-spy cannot read it: Permission Denied)\n", ""),
     ],
 )
 def test_the_frame_of_a_process_that_did_not_answer(text: str, frame: str) -> None:
-    assert stacks.top_frame(text) == frame
+    assert witness.top_frame(text) == frame
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def blocked() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        wait_until("the process to wait", lambda: stacks._state(process.pid) == "S")
+        wait_until("the process to wait", lambda: witness._state(process.pid) == "S")
         yield process
         process.kill()
 
@@ -112,13 +112,13 @@ def blocked() -> Iterator[subprocess.Popen[bytes]]:
 )
 def test_the_real_py_spy(blocked: subprocess.Popen[bytes]) -> None:
     """It shows C and Python frames of a running process, and Python frames of a stopped one."""
-    seen = stacks._py_spy(blocked.pid, "S", time.monotonic() + 60)
+    seen = witness._py_spy(blocked.pid, "S", time.monotonic() + 60)
     assert "nanosleep (libc" in seen
-    assert stacks.top_frame(seen) == "<string>:3 in blocked"
+    assert witness.top_frame(seen) == "<string>:3 in blocked"
     os.kill(blocked.pid, signal.SIGSTOP)
-    wait_until("the process to stop", lambda: stacks._state(blocked.pid) == "T")
-    seen = stacks._py_spy(blocked.pid, "T", time.monotonic() + 60)
-    assert stacks.top_frame(seen) == "<string>:3 in blocked"
+    wait_until("the process to stop", lambda: witness._state(blocked.pid) == "T")
+    seen = witness._py_spy(blocked.pid, "T", time.monotonic() + 60)
+    assert witness.top_frame(seen) == "<string>:3 in blocked"
 
 
 def test_the_agent_shows_the_stacks_of_its_own_threads() -> None:

@@ -18,7 +18,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
-from slurmrl.workers import process
+from slurmrl.workers import child_process
 from slurmrl.workers.agent import children as children_module
 from slurmrl.workers.agent.children import Children, Ended, News
 from slurmrl.workers.messages import Done, RunCall, Save
@@ -109,18 +109,18 @@ def ear(
     (tmp_path / "stub_worker.py").write_text(STUB)
     (tmp_path / "stub_master.py").write_text(MASTER)
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
-    spawn = process.spawn_with_pipe
+    spawn = child_process.spawn_with_pipe
 
     def spawn_stub(
         name: str, module: str, arguments: list[str], **more: Any
-    ) -> tuple[process.Child, Connection]:
+    ) -> tuple[child_process.Child, Connection]:
         stub = {
             "slurmrl.workers.worker": "stub_worker",
             "slurmrl.workers.master": "stub_master",
         }[module]
         return spawn(name, stub, arguments, **more)
 
-    monkeypatch.setattr(process, "spawn_with_pipe", spawn_stub)
+    monkeypatch.setattr(child_process, "spawn_with_pipe", spawn_stub)
     identity = Identity("trainer", 1, 0, "n1", "41.0.0", "41_0", os.getpid())
     cluster = Cluster(heartbeat_s=2.0, silence_s=4.0)
     found = Ear(Children(paths, plans(hosts=2).groups[0], identity, cluster))
@@ -278,7 +278,7 @@ def test_a_worker_that_takes_long_to_free_its_gpu_is_waited_for(
     ended, ends = os.pipe()
     fork_server = gpus.of(3)["fork_server"]
     os.kill(fork_server, signal.SIGSTOP)  # as if its worker had not ended yet
-    monkeypatch.setattr(process, "kill_descendant", lambda pid, name: os.dup(ended))
+    monkeypatch.setattr(child_process, "kill_descendant", lambda pid, name: os.dup(ended))
     beats = 0
 
     def beat() -> None:

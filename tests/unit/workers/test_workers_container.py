@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from slurmrl.config.schema.cluster import Slurm
-from slurmrl.workers.agent.container import interpreter
+from slurmrl.workers.agent.fork_environment import interpreter
 
 ENVIRON = {
     "PATH": "/usr/bin",

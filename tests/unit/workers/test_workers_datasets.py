@@ -16,8 +16,8 @@ from slurmrl.config.schema import Dataset
 from slurmrl.data import preparation
 from slurmrl.errors import UsageError
 from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.workers.distributed import RunStore
 from slurmrl.workers.messages import Preparing
-from slurmrl.workers.run_store import RunStore
 from slurmrl.workers.worker.setup import Datasets
 from tests.support.chaos.preparations import Characters
 

@@ -15,9 +15,8 @@ import pytest
 import slurmrl
 from slurmrl.tensors.parallel import device
 from slurmrl.workers import distributed
-from slurmrl.workers.distributed import collective_timeout, join, wait_for_all
+from slurmrl.workers.distributed import RunStore, collective_timeout, join, wait_for_all
 from slurmrl.workers.messages import Start
-from slurmrl.workers.run_store import RunStore
 
 COLLECTIVES = ("barrier", "monitored_barrier", "all_reduce", "broadcast", "all_gather", "reduce")
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -14,11 +14,10 @@ from slurmrl.run.channel.bell import TOKEN_BYTES, Bell, BellAddress
 from slurmrl.run.channel.follower import Follower
 from slurmrl.run.channel.log import LogReader, LogWriter
 from slurmrl.run.paths import RunPaths
-from slurmrl.workers import doorbell
+from slurmrl.workers import address
+from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.children import News
-from slurmrl.workers.agent.host import Host
-from slurmrl.workers.agent.incarnation import Incarnation
-from slurmrl.workers.agent.replies import Replies
+from slurmrl.workers.agent.incarnation import Incarnation, Replies
 from slurmrl.workers.messages import Answer, Done
 
 
@@ -68,7 +67,7 @@ def test_each_incarnation_has_a_bell_of_its_own(
     incarnation: Incarnation, run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rings for an older one do not reach it; its socket is closed when the incarnation ends."""
-    monkeypatch.setattr("slurmrl.workers.doorbell.is_local", lambda directory: False)
+    monkeypatch.setattr("slurmrl.workers.address.is_local", lambda directory: False)
     addresses = []
     for number in (1, 2):
         served = Incarnation(incarnation.host, number - 1)
@@ -86,15 +85,15 @@ def test_each_incarnation_has_a_bell_of_its_own(
 def test_a_host_without_a_fabric_address_polls(
     paths: RunPaths, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doorbell, "is_local", lambda directory: False)
-    assert doorbell.install(paths.control, "no-such-interface", 2) is None
+    monkeypatch.setattr(address, "is_local", lambda directory: False)
+    assert address.install_bell(paths.control, "no-such-interface", 2) is None
     assert "noticed by polling only" in caplog.text
 
 
 def test_where_the_kernel_reports_changes_no_port_is_opened(paths: RunPaths) -> None:
     if not is_local(paths.control):
         pytest.skip(f"{paths.control} is not on a file system that is known to be local")
-    assert doorbell.install(paths.control, None, 1) is None
+    assert address.install_bell(paths.control, None, 1) is None
 
 
 def test_polls_are_quick_again_when_the_workers_have_answered_everything(

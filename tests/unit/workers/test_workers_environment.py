@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.plan.model import Plan
-from slurmrl.workers.agent import environment
+from slurmrl.workers.agent import fork_environment
 
 REPOSITORY = Path(__file__).parents[3]
 THREADS = """
@@ -35,7 +35,7 @@ def with_engine(plan: Plan, engine: str, **sizes: int) -> Plan:
 
 def test_a_fork_server_has_one_thread_however_many_its_workers_use(plan: Plan) -> None:
     """numpy's OpenBLAS would start as many as OMP_NUM_THREADS says, before the first fork."""
-    given = environment.of_fork_server(plan.groups[0], [""], os.environ, {})
+    given = fork_environment.of_fork_server(plan.groups[0], [""], os.environ, {})
     assert given["OMP_NUM_THREADS"] == "4"
     command = [sys.executable, "-c", THREADS]
     done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
@@ -62,23 +62,25 @@ def test_one_connection_to_the_gpu_where_megatron_needs_the_order_of_kernels(
 ) -> None:
     """And nowhere else: FSDP's all-gathers would wait behind computation."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    defaults = environment.defaults(with_engine(plan, engine, **sizes), capability)
-    given = environment.of_fork_server(plan.groups[0], ["0"], os.environ, defaults)
+    defaults = fork_environment.defaults(with_engine(plan, engine, **sizes), capability)
+    given = fork_environment.of_fork_server(plan.groups[0], ["0"], os.environ, defaults)
     assert given.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
 
 
 def test_the_users_variables_count_more_than_defaults(plan: Plan) -> None:
     own = {"TORCH_FR_BUFFER_SIZE": "50", "CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_DEBUG": "INFO"}
-    defaults = environment.defaults(with_engine(plan, "megatron", tp=2), 9.0)
-    given = environment.of_fork_server(plan.groups[0], ["0"], own, defaults)
+    defaults = fork_environment.defaults(with_engine(plan, "megatron", tp=2), 9.0)
+    given = fork_environment.of_fork_server(plan.groups[0], ["0"], own, defaults)
     assert given.items() >= own.items()
 
 
 def test_collectives_are_recorded_so_that_hangs_of_nccl_are_explained(plan: Plan) -> None:
-    given = environment.of_fork_server(plan.groups[0], ["0"], {}, {})
+    given = fork_environment.of_fork_server(plan.groups[0], ["0"], {}, {})
     assert int(given["TORCH_FR_BUFFER_SIZE"]) >= 1000
     own = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}  # which torch would ignore beside the new name
-    assert "TORCH_FR_BUFFER_SIZE" not in environment.of_fork_server(plan.groups[0], ["0"], own, {})
+    assert "TORCH_FR_BUFFER_SIZE" not in fork_environment.of_fork_server(
+        plan.groups[0], ["0"], own, {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,5 +97,5 @@ def test_the_allocator_of_gpu_memory_has_expandable_segments_unless_the_user_con
     plan: Plan, environ: dict[str, str], visible: str, expected: dict[str, str]
 ) -> None:
     """Under either of torch's names, which a default would otherwise override or contradict."""
-    given = environment.of_fork_server(plan.groups[0], [visible], environ, {})
+    given = fork_environment.of_fork_server(plan.groups[0], [visible], environ, {})
     assert {name: value for name, value in given.items() if "ALLOC" in name} == expected

@@ -30,7 +30,7 @@ from slurmrl.tensors.parallel.activity import Activity
 from slurmrl.tensors.parallel.groups import ParallelContext
 from slurmrl.tensors.parallel.topology import ProcessTopology
 from slurmrl.workers.messages import Done, LoadBatch, RunCall, Save, Saved
-from slurmrl.workers.parts import read_parts
+from slurmrl.workers.part_files import read_parts
 from slurmrl.workers.worker import executor as executor_module
 from slurmrl.workers.worker.batch import Mail
 from slurmrl.workers.worker.executor import Executor, UpdateKept

@@ -17,7 +17,7 @@ from slurmrl.plan.build import make_plan
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.worlds import RankId
-from slurmrl.workers import process
+from slurmrl.workers import child_process
 from slurmrl.workers.agent.children import Slot
 from tests.support.trials import wait_until
 
@@ -165,7 +165,7 @@ class Host:
     def __init__(self, module: str, options: list[str], folder: Path, pythonpath: str) -> None:
         environment = {**os.environ, "PYTHONPATH": pythonpath}
         with atomic.open_log(folder / "log") as output:
-            self.process, self.line = process.spawn_with_pipe(
+            self.process, self.line = child_process.spawn_with_pipe(
                 "the fork server", module, options, output=output, environment=environment
             )
         self.slots = [Slot(RankId("trainer", rank), "n1") for rank in range(2)]

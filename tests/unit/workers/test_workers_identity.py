@@ -12,7 +12,7 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run import keys
 from slurmrl.run.reports import Identity
-from slurmrl.workers.agent.identity import claim
+from slurmrl.workers.agent.agent_host import claim
 from tests.support.memory_names import MemoryNameStore
 
 SLURM = {

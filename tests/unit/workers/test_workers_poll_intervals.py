@@ -17,8 +17,8 @@ from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.state import fold
 from slurmrl.run.lease import Lease, LeaseObserver
-from slurmrl.workers.agent.lease_guard import LeaseGuard
-from slurmrl.workers.poll_intervals import PollIntervals
+from slurmrl.workers.agent.agent_leases import LeaseGuard
+from slurmrl.workers.polling import PollIntervals
 
 WARM_UP_S = 600.0
 REST_S = 600.0

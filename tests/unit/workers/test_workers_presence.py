@@ -10,7 +10,7 @@ from slurmrl.errors import RunFailedError, RunGoneError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Failure
-from slurmrl.workers.presence import GONE_S, LOOK_S, Presence, make_channels
+from slurmrl.workers.polling import GONE_S, LOOK_S, Presence, make_channels
 
 
 class Watched(SystemCalls):

@@ -16,7 +16,7 @@ from slurmrl.display.words import signal_name
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.run.channel.pipe import Connection
-from slurmrl.workers import process
+from slurmrl.workers import child_process
 from tests.support.trials import wait_until
 
 HERE = Path(__file__).parents[3]
@@ -41,9 +41,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @contextmanager
 def spawned(
     tmp_path: Path, environment: dict[str, str]
-) -> Iterator[tuple[process.Child, Connection]]:
+) -> Iterator[tuple[child_process.Child, Connection]]:
     with atomic.open_log(tmp_path / "logs" / "child.log") as output:
-        child, pipe = process.spawn_with_pipe(
+        child, pipe = child_process.spawn_with_pipe(
             "the child", "stub_child", ["one", "two"], output=output, environment=environment
         )
     try:
@@ -60,8 +60,8 @@ def test_child_has_its_arguments_and_ignores_signals(
         hello = pipe.receive(60)
         assert hello is not None, (tmp_path / "logs" / "child.log").read_text()
         assert hello["arguments"] == ["one", "two"]
-        assert set(hello["ignored"]) >= {int(number) for number in process.IGNORED}
-        for number in process.IGNORED:
+        assert set(hello["ignored"]) >= {int(number) for number in child_process.IGNORED}
+        for number in child_process.IGNORED:
             os.kill(child.process.pid, number)
         pipe.send({"still": "there"})
         assert pipe.receive(60) == {"heard": {"still": "there"}, "fd": False}
@@ -101,7 +101,7 @@ def test_command_that_cannot_be_executed(tmp_path: Path) -> None:
         atomic.open_log(tmp_path / "log") as output,
         pytest.raises(EnvironmentFailure, match="cannot start rank 0 with 'no-such-container'"),
     ):
-        process.spawn(
+        child_process.spawn(
             "rank 0",
             "json",
             [],
@@ -159,7 +159,7 @@ def test_parent_that_is_gone_already(tmp_path: Path) -> None:
     """The parent can die before the kernel is asked: then the signal would never be sent."""
     code = (
         "import os\n"
-        "from slurmrl.workers.process import die_with\n"
+        "from slurmrl.workers.child_process import die_with\n"
         "die_with(os.getppid() + 1)\n"
         "print('survived')\n"
     )
@@ -173,7 +173,7 @@ def test_parent_that_is_gone_already(tmp_path: Path) -> None:
 def test_names_of_signals() -> None:
     assert signal_name(signal.SIGKILL) == "SIGKILL"
     assert signal_name(signal.SIGRTMIN + 3) == f"signal {signal.SIGRTMIN + 3}"
-    assert process.ending("x", -(signal.SIGRTMIN + 3)) == (
+    assert child_process.ending("x", -(signal.SIGRTMIN + 3)) == (
         f"x was ended by signal {signal.SIGRTMIN + 3}"
     )
 
@@ -184,11 +184,11 @@ def test_children_are_ended_together_and_none_is_waited_for_too_long(
     """One that the kernel holds in a system call cannot be ended; here its kill does not come
     through."""
     held, other = (
-        process.Child(name, subprocess.Popen(["sleep", "600"])) for name in ("held", "other")
+        child_process.Child(name, subprocess.Popen(["sleep", "600"])) for name in ("held", "other")
     )
     monkeypatch.setattr(held, "kill", lambda: None)
     try:
-        process.close_all([held, other], timeout_s=0.2)
+        child_process.close_all([held, other], timeout_s=0.2)
         assert held.ended() is None
         assert other.process.returncode == -signal.SIGKILL
     finally:

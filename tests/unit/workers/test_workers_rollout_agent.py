@@ -29,12 +29,11 @@ from slurmrl.run.orphaned import Orphaned
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity, Warned
 from slurmrl.watch import published
-from slurmrl.workers import process
+from slurmrl.workers import child_process
 from slurmrl.workers.agent import agent as agent_module
 from slurmrl.workers.agent.agent import FAILED, OK, Agent
-from slurmrl.workers.agent.host import Host
+from slurmrl.workers.agent.agent_host import SIGNALS, Host
 from slurmrl.workers.agent.rollout_task import FOLDER_GONE_S, RolloutTask, time_to_retire_s
-from slurmrl.workers.agent.warning import SIGNALS
 from slurmrl.workers.failure import failed
 
 REPOSITORY = Path(__file__).parents[3]
@@ -136,15 +135,15 @@ def bed(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
     monkeypatch.setenv("STUB_HEARD", str(tmp_path / "heard"))
     monkeypatch.setattr(Agent, "_take_log", lambda agent: None)
-    spawn = process.spawn_with_pipe
+    spawn = child_process.spawn_with_pipe
 
     def spawn_stub(
         name: str, module: str, arguments: list[str], **more: Any
-    ) -> tuple[process.Child, Connection]:
+    ) -> tuple[child_process.Child, Connection]:
         assert module == "slurmrl.workers.worker"
         return spawn(name, "stub_worker", arguments, **more)
 
-    monkeypatch.setattr(process, "spawn_with_pipe", spawn_stub)
+    monkeypatch.setattr(child_process, "spawn_with_pipe", spawn_stub)
     found = Bed(run, tmp_path / "heard")
 
     class Scripted(RolloutTask):

@@ -41,7 +41,7 @@ from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity
 from slurmrl.tensors.weights.version import VersionId
-from slurmrl.workers import doorbell
+from slurmrl.workers import address
 from slurmrl.workers.failure import publish_attempt
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.attempts import RolloutAttempt, TaskBells, parse_name, rollouts_of
@@ -999,7 +999,7 @@ MakeMaster: TypeAlias = Callable[[Settings, SampleLedger], RolloutTasks]
 @pytest.fixture
 def make_master(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> MakeMaster:
     """The tasks as the master of a trial makes them, without a doorbell."""
-    monkeypatch.setattr(doorbell, "hang", lambda *_: None)
+    monkeypatch.setattr(address, "hang", lambda *_: None)
     make_private_directory(paths.rollouts)
 
     def make(settings: Settings, ledger: SampleLedger) -> RolloutTasks:

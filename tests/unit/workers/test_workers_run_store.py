@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.workers import run_store
-from slurmrl.workers.run_store import RunStore
+from slurmrl.workers import distributed
+from slurmrl.workers.distributed import RunStore
 
 LONG, SHORT = timedelta(seconds=60), timedelta(milliseconds=50)
 
@@ -73,7 +73,7 @@ def test_wait_names_the_missing_keys_after_its_timeout(store: RunStore) -> None:
 def test_store_fails_without_its_directory(
     store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_store, "READ_S", 0.0)
+    monkeypatch.setattr(distributed, "READ_S", 0.0)
     shutil.rmtree(tmp_path / "meeting")
     for use in (lambda: store.get("k"), lambda: store.set("k", b"")):
         with pytest.raises(EnvironmentFailure, match="meeting"):

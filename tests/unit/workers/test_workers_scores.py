@@ -18,7 +18,7 @@ from slurmrl.plan.settings import Settings
 from slurmrl.run.paths import RunPaths, evaluation_prefix
 from slurmrl.workers.master import results as scores_module
 from slurmrl.workers.master.results import EvaluationScores, ScoringCall
-from slurmrl.workers.parts import write_part
+from slurmrl.workers.part_files import write_part
 
 ITEMS = ("a@0", "b@0", "c@0")
 

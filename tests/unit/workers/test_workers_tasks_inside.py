@@ -17,7 +17,7 @@ from slurmrl.run import keys
 from slurmrl.run.events import EventWriter, read_all
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
-from slurmrl.workers.agent.host import Host
+from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.supervisor import tasks_inside
 from slurmrl.workers.supervisor.tasks_inside import MOST_FAILURES, SOUND_S, TasksInside
 from tests.support.trials import wait_until

@@ -10,7 +10,7 @@ import pytest
 
 from slurmrl import env
 from slurmrl.run.reports import Warned
-from slurmrl.workers.agent.warning import SIGNALS, Warnings
+from slurmrl.workers.agent.agent_host import SIGNALS, Warnings
 
 NOW = 1_000_000.0
 

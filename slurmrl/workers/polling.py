@@ -1,18 +1,34 @@
-"""Intervals at which the processes of an idle trial access the shared directory.
+"""How often processes read the shared directory, and whether the run directory is still there.
 
 An idle trial causes at most ``max(200, 0.5 x hosts)`` file operations a second in all. Hosts of
 larger trials therefore poll less often, and notice changes up to `poll_s` later. Busy rollout
 tasks cause up to ``max(1000, 2 x hosts)`` operations a second in addition, the master's reads of
 their results less than 500.
+
+A directory that does not answer is waited for. One that was removed does not come back, and without
+it no other process sees what a process does.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from slurmrl.backoff import Interval
+from slurmrl.errors import RunGoneError
+from slurmrl.fsio import atomic
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Cause, Failure
+from slurmrl.workers.failure import failed
+
+ITSELF = "."
+LOOK_S = 5.0
+GONE_S = 20.0
+"""A directory that is missing for this long counts as removed; until then it may be moved back."""
 OPERATIONS_PER_S = 200.0
 OPERATIONS_PER_S_AND_HOST = 0.5
-
 BEAT = 3
 """File operations of a heartbeat, of reading a lease, of polling a log: open, transfer, close."""
 CHECK = 3
@@ -20,7 +36,6 @@ CHECK = 3
 the size of the host's output, which happens as often."""
 PUBLISH = 16
 """File operations of replacing the status, generously."""
-
 TASKS_OPERATIONS_PER_S = 1000.0
 TASKS_OPERATIONS_PER_S_AND_HOST = 2.0
 LOOK = 4
@@ -29,12 +44,80 @@ versions."""
 RESULTS_PER_S = 150.0
 """Logs of results that the master reads, one after the other: at a millisecond for each of three
 operations it has more than half of its time for the trainers."""
-
 SHORTEST_POLL_S = 0.05
 SHORTEST_RESULTS_S = 0.2
 SHORTEST_TASK_S = 1.0
 POLL_JITTER = 1.2
 """Pauses between polls are randomly shortened (see `backoff`), by less than this factor."""
+
+
+class Presence:
+    """Checks the run directory, at most every ``look_s`` seconds."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        *,
+        look_s: float = LOOK_S,
+        clock: Callable[[], float] = time.monotonic,
+        calls: SystemCalls = REAL,
+    ) -> None:
+        self._paths = paths
+        self._look_s = look_s
+        self._clock = clock
+        self._calls = calls
+        self._looks = Interval(look_s, clock)
+        self._since: float | None = None
+        """When a directory was first found missing."""
+
+    def check(self) -> None:
+        """Raise RunGoneError if the run directory was removed, RunFailedError if one of the
+        directories for messages was: the next start makes that one again."""
+        if not self._looks.due():
+            return
+        now = self._clock()
+        missing = self._missing()
+        if not missing:
+            self._since = None
+            return
+        self._since = now if self._since is None else self._since
+        if now - self._since < GONE_S:
+            return
+        run = self._paths.run
+        if missing == [ITSELF]:
+            raise RunGoneError(f"the run directory {run} was removed; its processes end")
+        reason = (
+            f"{', '.join(f'{name}/' for name in missing)} in {run} was removed while the trial ran"
+        )
+        no_host = ""  # is to blame, so none is avoided for it
+        raise failed(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=no_host))
+
+    def sleep(self, seconds: float) -> None:
+        """Pause between two attempts. Raises as `check`."""
+        self._calls.sleep(seconds)
+        self.check()
+
+    def wait(self) -> None:
+        """Wait until the run directory is there. Raises RunGoneError."""
+        while self._missing() == [ITSELF]:
+            self.sleep(self._look_s)
+
+    def _missing(self) -> list[str]:
+        """Return the names of missing directories; none where the file system does not answer."""
+        try:
+            names = set(self._calls.listdir(self._paths.run))
+        except FileNotFoundError:
+            return [ITSELF]
+        except OSError:
+            return []
+        return sorted({path.name for path in self._paths.channels()} - names)
+
+
+def make_channels(paths: RunPaths) -> None:
+    """Make the directories through which processes exchange messages, where they are missing. The
+    run directory itself must be there. Raises EnvironmentFailure."""
+    for directory in paths.channels():
+        atomic.make_private_directory(directory)
 
 
 @dataclass(frozen=True)

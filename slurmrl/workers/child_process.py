@@ -1,12 +1,14 @@
 """Child processes that cannot outlive their parent and that only their parent ends.
 
 Children ignore the signals that Slurm sends to whole steps (their agent handles those). When the
-parent dies, the kernel sends them SIGKILL, and they read end of file from their pipe.
+parent dies, the kernel sends them SIGKILL, and they read end of file from their pipe. What they
+print and the file does not take is dropped.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import select
 import signal
@@ -17,6 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
+
+from typing_extensions import Buffer
 
 from slurmrl import log
 from slurmrl.display.words import signal_name
@@ -241,3 +245,41 @@ def spawn_with_pipe(
         theirs.close()
     child.stacks_fd = stacks_fd
     return child, ours
+
+
+class _Forgiving(io.FileIO):
+    """Drops what the file does not take (full disk, unreachable server), and writes a note about it
+    as soon as the file takes something again."""
+
+    _dropped = 0
+    _why = ""
+
+    def write(self, data: Buffer, /) -> int:
+        size = memoryview(data).nbytes
+        try:
+            if self._dropped:
+                super().write(
+                    f"\n--- slurmrl: {self._dropped} bytes of output were dropped: {self._why} "
+                    "---\n".encode()
+                )
+                self._dropped = 0
+            return super().write(data)
+        except OSError as error:
+            self._dropped += size
+            self._why = error.strerror or str(error)
+            return size
+
+
+def drop_failed_output() -> None:
+    """Replace sys.stdout and sys.stderr of this process: printing raises no OSError any more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.stdout = _forgiving(1, line_buffering=False)
+    sys.stderr = _forgiving(2, line_buffering=True)
+
+
+def _forgiving(descriptor: int, *, line_buffering: bool) -> io.TextIOWrapper:
+    raw = _Forgiving(descriptor, "wb", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding="utf-8", errors="replace", line_buffering=line_buffering
+    )

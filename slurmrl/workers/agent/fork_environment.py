@@ -1,14 +1,20 @@
-"""The environment of a host's fork server, which its workers inherit. Pure functions.
+"""The environment of a host's fork server, which its workers inherit, and the command that runs its
+Python, inside a container if one is configured. Pure functions.
 
-Variables of the submitter, of ``cluster.env`` and of set-up lines override the defaults.
+Variables of the submitter, of ``cluster.env`` and of set-up lines override the defaults. The agent
+stays outside of the container, where it has Slurm and the shared directory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
+from slurmrl.config.schema.cluster import Slurm
 from slurmrl.plan.model import GroupPlan, Plan
+from slurmrl.scheduler.environment import NO_BYTECODE, OF_FABRIC
 
 SINGLE_THREADED: Final = {"OPENBLAS_NUM_THREADS": "1"}
 """numpy's OpenBLAS starts its threads on import, and a fork server must have none: a fork copies
@@ -28,6 +34,15 @@ OLDER_NAMES: Final = {
 BLACKWELL: Final = 10.0
 """Compute capability from which CUDA starts kernels of several streams in the order of their calls
 with any number of connections."""
+
+HANDED_ON = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTHONPATH"),
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", NO_BYTECODE),
+)
+PREFIXES = (*OF_FABRIC, "PYTORCH_", "SLURMRL_")
+"""Variables that workers need in addition to those of ``cluster.env``. Some containers (enroot,
+Apptainer with --cleanenv) do not inherit the environment, so these go on the command line, which
+every user of the host can read: never add anything secret."""
 
 
 def defaults(plan: Plan, compute_capability: float | None) -> dict[str, str]:
@@ -64,3 +79,23 @@ def of_fork_server(
 def of_rank(visible: str) -> dict[str, str]:
     """Return the variables of a rank, which are set before its worker touches a GPU."""
     return {"CUDA_VISIBLE_DEVICES": visible}
+
+
+def interpreter(
+    slurm: Slurm, environ: Mapping[str, str], chosen: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Return the command up to and including Python. ``environ`` is the fork server's, ``chosen``
+    are the names in ``cluster.env``."""
+    if slurm.container is None:
+        return (sys.executable,)
+    given = [
+        f"{name}={value}"
+        for name, value in environ.items()
+        if name in HANDED_ON or name in chosen or name.startswith(PREFIXES)
+    ]
+    return (
+        *shlex.split(slurm.container),
+        "env",
+        *sorted(given),
+        slurm.container_python or sys.executable,
+    )

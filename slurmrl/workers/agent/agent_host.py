@@ -1,26 +1,39 @@
-"""The state of an agent that lasts longer than one incarnation."""
+"""The state of an agent that lasts longer than one incarnation: the task that it has claimed, its
+lease, its processes, and the warnings that its job will end.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
-from slurmrl import log
+from slurmrl import env, log
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema.rollout import Tasks
+from slurmrl.display.words import signal_name
 from slurmrl.errors import (
     EnvironmentFailure,
+    NameExistsError,
     SlurmrlError,
     StaleIncarnationError,
     TrialEndedError,
 )
 from slurmrl.fsio import atomic, documents, objects
+from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import slurm_of
+from slurmrl.run import keys
 from slurmrl.run.channel import frame
 from slurmrl.run.events import EventWriter
 from slurmrl.run.hang import LeaseNote
@@ -29,23 +42,22 @@ from slurmrl.run.history.record import Kind
 from slurmrl.run.history.state import TrialState, fold
 from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import Failure
+from slurmrl.run.reports import Failure, Identity, Warned
 from slurmrl.run.worlds import MASTER
 from slurmrl.scheduler import stopping
 from slurmrl.tensors.parallel import driver, gpu
-from slurmrl.workers.agent import environment
+from slurmrl.workers.agent import fork_environment
+from slurmrl.workers.agent.agent_leases import Leader, LeaseGuard
 from slurmrl.workers.agent.children import Children
-from slurmrl.workers.agent.identity import claim
-from slurmrl.workers.agent.leader import Leader
-from slurmrl.workers.agent.lease_guard import LeaseGuard
-from slurmrl.workers.agent.memory import OomKills
 from slurmrl.workers.agent.output import Output
-from slurmrl.workers.agent.warning import Warnings
+from slurmrl.workers.agent.symptoms import OomKills
 from slurmrl.workers.failure import describe
-from slurmrl.workers.poll_intervals import PollIntervals
-from slurmrl.workers.presence import LOOK_S, Presence
+from slurmrl.workers.polling import LOOK_S, PollIntervals, Presence
 
 logger = log.get(__name__)
+SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+LATE_S = 90.0
+"""Slurm may send a warning up to a minute early; the rest allows for a busy host."""
 
 
 class Host:
@@ -87,7 +99,7 @@ class Host:
         self.leader = Leader(paths, self.names, self.identity, self.cluster.lease_ttl_s)
         self.presence = Presence(paths, look_s=max(LOOK_S, self.intervals.check_s))
         capability = driver.compute_capability() if self.group.gpus_per_worker else None
-        defaults = environment.defaults(self.plan, capability)
+        defaults = fork_environment.defaults(self.plan, capability)
         self.children = Children(paths, self.group, self.identity, self.cluster, defaults)
         self.local = _is_local(paths, submission)
         self.warnings = Warnings(
@@ -228,3 +240,94 @@ def _is_local(paths: RunPaths, submission: int) -> bool:
         return bool(documents.read(path).get("scheduler") == "local")
     except FileNotFoundError:
         return False
+
+
+def job_name(environ: Mapping[str, str]) -> str:
+    array = env.ARRAY_JOB_ID.get(environ)
+    return f"{array}_{env.LINK.get(environ)}" if array else env.JOB_ID.get(environ)
+
+
+def claim(
+    store: NameStore,
+    group: str,
+    *,
+    elastic: bool,
+    task: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Identity:
+    """Claim the next free attempt at a task; None: that of this array element or host."""
+    if task is None:
+        task = env.LINK.get(environ) if elastic else env.NODE_ID.get(environ)
+    start = f"{env.RESTART_COUNT.get(environ)}.{env.ROUND.get(environ)}"
+    job = f"{env.JOB_ID.get(environ) or os.getpid()}.{start}"
+    host = env.NODE_NAME.get(environ) or socket.gethostname()
+    taken = len(store.find_subtree(keys.attempts(group, task)))
+    for attempt in itertools.count(taken):
+        identity = Identity(group, task, attempt, host, job, job_name(environ), os.getpid())
+        try:
+            store.add(
+                keys.attempt(group, task, attempt),
+                json.dumps(objects.to_json(identity)),
+                delete_on_exit=False,
+            )
+        except NameExistsError:
+            continue
+        return identity
+    raise AssertionError("unreachable: attempts are unbounded")
+
+
+class Warnings:
+    """Handles the signals, from `listen` on.
+
+    ``lead_s`` is how long before the time limit the scheduler was requested to warn, ``stopped``
+    whether a user has asked the trial to stop.
+    """
+
+    def __init__(
+        self,
+        *,
+        local: bool,
+        lead_s: float,
+        stopped: Callable[[], bool],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._local = local
+        self._lead_s = lead_s
+        self._stopped = stopped
+        self._clock = clock
+        self._first: int | None = None
+        self._told = False
+
+    def listen(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._receive)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the supervisor held them back
+
+    @property
+    def received(self) -> bool:
+        return self._first is not None
+
+    def take(self) -> Warned | None:
+        """Return the first warning, once."""
+        if self._first is None or self._told:
+            return None
+        self._told = True
+        warned = self._judge(signal_name(self._first))
+        logger.info("received %s (%s): this job will end soon", warned.signal, warned.cause)
+        return warned
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._first is None:
+            self._first = number
+
+    def _judge(self, name: str) -> Warned:
+        if self._local or self._stopped():
+            return Warned(signal=name, cause="interrupt")
+        end = env.JOB_END.get()
+        if end is None:
+            return Warned(signal=name, cause="unknown")
+        left_s = end - self._clock()
+        # Slurm warns of a time limit with USR2, and sends TERM when it is reached.
+        lead_s = self._lead_s if name == "SIGUSR2" else 0.0
+        cause = "time_limit" if left_s <= lead_s + LATE_S else "preemption"
+        return Warned(signal=name, cause=cause, time_left_s=round(left_s, 1))

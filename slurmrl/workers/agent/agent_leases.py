@@ -1,0 +1,217 @@
+"""The leases that an agent renews or observes.
+
+`LeaseGuard` renews the host's own lease and fences the host while it may have expired. `Leader`
+detects the loss of a job's first host, on which the master and the batch process run: the
+remaining agents of a round see it first, end the incarnation and requeue the job. `TrainersLease`
+shows a rollout task whether the trainers are alive.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from slurmrl import log
+from slurmrl.backoff import Interval
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
+from slurmrl.name_resolve.base import NameStore
+from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver, LeaseView
+from slurmrl.run.orphaned import Orphaned
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Cause, Failure, Identity
+from slurmrl.run.worlds import TRAINERS
+from slurmrl.scheduler.client import usable_hosts
+from slurmrl.scheduler.succession import Link
+from slurmrl.watch import published
+from slurmrl.workers.failure import failed
+from slurmrl.workers.link import requeue
+
+logger = log.get(__name__)
+WATCHERS = 3
+"""This many agents watch the first one, however many there are."""
+GRACE_S = 30.0
+"""How long a batch process that still runs may take to end this step."""
+LOOK_S = 3.0
+
+
+class LeaseGuard:
+    """Renews the lease every ``beat_s`` and reads the history every ``check_s``.
+
+    The host is fenced when a renewal fails, or when the last successful one began ``ttl_s`` ago
+    (the process was suspended or hung): others may take it for dead then. A fenced host starts
+    nothing new. A successful renewal, followed by a successful read of the history, lifts the
+    fence. A directory that does not answer ends nothing.
+    """
+
+    def __init__(
+        self,
+        beat: Callable[[], None],
+        check: Callable[[], None],
+        *,
+        beat_s: float,
+        check_s: float,
+        ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``beat`` renews the lease. ``check`` raises if this host must end. Both raise
+        EnvironmentFailure while the directory does not answer."""
+        self._beat = beat
+        self._check = check
+        self._beat_s = beat_s
+        self._check_s = check_s
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._next_beat = self._next_check = clock()
+        self._beaten_at: float | None = None
+        """When the last renewal began; None if it failed."""
+        self._fenced = True
+
+    def turn(self) -> None:
+        """Renew and check when due. Raises what ``check`` raises, except EnvironmentFailure."""
+        self._fenced = self._fenced or not self._held()
+        now = self._clock()
+        if now >= self._next_beat:
+            self._next_beat = now + self._beat_s
+            if not self._try("renew the lease", self._beat):
+                self._beaten_at, self._fenced = None, True
+                return
+            self._beaten_at = now
+        if self._held() and (self._fenced or now >= self._next_check):
+            self._next_check = now + self._check_s
+            if self._try("read the history", self._check):
+                self._fenced = False
+
+    def may_start(self) -> bool:
+        """Return whether this host may start something new now."""
+        return not self._fenced and self._held()
+
+    def _held(self) -> bool:
+        return self._beaten_at is not None and self._clock() - self._beaten_at < self._ttl_s
+
+    def _try(self, what: str, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except EnvironmentFailure as error:
+            logger.warning("cannot %s, will retry: %s", what, error)
+            return False
+        return True
+
+
+class Leader:
+    """Observes the lease of the trainers' first agent."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        names: NameStore,
+        identity: Identity,
+        ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._paths, self._names, self._identity = paths, names, identity
+        self._ttl_s, self._clock = ttl_s, clock
+        look_s = ttl_s / GAPS_PER_TTL / 2
+        self._looks = Interval(look_s, clock, after_s=look_s)
+        self._lease: LeaseObserver | None = None
+        self._host = ""
+
+    def look(self) -> None:
+        """Read the lease when due. Raises RunFailedError if the first agent's host is lost."""
+        watches = self._identity.trains and 0 < self._identity.task <= WATCHERS
+        if not watches or not self._looks.due():
+            return
+        lease = self._lease = self._lease or self._find()
+        if lease is None or lease.observe().alive:
+            return
+        reason = f"host {self._host} and the master on it are lost: its agent's lease expired"
+        raise failed(Failure(cause=Cause.LOST_HOST, reason=reason, host=self._host))
+
+    def _find(self) -> LeaseObserver | None:
+        """Return the lease of the first agent of our round, or None before that one has started."""
+        try:
+            claim = published.first_agent(self._names, self._identity.job)
+        except (CorruptFileError, EnvironmentFailure) as error:
+            logger.info("cannot look for the first agent, will retry: %s", error)
+            return None
+        if claim is None:
+            return None
+        self._host = claim.host
+        lease = self._paths.lease(claim.group, claim.task, claim.attempt)
+        return LeaseObserver(lease, self._ttl_s, self._clock)
+
+
+def leave_without(
+    host: str,
+    paths: RunPaths,
+    submission: int,
+    identity: Identity,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Requeue the job in place of its batch process, which was lost with ``host``. If the batch
+    process is alive after all, it ends this process within the grace."""
+    waited_s = 0.0
+    while waited_s < GRACE_S and usable_hosts([host], ()):
+        sleep(LOOK_S)
+        waited_s += LOOK_S
+    requeue(Link.here(paths, submission, identity.group), sleep)
+
+
+class TrainersLease:
+    """Observes the lease of the first agent of the newest incarnation, with this host's clock."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        names: NameStore,
+        ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._paths, self._names = paths, names
+        self._ttl_s, self._clock = ttl_s, clock
+        self._looks = Interval(ttl_s / GAPS_PER_TTL / 2, clock)
+        self._attempt = 0
+        """That of the first agent; until an incarnation has begun, the first one of all."""
+        self._lease = self._observer()
+        self._view = LeaseView(alive=True, age_s=0.0, counter=None)
+        self._sought: str | None = None
+        """The round whose first agent is not known yet."""
+
+    def follow(self, job: str) -> None:
+        """From now on observe the first agent of this round, which began the newest incarnation."""
+        self._sought = job
+
+    def seen(self, incarnation: int) -> Orphaned:
+        """Return what is known of them: the last heartbeat of ``incarnation``, the newest one."""
+        counter = self._view.counter
+        return Orphaned(incarnation=incarnation, attempt=self._attempt, counter=counter)
+
+    def beat_since(self, seen: Orphaned) -> bool:
+        """Return whether there was a heartbeat since another task has seen the last one, or may
+        have been: the directory does not answer."""
+        lease = self._paths.lease(TRAINERS, 0, seen.attempt)
+        return LeaseObserver(lease, self._ttl_s, self._clock).observe().counter != seen.counter
+
+    def gone_s(self) -> float:
+        """Look when due. Return for how long the lease was not renewed; 0 while it is valid. Time
+        during which the directory did not answer does not count."""
+        if self._looks.due():
+            self._seek()
+            self._view = self._lease.observe()
+        return 0.0 if self._view.alive else self._view.age_s
+
+    def _seek(self) -> None:
+        if self._sought is None:
+            return
+        try:
+            claim = published.first_agent(self._names, self._sought)
+        except (CorruptFileError, EnvironmentFailure) as error:
+            logger.info("cannot look for the trainers' first agent, will retry: %s", error)
+            return
+        self._sought = None
+        if claim is not None and claim.attempt != self._attempt:
+            self._attempt = claim.attempt
+            self._lease = self._observer()
+
+    def _observer(self) -> LeaseObserver:
+        lease = self._paths.lease(TRAINERS, 0, self._attempt)
+        return LeaseObserver(lease, self._ttl_s, self._clock)
