@@ -1,5 +1,6 @@
 """Links, the jobs of a trial: whether one has anything to do, the end of a trial for a user error,
-and the end of a job whose batch process was lost with its host.
+the turns of links as recorded in the name store (see `supervisor.baton`), and the end of a job
+whose batch process was lost with its host.
 
 Slurm ends such a job, but not one with spares (``--no-kill``). What is left of that one ends it:
 the agents that see the first agent's lease expire (`workers.agent.agent_leases`), and the watchers
@@ -8,12 +9,25 @@ the agents that see the first agent's lease expire (`workers.agent.agent_leases`
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
 
 from slurmrl import log
 from slurmrl.backoff import Backoff, retry
-from slurmrl.errors import SchedulerError, SlurmrlError, TrialEndedError
+from slurmrl.errors import (
+    CorruptFileError,
+    NameNotFoundError,
+    SchedulerError,
+    SlurmrlError,
+    TrialEndedError,
+)
+from slurmrl.fsio import documents
+from slurmrl.fsio.shapes import TEXT, FieldType, one_of
+from slurmrl.name_resolve.base import NameStore
+from slurmrl.run import keys
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.state import fold
@@ -34,6 +48,14 @@ ASKED = 30
 """This many attempts: more than 20 minutes."""
 REFUSALS = 3
 """So many times Slurm must refuse to requeue a running job until it is cancelled."""
+_START = FieldType(
+    "JOBID.RESTARTCOUNT",
+    lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,12}\.\d{1,9}", value) is not None,
+)
+_ELEMENT = FieldType(
+    "JOBID_INDEX",
+    lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,12}_\d{1,9}", value) is not None,
+)
 
 
 def reason_to_leave(paths: RunPaths, submission: int) -> str | None:
@@ -123,3 +145,72 @@ def _holds_hosts(client: SlurmClient, link: Link) -> bool:
         logger.warning("cannot ask about the job: %s", error)
         return True
     return row is not None and row.raw == "RUNNING"
+
+
+class Left(StrEnum):
+    """How the previous job left the trial."""
+
+    ENDED = "ended"
+    PUT_BACK = "put back"
+    """Slurm has requeued it, or ended it with its host, through no fault of the job."""
+    UNKNOWN = "unknown"
+
+
+_FIELDS = {
+    "start": _START,
+    "element": _ELEMENT,
+    "host": TEXT,
+    "before": TEXT,
+    "left": one_of(*Left),
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One job's time with the trial."""
+
+    start: str
+    """``JOBID.RESTARTCOUNT``."""
+    element: str
+    """``41_3``."""
+    host: str
+    """Where its batch process runs."""
+    before: str = ""
+    """The start before it."""
+    left: Left = Left.UNKNOWN
+
+    @property
+    def job(self) -> str:
+        return self.start.partition(".")[0]
+
+    @property
+    def restarts(self) -> int:
+        return int(self.start.partition(".")[2])
+
+
+def read_turn(names: NameStore, number: int) -> Turn | None:
+    """Return the turn with a number; None if there is none. Raises CorruptFileError."""
+    key = keys.baton(number)
+    try:
+        values = documents.parse(names.get(key), f"the name {key}", _FIELDS, _FIELDS)
+    except NameNotFoundError:
+        return None
+    left = Left(values["left"])
+    return Turn(values["start"], values["element"], values["host"], values["before"], left)
+
+
+def read_intact_turn(names: NameStore, number: int) -> Turn | None:
+    """Read a turn; a damaged one counts as none, so that it cannot block every job."""
+    try:
+        return read_turn(names, number)
+    except CorruptFileError as error:
+        logger.warning("%s", error)
+        return None
+
+
+def starts_put_back(names: NameStore) -> frozenset[str]:
+    """Return the starts of jobs that Slurm took away from the trial."""
+    batons = names.find_subtree(keys.batons())
+    numbers = [int(tail) for key in batons if (tail := key.rpartition("/")[2]).isdecimal()]
+    turns = [turn for number in numbers if (turn := read_intact_turn(names, number)) is not None]
+    return frozenset(turn.before for turn in turns if turn.left is Left.PUT_BACK)

@@ -15,7 +15,7 @@ from pathlib import Path
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.client import SRUN
 from slurmrl.workers.supervisor import rounds
-from slurmrl.workers.supervisor.job_hosts import JobHosts
+from slurmrl.workers.supervisor.rounds import JobHosts
 
 def started():
     return Path("pid").exists() and len(Path("pid").read_text().split()) == 2

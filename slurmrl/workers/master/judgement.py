@@ -15,7 +15,7 @@ from slurmrl.run.history.record import Kind, Record
 from slurmrl.run.history.state import fold
 from slurmrl.run.reports import Cause, Failure
 from slurmrl.watch import published
-from slurmrl.workers.turns import put_back
+from slurmrl.workers.link import starts_put_back
 
 TIME_LIMIT = "time_limit"
 LOSSES = 10
@@ -55,7 +55,7 @@ def judge(
     if not begun:
         return None
     jobs_after = [*(JobTag.of(record.data) for record in begun[1:]), JobTag(job)]
-    taken = put_back(names)
+    taken = starts_put_back(names)
     endings = [
         read_ending(names, record, after, taken)
         for record, after in zip(begun, jobs_after, strict=True)

@@ -41,14 +41,14 @@ from slurmrl.scheduler.succession import (
 from slurmrl.scheduler.upkeep import Upkeep
 from slurmrl.watch import overview
 from slurmrl.workers.link import end_as_failed, reason_to_leave
-from slurmrl.workers.supervisor import last_report, late_results
-from slurmrl.workers.supervisor.baton import Baton
-from slurmrl.workers.supervisor.checkpoint_evaluations import CheckpointEvaluations
-from slurmrl.workers.supervisor.job_hosts import JobHosts
-from slurmrl.workers.supervisor.notice import announce
-from slurmrl.workers.supervisor.rounds import Rounds, job_tag
-from slurmrl.workers.supervisor.surplus import wait_for_turn
-from slurmrl.workers.supervisor.watchers import Watchers
+from slurmrl.workers.supervisor.baton import Baton, wait_for_turn
+from slurmrl.workers.supervisor.checkpoint_evaluations import (
+    CheckpointEvaluations,
+    hand_over_results,
+)
+from slurmrl.workers.supervisor.end_of_trial import announce, write_report
+from slurmrl.workers.supervisor.rounds import JobHosts, Rounds, job_tag
+from slurmrl.workers.supervisor.watcher import Watchers
 
 logger = log.get(__name__)
 
@@ -78,8 +78,8 @@ def main() -> int:
         if options.group == TRAINERS:
             overview.keep(paths)
             announce(paths)
-            last_report.write(paths)
-            late_results.hand_over(paths)  # may take minutes, so what follows this job comes first
+            write_report(paths)
+            hand_over_results(paths)  # may take minutes, so what follows this job comes first
         watchers.end()
 
 

@@ -4,6 +4,8 @@ Several jobs are alive at once if an array's throttle was lifted, a batch script
 hand, or Slurm started a link beside one that has lost a host. Jobs take over one after the other,
 each by an exclusive add of the next number. The newest holder keeps the trial while Slurm reports
 that this start of its job runs; if Slurm does not answer, while its first agent renews its lease.
+
+A job whose trial another job holds neither trains nor uses up its link.
 """
 
 from __future__ import annotations
@@ -14,17 +16,26 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from slurmrl import log
-from slurmrl.errors import CorruptFileError, NameExistsError, SchedulerError
+from slurmrl.backoff import retry
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, NameExistsError, SchedulerError
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.run import events, keys
+from slurmrl.run.events import EventWriter
 from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver
 from slurmrl.run.paths import RunPaths
+from slurmrl.scheduler.base import Continue
+from slurmrl.scheduler.chain import continues
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.succession import Link
 from slurmrl.watch import published
-from slurmrl.workers.turns import Left, Turn, read_intact
+from slurmrl.workers.link import Left, Turn, read_intact_turn, reason_to_leave
 
 logger = log.get(__name__)
+LOOK_S = 15.0
+LONGEST_WAIT_S = 300.0
+"""Longest wait for the turn before a job is requeued."""
+ENDS_S = 60.0
+"""How long Slurm may take to end a requeued job."""
 
 
 class Baton:
@@ -79,7 +90,7 @@ class Baton:
         for key in self._names.find_subtree(keys.batons()):
             tail = key.rpartition("/")[2]
             number = max(number, int(tail) if tail.isdecimal() else 0)
-        return number, read_intact(self._names, number) if number else None
+        return number, read_intact_turn(self._names, number) if number else None
 
     def _left(self, holder: Turn) -> Left | None:
         """Return how a job has left the trial; None if it has not."""
@@ -124,3 +135,58 @@ class Baton:
                 return True
             self._sleep(self._lease_ttl_s / GAPS_PER_TTL / 2)
         return False
+
+
+def wait_for_turn(
+    baton: Baton,
+    link: Link,
+    scheduler: SlurmScheduler,
+    events: EventWriter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Wait until this job holds the trial; return False if it should exit with 0 instead.
+
+    A job that is not a link of the chain exits. A link is requeued after a wait that grows with
+    each requeue; if Slurm refuses that, it waits for its turn.
+    """
+    waited_s, longest_s = 0.0, min(LOOK_S * link.restart, LONGEST_WAIT_S)
+    reported = False
+    while (holder := retry("take the trial over", baton.take)) is not None:
+        if not reported:
+            logger.warning("%s holds this trial, so this job does not run it", holder.element)
+            events.write("surplus", job=link.element, holder=holder.element)
+            reported = True
+        if reason_to_leave(link.run, link.submission) is not None or not _in_chain(link, scheduler):
+            return False
+        if waited_s >= longest_s:
+            if _put_back(link, holder, scheduler):
+                sleep(ENDS_S)
+                return False
+            longest_s = float("inf")
+        sleep(LOOK_S)
+        waited_s += LOOK_S
+    return True
+
+
+def _in_chain(link: Link, scheduler: SlurmScheduler) -> bool:
+    """Return whether the job belongs to one of the submission's arrays, as opposed to a script
+    submitted by hand. If neither Slurm nor the run directory can tell, it does."""
+    try:
+        return link.job in scheduler.recover(link.run, link.submission).get(link.group, (link.job,))
+    except EnvironmentFailure as error:
+        logger.info("cannot tell whether this job is a link: %s", error)
+        return True
+
+
+def _put_back(link: Link, holder: Turn, scheduler: SlurmScheduler) -> bool:
+    """Requeue the job, which then stays queued until the running link of its array ends."""
+    if continues(link) is Continue.NONE:
+        return False
+    try:
+        scheduler.throttle(link.job, 1)
+        scheduler.requeue(link.element)
+    except SchedulerError as error:
+        logger.warning("this job waits, because it cannot be requeued: %s", error)
+        return False
+    logger.warning("requeued: %s holds this trial", holder.element)
+    return True

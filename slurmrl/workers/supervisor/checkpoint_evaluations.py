@@ -1,36 +1,47 @@
 """The trials that evaluate each checkpoint of a trial (`evaluation.tasks`).
 
-The batch process links the files of a checkpoint soon after its commit
-(`evaluated_checkpoints`), so that it may be removed, and submits them with ``slurmrl eval``. Nobody
-waits for them, and what they find out is read where they leave it (`run.evaluated`).
+The batch process links the files of a checkpoint soon after its commit, so that the trial may
+delete the checkpoint however late its evaluations are submitted. It submits them with ``slurmrl
+eval``. Nobody waits for them, and readers find their results where they leave them
+(`run.evaluated`).
+
+The links are in a folder of ``being_evaluated/``, which is removed once all evaluations of the
+checkpoint have ended. Folders in ``export/``, which `slurmrl eval` and ``trial:`` references make,
+stay: nobody knows who else reads them.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import slurmrl
-from slurmrl import log
+from slurmrl import child, log
 from slurmrl.backoff import Backoff, Interval, attempts
-from slurmrl.config import profiles
+from slurmrl.config import profiles, source
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import WHOLE, Config
 from slurmrl.errors import SlurmrlError
+from slurmrl.fsio import atomic
 from slurmrl.fsio.atomic import exclusive_create, list_names, make_private_directory
+from slurmrl.fsio.primitives import is_temporary
+from slurmrl.registry import resolve
+from slurmrl.run import evaluated
 from slurmrl.run.history.log import History
+from slurmrl.run.history.recent import recent
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.state import Commit, fold
 from slurmrl.run.paths import RunPaths
-from slurmrl.workers.supervisor import evaluated_checkpoints
-from slurmrl.workers.supervisor.evaluated_checkpoints import linked
+from slurmrl.tensors.checkpoint.pinned import ORIGIN, is_pinned
 from slurmrl.workers.supervisor.tasks_inside import signals_held_back, unblock
 
 logger = log.get(__name__)
@@ -51,6 +62,11 @@ TRIES: Final = 3
 SWEEP_S: Final = 60.0
 SAID: Final = 500
 """Characters of the message of a failed command that are reported."""
+PIN: Final = "slurmrl.workers.master.exporting:pin_to_evaluate"
+"""It reads models, so it is loaded where a checkpoint is to be evaluated only."""
+_FOLDER: Final = re.compile(r"(step-(\d+)\.(\d+))-checkpoint")
+HAND_OVER_S: Final = 180.0
+"""Longest time that a job waits for them: for others' turns, and for servers."""
 
 
 class CheckpointEvaluations:
@@ -87,7 +103,7 @@ class CheckpointEvaluations:
             self._told("evaluation_failed", {"reason": reason})
 
     def _run(self) -> None:
-        evaluated_checkpoints.remove_leftovers(self._paths)
+        remove_leftovers(self._paths)
         wanted = True
         while wanted and not self._stop.wait(LOOK_S):
             wanted = self._look()
@@ -96,7 +112,7 @@ class CheckpointEvaluations:
                 self._look(now=True)
                 if last or not self._failed:
                     break
-            evaluated_checkpoints.sweep(self._paths, given_up=True)
+            remove_evaluated(self._paths, given_up=True)
 
     def _look(self, *, now: bool = False) -> bool:
         """Submit what is missing, ``now`` also what has failed a moment ago. Return whether the
@@ -111,11 +127,11 @@ class CheckpointEvaluations:
             missing = list(self._missing(config, state.commits))
             for commit in {commit.directory: commit for commit, _ in missing}.values():
                 with suppress(SlurmrlError):  # it is told when this is tried again
-                    evaluated_checkpoints.link(self._paths, commit)
+                    link_files(self._paths, commit)
             for commit, suite in missing:
                 self._submit(commit, suite, self._command(config, commit, suite), now=now)
             if self._sweep.due():
-                evaluated_checkpoints.sweep(self._paths)
+                remove_evaluated(self._paths)
         except SlurmrlError as error:
             logger.info("cannot look for a commit to evaluate, will try again: %s", error)
         return True
@@ -126,7 +142,7 @@ class CheckpointEvaluations:
         marks = self._paths.evaluation_marks
         make_private_directory(marks)
         submitted = set(list_names(marks))
-        known = {commit.directory: commit for commit in linked(self._paths)}
+        known = {commit.directory: commit for commit in linked_commits(self._paths)}
         known.update((commit.directory, commit) for commit in commits)
         for commit in sorted(known.values(), key=lambda commit: commit.step):
             for suite in config.evaluations:
@@ -176,7 +192,7 @@ class CheckpointEvaluations:
     def _error(self, commit: Commit, command: list[str]) -> str:
         """Link the checkpoint and run the command; return what failed."""
         try:
-            evaluated_checkpoints.link(self._paths, commit)
+            link_files(self._paths, commit)
         except SlurmrlError as error:
             return str(error)
         return _error(command)
@@ -217,3 +233,104 @@ def _error(command: list[str]) -> str:
         return str(error)
     said = done.stderr.decode(errors="replace").strip()
     return "" if done.returncode == 0 else said[-SAID:] or f"exit code {done.returncode}"
+
+
+def link_files(paths: RunPaths, commit: Commit) -> None:
+    """Make the folder of a commit, if it is not there. Raises SlurmrlError."""
+    if not is_pinned(paths.checkpoint_to_evaluate(commit.directory)):
+        resolve(PIN)(paths, commit)
+
+
+def linked_commits(paths: RunPaths) -> list[Commit]:
+    """The checkpoints that have a folder. Raises EnvironmentFailure."""
+    try:
+        names = atomic.list_names(paths.being_evaluated)
+    except FileNotFoundError:
+        return []
+    found = (_FOLDER.fullmatch(name) for name in names)
+    return [Commit(int(match[2]), match[1], int(match[3])) for match in found if match]
+
+
+def remove_evaluated(paths: RunPaths, *, given_up: bool = False) -> None:
+    """Remove the folders that no evaluation needs: all of its suites were submitted, or the others
+    are ``given_up``, and have ended. Any process may do so. Raises nothing: a later one makes up
+    for it."""
+    try:
+        commits = linked_commits(paths)
+        suites = load_resolved(paths.config).evaluations if commits else {}
+        for commit in commits:
+            wanted: Collection[str] = () if given_up else suites
+            if _submitted(paths, commit, wanted) and not _in_use(paths, commit, len(wanted)):
+                folder = paths.checkpoint_to_evaluate(commit.directory)
+                atomic.remove(folder / ORIGIN)  # what a kill leaves is none to be read
+                shutil.rmtree(folder, ignore_errors=True)
+    except (SlurmrlError, OSError) as error:  # a file system may not tell what is there
+        logger.info("checkpoints that were evaluated stay for now: %s", error)
+
+
+def remove_leftovers(paths: RunPaths) -> None:
+    """Remove what a killed `link` has left; for the only process that links."""
+    with suppress(OSError):
+        for path in paths.being_evaluated.iterdir():
+            if is_temporary(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _submitted(paths: RunPaths, commit: Commit, suites: Collection[str]) -> bool:
+    return all(paths.evaluation_mark(commit.directory, suite).exists() for suite in suites)
+
+
+def _in_use(paths: RunPaths, commit: Commit, least: int) -> bool:
+    """Whether an evaluation reads the folder or may do so again: a failed one can be resumed. Of
+    ``least`` trials that do or did so, a stale listing may lack those submitted last."""
+    folder = paths.checkpoint_to_evaluate(commit.directory)
+    trials = evaluating_trials(paths, commit.step, folder)
+    if len(trials) < least:
+        return True
+    ends = [recent(trial.history, exports=False).end for trial in trials]
+    return any(end is None or end.kind is Kind.FAILED for end in ends)
+
+
+def evaluated_trial(paths: RunPaths) -> RunPaths | None:
+    """The trial whose checkpoint a trial evaluates; None if it evaluates none, or does something
+    else. Raises ConfigError, UsageError."""
+    model = _model(paths)
+    if model is None or len(model.parents) < 2:
+        return None
+    found = RunPaths(model.parents[1])
+    if evaluated.checkpoint_of(found, model) is None or not found.config.is_file():
+        return None
+    return found if found.evaluated().resolve() == paths.run.parent.resolve() else None
+
+
+def evaluating_trials(paths: RunPaths, step: int, model: Path) -> list[RunPaths]:
+    """The trials that evaluate a folder of a step of a trial, by whatever path to the root they do
+    so. Raises as `subject`."""
+    own = (trial for number, trial in evaluated.trials(paths) if number == step)
+    found = ((trial, _model(trial)) for trial in own if trial.config.is_file())
+    return [trial for trial, of in found if of is not None and of.parts[-4:] == model.parts[-4:]]
+
+
+def _model(paths: RunPaths) -> Path | None:
+    """The folder with a trial's model."""
+    actor = source.read(paths.config).values.get("actor")
+    path = actor.get("path") if isinstance(actor, dict) else None
+    return Path(path) if isinstance(path, str) else None
+
+
+def hand_over_results(paths: RunPaths) -> None:
+    """Let the sinks of the trial that this one evaluates have all results, or those of this one if
+    others evaluate it. Raises nothing."""
+    try:
+        trained = evaluated_trial(paths) or paths
+        remove_evaluated(trained)
+        if not trained.evaluated().is_dir():
+            return
+        module = "slurmrl.watch.sinks.arrivals"
+        command = [sys.executable, "-P", "-m", module, str(trained.run)]
+        if child.run(command, HAND_OVER_S, shown=True).code is None:
+            logger.warning(
+                "evaluations are not handed over: it took longer than %.0f s", HAND_OVER_S
+            )
+    except (SlurmrlError, OSError) as error:
+        logger.warning("evaluations are not handed over: %s", error)

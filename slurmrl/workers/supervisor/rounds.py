@@ -1,4 +1,6 @@
-"""The rounds of a job: starting its agents, and restarting them after some have died."""
+"""The rounds of a job: starting its agents, and restarting them after some have died, on those of
+the job's hosts that are usable. Jobs avoid hosts that repeatedly cause incarnations to fail.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +11,37 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 from slurmrl import env, log
 from slurmrl.backoff import retry
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
+from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.run import leave
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.log import History
 from slurmrl.run.history.state import fold
+from slurmrl.run.hosts import BadHost, avoided, blame, blamed, failed_starts
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler.client import SRUN
+from slurmrl.run.reports import Cause
+from slurmrl.scheduler import parse
+from slurmrl.scheduler.client import SRUN, SlurmClient, usable_hosts
+from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.watch import published
 from slurmrl.workers.child_process import die_with
 from slurmrl.workers.link import reason_to_leave
 from slurmrl.workers.polling import Presence
-from slurmrl.workers.supervisor import next_attempt
-from slurmrl.workers.supervisor.blame import avoid_failed, blame_hosts
-from slurmrl.workers.supervisor.job_hosts import JobHosts
 from slurmrl.workers.supervisor.tasks_inside import (
     AGENT,
     KEEP_S,
     SIGNALS,
     TasksInside,
+    begin_next_attempt,
     signals_held_back,
     unblock,
 )
@@ -49,6 +59,83 @@ LOST_GRACE_S = 30.0
 """How long srun may take to end by itself after a host was lost: it waits for every host."""
 KILL_GRACE_S = 60.0
 """How long it may take after TERM: a hung srun would hold all hosts of the job."""
+CAUSES = (Cause.LOST_HOST, Cause.GPU_FAULT, Cause.ENVIRONMENT)
+"""Causes of failures for which the host is to blame."""
+
+
+@dataclass(frozen=True)
+class JobHosts:
+    """Hosts in Slurm's order; none without Slurm."""
+
+    paths: RunPaths
+    needed: int
+    """Hosts that the group runs on; the others are spares."""
+    hosts: tuple[str, ...] = ()
+    end: float | None = None
+    """When the job reaches its time limit, by this host's clock."""
+    job: str = ""
+    """Job id and restart count."""
+
+    @staticmethod
+    def of_this_job(options: Namespace, paths: RunPaths) -> JobHosts:
+        needed = Plan.read(paths.plan).group(options.group).hosts_of_job
+        if options.launcher == "direct":
+            return JobHosts(paths, needed)
+        given = parse.hosts(env.NODE_LIST.get())
+        job = f"{env.JOB_ID.get()}.{env.RESTART_COUNT.get()}"
+        return JobHosts(paths, needed, given, _end_of_job(), job)
+
+    def choose(self) -> tuple[str, ...] | None:
+        """Return the hosts of the next round, the first usable ones; None if too few are left.
+        Spares replace hosts because of which an incarnation failed, such as one without a mount.
+        With too few spares, those that failed longest ago are used again."""
+        failed = {start.host for start in self.failed_starts()}
+        good = usable_hosts(self.hosts, self.lost() | failed)
+        if len(good) < self.needed:
+            return None
+        failures = self._blamed()
+        best = sorted(good, key=lambda host: failures.get(host, 0))[: self.needed]
+        return tuple(host for host in good if host in best)
+
+    def failed_starts(self) -> list[BadHost]:
+        """Return the failed starts in this start of the job, as recorded by its hosts."""
+        try:
+            return failed_starts(self.paths, self.job)
+        except (CorruptFileError, EnvironmentFailure) as error:
+            logger.warning("cannot look for failed starts, will retry: %s", error)
+            return []
+
+    def _blamed(self) -> dict[str, int]:
+        try:
+            return blamed(self.paths)
+        except EnvironmentFailure as error:
+            logger.warning("cannot look for hosts that failed, will retry: %s", error)
+            return {}
+
+    def lost(self) -> set[str]:
+        """Return the hosts whose agents died in this start of the job."""
+        try:
+            with FileNameStore(self.paths.names) as names:
+                return {host for host in self.hosts if self._is_lost(names, host)}
+        except (EnvironmentFailure, CorruptFileError) as error:
+            logger.warning("cannot look for lost hosts, will retry: %s", error)
+            return set()
+
+    def _is_lost(self, names: NameStore, host: str) -> bool:
+        lost = published.lost(names, host)
+        return lost is not None and lost.job.startswith(f"{self.job}.")
+
+
+def _end_of_job() -> float | None:
+    known = env.SLURM_END_TIME.get()
+    if known is not None:
+        return known
+    try:
+        left_s = SlurmClient().time_left_s(env.JOB_ID.get())
+    except EnvironmentFailure as error:
+        logger.info("cannot ask Slurm when this job ends: %s", error)
+        return None
+    return time.time() + left_s if left_s is not None else None
 
 
 def agent_command(
@@ -124,7 +211,7 @@ class Rounds:
                 why = reason
                 break
             if self._is_task:
-                next_attempt.begin(self.paths, ROLLOUTS, env.LINK.get(), job_tag())
+                begin_next_attempt(self.paths, ROLLOUTS, env.LINK.get(), job_tag())
         if reason_to_leave(self.paths, self.options.submission) is not None:
             code = 0
         self.tasks.end()
@@ -240,3 +327,37 @@ class Rounds:
 
 def job_tag() -> str:
     return f"{env.JOB_ID.get() or os.getpid()}.{env.RESTART_COUNT.get()}"
+
+
+def _avoid(paths: RunPaths, options: Namespace, host: str, why: str) -> None:
+    """Exclude a host from jobs, unless it already is or no job could start then."""
+    if host not in {one.host for one in avoided(paths)}:
+        SlurmScheduler().avoid(paths, options.submission, options.group, host, why)
+
+
+def avoid_failed(paths: RunPaths, options: Namespace, starts: Iterable[BadHost]) -> None:
+    """Exclude the hosts on which an agent could not start."""
+    try:
+        for bad in starts:
+            if bad.host:
+                _avoid(paths, options, bad.host, bad.why)
+    except (CorruptFileError, EnvironmentFailure) as error:
+        logger.warning("cannot exclude failing hosts: %s", error)
+
+
+def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]) -> None:
+    """Record the hosts that made these incarnations fail. Exclude those that did so before, and
+    those whose GPU has certainly failed."""
+    try:
+        with FileNameStore(paths.names) as names:
+            failures = [(number, published.failure(names, number)) for number in incarnations]
+        for number, failure in failures:
+            if failure is None or failure.cause not in CAUSES or not failure.host:
+                continue
+            if failure.echo:  # of a connection between hosts: either may be to blame, or a third
+                continue
+            again = blame(paths, failure.host, number, failure.reason)
+            if again or failure.certain:
+                _avoid(paths, options, failure.host, failure.reason)
+    except (CorruptFileError, EnvironmentFailure) as error:
+        logger.warning("cannot record host failures: %s", error)

@@ -18,12 +18,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from slurmrl import env, log
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
+from slurmrl.fsio import atomic
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.client import SRUN
+from slurmrl.watch import published
 from slurmrl.workers.child_process import die_with
-from slurmrl.workers.supervisor import next_attempt
 
 logger = log.get(__name__)
 
@@ -123,7 +126,7 @@ class TasksInside:
             if task.failed and task.number not in self._spent:
                 self._take_failure(task)
                 if task.number not in self._spent:
-                    next_attempt.begin(self._paths, ROLLOUTS, task.number, self._job)
+                    begin_next_attempt(self._paths, ROLLOUTS, task.number, self._job)
                     self._start(task, hosts)
 
     def forward(self, number: int) -> None:
@@ -190,3 +193,19 @@ class TasksInside:
             return agent
         place = [f"--nodelist={task.host}", "--nodes=1", "--ntasks=1", "--overlap"]
         return [*SRUN, *place, *agent]
+
+
+def begin_next_attempt(paths: RunPaths, group: str, task: int, job: str) -> None:
+    """Make the directory of the attempt that the next agent will claim, so that the master gives
+    the items of the last one to other tasks. The next agent does it too, but Python's start takes
+    it a second, and a minute where its files are on a slow file system.
+
+    ``job``: the start of a job (``JOBID.RESTART``), of which the task's agent has ended.
+    """
+    try:
+        with FileNameStore(paths.names) as names:
+            claim = published.newest_claim(names, group, task, job)
+        if claim is not None:
+            atomic.make_private_directory(paths.rollout_task(group, task, claim.attempt + 1))
+    except (CorruptFileError, EnvironmentFailure) as error:
+        logger.warning("the items of %s/%d wait for its next agent: %s", group, task, error)

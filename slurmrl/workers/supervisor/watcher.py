@@ -1,16 +1,19 @@
-"""``python -m slurmrl.workers.supervisor.watcher --run RUN --submission N --group G --host HOST``
-requeues the job once Slurm has taken HOST, where its batch process runs, away from it.
+"""The watchers of a job with spares: steps on its other hosts that outlive the batch host.
 
-A job with spares needs that (see `workers.link`). The agents of a round notice sooner, but other
-hosts may have none: the trainers run on one host, or the agents that watch were lost, too.
+``python -m slurmrl.workers.supervisor.watcher --run RUN --submission N --group G --host HOST``
+requeues the job once Slurm has taken HOST, where its batch process runs, away from it. A job with
+spares needs that (see `workers.link`). The agents of a round notice sooner, but other hosts may
+have none: the trainers run on one host, or the agents that watch were lost, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import signal
+import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,10 +28,12 @@ from slurmrl.run.events import EventWriter
 from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
-from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.client import SRUN, SlurmClient
 from slurmrl.scheduler.succession import TIMEOUT_S, Link
 from slurmrl.watch import published
 from slurmrl.workers.link import requeue, this_start
+from slurmrl.workers.supervisor.rounds import JobHosts
+from slurmrl.workers.supervisor.tasks_inside import unblock
 
 logger = log.get(__name__)
 
@@ -36,6 +41,10 @@ END = signal.SIGUSR2
 """The supervisor sends it at the end of the job; srun forwards it without a word."""
 ASK_S = 30.0
 """Interval between two questions to Slurm while no agent is known to live."""
+MOST = 3
+"""This many hosts have a watcher, however many there are."""
+END_S = 5.0
+"""How long they may take to end. Slurm ends what is left of them with the job."""
 
 
 class Watcher:
@@ -105,6 +114,49 @@ class Watcher:
         logger.warning("the batch host %s is lost: requeueing the job", self._host)
         writer = EventWriter(self._link.run, f"watcher.{self._start}.{self._here}")
         writer.write("batch_host_lost", host=self._host, job=self._start)
+
+
+class Watchers:
+    """The watchers that this supervisor has started."""
+
+    def __init__(self, options: Namespace) -> None:
+        self._options = options
+        self._steps: list[subprocess.Popen[bytes]] = []
+
+    def start(self, job: JobHosts) -> None:
+        """Start a step on each of the job's last hosts, if it has spares. It shares its host with
+        whatever runs there in a round."""
+        batch = env.NODE_NAME.get()
+        others = [host for host in job.hosts if host != batch]
+        if len(job.hosts) == job.needed or batch not in job.hosts:
+            return  # without spares Slurm ends the job; a watcher must know its batch host
+        for host in others[-MOST:]:
+            logger.info("a watcher of %s starts on %s", batch, host)
+            try:
+                step = subprocess.Popen(self._command(host, batch), preexec_fn=unblock)
+            except OSError as error:  # the rounds say so, too
+                logger.warning("there are no watchers: %s", error)
+                return
+            self._steps.append(step)
+
+    def end(self) -> None:
+        """End those that still run."""
+        for step in self._steps:
+            if step.poll() is None:
+                step.send_signal(END)
+        deadline = time.monotonic() + END_S
+        for step in self._steps:
+            try:
+                step.wait(max(deadline - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                logger.info("the watcher of process %d ends with the job", step.pid)
+
+    def _command(self, host: str, batch: str) -> list[str]:
+        options = self._options
+        place = [f"--nodelist={host}", "--nodes=1", "--ntasks=1", "--overlap"]
+        watcher = [sys.executable, "-P", "-m", "slurmrl.workers.supervisor.watcher"]
+        watcher += ["--run", str(options.run), "--submission", str(options.submission)]
+        return [*SRUN, *place, *watcher, "--group", options.group, "--host", batch]
 
 
 def main() -> int:

@@ -18,9 +18,8 @@ from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.slurm import SlurmScheduler, TaskStart
 from slurmrl.scheduler.succession import Link
-from slurmrl.workers.supervisor import surplus
-from slurmrl.workers.supervisor.baton import Baton
-from slurmrl.workers.turns import Left, put_back, read
+from slurmrl.workers.link import Left, read_turn, starts_put_back
+from slurmrl.workers.supervisor.baton import ENDS_S, LOOK_S, Baton, wait_for_turn
 
 
 class Cluster(SlurmScheduler):
@@ -96,10 +95,10 @@ def test_the_next_job_takes_over_from_one_that_left(
     cluster = Cluster({"41_0": now})
     assert baton(paths, names, link(paths), "41.0", cluster).take() is None
     assert baton(paths, names, link(paths, index=1), "42.0", cluster).take() is None
-    turn = read(names, 2)
+    turn = read_turn(names, 2)
     assert turn is not None
     assert (turn.element, turn.before, turn.left) == ("41_1", "41.0", left)
-    assert put_back(names) == ({"41.0"} if left is Left.PUT_BACK else set())
+    assert starts_put_back(names) == ({"41.0"} if left is Left.PUT_BACK else set())
 
 
 def test_a_job_that_was_started_again_takes_over_from_itself(
@@ -108,7 +107,7 @@ def test_a_job_that_was_started_again_takes_over_from_itself(
     cluster = Cluster({"41_0": RUNS})
     for restart in (0, 1):
         assert baton(paths, names, link(paths), f"41.{restart}", cluster).take() is None
-    assert put_back(names) == {"41.0"}
+    assert starts_put_back(names) == {"41.0"}
 
 
 CLAIM = {
@@ -159,14 +158,14 @@ def turns(
 
     its = baton(paths, names, of, f"43.{of.restart}", cluster)
     events = EventWriter(paths, "supervisor.trainer.43.0")
-    return surplus.wait_for_turn(its, of, cluster, events, sleep), waited
+    return wait_for_turn(its, of, cluster, events, sleep), waited
 
 
 def test_a_link_beside_the_running_one_goes_back_into_the_queue(
     paths: RunPaths, names: NameStore
 ) -> None:
     cluster = Cluster({"41_0": RUNS})
-    assert turns(paths, names, link(paths, index=2), cluster) == (False, [surplus.ENDS_S])
+    assert turns(paths, names, link(paths, index=2), cluster) == (False, [ENDS_S])
     assert cluster.done == ["throttle 41 1", "requeue 41_2"]
     (event,) = [one for one in read_all(paths) if one["kind"] == "surplus"]
     assert (event["job"], event["holder"]) == ("41_2", "41_0")
@@ -175,13 +174,13 @@ def test_a_link_beside_the_running_one_goes_back_into_the_queue(
 def test_it_waits_longer_each_time_before_it_goes_back(paths: RunPaths, names: NameStore) -> None:
     cluster = Cluster({"41_0": RUNS})
     its = link(paths, index=2, restart=3)
-    assert turns(paths, names, its, cluster) == (False, [surplus.LOOK_S] * 3 + [surplus.ENDS_S])
+    assert turns(paths, names, its, cluster) == (False, [LOOK_S] * 3 + [ENDS_S])
 
 
 def test_it_waits_for_its_turn_where_it_cannot_go_back(paths: RunPaths, names: NameStore) -> None:
     cluster = Cluster({"41_0": RUNS})
     cluster.refuses = True
-    assert turns(paths, names, link(paths, index=2), cluster) == (True, [surplus.LOOK_S] * 10)
+    assert turns(paths, names, link(paths, index=2), cluster) == (True, [LOOK_S] * 10)
 
 
 def test_a_script_that_was_submitted_by_hand_ends(paths: RunPaths, names: NameStore) -> None:
@@ -201,9 +200,9 @@ def test_a_trial_that_ends_meanwhile(paths: RunPaths, names: NameStore) -> None:
 def test_a_baton_that_is_not_ours(paths: RunPaths, names: NameStore, text: str) -> None:
     names.add(keys.baton(1), text, delete_on_exit=False)
     with pytest.raises(CorruptFileError, match="baton/1"):
-        read(names, 1)
-    assert put_back(names) == set()
+        read_turn(names, 1)
+    assert starts_put_back(names) == set()
     assert baton(paths, names, link(paths), "41.0", Cluster({})).take() is None
-    turn = read(names, 2)
+    turn = read_turn(names, 2)
     assert turn is not None
     assert turn.start == "41.0"

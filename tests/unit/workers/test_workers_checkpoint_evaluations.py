@@ -17,7 +17,7 @@ from slurmrl.run.history.record import Kind
 from slurmrl.run.history.state import Commit
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.pinned import ORIGIN
-from slurmrl.workers.supervisor import checkpoint_evaluations, evaluated_checkpoints
+from slurmrl.workers.supervisor import checkpoint_evaluations
 from slurmrl.workers.supervisor.checkpoint_evaluations import TRIES, CheckpointEvaluations
 from tests.fake_runs import FakeRun
 
@@ -74,7 +74,7 @@ def site(tmp_path: Path, make_settings: Any, monkeypatch: pytest.MonkeyPatch) ->
     made = Site(tmp_path, make_settings)
     monkeypatch.setattr(checkpoint_evaluations, "_error", made.answer)
     monkeypatch.setattr(checkpoint_evaluations, "LAST_PAUSE_S", 0.0)
-    monkeypatch.setattr(evaluated_checkpoints, "resolve", lambda _: made.link_files)
+    monkeypatch.setattr(checkpoint_evaluations, "resolve", lambda _: made.link_files)
     return made
 
 
@@ -171,13 +171,13 @@ def test_a_checkpoint_is_kept_until_all_of_its_evaluations_have_ended(site: Site
     site.link()
     assert site.folders == ["step-00000002.1-checkpoint"]
     b.end(Kind.FAILED)
-    evaluated_checkpoints.sweep(paths)
+    checkpoint_evaluations.remove_evaluated(paths)
     assert site.folders == ["step-00000002.1-checkpoint"], "a failed one can be resumed"
     b.resume()
-    evaluated_checkpoints.sweep(paths)
+    checkpoint_evaluations.remove_evaluated(paths)
     assert site.folders == ["step-00000002.1-checkpoint"]
     b.end(Kind.CANCELLED)
-    evaluated_checkpoints.sweep(paths)
+    checkpoint_evaluations.remove_evaluated(paths)
     assert site.folders == []
     assert pinned.is_dir()
 
@@ -192,11 +192,11 @@ def test_a_kill_while_a_folder_is_removed_is_made_up_for(
     for trial in trials:
         trial.end(Kind.FINISHED)
     with monkeypatch.context() as patch:
-        patch.setattr(evaluated_checkpoints.shutil, "rmtree", lambda *_, **__: None)
-        evaluated_checkpoints.sweep(paths)
+        patch.setattr(checkpoint_evaluations.shutil, "rmtree", lambda *_, **__: None)
+        checkpoint_evaluations.remove_evaluated(paths)
     assert site.folders == ["step-00000002.1-checkpoint"]
     assert not (paths.checkpoint_to_evaluate("step-00000002.1") / ORIGIN).exists()
-    evaluated_checkpoints.sweep(paths)
+    checkpoint_evaluations.remove_evaluated(paths)
     assert site.folders == []
 
 
@@ -210,20 +210,20 @@ def test_folders_stay_while_it_is_uncertain_who_reads_them(
     a = site.evaluation(2, "a")
     site.link()
     a.end(Kind.FINISHED)
-    evaluated_checkpoints.sweep(paths)
+    checkpoint_evaluations.remove_evaluated(paths)
     assert site.folders == ["step-00000002.1-checkpoint"]
     a.resume()
     other = tmp_path / "other_path"
     other.symlink_to(paths.run.parents[2], target_is_directory=True)
     same = RunPaths(other / paths.run.relative_to(paths.run.parents[2]))
-    evaluated_checkpoints.sweep(same, given_up=True)
+    checkpoint_evaluations.remove_evaluated(same, given_up=True)
     assert site.folders == ["step-00000002.1-checkpoint"]
 
     def unreadable(*_: Any) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(evaluated_checkpoints.evaluating_trials, "users", unreadable)
-    evaluated_checkpoints.sweep(paths)
+    monkeypatch.setattr(checkpoint_evaluations, "evaluating_trials", unreadable)
+    checkpoint_evaluations.remove_evaluated(paths)
     assert site.folders == ["step-00000002.1-checkpoint"]
 
 
@@ -243,7 +243,7 @@ def test_a_checkpoint_that_cannot_be_linked_is_told(
     def damaged(*_: Any) -> None:
         raise UsageError("a file of it is too short")
 
-    monkeypatch.setattr(evaluated_checkpoints, "resolve", lambda _: damaged)
+    monkeypatch.setattr(checkpoint_evaluations, "resolve", lambda _: damaged)
     site.run.commit(2)
     site.link()
     assert site.commands == []

@@ -11,7 +11,7 @@ from slurmrl.run.history.record import Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
 from slurmrl.watch.collect import collect
-from slurmrl.workers.supervisor import last_report
+from slurmrl.workers.supervisor import end_of_trial
 from tests.fake_runs import FakeRun, FakeScheduler, task
 
 
@@ -37,7 +37,7 @@ def shown_report(paths: RunPaths) -> str | None:
 def test_an_ended_trial_has_a_report_and_its_status_names_it(tmp_path: Path, kind: Kind) -> None:
     run = ended_trial(tmp_path, kind)
     assert shown_report(run.paths) is None
-    last_report.write(run.paths)
+    end_of_trial.write_report(run.paths)
     assert '"reward"' in run.paths.report.read_text()
     assert shown_report(run.paths) == str(run.paths.report)
 
@@ -50,7 +50,7 @@ def test_no_report_before_the_end_of_a_cancelled_trial_or_without_the_setting(
     tmp_path: Path, kind: Kind | None, config: str
 ) -> None:
     run = ended_trial(tmp_path, kind, config)
-    last_report.write(run.paths)
+    end_of_trial.write_report(run.paths)
     assert not run.paths.report.exists()
 
 
@@ -65,5 +65,5 @@ def test_a_report_that_fails_or_hangs_delays_nothing(
         program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     run = ended_trial(tmp_path, Kind.FINISHED)
-    last_report.write(run.paths, within_s=0.3)
+    end_of_trial.write_report(run.paths, within_s=0.3)
     assert not run.paths.report.exists()

@@ -14,8 +14,8 @@ from slurmrl import child
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.worlds import TRAINERS
 from slurmrl.workers.supervisor import __main__ as supervisor
-from slurmrl.workers.supervisor import late_results
-from slurmrl.workers.supervisor.evaluating_trials import subject
+from slurmrl.workers.supervisor import checkpoint_evaluations
+from slurmrl.workers.supervisor.checkpoint_evaluations import evaluated_trial
 from tests.fake_runs import FakeRun
 
 
@@ -39,16 +39,16 @@ def family(tmp_path: Path) -> Family:
 
 def test_who_is_evaluated(family: Family, tmp_path: Path) -> None:
     trained, other = family.trained.paths, family.other.paths
-    assert subject(other) == trained
+    assert evaluated_trial(other) == trained
     family.evaluates(trained.export(2))
-    assert subject(other) == trained
+    assert evaluated_trial(other) == trained
     link = tmp_path / "other_path"
     link.symlink_to(other.run.parents[2], target_is_directory=True)
-    assert subject(RunPaths(link / other.run.relative_to(other.run.parents[2]))) == trained
+    assert evaluated_trial(RunPaths(link / other.run.relative_to(other.run.parents[2]))) == trained
     for model in (tmp_path / "model", trained.checkpoint(2, 1), Path("/"), Path("export/step-2")):
         family.evaluates(model)
-        assert subject(other) is None, model
-    assert subject(trained) is None
+        assert evaluated_trial(other) is None, model
+    assert evaluated_trial(trained) is None
 
 
 def test_the_results_of_all_are_handed_over_whoever_ends(
@@ -62,10 +62,10 @@ def test_the_results_of_all_are_handed_over_whoever_ends(
         return popen([sys.executable, "-c", "import time; time.sleep(600)"], **options)
 
     monkeypatch.setattr(child.subprocess, "Popen", start)
-    monkeypatch.setattr(late_results, "WITHIN_S", 0.1)
+    monkeypatch.setattr(checkpoint_evaluations, "HAND_OVER_S", 0.1)
     began = time.monotonic()
     for run in (family.other, family.trained):
-        late_results.hand_over(run.paths)
+        checkpoint_evaluations.hand_over_results(run.paths)
     assert started == [str(family.trained.paths.run)] * 2
     assert time.monotonic() - began < 300.0
     assert "evaluations are not handed over: it took longer than" in caplog.text
@@ -82,15 +82,14 @@ def test_what_follows_a_job_does_not_wait_for_sinks(
         return 0
 
     monkeypatch.setattr(supervisor, "run", run)
-    for part in (supervisor.overview, supervisor.last_report, supervisor.late_results):
-        for name in {"keep", "write", "hand_over"} & set(vars(part)):
-            monkeypatch.setattr(part, name, lambda *_, name=name: order.append(name))
-    monkeypatch.setattr(supervisor, "announce", lambda _: order.append("announce"))
+    monkeypatch.setattr(supervisor.overview, "keep", lambda _: order.append("keep"))
+    for name in ("announce", "write_report", "hand_over_results"):
+        monkeypatch.setattr(supervisor, name, lambda _, name=name: order.append(name))
     monkeypatch.setattr(supervisor.log, "configure", lambda _: None)
     arguments = ["supervisor", "--run", str(tmp_path), "--submission", "1", "--group", TRAINERS]
     monkeypatch.setattr(sys, "argv", arguments)
     assert supervisor.main() == 0
-    assert order == ["what follows", "keep", "announce", "write", "hand_over"]
+    assert order == ["what follows", "keep", "announce", "write_report", "hand_over_results"]
 
 
 def test_a_trial_that_nobody_evaluates_starts_nothing(
@@ -99,4 +98,4 @@ def test_a_trial_that_nobody_evaluates_starts_nothing(
     monkeypatch.delattr(child.subprocess, "Popen")
     run = FakeRun(tmp_path)
     run.paths.config.write_text("{}")
-    late_results.hand_over(run.paths)
+    checkpoint_evaluations.hand_over_results(run.paths)

@@ -18,7 +18,7 @@ from slurmrl.run.history.record import Kind
 from slurmrl.run.history.writer import end, resume
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.supervisor import __main__ as supervisor
-from slurmrl.workers.supervisor import notice
+from slurmrl.workers.supervisor import end_of_trial
 
 NAME = "TRIAL_WEBHOOK"
 
@@ -61,7 +61,7 @@ def hook(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     cluster = config.cluster.model_copy(update={"variables_file": str(file)})
     update = {"cluster": cluster, "notify": Notify(webhook=NAME)}
     run.config.write_text(dump(config.model_copy(update=update)))
-    monkeypatch.setattr(notice, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(end_of_trial, "PAUSES_S", (0.0, 0.0))
     thread = threading.Thread(target=hook.serve_forever, args=(0.01,))
     thread.start()
     yield hook
@@ -79,7 +79,7 @@ def test_each_end_is_announced_once(
     monkeypatch.setattr(supervisor, "parse", lambda: options)
     monkeypatch.setattr(supervisor.umask, "make_private", lambda: None)
     monkeypatch.setattr(supervisor.log, "configure", lambda name: None)
-    notice.announce(run)
+    end_of_trial.announce(run)
     assert hook.received == []
     end(History(run.history), Kind.FAILED, {"reason": "ValueError: x\nmore"})
     assert [supervisor.main(), supervisor.main()] == [0, 0]
@@ -97,10 +97,10 @@ def test_each_end_is_announced_once(
     ]
     resume(History(run.history), {})
     end(History(run.history), Kind.CANCELLED, {"reason": "by me"})
-    notice.announce(run)
+    end_of_trial.announce(run)
     resume(History(run.history), {})
     end(History(run.history), Kind.FINISHED, {"step": 6})
-    notice.announce(run)
+    end_of_trial.announce(run)
     assert [one["text"] for one in hook.received] == [text, "add/1 COMPLETED at step 6"]
 
 
@@ -118,7 +118,7 @@ def test_a_webhook_that_fails_is_tried_again_and_changes_nothing(
 ) -> None:
     end(History(run.history), Kind.FINISHED, {"step": 6})
     hook.codes = codes
-    notice.announce(run)
+    end_of_trial.announce(run)
     assert hook.tries == tries
     assert (said in caplog.text) if said else (caplog.text == "")
     assert "secret" not in caplog.text
@@ -130,16 +130,16 @@ def test_a_notice_that_cannot_be_posted_is_a_warning(
     """No server, no URL, or one that does not answer in time."""
     history, released = History(run.history), threading.Event()
     end(history, Kind.FINISHED, {"step": 6})
-    notice.post("http://127.0.0.1:9/secret", {})
+    end_of_trial.post("http://127.0.0.1:9/secret", {})
     assert "cannot be reached" in caplog.text
     (run.config.parent / "tokens").unlink(missing_ok=True)
-    monkeypatch.setattr(notice, "_environment", lambda cluster: {NAME: "no URL"})
-    notice.announce(run)
+    monkeypatch.setattr(end_of_trial, "_environment", lambda cluster: {NAME: "no URL"})
+    end_of_trial.announce(run)
     assert f"the variable {NAME} holds no http or https URL" in caplog.text
-    monkeypatch.setattr(notice, "_environment", lambda cluster: {NAME: hook.url})
-    monkeypatch.setattr(notice, "LONGEST_S", 0.05)
-    monkeypatch.setattr(notice, "post", lambda url, body: released.wait(60))
-    notice.announce(run)
+    monkeypatch.setattr(end_of_trial, "_environment", lambda cluster: {NAME: hook.url})
+    monkeypatch.setattr(end_of_trial, "LONGEST_S", 0.05)
+    monkeypatch.setattr(end_of_trial, "post", lambda url, body: released.wait(60))
+    end_of_trial.announce(run)
     released.set()
     assert "did not answer within 0 s" in caplog.text
     assert "secret" not in caplog.text

@@ -37,13 +37,13 @@ from slurmrl.workers.link import reason_to_leave
 from slurmrl.workers.supervisor import __main__ as supervisor
 from slurmrl.workers.supervisor import rounds
 from slurmrl.workers.supervisor.__main__ import parse
-from slurmrl.workers.supervisor.blame import blame_hosts
-from slurmrl.workers.supervisor.job_hosts import JobHosts
 from slurmrl.workers.supervisor.rounds import (
     FRUITLESS_ROUNDS,
     SOUND_ROUND_S,
+    JobHosts,
     Rounds,
     agent_command,
+    blame_hosts,
 )
 from tests.support.trials import wait_until
 
@@ -129,7 +129,7 @@ from pathlib import Path
 from slurmrl.run.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers.supervisor import rounds
-from slurmrl.workers.supervisor.job_hosts import JobHosts
+from slurmrl.workers.supervisor.rounds import JobHosts
 paths = RunPaths(Path.cwd() / "run")
 for directory in paths.directories():
     directory.mkdir(parents=True)

@@ -19,9 +19,8 @@ from slurmrl.run.reports import Identity
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.rows import QueueRow
 from slurmrl.scheduler.succession import Link
-from slurmrl.workers.supervisor.job_hosts import JobHosts
-from slurmrl.workers.supervisor.watcher import ASK_S, Watcher
-from slurmrl.workers.supervisor.watchers import MOST, Watchers
+from slurmrl.workers.supervisor.rounds import JobHosts
+from slurmrl.workers.supervisor.watcher import ASK_S, MOST, Watcher, Watchers
 from tests.support.trials import wait_until
 
 TTL_S = 20.0

@@ -1,6 +1,7 @@
-"""The notice that a trial has finished or failed: one JSON object, posted to the user's webhook.
+"""What the batch process does for a user when a trial ends: a notice and a report.
 
-A batch process that finds the trial ended claims the notice of this end by a file, and posts it. So
+The notice that a trial has finished or failed is one JSON object, posted to the user's webhook. A
+batch process that finds the trial ended claims the notice of this end by a file, and posts it. So
 it is posted at most once, whichever processes see the end; one that dies in between costs it.
 Nothing here changes the outcome of a job or keeps it for long.
 """
@@ -10,18 +11,20 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from slurmrl import log
+from slurmrl import child, log
+from slurmrl.config import source
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Cluster
 from slurmrl.display.words import first_line
@@ -43,18 +46,20 @@ PAUSES_S = (2.0, 4.0)
 """Pauses between the tries."""
 TEMPORARY = (408, 425, 429)
 """HTTP status codes below 500 after which another try may succeed."""
+REPORT_S = 30.0
+"""After this time the job ends without the report. That of 50,000 steps takes a few seconds."""
 
 
 def announce(paths: RunPaths) -> None:
     """Post the notice of a trial's end if it has ended and nobody has done so. Raises nothing."""
-    thread = threading.Thread(target=_announce, args=(paths,), daemon=True)
+    thread = threading.Thread(target=_post_notice, args=(paths,), daemon=True)
     thread.start()
     thread.join(LONGEST_S)
     if thread.is_alive():
         logger.warning("no notice: the webhook did not answer within %.0f s", LONGEST_S)
 
 
-def _announce(paths: RunPaths) -> None:
+def _post_notice(paths: RunPaths) -> None:
     try:
         end = recent(paths.history, exports=False).end
         config = load_resolved(paths.config)
@@ -115,3 +120,38 @@ def post(url: str, notice: Mapping[str, Any]) -> None:
         if pause_s is not None:
             time.sleep(pause_s)
     logger.warning("no notice: %s", why)
+
+
+def write_report(paths: RunPaths, within_s: float = REPORT_S) -> None:
+    """Write ``report.html`` if the trial has finished or failed, unless `logging.report` is off. A
+    report that fails or takes too long costs no more than this time."""
+    try:
+        end = recent(paths.history, exports=False).end
+        if end is None or end.kind is Kind.CANCELLED or not _wanted(paths):
+            return
+        ended = _run(_command(paths), within_s)
+    except (SlurmrlError, OSError) as error:
+        ended = str(error)
+    if ended:
+        logger.warning("%s is not written: %s", paths.report, ended)
+
+
+def _wanted(paths: RunPaths) -> bool:
+    """Read only this setting: no other problem of the configuration matters here."""
+    section = source.read(paths.config).values.get("logging")
+    return not (isinstance(section, dict) and section.get("report") is False)
+
+
+def _command(paths: RunPaths) -> list[str]:
+    """A process of its own can be killed, whatever it waits for."""
+    root = paths.run.parents[2]
+    place = ["--root", str(root), "--output", str(paths.report)]
+    return [sys.executable, "-m", "slurmrl", "report", f"{paths.experiment}/{paths.trial}", *place]
+
+
+def _run(command: Sequence[str], within_s: float) -> str:
+    """Return why it failed; empty if it did not. Its errors go to this process's output."""
+    code = child.run(command, within_s, shown=True).code
+    if code is None:
+        return f"it took longer than {within_s:.0f} s"
+    return f"slurmrl report exited with {code}" if code else ""
