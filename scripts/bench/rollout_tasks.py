@@ -56,8 +56,7 @@ from slurmrl.workers.master.tasks import RolloutTasks
 from slurmrl.workers.master.worker_channel import REST_S
 from slurmrl.workers.messages import CONTROL_LOG, LoadBatch
 from slurmrl.workers.polling import PollIntervals
-from slurmrl.workers.rollout.channel import ResultWriter
-from slurmrl.workers.rollout.session import Session, Work
+from slurmrl.workers.rollout.session import ResultWriter, Session, Work
 from slurmrl.workers.rollout.task import TaskOptions
 from slurmrl.workers.rollout_messages import REQUEST_LOG, Holds
 from tests.support.sample_groups import small_group

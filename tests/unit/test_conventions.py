@@ -82,7 +82,6 @@ TORCH_FREE = (
     "workers.child_process",
     "workers.rollout_messages",
     "workers.rollout",
-    "workers.rollout.channel",
     "workers.rollout.session",
     "workers.supervisor*",
     "workers.agent*",

@@ -1,7 +1,7 @@
 """The copy of one weight version on a rollout host, which all its processes share.
 
 It is a model folder's safetensors file on tmpfs or a local disk: engines map it, servers load it.
-That of a version of adapters is merged with the frozen weights first (`workers.rollout.merging`).
+That of a version of adapters is first merged with the frozen weights (`rollout.task_weights`).
 """
 
 from __future__ import annotations

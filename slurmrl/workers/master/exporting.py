@@ -1,9 +1,12 @@
-"""Export of a committed checkpoint in Hugging Face form, without torch."""
+"""Export of a committed checkpoint in Hugging Face form, without torch: the files, the types of the
+weights, and how much of the training's update those keep.
+"""
 
 from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,10 +26,13 @@ from slurmrl.errors import (
     EnvironmentFailure,
     UsageError,
 )
+from slurmrl.fsio import inputs
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import is_temporary
 from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.folder_tensors import FolderTensors, open_folder
+from slurmrl.models.headers import read_headers, stored_name
 from slurmrl.models.merged import MergedCheckpoint
 from slurmrl.models.peft import write_adapter
 from slurmrl.models.storage import file_form
@@ -56,10 +62,12 @@ from slurmrl.tensors.checkpoint.export import (
 )
 from slurmrl.tensors.checkpoint.manifest import open_verified, read_state, until_certain, verify
 from slurmrl.tensors.checkpoint.pinned import VERSION, PinnedOrigin, is_pinned, pin
-from slurmrl.tensors.checkpoint.precision import Precision
+from slurmrl.tensors.checkpoint.precision import AS_STORED, FLOATS, Precision, widened
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
-from slurmrl.tensors.checkpoint.stored import Storage
-from slurmrl.workers.master.export_types import ExportTypes, export_types
+from slurmrl.tensors.checkpoint.stored import Storage, file_entries
+from slurmrl.tensors.checkpoint.tensors import DTYPES, TensorEntry
+from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.weights.survival import ENOUGH, Survival, survival
 from slurmrl.workers.master.progress import STATE
 
 ROLE = "actor"
@@ -388,3 +396,99 @@ def _sweep(paths: RunPaths) -> None:
         for folder in filter(lambda entry: is_temporary(entry.name), paths.exports.iterdir()):
             if time.time() - folder.stat().st_mtime > LEFT_S:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class ExportTypes:
+    """The types of an export's tensors."""
+
+    precision: Precision
+    name: str
+    """The type that most tensors were to get."""
+    kept: float | None = None
+    """The share of the training's update that survives rounding to ``name``. None if nothing is
+    rounded, or the weights before the training are unknown."""
+    refused: bool = False
+    """Whether the export is in float32, because ``name`` keeps too little."""
+
+    @property
+    def warning(self) -> str | None:
+        """What to say about an export that loses, or would have lost, much of the update."""
+        if self.refused and self.kept is None:
+            return (
+                "exported in float32: the weights that the training started from cannot be read, "
+                f"so the loss by rounding to {self.name} is unknown"
+            )
+        if self.kept is None or self.kept >= ENOUGH:
+            return None
+        if self.refused:
+            return (
+                f"exported in float32: only {self.kept:.1%} of the training's update would survive "
+                f"rounding to {self.name}, the type of the model that it started from "
+                "(checkpoint.export_dtype: source exports that type anyway)"
+            )
+        return (
+            f"only {self.kept:.1%} of the training's update survives rounding to {self.name}; the "
+            "rest is lost in the exported model. Export it again with slurmrl export --dtype "
+            "float32, and set checkpoint.export_dtype: auto"
+        )
+
+
+def export_types(
+    model: Model, dtype: ExportDtype, weights: ExportedWeights, storage: Storage
+) -> ExportTypes:
+    """Choose the types of an export of ``weights``, and measure what they keep. ``auto`` is the
+    model's own types if they keep enough of the update, else float32."""
+    precision = _precision(model, dtype)
+    entries = file_entries(weights.weights(), weights.read, storage)
+    types = {entry.name: precision.apply(entry).spec.dtype for entry in entries}
+    rounded = [entry for entry in entries if types[entry.name] not in (entry.spec.dtype, "float32")]
+    if not rounded:
+        return ExportTypes(precision, "float32")
+    sizes: Counter[str] = Counter()
+    for entry in rounded:
+        sizes[types[entry.name]] += entry.spec.bytes
+    name = sizes.most_common(1)[0][0]
+    if model.path is None:
+        return ExportTypes(precision, name)
+    try:
+        start = open_folder(Path(model.path))
+        kept = sum((_measured(start, e, types[e.name]) for e in rounded), Survival()).share
+        enough = kept is None or kept >= ENOUGH
+    except (UsageError, CheckpointError, CorruptFileError):
+        kept, enough = None, False
+    if dtype == "auto" and not enough:
+        return ExportTypes(AS_STORED, name, kept, refused=True)
+    return ExportTypes(precision, name, kept)
+
+
+def _measured(start: FolderTensors, entry: TensorEntry, dtype: str) -> Survival:
+    """Measure one tensor. A tensor that training has added has no update."""
+    specs = start.specs()
+    name = stored_name(entry.name, specs)
+    if name is None or specs[name].shape != entry.spec.shape:
+        return Survival()
+    before = start.read(name, Box.whole(entry.spec.shape))
+    return survival(
+        widened(before, specs[name].dtype), widened(entry.data(), entry.spec.dtype), dtype
+    )
+
+
+def _precision(model: Model, dtype: ExportDtype) -> Precision:
+    if dtype not in ("source", "auto"):
+        return Precision(dtype)
+    values = config_values(model)
+    stated = values.get("dtype") or values.get("torch_dtype")
+    tensors = _source_dtypes(Path(model.path)) if model.path is not None else {}
+    if stated not in FLOATS:
+        common = Counter(tensors.values()).most_common(1)
+        stated = common[0][0] if common else None
+    return Precision(stated, tensors)
+
+
+def _source_dtypes(folder: Path) -> Mapping[str, str]:
+    """The types of the tensors in a model folder's files; quantised ones are left out."""
+    inputs.check_folder(folder)
+    headers, _ = read_headers(folder)
+    dtypes = {name: DTYPES.get(header.dtype, "") for name, header in headers.items()}
+    return {name: dtype for name, dtype in dtypes.items() if dtype in FLOATS}

@@ -52,8 +52,13 @@ from slurmrl.workers.master.attempts import (
     TaskEvents,
     is_name,
 )
-from slurmrl.workers.master.leases import TaskLeases
-from slurmrl.workers.master.samples import SampleChecks, SampleCounts, SampleSweep, StepWait
+from slurmrl.workers.master.task_leases import (
+    SampleChecks,
+    SampleCounts,
+    SampleSweep,
+    StepWait,
+    TaskLeases,
+)
 from slurmrl.workers.polling import SHORTEST_RESULTS_S
 from slurmrl.workers.rollout_messages import (
     GaveBack,

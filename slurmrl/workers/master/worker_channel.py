@@ -1,5 +1,8 @@
-"""The master's channel to the trainers: one log to write, one log per agent to read. And the
-registry of their agents: those that said hello, and those that only claimed a task."""
+"""The master's channel to the trainers: one log to write, one log per agent to read.
+
+With it the registry of their agents, those that said hello and those that only claimed a task, and
+user requests for the stacks of ranks, which come through the name store.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ from slurmrl.workers.failure import failed, publish_loss
 from slurmrl.workers.messages import (
     AGENT_LOG,
     CONTROL_LOG,
+    CollectStacks,
     Done,
     FromAgent,
     Hello,
@@ -380,3 +384,45 @@ def _newest(claims: list[str], root: str) -> dict[int, int]:
         if task.isdecimal() and attempt.isdecimal():
             newest[int(task)] = max(newest.get(int(task), -1), int(attempt))
     return newest
+
+
+class StackRequests:
+    """Forwards requests to the agents, which answer with files.
+
+    Requests of an incarnation are numbered without a gap, each made by an exclusive add, so looking
+    for the next one is a single failed open per look, and none is lost or answered twice.
+    """
+
+    def __init__(
+        self,
+        names: NameStore,
+        incarnation: int,
+        post: Callable[[Order], object],
+        *,
+        look_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._names = names
+        self._incarnation = incarnation
+        self._post = post
+        self._looks = Interval(look_s, clock, after_s=look_s)
+        self._number = 1
+
+    def look(self) -> None:
+        """When due, look for the next request and forward it."""
+        if not self._looks.due():
+            return
+        try:
+            request = published.stacks_request(self._names, self._incarnation, self._number)
+        except CorruptFileError as error:
+            logger.warning("request skipped: %s", error)
+            self._number += 1
+            return
+        except EnvironmentFailure as error:
+            logger.warning("cannot look for requests, will retry: %s", error)
+            return
+        if request is None:
+            return
+        number, self._number = self._number, self._number + 1
+        logger.info("stacks requested (request %d)", number)
+        self._post(CollectStacks(number=number, ranks=request.ranks))

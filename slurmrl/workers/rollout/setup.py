@@ -1,4 +1,8 @@
-"""Construction of a rollout task's worker from the run directory: engine, weights, episodes."""
+"""Construction of a rollout task's worker from the run directory: engine, weights, episodes.
+
+The engine is the decoder of the task's own process, or a server that it keeps. A new kind of server
+needs nothing here: its engine in ``ENGINES`` names it (`ServerEngine.kind`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,18 +22,25 @@ from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema.model import Model
 from slurmrl.data.chat import stop_ids
 from slurmrl.data.tokenizer import decoding, load_tokenizer
+from slurmrl.engines import ENGINES
 from slurmrl.engines.initial_weights import model_config
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
+from slurmrl.models.decoder import Decoder, build
+from slurmrl.models.parallel.split import WHOLE, Axis, Split
 from slurmrl.plan import processor
 from slurmrl.plan.checks import memory
-from slurmrl.plan.model import GroupPlan, Plan
+from slurmrl.plan.estimates.servers import own_share, share_in_task
+from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings
+from slurmrl.rollouts.generation.base import RolloutEngine
 from slurmrl.rollouts.generation.native.peers import Peers
 from slurmrl.rollouts.generation.native.rollout import NativeRollout
+from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.stops import Decode
 from slurmrl.rollouts.generation.process import HostFolder
-from slurmrl.rollouts.generation.servers import weights_config
+from slurmrl.rollouts.generation.servers import VISIBLE, ServerKind, weights_config
 from slurmrl.run.channel.bell import Bell
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.events import EventWriter
@@ -41,16 +52,19 @@ from slurmrl.workers import address, distributed
 from slurmrl.workers.distributed import collective_timeout, join
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
 from slurmrl.workers.polling import PollIntervals
-from slurmrl.workers.rollout.engines import MakeEngine, native, served, undefined_decoder
 from slurmrl.workers.rollout.generation import Generation, TaskRows, judging_of
-from slurmrl.workers.rollout.merging import MergingHost
 from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
-from slurmrl.workers.rollout.weights import TaskWeights
+from slurmrl.workers.rollout.task_weights import MergingHost, TaskWeights
+from slurmrl.workers.serving import own_server
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
 T = TypeVar("T")
+MakeEngine: TypeAlias = Callable[[Path], RolloutEngine]
+"""Makes an engine without weights, in a running asyncio loop. It gets a folder of this task alone
+(mode 0700) in the host's memory."""
 
 
 def build_rollout(
@@ -276,3 +290,60 @@ def _cores(trainers: GroupPlan) -> int:
 def _read(what: str, action: Callable[[], T]) -> T:
     """Read a file that was there when the trial was submitted, so that a failure may pass."""
     return retry(f"read {what}", action, timeout_s=READ_S)
+
+
+def native(
+    settings: Settings, decoder: Decoder, decode: Decode, peers: Peers | None = None
+) -> NativeRollout:
+    """``decoder``: with any weights, in ``actor.dtype``; ``decode``: for stop strings; ``peers``:
+    the ranks of a decoder that is split."""
+    config = settings.config
+    rows, memory = config.rollout.episode.concurrency, config.rollout.episode.cache_bytes
+    tokens = max(rows, config.actor.max_tokens_per_microbatch)
+    limits = Limits(rows=rows, step_tokens=tokens, cache_bytes=memory)
+    tasks = config.rollout.tasks
+    assert tasks is not None, "an engine of rollout tasks"
+    return NativeRollout(
+        decoder, limits=limits, decode=decode, peers=peers, stale_cache=tasks.stale_cache
+    )
+
+
+def served(
+    settings: Settings,
+    model: ModelPlan,
+    config: ModelConfig,
+    device: torch.device,
+    log: Path,
+    events: EventWriter,
+) -> MakeEngine:
+    """A server on all GPUs of this worker, of which ``device`` is one, that writes to ``log``. Its
+    ends are told in ``events``."""
+    serving = own_server(settings, log, events, memory_bytes=_share(settings, device))
+    make: type[ServerKind] = ENGINES.load(model.engine).kind
+    size = model.sizes["tp"]
+    kind = make(config, settings.config.actor.dtype, serving, tensor_ranks=size, device=device)
+    visible = os.environ.get(VISIBLE, "")
+    return lambda folder: kind.keep(serving, folder, name=f"{kind.name} server", visible=visible)
+
+
+def undefined_decoder(
+    config: ModelConfig, dtype: str, target: torch.device, peers: Peers | None = None
+) -> Decoder:
+    """A model with undefined weights, or this rank's part of it."""
+    split = WHOLE
+    if peers is not None:
+        split = Split(Axis(peers.group.rank(), peers.group.size(), peers.group))
+    with torch.device("meta"):
+        decoder = build(config, split=split).to(getattr(torch, dtype))
+    decoder.to_empty(device=target)
+    decoder.requires_grad_(False)
+    return decoder
+
+
+def _share(settings: Settings, device: torch.device) -> int | None:
+    """Bytes of each GPU for the server; None if its own settings decide."""
+    arguments = settings.config.rollout.server_args
+    if device.type != "cuda" or own_share(arguments) is not None:
+        return None
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return share_in_task(arguments, total)

@@ -52,8 +52,7 @@ from slurmrl.workers.messages import (
 from slurmrl.workers.part_files import write_part
 from slurmrl.workers.worker.batch import Batch, Mail, Shares
 from slurmrl.workers.worker.reallocation import Reallocations, Residence
-from slurmrl.workers.worker.saver import Saver
-from slurmrl.workers.worker.version_writing import ACTOR, VersionWriting
+from slurmrl.workers.worker.saver import ACTOR, Saver, VersionWriting
 
 T = TypeVar("T")
 

@@ -60,10 +60,11 @@ from slurmrl.workers.messages import (
     StartRollout,
 )
 from slurmrl.workers.serving import own_server, running_servers
-from slurmrl.workers.worker import reallocation, version_writing
+from slurmrl.workers.worker import reallocation
 from slurmrl.workers.worker.batch import Mail
 from slurmrl.workers.worker.executor import Executor, UpdateKept
 from slurmrl.workers.worker.reallocation import Reallocations, Residence
+from slurmrl.workers.worker.saver import prepare_versions
 
 logger = log.get(__name__)
 
@@ -183,7 +184,7 @@ def build_trainer(
         timeout=timeout,
     )
     reallocations = Reallocations(moves, transfer.verify, activity)
-    versions = version_writing.prepare(settings, plan, engines, paths, rank, accelerator, timeout)
+    versions = prepare_versions(settings, plan, engines, paths, rank, accelerator, timeout)
     mail = Mail(host_group(accelerator, timeout), accelerator.device)
     ends = partial(stop_ids, settings.config, tokenizer)
     return Executor(

@@ -21,8 +21,8 @@ from slurmrl.tensors.checkpoint.tensors import TensorFile
 from slurmrl.tensors.layout.box import Box
 from slurmrl.tensors.weights.version import VersionId, read_part
 from slurmrl.tensors.weights.writer import publish
-from slurmrl.workers.rollout import merging
-from slurmrl.workers.rollout.weights import TaskWeights
+from slurmrl.workers.rollout import task_weights
+from slurmrl.workers.rollout.task_weights import TaskWeights
 from tests.distributed.engines.cases import Setup, model
 from tests.distributed.engines.megatron_cases import Case, Placed, placed
 from tests.distributed.engines.one_process import random_model
@@ -127,7 +127,7 @@ def test_a_task_merges_adapters_to_the_bits_that_a_move_has(
     assert manifest.by_name.keys() == trained_shapes(config, "lm", lora).keys()
 
     frozen, device = tmp_path / "frozen", torch.device("cpu")
-    host = merging.MergingHost(source, frozen, config, dtype, lora, device)
+    host = task_weights.MergingHost(source, frozen, config, dtype, lora, device)
     taken = TaskWeights(versions, tmp_path / "host", MODELS["qwen3"], host).newer()
     assert taken is not None
     assert taken.folder is not None
@@ -137,7 +137,7 @@ def test_a_task_merges_adapters_to_the_bits_that_a_move_has(
         for name, spec in files.specs().items()
     }
     assert found == {name: tensor for rank in results for name, tensor in rank.items()}
-    before = TensorFile(frozen / merging.ADAPTED).flat(ADAPTED)
+    before = TensorFile(frozen / task_weights.ADAPTED).flat(ADAPTED)
     assert found[ADAPTED][2] != before.tobytes(), "the adapters have no effect"
 
 

@@ -137,10 +137,10 @@ def test_a_full_disk_still_bounds_the_output(task: Task, monkeypatch: pytest.Mon
 
 PRINTS = """
 import os, sys
-from slurmrl.workers import process
+from slurmrl.workers import child_process
 room, full = int(sys.argv[1]), os.open("/dev/full", os.O_WRONLY)
 os.dup2(full, 1)
-process.drop_failed_output()
+child_process.drop_failed_output()
 print("lost" * 10, flush=True)
 sys.stdout.write("lost too\\n")
 sys.stdout.flush()

@@ -116,9 +116,10 @@ import os, sys, time
 from pathlib import Path
 from slurmrl.display.words import signal_name
 from slurmrl.fsio import atomic
-from slurmrl.workers import process
+from slurmrl.workers import child_process
 with atomic.open_log(Path(sys.argv[1])) as output:
-    child = process.spawn("the child", "stub_sleeper", [], output=output, environment=os.environ)
+    options = {"output": output, "environment": os.environ}
+    child = child_process.spawn("the child", "stub_sleeper", [], **options)
 print(child.process.pid, flush=True)
 time.sleep(600)
 """

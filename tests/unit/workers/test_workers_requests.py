@@ -9,7 +9,7 @@ import pytest
 
 from slurmrl.errors import EnvironmentFailure, NameNotFoundError
 from slurmrl.run import keys
-from slurmrl.workers.master.requests import StackRequests
+from slurmrl.workers.master.worker_channel import StackRequests
 from slurmrl.workers.messages import CollectStacks, Order
 from tests.support.memory_names import MemoryNameStore
 

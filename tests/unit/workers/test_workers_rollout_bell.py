@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from slurmrl.run.channel.bell import Bell
-from slurmrl.workers.rollout.channel import TaskBell
+from slurmrl.workers.rollout.session import TaskBell
 
 DEADLINE_S, NEVER_S = 60.0, 3600.0
 
@@ -26,7 +26,7 @@ def test_rings_without_end_count_once_in_every_interval(monkeypatch: pytest.Monk
     once the interval is over, so that the last one is never lost."""
 
     async def listen(own: Bell, master: Bell, look_s: float) -> None:
-        monkeypatch.setattr("slurmrl.workers.rollout.channel.LOOK_S", look_s)
+        monkeypatch.setattr("slurmrl.workers.rollout.session.LOOK_S", look_s)
         bell, address = TaskBell(own, spread_s=0.0), own.address
         bell.ring_at(master.address)
         with bell.hung():

@@ -34,8 +34,7 @@ from slurmrl.tensors.layout.copy import Array
 from slurmrl.tensors.layout.layout import TensorSpec
 from slurmrl.tensors.weights.version import VersionId, VersionManifest, part_file, read_manifest
 from slurmrl.tensors.weights.writer import PartWriter, VersionBits, publish
-from slurmrl.workers.rollout.merging import ADAPTED, SHARED, MergingHost
-from slurmrl.workers.rollout.weights import TaskWeights
+from slurmrl.workers.rollout.task_weights import ADAPTED, SHARED, MergingHost, TaskWeights
 from tests.distributed.engines.one_process import random_model
 from tests.distributed.engines.test_engines_layouts import MODELS
 

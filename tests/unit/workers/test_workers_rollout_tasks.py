@@ -45,8 +45,8 @@ from slurmrl.workers import address
 from slurmrl.workers.failure import publish_attempt
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.attempts import RolloutAttempt, TaskBells, parse_name, rollouts_of
-from slurmrl.workers.master.leases import SILENT_S
 from slurmrl.workers.master.progress import STATE
+from slurmrl.workers.master.task_leases import SILENT_S
 from slurmrl.workers.master.tasks import LEAVE_S, RolloutTasks, TaskNumbers
 from slurmrl.workers.rollout_messages import (
     Abort,
@@ -999,7 +999,7 @@ MakeMaster: TypeAlias = Callable[[Settings, SampleLedger], RolloutTasks]
 @pytest.fixture
 def make_master(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> MakeMaster:
     """The tasks as the master of a trial makes them, without a doorbell."""
-    monkeypatch.setattr(address, "hang", lambda *_: None)
+    monkeypatch.setattr(address, "fabric_bell", lambda *_: None)
     make_private_directory(paths.rollouts)
 
     def make(settings: Settings, ledger: SampleLedger) -> RolloutTasks:

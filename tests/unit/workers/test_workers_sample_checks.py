@@ -9,7 +9,7 @@ from pathlib import Path
 from slurmrl.backoff import HIDDEN_PAUSES_S, OUTAGE_S
 from slurmrl.rollouts.sample_files import SampleWriter
 from slurmrl.run.paths import RunPaths
-from slurmrl.workers.master.samples import LOOK_S, SampleChecks
+from slurmrl.workers.master.task_leases import LOOK_S, SampleChecks
 from tests.support.faulty import Faulty
 from tests.support.sample_groups import small_group
 

@@ -16,7 +16,7 @@ from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.sglang import SglangDialect, SglangServer
 from slurmrl.rollouts.generation.vllm import VllmDialect, VllmServer
-from slurmrl.workers.rollout.engines import native
+from slurmrl.workers.rollout.setup import native
 from slurmrl.workers.serving import own_server
 from tests.unit.models.conftest import BASE, ODD, random_decoder
 

@@ -35,7 +35,7 @@ from slurmrl.plan.model_files import config_values, generation_values
 from slurmrl.run.worlds import RankId
 from slurmrl.tensors.checkpoint.export import TokenizerFiles
 from slurmrl.workers.failure import describe
-from slurmrl.workers.master.export_types import _source_dtypes
+from slurmrl.workers.master.exporting import _source_dtypes
 from slurmrl.workers.worker import serve as serve_module
 
 RANK = RankId("trainer", 3)

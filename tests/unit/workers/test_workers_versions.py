@@ -29,7 +29,7 @@ from slurmrl.tensors.weights.writer import VersionBits
 from slurmrl.workers.master.versions import Publication, VersionPublisher, remove_leftovers
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Done, Saved, WriteVersion
-from slurmrl.workers.worker.version_writing import VersionPart, VersionWriting
+from slurmrl.workers.worker.saver import VersionPart, VersionWriting
 from tests.unit.weights.runs import SHAPES, Bits, changed, random_bits
 from tests.unit.workers.test_workers_committer import Killed, kill_at
 

@@ -1,0 +1,397 @@
+"""Which attempts of rollout tasks get items, how many, and when items are taken back; the checks,
+counts and removal of the samples that they make.
+
+A few finished samples are checked at each look: a step takes none that cannot be read. Samples that
+no commit needs are removed, also a little at each look. See "Leases of samples" in
+docs/protocols.md.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from slurmrl import log
+from slurmrl.backoff import HIDDEN_PAUSES_S, OUTAGE_S, Backoff
+from slurmrl.data.leases import STALE, Admission, SampleLedger
+from slurmrl.data.ledger import LeasedItems, LedgerRecord, StoredGroup
+from slurmrl.errors import EnvironmentFailure, SampleFileError
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.plan.metrics import ROLLOUT_SUMS, STALENESS_MAX, STALENESS_MEAN
+from slurmrl.rollouts.sample_files import read_once, remove_settled
+from slurmrl.run.channel.bell import BellAddress
+from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.weights.version import VersionId
+from slurmrl.workers.master.attempts import (
+    AttemptRecord,
+    RolloutAttempt,
+    RolloutsRecord,
+    TaskEvents,
+    parse_name,
+)
+from slurmrl.workers.rollout_messages import (
+    COUNTS_S,
+    Abort,
+    Confirm,
+    GenerateItems,
+    Leave,
+    RequestedItem,
+)
+
+LAG_S = 10.0
+"""How much longer an attempt may take for new weights than twice what it took the last time, before
+its share of the items goes to others."""
+
+SILENT_S = 6 * COUNTS_S
+"""Without a message while its log can be read, after which a living attempt counts as unable to
+write."""
+
+logger = log.get(__name__)
+LOOK_S = 0.1
+"""After which a look begins no other check."""
+
+
+class TaskLeases:
+    """Leases the items of a ledger to living attempts, as far as their weights allow."""
+
+    def __init__(
+        self,
+        ledger: SampleLedger,
+        lineage: Lineage,
+        admission: Admission,
+        living: Mapping[str, RolloutAttempt],
+        counts: SampleCounts,
+        events: TaskEvents,
+        bell: BellAddress | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``living``: the attempts that are not over, by name, which the caller keeps up to
+        date. ``bell``: where they may ring."""
+        self.step = 0
+        """The last one that was trained; for the caller to set."""
+        self.rows: Callable[[Iterable[int]], Sequence[tuple[int, int]]] | None = None
+        """Gives (epoch, index) of each item; for the caller to set before anything is leased."""
+        self._ledger = ledger
+        self._lineage = lineage
+        self._admission = admission
+        self._living = living
+        self._counts = counts
+        self._events = events
+        self._bell = bell
+        self._clock = clock
+        self._newest: str | None = None
+        """The newest version that an attempt has taken."""
+        self._newest_at = clock()
+
+    # -- who may have items ------------------------------------------------------------------
+
+    def note(self, attempt: RolloutAttempt, version: str) -> None:
+        """Note how much later than others an attempt has taken the newest weights."""
+        now = self._clock()
+        if self._newest is None or VersionId.parse(self._newest) < VersionId.parse(version):
+            self._newest, self._newest_at = version, now
+        if version == self._newest:
+            attempt.lag_s = now - self._newest_at
+
+    def able(self) -> dict[str, str]:
+        """The attempts that may get leases, each with the version that it holds."""
+        held = {
+            one.name: one.record.version
+            for one in self._living.values()
+            if one.confirmed and not one.leaving and one.record.version is not None
+        }
+        of_use = self._of_use({*held.values()})
+        return {name: version for name, version in held.items() if version in of_use}
+
+    def _of_use(self, names: Collection[str]) -> dict[str, VersionId]:
+        """Those of the versions with whose tokens the next step could be trained."""
+        versions = {name: VersionId.parse(name) for name in names}
+        first = self.step - self._admission.max_staleness
+        return {
+            name: one
+            for name, one in versions.items()
+            if one.step >= first and self._lineage.has(one.step, one.incarnation)
+        }
+
+    def _expected(self) -> set[str]:
+        """The attempts that have not taken the newest weights yet but should soon, and then need
+        items too."""
+        since_s = self._clock() - self._newest_at
+        return {
+            one.name
+            for one in self._living.values()
+            if one.confirmed
+            and not one.leaving
+            and one.record.version not in (None, self._newest)
+            and since_s < LAG_S + 2 * one.lag_s
+        }
+
+    def _silent(self) -> set[str]:
+        """The attempts that live and cannot write, if there are others that can work for them."""
+        silent = {one.name for one in self._living.values() if one.silent_s >= SILENT_S}
+        return silent if self.able().keys() - silent else set()
+
+    # -- leases ------------------------------------------------------------------------------
+
+    def take_back(self) -> None:
+        """Queue items again whose samples would be too stale for every step to come, and those of
+        attempts that cannot write: without staleness a step waits for them alone."""
+        oldest, silent = self._ledger.oldest, self._silent()
+        useless = oldest - self._of_use(oldest).keys()
+        for lease in self._ledger.leases if useless or silent else ():
+            attempt = self._living[lease.holder]
+            too_old = lease.oldest in useless and attempt.is_read
+            if not too_old and lease.holder not in silent:
+                continue  # it may have finished them
+            returned = self._ledger.return_items(lease.lease, lease.items)
+            self._counts.items["aborted"] += len(returned)
+            if attempt.confirmed:
+                attempt.post(Abort(lease=lease.lease, items=lease.items))
+            if lease.holder in silent:
+                self._events.silent(attempt, len(returned))
+
+    def confirm(self) -> None:
+        """Tell attempts which leases hold, once all that they had said before is known."""
+        for attempt in self._living.values():
+            if attempt.is_read and attempt.record.agent is not None and not attempt.confirmed:
+                self.post(attempt)
+
+    def post(self, attempt: RolloutAttempt, *requests: Leave) -> None:
+        """Post requests, of which the first of a log says which leases hold."""
+        if not attempt.confirmed:
+            attempt.confirmed = True
+            held = self._ledger.leases_of(attempt.name)
+            leases = tuple(map(self._request, held))
+            attempt.post(Confirm(leases=leases, bell=self._bell))
+        attempt.post(*requests)
+
+    def grant(self) -> None:
+        """Lease items to those who have the least to do, as far as their weights allow, and to none
+        more than its share of what may be with tasks now."""
+        silent = self._silent()
+        able = {name: held for name, held in self.able().items() if name not in silent}
+        rooms = {
+            name: self._ledger.room(self._admission, version=version.step, step=self.step)
+            for name, version in self._of_use({*able.values()}).items()
+        }
+        room = max(rooms.values(), default=0)
+        if not room:
+            return
+        sharers = len(able.keys() | self._expected() - silent)
+        share = -(-(self._ledger.leased + room) // sharers)
+        loads = {name: self._ledger.leased_by(name) for name in able}
+        granted = dealt(loads, {name: rooms[version] for name, version in able.items()}, share)
+        for name, count in sorted(granted.items()):
+            lease = self._ledger.lease(count, name, able[name])
+            self._living[name].post(self._request(lease))
+
+    def _request(self, lease: LeasedItems) -> GenerateItems:
+        assert self.rows is not None
+        rows = zip(lease.items, self.rows(lease.items), strict=True)
+        items = (
+            RequestedItem(item=item, epoch=epoch, index=index) for item, (epoch, index) in rows
+        )
+        return GenerateItems(lease=lease.lease, items=tuple(items), oldest=lease.oldest)
+
+
+def dealt(loads: Mapping[str, int], rooms: Mapping[str, int], share: int) -> Counter[str]:
+    """Items for each task, one after the other to the one with the least: none gets more than its
+    ``share`` with its load, nor any that exceeds its room, which counts those of all."""
+    queue = [(load, name) for name, load in loads.items()]
+    heapq.heapify(queue)
+    granted: Counter[str] = Counter()
+    for number in range(max(rooms.values(), default=0)):
+        while queue and (queue[0][0] >= share or number >= rooms[queue[0][1]]):
+            heapq.heappop(queue)
+        if not queue:
+            break
+        load, name = queue[0]
+        granted[name] += 1
+        heapq.heapreplace(queue, (load + 1, name))
+    return granted
+
+
+@dataclass(frozen=True, order=True)
+class _Check:
+    due: float
+    number: int
+    sample: StoredGroup = field(compare=False)
+    failed: int = field(default=0, compare=False)
+    """How often it looked damaged."""
+
+
+class SampleChecks:
+    """Reads each sample once, as the trainers' ranks do: what they would refuse is damaged."""
+
+    def __init__(
+        self, paths: RunPaths, clock: Callable[[], float], *, calls: SystemCalls = REAL
+    ) -> None:
+        self.sound: set[StoredGroup] = set()
+        self._paths, self._clock, self._calls = paths, clock, calls
+        self._due: list[_Check] = []
+        """A heap."""
+        self._numbers = itertools.count()
+        self._outage = Backoff(*OUTAGE_S)
+        self._rests_until = clock()
+
+    def add(self, samples: Iterable[StoredGroup]) -> None:
+        for sample in samples:
+            heapq.heappush(self._due, _Check(self._clock(), next(self._numbers), sample))
+
+    def keep(self, samples: Iterable[StoredGroup]) -> None:
+        """Forget all others."""
+        wanted = set(samples)
+        self.sound &= wanted
+        self._due = [check for check in self._due if check.sample in wanted]
+        heapq.heapify(self._due)
+
+    def look(self) -> list[tuple[StoredGroup, str]]:
+        """Check what is due. Returns what is damaged, with the reasons."""
+        damaged = []
+        now = self._clock()
+        until = now + LOOK_S
+        while self._due and self._rests_until <= now < until and self._due[0].due <= now:
+            found = self._check(heapq.heappop(self._due), now)
+            if found is not None:
+                damaged.append(found)
+            now = self._clock()
+        return damaged
+
+    def _check(self, check: _Check, now: float) -> tuple[StoredGroup, str] | None:
+        """Read a sample; return it with the reason if it is damaged. It may only be hidden from
+        this host for a while, so it counts as damaged if it still looks so after about a minute."""
+        folder = self._paths.samples_of(check.sample.task)
+        try:
+            read_once(folder, check.sample, calls=self._calls)
+        except SampleFileError as error:
+            pauses_s = HIDDEN_PAUSES_S if self._calls.caches(folder) else ()
+            if check.failed == len(pauses_s):
+                return check.sample, str(error)
+            due = now + pauses_s[check.failed]
+            heapq.heappush(self._due, replace(check, due=due, failed=check.failed + 1))
+        except EnvironmentFailure as error:
+            self._rests_until = now + self._outage.next_s()
+            heapq.heappush(self._due, replace(check, due=self._rests_until))
+            logger.warning("samples cannot be read now, will retry: %s", error)
+        else:
+            self._outage.reset()
+            self.sound.add(check.sample)
+        return None
+
+
+class SampleCounts:
+    """Counts since the incarnation began; the ledger has the others."""
+
+    def __init__(self, ledger: SampleLedger) -> None:
+        self._ledger = ledger
+        self.items: Counter[str] = Counter()
+        """``damaged``, ``aborted``, ``given_back`` and ``lost`` items."""
+        self.ages: Counter[int] = Counter()
+        """Groups that steps have taken, by staleness."""
+        self._told = Counter({f"rollout/dropped_{STALE}": ledger.dropped.get(STALE, 0)})
+        """The sums that the last metrics included."""
+        self._taken: list[int] = []
+        """Staleness of the groups taken since then."""
+
+    def take(self, ages: Sequence[int]) -> None:
+        """A step has taken groups of this staleness."""
+        self.ages.update(ages)
+        self._taken += ages
+
+    def give_back(self, age: int) -> None:
+        """A step does without a group of this staleness that it has taken."""
+        self.ages[age] -= 1
+        self.ages = +self.ages
+        self._taken.remove(age)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the steps taken since the last call."""
+        sums = self._sums()
+        found = {name: float(sums[name] - self._told[name]) for name in ROLLOUT_SUMS}
+        self._told = sums
+        if self._taken:
+            found[STALENESS_MEAN] = sum(self._taken) / len(self._taken)
+            found[STALENESS_MAX] = float(max(self._taken))
+        self._taken = []
+        return found
+
+    def _sums(self) -> Counter[str]:
+        refused = self._ledger.refused.items()
+        sums = {f"refused_{why.replace(' ', '_')}": number for why, number in refused}
+        sums |= {f"dropped_{STALE}": self._ledger.dropped.get(STALE, 0), **self.items}
+        return Counter({f"rollout/{name}": number for name, number in sums.items()})
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """An attempt, and those of its files that a commit needs."""
+
+    attempt: AttemptRecord
+    needed: frozenset[str]
+
+
+class SampleSweep:
+    """Visits the attempts of the newest commit, one at a look."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._visits: list[_Visit] = []
+
+    def plan(self, rollouts: RolloutsRecord, ledger: LedgerRecord) -> None:
+        """Start from a commit that holds these."""
+        needed: dict[str, set[str]] = {}
+        for sample in ledger.samples:
+            needed.setdefault(sample.task, set()).add(sample.file)
+        self._visits = [
+            _Visit(attempt, frozenset(needed.get(attempt.name, ())))
+            for attempt in reversed(rollouts.attempts)
+            if attempt.over or attempt.last_file is not None
+        ]
+
+    def look(self) -> None:
+        """Visit the next attempt: remove the files that the commit has no need of, or the whole
+        directory of one that is over. What fails is tried again after the next commit."""
+        if not self._visits:
+            return
+        visit = self._visits.pop()
+        attempt = visit.attempt
+        place = parse_name(attempt.name)
+        if attempt.over and not visit.needed:
+            shutil.rmtree(self._paths.rollout_task(*place), ignore_errors=True)
+            return
+        newest = None if attempt.over else attempt.last_file
+        try:
+            remove_settled(self._paths.rollout_samples(*place), visit.needed, newest)
+        except EnvironmentFailure as error:
+            logger.warning("cannot remove old samples of %s: %s", attempt.name, error)
+
+
+class StepWait:
+    """In all no longer than the step before took."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._step = -1
+        self._began = clock()
+        self._most_s = 0.0
+        self._since: float | None = None
+
+    def begin(self, step: int) -> None:
+        """Call it whenever a step asks for samples."""
+        if step != self._step:
+            now = self._clock()
+            self._step, self._began, self._most_s = step, now, now - self._began
+            self._since = None
+
+    def lasts(self) -> bool:
+        """Whether to go on waiting. The first call of a step begins to count."""
+        now = self._clock()
+        if self._since is None:
+            self._since = now
+        return now - self._since < self._most_s
