@@ -13,7 +13,7 @@ from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.plan.graph.call import Estimate, Summary
+from slurmrl.plan.dataflow import Estimate, Summary
 from slurmrl.run import keys
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.log import History

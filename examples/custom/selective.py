@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from slurmrl.algorithms.base import CallResult, Interface
 from slurmrl.algorithms.schema import AlgorithmSchema
-from slurmrl.plan.graph.call import Call, Method, RoleUse
+from slurmrl.plan.dataflow import Call, Method, RoleUse
 
 
 class Selective(AlgorithmSchema):

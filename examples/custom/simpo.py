@@ -8,7 +8,7 @@ from typing import ClassVar
 from slurmrl.algorithms.base import Interface
 from slurmrl.algorithms.schema import AlgorithmSchema
 from slurmrl.config.schema import NonNegativeFloat, PositiveFloat
-from slurmrl.plan.graph.call import Call, Method, RoleUse
+from slurmrl.plan.dataflow import Call, Method, RoleUse
 
 
 class SimPO(AlgorithmSchema):

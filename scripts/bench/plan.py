@@ -21,7 +21,7 @@ from pathlib import Path
 from spread import Spread
 
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.report.values import report
+from slurmrl.plan.plan_values import report
 from slurmrl.plan.settings import Settings, load_settings
 
 CONFIG = """\

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slurmrl.plan.graph.call import Record
+from slurmrl.plan.dataflow import Record
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from slurmrl.algorithms.sequences import (
     train_on_batch,
 )
 from slurmrl.data.sample import SequenceSample
-from slurmrl.plan.graph.call import Record
+from slurmrl.plan.dataflow import Record
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import TrainEngine

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_calls, train_call
 from slurmrl.config.schema import Config, PositiveFloat
-from slurmrl.plan.graph.call import Call, Method, RoleUse
+from slurmrl.plan.dataflow import Call, Method, RoleUse
 
 INTERFACE = "slurmrl.algorithms.distill:DistillInterface"
 DISTILL_METRICS = ("entropy", "importance_ratio")

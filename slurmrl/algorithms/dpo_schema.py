@@ -17,7 +17,7 @@ from slurmrl.algorithms.schema import (
     train_call,
 )
 from slurmrl.config.schema import Config, NonNegativeFloat, PositiveFloat
-from slurmrl.plan.graph.call import Call, Measure, RoleUse
+from slurmrl.plan.dataflow import Call, Measure, RoleUse
 
 INTERFACE = "slurmrl.algorithms.dpo:DPOInterface"
 PAIR_METRICS = (

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from slurmrl.config.schema.rollout import subset_sizes
 from slurmrl.errors import UsageError
-from slurmrl.plan.graph.call import Estimate, Measure, Record, Summary
+from slurmrl.plan.dataflow import Estimate, Measure, Record, Summary
 
 ROUNDING: Final = 1e-9
 """How far beyond 0 and 1 a rate may be."""

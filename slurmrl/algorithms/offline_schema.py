@@ -18,7 +18,7 @@ from slurmrl.config.schema.base import Word
 from slurmrl.config.schema.evaluation import Pattern
 from slurmrl.config.source import KeyPath
 from slurmrl.plan.checks.correctness import no_rates, useless_pattern
-from slurmrl.plan.graph.call import Call, Method, Record, RoleUse, Summary
+from slurmrl.plan.dataflow import Call, Method, Record, RoleUse, Summary
 from slurmrl.registry import resolve
 
 INTERFACES: Final = "slurmrl.algorithms.offline"

@@ -16,7 +16,7 @@ from torch import Tensor
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.sequences import TOKENS, global_means, train_on_batch
 from slurmrl.data.sample import SequenceSample
-from slurmrl.plan.graph.call import Record
+from slurmrl.plan.dataflow import Record
 from slurmrl.tensors.ops.upload import upload
 
 if TYPE_CHECKING:

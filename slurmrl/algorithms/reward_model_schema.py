@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from slurmrl.algorithms.schema import AlgorithmSchema, compare_call, sequences_of_pairs, train_call
 from slurmrl.config.schema import Config, NonNegativeFloat
-from slurmrl.plan.graph.call import Call, Measure, RoleUse
+from slurmrl.plan.dataflow import Call, Measure, RoleUse
 
 INTERFACE = "slurmrl.algorithms.reward_model:RewardModelInterface"
 INPUTS = ("input_ids", "prompt_mask")

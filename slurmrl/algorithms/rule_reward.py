@@ -21,7 +21,7 @@ from slurmrl.config.schema import Evaluation
 from slurmrl.data.meta import one_each, repeated
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
-from slurmrl.plan.graph.call import Record
+from slurmrl.plan.dataflow import Record
 from slurmrl.plan.metrics import JUDGED, UNSCORED
 from slurmrl.rewards.judged import JudgedCompletions, added
 from slurmrl.rewards.reward import Extras, of_completion

@@ -11,7 +11,7 @@ from slurmrl.config.schema import Config, PositiveInt, Section
 from slurmrl.config.source import KeyPath
 from slurmrl.data.support import EXPERTS, IDS, SIZES
 from slurmrl.plan.algorithms import Algorithm
-from slurmrl.plan.graph.call import (
+from slurmrl.plan.dataflow import (
     REWARD_MODEL,
     Call,
     Measure,

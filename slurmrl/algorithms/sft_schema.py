@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_calls, train_call
 from slurmrl.config.schema import Config
-from slurmrl.plan.graph.call import Call, Measure, Method, RoleUse
+from slurmrl.plan.dataflow import Call, Measure, Method, RoleUse
 
 INTERFACE = "slurmrl.algorithms.sft:SFTInterface"
 

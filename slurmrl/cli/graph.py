@@ -39,8 +39,7 @@ def graph(
     from slurmrl.display import text
     from slurmrl.errors import UsageError
     from slurmrl.plan.build import make_plan
-    from slurmrl.plan.graph.call import DATASET_KEYS, unread
-    from slurmrl.plan.graph.document import document, values
+    from slurmrl.plan.dataflow import DATASET_KEYS, document, unread, values
     from slurmrl.plan.settings import load_settings
 
     settings = load_settings(

@@ -64,16 +64,16 @@ def plan(
             raise click.UsageError(
                 "overrides, --scheduler and --moves are not allowed with an allocation"
             )
-        from slurmrl.plan.report import allocations
-        from slurmrl.plan.resolve.allocation_mode import explain
+        from slurmrl.plan.plan_document import allocation_document
+        from slurmrl.plan.resolve.spellings import explain
 
         made = explain(target)
-        shown = allocations.document(made)
+        shown = allocation_document(made)
     else:
-        from slurmrl.plan.report import document
+        from slurmrl.plan.plan_document import document
 
         made = _report(Path(target), overrides, scheduler, root, with_moves=with_moves)
-        shown = document.document(made)
+        shown = document(made)
     if svg is not None:
         from slurmrl.display import svg as picture
 
@@ -106,11 +106,10 @@ def _report(
     from slurmrl.desk.proposal import kept
     from slurmrl.desk.submit import refusal
     from slurmrl.desk.trials import chosen_root
-    from slurmrl.plan import processor
+    from slurmrl.plan import precision, resources
     from slurmrl.plan.build import make_plan
-    from slurmrl.plan.checks import devices, inventory
-    from slurmrl.plan.graph.call import unread
-    from slurmrl.plan.report.values import report
+    from slurmrl.plan.dataflow import unread
+    from slurmrl.plan.plan_values import report
     from slurmrl.plan.settings import Settings, load_settings
     from slurmrl.scheduler import choose
 
@@ -123,15 +122,15 @@ def _report(
         settings = load(*added)
     config = settings.config
     kind = choose(scheduler or config.cluster.scheduler, asks_slurm=config.asks_slurm)
-    hosts = inventory.ask(settings.config) if kind == "slurm" else None
+    hosts = resources.ask(settings.config) if kind == "slurm" else None
     planned = make_plan(settings, scheduler=kind, hosts=hosts)
     unread_keys = unread(planned.calls, settings.config.dataset.kind)
     warnings = [f"key {line}" for line in unread_keys]
-    if slow := processor.slow_bfloat16(processor.bfloat16_models(config, planned, planned.groups)):
-        warnings.append(slow if kind == "local" else f"{slow}; {processor.ELSEWHERE}")
-    made = report(settings, planned, [*warnings, *inventory.scarce(planned, settings, hosts)])
-    made["missing"] += inventory.lacking(planned, settings.config, hosts)
-    made["missing"] += map(str, devices.lacking_gpus(settings, planned))
+    if slow := precision.slow_bfloat16(precision.bfloat16_models(config, planned, planned.groups)):
+        warnings.append(slow if kind == "local" else f"{slow}; {precision.ELSEWHERE}")
+    made = report(settings, planned, [*warnings, *resources.scarce(planned, settings, hosts)])
+    made["missing"] += resources.lacking(planned, settings.config, hosts)
+    made["missing"] += map(str, resources.lacking_gpus(settings, planned))
     code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
     slurm = settings.config.cluster.slurm
     made["warnings" if slurm.container or slurm.setup else "missing"] += code.notes

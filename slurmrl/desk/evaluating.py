@@ -20,7 +20,7 @@ from slurmrl.desk.trials import DEFAULT_ROOT
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.plan.algorithms import ALGORITHMS
-from slurmrl.plan.graph.call import REWARD_MODEL
+from slurmrl.plan.dataflow import REWARD_MODEL
 from slurmrl.plan.resolve.trial_references import LAST, parse
 from slurmrl.registry import near
 from slurmrl.run.history.log import History

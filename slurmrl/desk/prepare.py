@@ -19,7 +19,7 @@ from slurmrl.desk.record import ProvenanceWriter
 from slurmrl.fsio import atomic, documents, ownership
 from slurmrl.fsio.shapes import TEXT
 from slurmrl.plan.model import Plan
-from slurmrl.plan.report.values import figures
+from slurmrl.plan.plan_values import figures
 from slurmrl.plan.settings import Settings
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.processes import Claimant

@@ -28,8 +28,8 @@ from slurmrl.desk.prepare import is_prepared, trial_uuid
 from slurmrl.desk.record import ProvenanceWriter, recorded_folders
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, Problem, UsageError
+from slurmrl.plan import resources
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.checks import devices, inventory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.placement import slurm_of
@@ -251,12 +251,12 @@ def _planned(
     cluster = config.cluster.model_copy(update={"scheduler": kind})
     config = config.model_copy(update={"cluster": cluster})
     settings = dataclasses.replace(settings, config=config)
-    hosts = inventory.ask(config) if kind == "slurm" else None
+    hosts = resources.ask(config) if kind == "slurm" else None
     plan = make_plan(settings, scheduler=kind, hosts=hosts)
-    if lacking := inventory.lacking(plan, config, hosts):
+    if lacking := resources.lacking(plan, config, hosts):
         where = str(settings.source.path)
         raise ConfigError(tuple(Problem(where, "cluster", text) for text in lacking))
-    if without_gpus := devices.lacking_gpus(settings, plan):
+    if without_gpus := resources.lacking_gpus(settings, plan):
         raise ConfigError(tuple(without_gpus))
     _check_number(plan, config, run_paths(settings))
     recorder = ProvenanceWriter(config, settings.source.path, code, kind, settings.profile)

@@ -2,6 +2,6 @@
 
 ``settings`` loads a configuration and its algorithm's schema; ``build`` makes the ``model.Plan``
 from them. ``resolve/`` replaces shorthand and inherited settings, ``checks/`` refuse what cannot
-run, ``estimates/`` give memory and FLOPs, and ``report/`` shows the plan to the user. The tables in
-``algorithms`` and ``engines`` list what can be planned.
+run, and ``estimates/`` give memory and FLOPs. ``plan_values`` and ``plan_document`` show the plan
+to the user. The tables in ``algorithms`` and ``engine_rules`` list what can be planned.
 """

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol, Self, TypeAlias, get
 
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
-from slurmrl.plan.graph.call import REWARD_MODEL, Call, Measure, Record, Refill, RoleUse, Summary
+from slurmrl.plan.dataflow import REWARD_MODEL, Call, Measure, Record, Refill, RoleUse, Summary
 from slurmrl.registry import Registry
 
 PolicyGradientName: TypeAlias = Literal[

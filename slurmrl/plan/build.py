@@ -11,12 +11,12 @@ from slurmrl.config.allocation import Allocation
 from slurmrl.config.schema import WHOLE, Config
 from slurmrl.plan import placement, resources
 from slurmrl.plan.algorithms import uses_of
+from slurmrl.plan.dataflow import DATASET_KEYS, Call, Graph, Method, RoleUse
 from slurmrl.plan.estimates.host import slot_bytes
 from slurmrl.plan.estimates.memory import uses_sequence_parallel
-from slurmrl.plan.graph.call import DATASET_KEYS, Call, Graph, Method, RoleUse
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Offloading, Plan, Reallocation
 from slurmrl.plan.placement import ROLLOUTS, Placement, layout_of, model_of
-from slurmrl.plan.resolve.hardware_defaults import gpus_per_worker
+from slurmrl.plan.resolve.inherit import gpus_per_worker
 from slurmrl.plan.settings import Settings
 from slurmrl.run.worlds import TRAINERS
 from slurmrl.scheduler.parse import HostRow

@@ -15,8 +15,8 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import MOST_COUNT
+from slurmrl.plan.dataflow import Head, Method
 from slurmrl.plan.estimates.hardware import memory_of
-from slurmrl.plan.graph.call import Head, Method
 from slurmrl.run.worlds import TRAINERS
 
 

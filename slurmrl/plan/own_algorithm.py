@@ -1,4 +1,5 @@
-"""The schema of a user's own algorithm: ``my_file.py:MyAlgorithm`` or ``package.module:Class``.
+"""A user's own code that a configuration names by ``my_file.py:Name`` or ``package.module:Name``,
+and the contract of an algorithm of that kind: the declarations and results of its class.
 
 Login-node commands import the module without torch; ranks and the master import the trial's copy.
 """
@@ -10,17 +11,26 @@ import re
 import sys
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, cast, get_args, get_origin
 
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from slurmrl.config.problems import refused
 from slurmrl.config.profiles import expanded
-from slurmrl.errors import UsageError
-from slurmrl.registry import import_own
+from slurmrl.config.schema import Config
+from slurmrl.config.schema.config import OWN_ROLE, ROLES
+from slurmrl.config.source import KeyPath, Source, dotted
+from slurmrl.errors import Problem, UsageError
+from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.dataflow import DATASET_KEYS, Call, Measure, Method, RoleUse
+from slurmrl.registry import import_own, near, resolve
 
 KIND: Final = "algorithm"
 OWN: Final = re.compile(r"[\w.]+:\w+")
@@ -177,3 +187,270 @@ def without_torch() -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
+
+
+SECTIONS: Final = {"name": {"reward", "episode"}, "type": {"dataset"}}
+"""Settings that may name code, with the sections around them."""
+
+
+def name_modules(source: Source) -> tuple[list[Path], list[Problem]]:
+    """Replace the names of files in the values by those of their modules. Return the folders of the
+    files, and what is wrong with the names."""
+    folders: dict[str, Path] = {}
+    problems = []
+    for section, key, where in list(_names(source.values, ())):
+        text = section[key]
+        try:
+            own = own_name(text, source.folder(where))
+            if own is None or own.folder is None:
+                continue
+            if folders.setdefault(own.reference.partition(":")[0], own.folder) != own.folder:
+                raise UsageError(
+                    f"'{text}' is not allowed: another setting names a file of that name in "
+                    "another folder; rename one"
+                )
+            section[key] = own.reference
+        except UsageError as error:
+            problems.append(source.problem(where, str(error)))
+    return list(folders.values()), problems
+
+
+def _names(value: Any, where: KeyPath) -> Iterator[tuple[dict[str, Any], str, KeyPath]]:
+    """Mappings in the values, their key that names a file, and where it stands."""
+    if not isinstance(value, dict) or "options" in where:
+        return
+    for key, inner in value.items():
+        inside = SECTIONS.get(key, set()).intersection(where)
+        if inside and isinstance(inner, str) and OWN_FILE.fullmatch(inner):
+            yield value, key, (*where, key)
+        yield from _names(inner, (*where, key))
+
+
+BASE: Final = "slurmrl.algorithms.schema:AlgorithmSchema"
+"""Its layer is above the plan's, so it is resolved by name."""
+RECORDED: Final = {
+    "rollout.top_k": "slurmrl.algorithms.schema:supports",
+    "rollout.replay_experts": "slurmrl.algorithms.schema:routes",
+}
+"""What gives the keys that generation records, by the setting that has it do so."""
+NUMBERS: Final = ("batch_size", "minibatches", "optimizer_steps", "epochs", "completions")
+ALGORITHM: Final = ("algorithm",)
+
+
+def wrong_class(schema: Any) -> str:
+    """Why something cannot be the schema of an algorithm; empty if it can."""
+    base: type[BaseModel] = resolve(BASE)
+    if not isinstance(schema, type) or not issubclass(schema, base):
+        kind = schema.__name__ if isinstance(schema, type) else f"a {type(schema).__name__}"
+        return f"{kind} is not a subclass of {BASE.replace(':', '.')}"
+    if missing := sorted(getattr(schema, "__abstractmethods__", ())):
+        return f"{schema.__name__} does not define {', '.join(f'{name}()' for name in missing)}"
+    name: Any = schema.model_fields["name"].annotation
+    if get_origin(name) is Literal:
+        kept = get_args(name)
+        return (
+            f"{schema.__name__} allows only the names of its base class ({', '.join(kept)}); "
+            "declare in it: name: str"
+        )
+    for field in schema.model_fields.keys() - base.model_fields.keys():
+        if hasattr(base, field):
+            return f"the setting '{field}' has the name of {base.__name__}.{field}; rename it"
+    for field in ("dataset_types", "evaluation_types"):
+        types = getattr(schema, field, None)
+        known = sorted(DATASET_KEYS)
+        if not isinstance(types, tuple) or not types or not set(types) <= set(known):
+            return (
+                f"{schema.__name__}.{field} is {types!r}, must be a tuple of types of dataset; "
+                f"allowed: {', '.join(known)}"
+            )
+    return _wrong_default(schema)
+
+
+def _wrong_default(schema: type[BaseModel]) -> str:
+    """Why a setting cannot have its default, which pydantic checks only on demand."""
+    strict = {"model_config": ConfigDict(validate_default=True)}
+    try:
+        return _refused_default(cast(type[BaseModel], type(schema.__name__, (schema,), strict)))
+    except Exception as error:  # noqa: BLE001 - a user's validator may need the missing values
+        if not (message := _refused_default(_without_validators(schema))):
+            return ""
+        return f"{message}; and a validator raises {type(error).__name__} on defaults: {error}"
+
+
+def _without_validators(schema: type[BaseModel]) -> type[BaseModel]:
+    """The same settings, of which only the types and limits are checked."""
+    fields: dict[str, Any] = {
+        name: (field.annotation, field) for name, field in schema.model_fields.items()
+    }
+    config = ConfigDict(**{**schema.model_config, "validate_default": True})
+    made: type[BaseModel] = create_model(schema.__name__, __config__=config, **fields)
+    return made
+
+
+def _refused_default(model: type[BaseModel]) -> str:
+    try:
+        model.model_validate({})
+    except ValidationError as error:
+        wrong = [each for each in error.errors() if each["loc"] and each["type"] != "missing"]
+        for details in wrong:
+            setting, reason = dotted(details["loc"]), refused(details)
+            return f"the default of {model.__name__}.{setting} is wrong: {reason}"
+    return ""
+
+
+def violations(
+    algorithm: Algorithm, config: Config, folders: Sequence[Path]
+) -> Iterator[tuple[KeyPath, str]]:
+    """What breaks the contract: the key, and the message. ``folders`` hold the user's code."""
+    if not is_own(algorithm.name):
+        for role in config.models:
+            yield ("models", role), "is not allowed: only an algorithm of your own has such roles"
+        return
+    try:
+        with without_torch():
+            uses, calls = tuple(algorithm.roles()), tuple(algorithm.calls(config))
+            evaluation: tuple[Call, ...] = ()
+            measures: dict[str, Measure] = {}
+            for own in config.evaluations.values():
+                evaluation += tuple(algorithm.evaluation_calls(own))
+                measures |= algorithm.evaluation_measures(own)
+            numbers = {name: getattr(algorithm, name) for name in NUMBERS}
+            numbers["sequences_per_item()"] = algorithm.sequences_per_item(config)
+            list(algorithm.conflicts(config))
+            algorithm.refill()
+            controller = algorithm.controller()
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        yield ALGORITHM, f"{algorithm.name} failed: {describe(error, folders)}"
+        return
+    problems = [
+        *_wrong_values(uses, [*calls, *evaluation], numbers, controller),
+        *_wrong_measures(measures),
+        *(_wrong_roles(uses) if all(isinstance(use, RoleUse) for use in uses) else ()),
+    ]
+    if not problems:
+        for call in (*calls, *evaluation):
+            wrong = list(_wrong_fields(call))
+            problems += wrong or _wrong_call(call, {use.role: use for use in uses}, config)
+        problems += _untrained(uses, calls)
+        problems += _records(calls, evaluation, one_pass=algorithm.one_pass)
+        problems += _unread(algorithm, calls, config)
+    for problem in dict.fromkeys(problems):
+        yield ALGORITHM, f"{algorithm.name}: {problem}"
+    if not problems:
+        yield from _unused_models(uses, config)
+
+
+def _wrong_values(
+    uses: Sequence[Any], calls: Sequence[Any], numbers: dict[str, Any], controller: Any
+) -> Iterator[str]:
+    for use in uses:
+        if not isinstance(use, RoleUse):
+            yield f"roles() returns {use!r}, must be RoleUse objects"
+    for call in calls:
+        if not isinstance(call, Call):
+            yield f"calls() returns {call!r}, must be Call objects"
+    for name, number in numbers.items():
+        if type(number) is not int or number < 1:
+            yield f"{name} is {number!r}, must be a whole number of at least 1"
+    if not isinstance(controller, str) or not OWN.fullmatch(controller):
+        yield f"controller() returns {controller!r}, must be 'module:Class'"
+
+
+def _wrong_roles(uses: Sequence[RoleUse]) -> Iterator[str]:
+    roles = [use.role for use in uses]
+    if "actor" not in roles:
+        yield "roles() lacks the actor, which every algorithm uses"
+    for role in sorted(role for role, times in Counter(roles).items() if times > 1):
+        yield f"roles() has the role '{role}' twice"
+    for use in uses:
+        taken = use.role in Config.model_fields and use.role not in ROLES
+        if use.role not in ROLES and (taken or not OWN_ROLE.fullmatch(use.role)):
+            why = "it is a section of the configuration" if taken else "use a-z, 0-9 and '_'"
+            yield f"the role '{use.role}' is not allowed: {why}"
+        if use.head not in ("lm", "value"):
+            yield f"the role '{use.role}' has the head {use.head!r}; allowed: lm, value"
+
+
+def _wrong_fields(call: Call) -> Iterator[str]:
+    what = f"call {call.name!r}"
+    if not isinstance(call.interface, str) or not OWN.fullmatch(call.interface):
+        yield f"{what} has the interface {call.interface!r}, must be 'module:Class'"
+    if not isinstance(call.method, Method):
+        allowed = ", ".join(f"Method.{method.name}" for method in Method)
+        yield f"{what} has the method {call.method!r}; allowed: {allowed}"
+    for field in ("inputs", "outputs", "metrics"):
+        names = getattr(call, field)
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            yield f"{what} has the {field} {names!r}, must be a tuple of names"
+
+
+def _wrong_call(call: Call, uses: dict[str, RoleUse], config: Config) -> Iterator[str]:
+    what = f"call '{call.name}'"
+    if call.role is None:
+        if call.method is Method.TRAIN_STEP:
+            yield f"{what} trains, but has no role"
+        return
+    if call.role == "reward_model" and call.role not in uses:
+        return  # that of the reward
+    if call.role not in uses:
+        yield f"{what} uses the role '{call.role}', which roles() lacks; {near(call.role, [*uses])}"
+        return
+    if call.method is Method.TRAIN_STEP and not uses[call.role].trained:
+        yield f"{what} trains {call.role}, which roles() does not state as trained"
+    if call.method is Method.GENERATE and uses[call.role].head != "lm":
+        yield f"{what} generates with {call.role}, whose head is not lm"
+    if call.method is Method.GENERATE and call.role != "actor" and config.rollout.backend:
+        yield (
+            f"{what} generates with {call.role}: with rollout.backend, only the actor generates; "
+            "leave rollout.backend out"
+        )
+
+
+def _wrong_measures(measures: dict[Any, Any]) -> Iterator[str]:
+    for name, measure in measures.items():
+        if not isinstance(name, str) or not isinstance(measure, Measure):
+            known = ", ".join(f"Measure.{each.name}" for each in Measure)
+            yield (
+                f"evaluation_measures() returns {name!r}: {measure!r}, must be the name of a "
+                f"metric with one of {known}"
+            )
+
+
+def _untrained(uses: Sequence[RoleUse], calls: Sequence[Call]) -> Iterator[str]:
+    trained = {call.role for call in calls if call.method is Method.TRAIN_STEP}
+    for use in uses:
+        if use.trained and use.role not in trained:
+            yield f"roles() states {use.role} as trained, but no call trains it"
+
+
+def _records(calls: Sequence[Call], evaluation: Sequence[Call], *, one_pass: bool) -> Iterator[str]:
+    recording = [call.name for call in calls if call.method is Method.RECORD]
+    if len(recording) > 1:
+        yield f"the calls {', '.join(recording)} record; at most one call of a step may"
+    for call in evaluation:
+        if call.method is Method.RECORD:
+            yield f"call '{call.name}' records in an evaluation; only calls of a step may"
+    for call in calls:
+        if call.method is Method.FILTER and one_pass:
+            yield f"call '{call.name}' filters; with one_pass, a step cannot replace items"
+
+
+def _unread(algorithm: Algorithm, calls: Sequence[Call], config: Config) -> Iterator[str]:
+    """Calls that would train on other probabilities than those that tokens were drawn with."""
+    for setting, recorded in RECORDED.items():
+        keys = resolve(recorded)(algorithm, config)
+        for call in calls:
+            trains = call.role == "actor" and call.method is Method.TRAIN_STEP
+            if trains and (missing := [key for key in keys if key not in call.inputs]):
+                yield (
+                    f"replays what generation records, but with {setting} call '{call.name}' does "
+                    f"not read {' and '.join(missing)}"
+                )
+
+
+def _unused_models(uses: Sequence[RoleUse], config: Config) -> Iterator[tuple[KeyPath, str]]:
+    own = [use.role for use in uses if use.role not in ROLES]
+    for role in config.models:
+        if role not in own:
+            hint = near(role, own) if own else "the algorithm has no roles of its own"
+            yield ("models", role), f"is not used by the algorithm; {hint}"

@@ -11,7 +11,7 @@ from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.allocation.parser import parse_gpus
 from slurmrl.config.schema import Config, Model, Rollout, Slurm
 from slurmrl.errors import AllocationError
-from slurmrl.plan.graph.call import Call, Method
+from slurmrl.plan.dataflow import Call, Method
 from slurmrl.run.worlds import TRAINERS
 
 ROLLOUTS: Final = "rollout"

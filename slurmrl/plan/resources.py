@@ -1,12 +1,21 @@
-"""Cores and host memory that are requested for a worker with a GPU."""
+"""Cores, memory, hosts and GPUs: the requests of workers, and whether the cluster can meet them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from slurmrl.config.schema import Cluster
+from slurmrl.config.schema import Cluster, Config, Slurm, role_key
+from slurmrl.errors import Problem, SchedulerError
+from slurmrl.plan.engine_rules import ENGINES
 from slurmrl.plan.estimates.hardware import GIB
+from slurmrl.plan.estimates.host import slot_bytes
+from slurmrl.plan.model import GroupPlan, Plan
+from slurmrl.plan.placement import ROLLOUTS, slurm_of
+from slurmrl.plan.settings import Settings
+from slurmrl.registry import near
+from slurmrl.run.worlds import TRAINERS
+from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
 
 Hosts: TypeAlias = Mapping[str, Sequence[HostRow]]
@@ -65,3 +74,117 @@ def _cpu_share(host: HostRow, workers_per_host: int) -> int:
 def _requests_memory(cluster: Cluster) -> bool:
     lines = [line.strip().removeprefix("#SBATCH").strip() for line in cluster.slurm.extra_lines]
     return any(line.replace("=", " ").split(" ")[0] in MEMORY_OPTIONS for line in lines)
+
+
+TIMEOUT_S = 10.0
+
+
+def ask(config: Config) -> Hosts | None:
+    """The hosts that Slurm has in the partitions of each group; None if it does not answer."""
+    client = SlurmClient(timeout_s=TIMEOUT_S)
+    partitions = {name: slurm_of(config, name).partition for name in (TRAINERS, ROLLOUTS)}
+    try:
+        found = {name: client.hosts(name) for name in set(partitions.values())}
+    except SchedulerError:
+        return None
+    return {group: found[partition] for group, partition in partitions.items()}
+
+
+def lacking(plan: Plan, config: Config, hosts: Hosts | None) -> list[str]:
+    """What the cluster could not provide even if all its hosts were idle."""
+    if hosts is not None and (unknown := list(_unknown_partitions(config, hosts))):
+        return unknown
+    known = (group for group in plan.jobs if hosts is not None and group.name in hosts)
+    return [
+        line
+        for group in known
+        for line in _lacking(group, slurm_of(config, group.name), (hosts or {})[group.name])
+    ]
+
+
+def _unknown_partitions(config: Config, hosts: Hosts) -> Iterator[str]:
+    """Partitions that Slurm does not have: of these sinfo lists no hosts, without an error."""
+    named = {
+        (name, slurm_of(config, name).partition or "")
+        for name, found in hosts.items()
+        if not found or "," in (slurm_of(config, name).partition or "")
+    }
+    wanted = {part.strip() for _, partition in named for part in partition.split(",")} - {""}
+    if not wanted:
+        return
+    try:
+        known = SlurmClient(timeout_s=TIMEOUT_S).partition_names()
+    except SchedulerError:
+        return
+    for partition in sorted(wanted.difference(known) if known else ()):
+        yield f"Slurm has no partition '{partition}': {near(partition, known)}"
+
+
+def _lacking(group: GroupPlan, slurm: Slurm, hosts: Sequence[HostRow]) -> Iterator[str]:
+    where = f"partition {slurm.partition}" if slurm.partition else "the cluster"
+    needed, workers = group.hosts_of_job, group.slots_per_host
+    gpus = group.gpus_per_worker * workers if slurm.gpu_directive != "none" else 0
+    fit = [host for host in hosts if host.gpus >= gpus]
+    if len(fit) < needed:
+        kind = "host" if needed == 1 else "hosts"
+        kind += f" with {gpus} GPU{'s' if gpus > 1 else ''}" if gpus else ""
+        most = max((host.gpus for host in hosts), default=0)
+        remedy = "change the layout or cluster.workers_per_host"
+        if gpus and not most:
+            remedy = "choose a partition with GPUs, or compute on CPUs: cluster.gpus_per_worker=0"
+        yield (
+            f"the {group.name} group needs {needed} {kind}, {where} has {len(fit)} (of "
+            f"{len(hosts)} hosts, with up to {most} GPUs): {remedy}"
+        )
+        return
+    cpus, mib = group.cpus_per_worker * workers, (group.memory_bytes or 0) * workers >> 20
+    requests = [
+        ("cores", cpus, "cpus_per_worker", [host.cpus for host in fit]),
+        ("MiB of memory", mib, "mem_per_worker", [host.memory_mib for host in fit]),
+    ]
+    for what, requested, key, there in requests:
+        if sum(not size or size >= requested for size in there) < needed:
+            yield (
+                f"the {group.name} group requests {requested} {what} on each of {needed} hosts, "
+                f"{where} has hosts with up to {max(there)}: lower cluster.{key} or "
+                "cluster.workers_per_host"
+            )
+
+
+def scarce(plan: Plan, settings: Settings, hosts: Hosts | None) -> list[str]:
+    """Default requests that were lowered to what the hosts have."""
+    cluster, found = settings.config.cluster, []
+    for group in plan.jobs if hosts else ():
+        cores = group.cpus_per_worker // max(group.gpus_per_worker, 1)
+        memory = group.memory_bytes
+        estimate = slot_bytes(settings, group)
+        if group.gpus_per_worker and cores < CPUS and cluster.cpus_per_worker is None:
+            found.append(
+                f"the {group.name} group requests {cores} cores for each GPU, the hosts' share; "
+                f"{CPUS} are usual, and fewer may slow down rewards and data"
+            )
+        if memory and estimate and memory < estimate and cluster.mem_per_worker is None:
+            found.append(
+                f"the {group.name} group requests {memory / GIB:.1f} GiB of host memory for each "
+                f"worker, because the hosts have no more; the estimate is {estimate / GIB:.1f} GiB"
+            )
+    return found
+
+
+def lacking_gpus(settings: Settings, plan: Plan) -> list[Problem]:
+    """Return a problem for each layout of an engine that needs GPUs where workers have none."""
+    gpus = {group.name: group.gpus_per_worker for group in plan.groups}
+    cause = "cluster.gpus_per_worker is 0"
+    if settings.config.cluster.gpus_per_worker is None:
+        cause = "this machine, where the trial would run, has none"
+    found: dict[str, Problem] = {}
+    for model in plan.models.values():
+        if not ENGINES[model.engine].needs_gpu or gpus[model.group] or model.backend in found:
+            continue
+        message = (
+            f"'{model.backend}' is not allowed: the {model.engine} engine needs a GPU for each "
+            f"worker, and {cause}; on CPUs use fsdp"
+        )
+        section = (ROLLOUTS,) if model.role == ROLLOUTS else role_key(model.role)
+        found[model.backend] = settings.source.problem((*section, "backend"), message)
+    return list(found.values())

@@ -16,10 +16,8 @@ from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath, Source, dotted
 from slurmrl.errors import ConfigError, Problem, UsageError
-from slurmrl.plan import own_files
 from slurmrl.plan.algorithms import ALGORITHMS, Algorithm, uses_of
 from slurmrl.plan.checks import check, check_submission, correctness
-from slurmrl.plan.checks.contract import violations, wrong_class
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.sections import unused_roles
 from slurmrl.plan.own_algorithm import (
@@ -29,14 +27,12 @@ from slurmrl.plan.own_algorithm import (
     importable,
     is_own,
     load_on_login_node,
+    name_modules,
     own_name,
+    violations,
+    wrong_class,
 )
-from slurmrl.plan.resolve import (
-    allocation_mode,
-    chat_templates,
-    hardware_defaults,
-    hub_references,
-)
+from slurmrl.plan.resolve import hub_references, inherit, spellings
 from slurmrl.plan.resolve.hub_references import HubResolver
 from slurmrl.plan.resolve.inherit import complete
 from slurmrl.plan.resolve.trial_references import TrialResolver
@@ -99,7 +95,7 @@ def load_settings(
     """
     source = load(path, overrides, derive, None if resumed else profiles.in_force())
     searched = [path.parent.absolute(), Path.cwd()] if folders is None else list(folders)
-    own, problems = own_files.resolve(source)
+    own, problems = name_modules(source)
     if problems:
         raise ConfigError(tuple(problems))
     searched = list(dict.fromkeys([*own, *searched]))
@@ -134,7 +130,7 @@ def _checked(
     missing: list[Problem] = []
     if config is not None:
         config = _with_root(config, root)
-        config, more, notes = allocation_mode.apply(config, source)
+        config, more, notes = spellings.apply(config, source)
         problems += more
         trials = TrialResolver(config, source, frozen=_frozen(config, algorithm), planning=planning)
         config, missing = trials.resolved(), trials.problems
@@ -144,11 +140,11 @@ def _checked(
         resolver = HubResolver(config, source, planning=planning, data=data)
         config = resolver.resolved()
         missing += resolver.problems
-        config, more = chat_templates.decided(config, source)
+        config, more = hub_references.decided(config, source)
         missing += more
         if algorithm is not None:
             kind = choose(scheduler or config.cluster.scheduler, asks_slurm=config.asks_slurm)
-            config = hardware_defaults.with_precision(config, kind)
+            config = inherit.with_precision(config, kind)
             config, more = complete(config, algorithm, source)
             problems += more
             algorithm = algorithm.completed(config)

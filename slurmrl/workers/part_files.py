@@ -16,7 +16,7 @@ from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import corrupt, unreadable
 from slurmrl.fsio.primitives import opened
 from slurmrl.fsio.shapes import SIZE, Fields, table
-from slurmrl.plan.graph.call import Record
+from slurmrl.plan.dataflow import Record
 from slurmrl.run.metrics import encode
 from slurmrl.run.paths import RunPaths
 

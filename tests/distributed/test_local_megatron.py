@@ -18,7 +18,7 @@ def let_megatron_compute_here(
     """The part of ``cluster`` with which megatron-core works on a CPU; commands of ``site`` accept
     it there."""
     accept, install = (f"tests.support.megatron_cpu:{name}" for name in ("accept", "install"))
-    write_hook(folder / f"{trial}.submit", "slurmrl.plan.checks.devices", accept)
+    write_hook(folder / f"{trial}.submit", "slurmrl.plan.resources", accept)
     site.environment["PYTHONPATH"] = f"{folder / f'{trial}.submit'}:{ROOT}"
     return hooked(site, folder, f"{kind}.{trial}", "slurmrl.engines.megatron.entry", install)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from slurmrl.plan import engines
+from slurmrl.plan import engine_rules
 
 FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like")
 MODULES = (
@@ -153,7 +153,7 @@ def _quiet() -> Iterator[None]:
 
 def accept() -> None:
     """Have the commands of this process accept megatron where workers have no GPU."""
-    engines.ENGINES["megatron"] = replace(engines.ENGINES["megatron"], needs_gpu=False)  # type: ignore[index]
+    engine_rules.ENGINES["megatron"] = replace(engine_rules.ENGINES["megatron"], needs_gpu=False)  # type: ignore[index]
 
 
 def install() -> None:

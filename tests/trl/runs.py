@@ -16,7 +16,7 @@ from slurmrl.config.schema import Config, Dataset, Logging, Model, Optimizer, Ro
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.plan.algorithms import ALGORITHMS
-from slurmrl.plan.graph.call import Method, RoleUse
+from slurmrl.plan.dataflow import Method, RoleUse
 from slurmrl.plan.model import ModelPlan
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve

@@ -34,7 +34,7 @@ from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import UsageError
 from slurmrl.plan.algorithms import PolicyGradientName
-from slurmrl.plan.graph.call import REWARD_MODEL, Call, Method, RoleUse
+from slurmrl.plan.dataflow import REWARD_MODEL, Call, Method, RoleUse
 from slurmrl.plan.precision import unlike_training
 from slurmrl.registry import near
 

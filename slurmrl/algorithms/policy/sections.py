@@ -15,7 +15,7 @@ from slurmrl.config.schema.base import (
     PositiveInt,
     Section,
 )
-from slurmrl.plan.graph.call import Call, Method, Refill
+from slurmrl.plan.dataflow import Call, Method, Refill
 
 AboveOne = Annotated[float, Field(gt=1)]
 

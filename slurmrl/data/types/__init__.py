@@ -1,7 +1,7 @@
 """The types of dataset: which keys a row has, and the sequences of tokens that it becomes.
 
 A new type is a class in a file of its own (`base.RowType`), a line below, one in
-``plan/graph/call.py`` (the keys of its samples) and one in the schema. Torch-free.
+``plan/dataflow.py`` (the keys of its samples) and one in the schema. Torch-free.
 """
 
 from __future__ import annotations

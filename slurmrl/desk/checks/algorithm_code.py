@@ -8,7 +8,7 @@ from slurmrl.algorithms.base import Interface
 from slurmrl.algorithms.scalars import ScalarController
 from slurmrl.config.schema import Config
 from slurmrl.plan.algorithms import Algorithm, all_calls
-from slurmrl.plan.graph.call import Call
+from slurmrl.plan.dataflow import Call
 from slurmrl.registry import import_own, resolve
 
 

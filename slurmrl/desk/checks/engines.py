@@ -11,10 +11,10 @@ from typing import Final
 from slurmrl.config.schema import role_key
 from slurmrl.config.source import dotted
 from slurmrl.desk.checks.finding import Finding, Weight
-from slurmrl.plan.checks.devices import lacking_gpus
-from slurmrl.plan.engines import ENGINES
+from slurmrl.plan.engine_rules import ENGINES
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.plan.resources import lacking_gpus
 from slurmrl.plan.settings import Settings
 
 SUBJECT: Final = "engine"

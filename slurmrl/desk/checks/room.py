@@ -11,10 +11,10 @@ from slurmrl.config.allocation import parse
 from slurmrl.desk.checks.finding import Finding, Weight
 from slurmrl.env import user_name
 from slurmrl.plan.algorithms import uses_of
+from slurmrl.plan.dataflow import Head
 from slurmrl.plan.estimates.memory import BYTES
 from slurmrl.plan.estimates.parameters import parameters, trained_shard
 from slurmrl.plan.estimates.shape import shape_of
-from slurmrl.plan.graph.call import Head
 from slurmrl.plan.settings import Settings
 from slurmrl.run.paths import RunPaths
 

@@ -11,11 +11,11 @@ from slurmrl.desk.doctor import login, servers, software
 from slurmrl.desk.doctor.check import Check, failed, guarded
 from slurmrl.desk.doctor.job import JobShape, ProbeJob, Say, scratch
 from slurmrl.errors import SchedulerError
+from slurmrl.plan import resources
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.checks import inventory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
-from slurmrl.plan.processor import bfloat16_models
+from slurmrl.plan.precision import bfloat16_models
 from slurmrl.plan.settings import Settings
 from slurmrl.scheduler import choose
 from slurmrl.scheduler.client import SlurmClient
@@ -58,7 +58,7 @@ def examine(what: Examination, say: Say) -> list[Check]:
         checks += more
     requested = what.scheduler or cluster.scheduler
     kind = choose(requested, asks_slurm=(config or cluster).asks_slurm)
-    hosts = inventory.ask(settings.config) if settings and kind == "slurm" else None
+    hosts = resources.ask(settings.config) if settings and kind == "slurm" else None
     plan = make_plan(settings, scheduler=kind, hosts=hosts) if settings else None
     checks += _trial(settings, plan, kind, what.check_timeout_s)
     checks += servers.check_environment(config, sleeps=_servers_sleep(plan)) if config else []

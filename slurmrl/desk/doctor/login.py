@@ -17,7 +17,7 @@ from slurmrl.desk.inspection import described
 from slurmrl.desk.proposal import Proposal, begun, run_paths
 from slurmrl.desk.record import ProvenanceWriter
 from slurmrl.errors import ConfigError, UnreadableInputError
-from slurmrl.plan.checks import inventory
+from slurmrl.plan import resources
 from slurmrl.plan.model import Plan
 from slurmrl.plan.resources import Hosts
 from slurmrl.plan.settings import Settings, load_settings
@@ -97,7 +97,7 @@ def scheduler(
     ]
     if settings is None or plan is None:
         return checks
-    lacking = inventory.lacking(plan, settings.config, hosts)
+    lacking = resources.lacking(plan, settings.config, hosts)
     checks += [failed("hosts", one, "see 'sinfo -N -o \"%N %t %G %c %m\"'") for one in lacking]
     return checks if lacking else [*checks, ok("hosts", "the cluster has what the layout needs")]
 

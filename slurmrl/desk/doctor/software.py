@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from slurmrl.desk.doctor.check import Check, failed, ok, warning
 from slurmrl.desk.versions import interpreter, torch_build, version_of
 from slurmrl.errors import OwnershipError
-from slurmrl.plan.processor import slow_bfloat16
+from slurmrl.plan.precision import slow_bfloat16
 from slurmrl.tensors.ops.native import build
 from slurmrl.tensors.ops.native.recipe import Half
 from slurmrl.tensors.parallel.driver import LEAST_DRIVER, driver_version, newest_cuda

@@ -91,7 +91,7 @@ class TrialReport:
     peaks: Sequence[Sequence[int]]
     """(rank, most bytes that it has had)"""
     planned: Mapping[str, Any]
-    """The plan's figures (`plan.report.values.figures`); empty if there are none."""
+    """The plan's figures (`plan.plan_values.figures`); empty if there are none."""
     tasks: Sequence[TaskSpan]
     rollouts: Mapping[str, Any] | None
     """What the newest master said last about rollout tasks (`run.rollouts`)."""

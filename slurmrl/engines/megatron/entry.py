@@ -9,7 +9,7 @@ from typing import Any
 
 from slurmrl.engines.base import TrainEngine
 from slurmrl.errors import UsageError
-from slurmrl.plan.engines import ENGINES
+from slurmrl.plan.engine_rules import ENGINES
 
 
 def make(*args: Any, **kwargs: Any) -> TrainEngine:

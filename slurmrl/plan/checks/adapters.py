@@ -9,7 +9,7 @@ from slurmrl.config.schema import Lora, Model
 from slurmrl.errors import Problem, UsageError
 from slurmrl.plan import model_files
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.engines import ENGINES
+from slurmrl.plan.engine_rules import ENGINES
 from slurmrl.plan.placement import REFERENCE, uses_base
 from slurmrl.registry import resolve
 

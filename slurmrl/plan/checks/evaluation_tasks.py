@@ -15,9 +15,9 @@ from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks import fit
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.tasks import wrong_slurm
-from slurmrl.plan.engines import ENGINES, rules_of
+from slurmrl.plan.dataflow import REWARD_MODEL, Call, Method
+from slurmrl.plan.engine_rules import ENGINES, rules_of
 from slurmrl.plan.estimates.shape import shape_of
-from slurmrl.plan.graph.call import REWARD_MODEL, Call, Method
 from slurmrl.run.paths import EVALUATED
 
 TASKS: Final = ("evaluation", "tasks")

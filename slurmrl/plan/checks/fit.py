@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 from slurmrl.config.allocation import Allocation
 from slurmrl.config.schema import Model, ParallelSizes
-from slurmrl.plan.engines import ENGINES
+from slurmrl.plan.engine_rules import ENGINES
 from slurmrl.plan.estimates.lengths import Lengths
 from slurmrl.plan.estimates.shape import ModelShape
 

@@ -22,12 +22,12 @@ from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.memory import memory
 from slurmrl.plan.checks.servers import servers
 from slurmrl.plan.checks.tasks import tasks
-from slurmrl.plan.engines import ENGINES, rules_of
+from slurmrl.plan.dataflow import Method
+from slurmrl.plan.engine_rules import ENGINES, rules_of
 from slurmrl.plan.estimates.lengths import lengths_of
 from slurmrl.plan.estimates.shape import shape_of
-from slurmrl.plan.graph.call import Method
 from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, Placement
-from slurmrl.plan.resolve import sizes
+from slurmrl.plan.resolve import spellings
 from slurmrl.run.worlds import TRAINERS
 
 
@@ -236,7 +236,7 @@ def architectures(draft: Draft) -> Iterator[Problem]:
         lengths = lengths_of(draft.config, draft.algorithm, shape)
         steps = minibatches if role in trained else 0
         for misfit in fit.check(fit.Fit(model, place.allocation, shape, lengths, steps)):
-            if role == ROLLOUTS and misfit.axis not in sizes.FIELDS:
+            if role == ROLLOUTS and misfit.axis not in spellings.FIELDS:
                 continue
             yield draft.problem(_key(draft, role, misfit.axis), _refusal(misfit, place))
 
@@ -264,10 +264,10 @@ def _key(draft: Draft, role: str, axis: str) -> KeyPath:
     if axis == "length":
         prompts = draft.config.dataset.kind == "prompt"
         return ("rollout", "max_new_tokens") if prompts else ("dataset", "max_tokens")
-    field = sizes.FIELDS.get(axis, axis)
+    field = spellings.FIELDS.get(axis, axis)
     if role != ROLLOUTS and draft.writes(role, "model", field):
         return (role, "model", field)
-    if role != ROLLOUTS and axis not in (*sizes.FIELDS, "dp"):
+    if role != ROLLOUTS and axis not in (*spellings.FIELDS, "dp"):
         return (role, "model", field)
     return (role, "backend")
 

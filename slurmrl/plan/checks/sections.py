@@ -18,10 +18,10 @@ from slurmrl.config.source import KeyPath, dotted
 from slurmrl.errors import GraphError, Problem
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.engines import ENGINES
+from slurmrl.plan.dataflow import DATASET_KEYS, Call, Graph, Method
+from slurmrl.plan.engine_rules import ENGINES
 from slurmrl.plan.estimates.memory import SHARDED
 from slurmrl.plan.estimates.shape import shape_of
-from slurmrl.plan.graph.call import DATASET_KEYS, Call, Graph, Method
 from slurmrl.plan.metrics import (
     EVALUATION_S,
     ROLLOUT_METRICS,

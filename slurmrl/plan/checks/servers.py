@@ -15,10 +15,9 @@ from slurmrl.config.servers import read_keys
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import Problem, UsageError
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.engines import ENGINES
+from slurmrl.plan.engine_rules import ENGINES, SERVER_KINDS
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.placement import ROLLOUTS
-from slurmrl.plan.server_kinds import SERVER_KINDS
 
 OF_OURS: Final = ("python", "server_args")
 """Settings of ``rollout`` that only servers of the run's own use."""

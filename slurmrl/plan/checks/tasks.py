@@ -12,7 +12,7 @@ from slurmrl.config.schema.cluster import SlurmOfTasks
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.graph.call import Method
+from slurmrl.plan.dataflow import Method
 from slurmrl.plan.placement import ROLLOUTS, tasks_inside, trainers
 
 OF_TRAINERS: Final = ("offload", "servers")

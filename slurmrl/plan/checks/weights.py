@@ -13,7 +13,7 @@ from slurmrl.errors import Problem, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.plan import model_files
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.engines import ENGINES
+from slurmrl.plan.engine_rules import ENGINES
 from slurmrl.plan.estimates.lengths import bounded_parts, longest
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.resolve.inherit import OWN_WEIGHTS

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple, Protocol
 
 from slurmrl.config.schema import Config, Model
 from slurmrl.plan.algorithms import Algorithm, uses_of
+from slurmrl.plan.dataflow import Call, Method, RoleUse
 from slurmrl.plan.estimates import hardware
 from slurmrl.plan.estimates.flops import call_flops, compute_seconds, decode_seconds
 from slurmrl.plan.estimates.lengths import Lengths, lengths_of
@@ -19,7 +20,6 @@ from slurmrl.plan.estimates.memory import (
     whole_weights,
 )
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
-from slurmrl.plan.graph.call import Call, Method, RoleUse
 from slurmrl.plan.placement import (
     ROLLOUTS,
     Placement,

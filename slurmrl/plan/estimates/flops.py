@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from slurmrl.plan.dataflow import Head, Method
 from slurmrl.plan.estimates.hardware import Gpu
 from slurmrl.plan.estimates.lengths import Lengths
 from slurmrl.plan.estimates.shape import ModelShape
-from slurmrl.plan.graph.call import Head, Method
 
 UTILISATION: Final = 0.4
 """Model FLOPs utilisation that training is assumed to reach."""

@@ -9,6 +9,7 @@ from slurmrl.config.allocation import parse
 from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Lora, Model
 from slurmrl.plan.algorithms import uses_of
+from slurmrl.plan.dataflow import RoleUse
 from slurmrl.plan.estimates import experts, hardware, servers
 from slurmrl.plan.estimates.costs import Checked, memories, replays_experts
 from slurmrl.plan.estimates.gpus import trainers_gpus
@@ -22,7 +23,6 @@ from slurmrl.plan.estimates.parameters import (
     trained_shard,
 )
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
-from slurmrl.plan.graph.call import RoleUse
 from slurmrl.plan.model import GroupPlan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, offloaded, placements
 from slurmrl.run.worlds import TRAINERS

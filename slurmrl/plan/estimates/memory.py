@@ -8,6 +8,7 @@ from typing import Final
 
 from slurmrl.config.allocation import Allocation
 from slurmrl.config.schema import Model
+from slurmrl.plan.dataflow import Head
 from slurmrl.plan.estimates import experts
 from slurmrl.plan.estimates.lengths import Lengths
 from slurmrl.plan.estimates.parameters import (
@@ -18,7 +19,6 @@ from slurmrl.plan.estimates.parameters import (
     trained_shard,
 )
 from slurmrl.plan.estimates.shape import ModelShape
-from slurmrl.plan.graph.call import Head
 
 BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2}
 SHARDED: Final = frozenset({"fsdp", "archon"})

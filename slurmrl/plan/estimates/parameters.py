@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from slurmrl.config.allocation import Allocation
 from slurmrl.config.schema import Lora, Model
+from slurmrl.plan.dataflow import Head
 from slurmrl.plan.estimates.shape import ModelShape
-from slurmrl.plan.graph.call import Head
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from slurmrl.plan.engine_rules import last_value
 from slurmrl.plan.estimates.hardware import GIB, margin
 from slurmrl.plan.estimates.memory import Memory
-from slurmrl.plan.server_arguments import last_value
 
 SLEEPING: Final = 2 * GIB
 """Kept on each GPU by a server that sleeps: CUDA contexts, NCCL's buffers, code."""

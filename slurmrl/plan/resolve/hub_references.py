@@ -1,9 +1,10 @@
-"""``hf://org/name@revision`` is a repository of the Hugging Face hub, of which the cache has a
-folder."""
+"""References that only files decide: ``hf://org/name@revision`` becomes a folder of the cache of
+repositories, and the rows of a dataset decide whether it gets the chat template."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from slurmrl.config.source import KeyPath, Source, read
 from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import inputs
+from slurmrl.registry import resolve
 from slurmrl.run.paths import RunPaths
 
 logger = log.get(__name__)
@@ -190,3 +192,34 @@ def _value_at(values: Any, key: KeyPath) -> Any:
     for part in key:
         values = values.get(part) if isinstance(values, dict) else None
     return values
+
+
+HAS_MESSAGES: Final = "slurmrl.data.records:has_messages"
+"""What reads a row. It is in a layer above the plan, so it is resolved by name."""
+
+
+def decided(config: Config, source: Source) -> tuple[Config, list[Problem]]:
+    """The configuration with a decision for each dataset whose first row can be read, and the
+    problems of datasets whose sources differ."""
+    has_messages: Callable[[Dataset], bool | None] = resolve(HAS_MESSAGES)
+    problems: list[Problem] = []
+
+    def with_decision(key: KeyPath, dataset: Dataset) -> Dataset:
+        if dataset.chat_template is not None:
+            return dataset
+        if dataset.like is not None or dataset.kind == "messages":
+            return dataset.model_copy(update={"chat_template": False})
+        found = {name: has_messages(part) for name, part in dataset.parts.items()}
+        chats = [name for name, answer in found.items() if answer]
+        texts = [name for name, answer in found.items() if answer is False]
+        if chats and texts:
+            message = (
+                f"is required: source '{chats[0]}' has messages and '{texts[0]}' has text; true "
+                "makes each text a message of the user"
+            )
+            problems.append(source.problem((*key, "chat_template"), message))
+        if not chats and not texts:
+            return dataset
+        return dataset.model_copy(update={"chat_template": bool(chats)})
+
+    return config.with_datasets(with_decision), problems

@@ -1,19 +1,20 @@
-"""Settings that the other roles inherit from the actor, and each role's layout in one
-spelling."""
+"""Settings that roles inherit: from the actor, from the kind of device (GPUs of a worker, the
+precision), and each role's layout in one spelling."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 from slurmrl.config.allocation import parse
 from slurmrl.config.allocation.parser import parse_gpus
-from slurmrl.config.schema import Config, Model, Publish, Rollout, role_key
+from slurmrl.config.schema import Cluster, Config, Model, Publish, Rollout, role_key
 from slurmrl.config.source import Source
 from slurmrl.errors import AllocationError, Problem
 from slurmrl.plan.algorithms import Algorithm, uses_of
-from slurmrl.plan.resolve import sizes
-from slurmrl.plan.resolve.allocation_mode import shape_of
+from slurmrl.plan.resolve import spellings
+from slurmrl.plan.resolve.spellings import shape_of
 
 DEFAULT_ENGINE: Final = "fsdp"
 DEFAULT_BACKEND: Final = "fsdp:d1"
@@ -100,7 +101,7 @@ def _for_one_pass(config: Config) -> Config:
 
 
 def _default(model: Model) -> str:
-    return DEFAULT_ENGINE if sizes.given(model) else DEFAULT_BACKEND
+    return DEFAULT_ENGINE if spellings.given(model) else DEFAULT_BACKEND
 
 
 def _from_actor(config: Config, role: str, actor: Model) -> Model:
@@ -119,7 +120,7 @@ def _layout_from_actor(model: Model, actor: Model) -> dict[str, Any]:
     """The whole layout, or only the engine if the role has sizes of its own."""
     if model.backend:
         return {}
-    if sizes.given(model):
+    if spellings.given(model):
         return {"backend": actor.backend.partition(":")[0]}
     return {
         "backend": actor.backend,
@@ -128,27 +129,29 @@ def _layout_from_actor(model: Model, actor: Model) -> dict[str, Any]:
     }
 
 
-def _merged(config: Config, model: Model) -> tuple[Model, list[sizes.Disagreement]]:
+def _merged(config: Config, model: Model) -> tuple[Model, list[spellings.Disagreement]]:
     shape = shape_of(config)
     gpus = shape.hosts * shape.gpus_per_host if config.cluster.hosts else None
-    backend, found = sizes.merge(model.backend, sizes.given(model), gpus)
-    conflicts = [sizes.Disagreement(sizes.FIELDS[axis], message) for axis, message in found]
+    backend, found = spellings.merge(model.backend, spellings.given(model), gpus)
+    conflicts = [spellings.Disagreement(spellings.FIELDS[axis], message) for axis, message in found]
     return model.model_copy(update={"backend": backend}), conflicts
 
 
-def _rollout(config: Config) -> tuple[Any, list[sizes.Disagreement]]:
+def _rollout(config: Config) -> tuple[Any, list[spellings.Disagreement]]:
     rollout = _of_tasks(config.rollout)
-    given = sizes.given_rollout(rollout)
+    given = spellings.given_rollout(rollout)
     if given and not rollout.backend:
         axis, size = next(iter(given.items()))
         message = f"{size} is not allowed without rollout.backend, the engine that it applies to"
-        return rollout, [sizes.Disagreement(sizes.ROLLOUT_FIELDS[axis], message)]
-    backend, found = sizes.merge(rollout.backend, given, None)
-    if rollout.servers and sizes.is_engine_only(backend):
+        return rollout, [spellings.Disagreement(spellings.ROLLOUT_FIELDS[axis], message)]
+    backend, found = spellings.merge(rollout.backend, given, None)
+    if rollout.servers and spellings.is_engine_only(backend):
         backend = f"{backend.strip()}:d1"  # of the weights alone: the servers have their layouts
     if rollout.tasks is not None:
         backend = _for_each(backend, rollout.tasks.max, _listed(rollout.gpus))
-    conflicts = [sizes.Disagreement(sizes.ROLLOUT_FIELDS[axis], message) for axis, message in found]
+    conflicts = [
+        spellings.Disagreement(spellings.ROLLOUT_FIELDS[axis], message) for axis, message in found
+    ]
     return rollout.model_copy(update={"backend": backend}), conflicts
 
 
@@ -171,10 +174,32 @@ def _listed(gpus: str) -> int:
 def _for_each(backend: str, tasks: int | None, gpus: int) -> str:
     """The layout of this many tasks, or of those that fill ``gpus``, from that of one or of all."""
     try:
-        one = parse(f"{backend.strip()}:d1" if sizes.is_engine_only(backend) else backend)
+        one = parse(f"{backend.strip()}:d1" if spellings.is_engine_only(backend) else backend)
     except AllocationError:
         return backend  # reported elsewhere
     count = tasks or gpus // one.instance_size
     if not count or one.sizes["dp"] > 1:
         return str(one)
     return str(replace(one, sizes={**one.sizes, "dp": count}))
+
+
+FIRST_GPU: Final = Path("/dev/nvidia0")
+ON_GPUS: Final = "bfloat16"
+ON_CPUS: Final = "float32"
+"""bfloat16 is slower than float32 on most CPUs."""
+
+
+def gpus_per_worker(cluster: Cluster, scheduler: str) -> int:
+    """GPUs of one worker. ``scheduler`` is ``"local"`` or ``"slurm"``."""
+    if cluster.gpus_per_worker is not None:
+        return cluster.gpus_per_worker
+    return 1 if scheduler != "local" or FIRST_GPU.exists() else 0
+
+
+def with_precision(config: Config, scheduler: str) -> Config:
+    """The configuration with the actor's default precision, which the other roles inherit, if the
+    actor sets none. (A resolved configuration sets all, so a trial keeps its precision.)"""
+    if "dtype" in config.actor.model_fields_set:
+        return config
+    dtype = ON_GPUS if gpus_per_worker(config.cluster, scheduler) else ON_CPUS
+    return config.model_copy(update={"actor": config.actor.model_copy(update={"dtype": dtype})})

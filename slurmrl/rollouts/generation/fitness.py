@@ -9,17 +9,17 @@ from pathlib import Path
 
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
-from slurmrl.plan.engines import EXPERTS_NEED
-from slurmrl.plan.estimates.shape import ModelShape
-from slurmrl.plan.estimates.shape import read as read_shape
-from slurmrl.plan.server_kinds import (
+from slurmrl.plan.engine_rules import (
     EXPERTS_FLAG,
+    EXPERTS_NEED,
     RETRACTING_NEEDS,
     RETRACTING_SGLANG,
     SERVER_KINDS,
     VLLM_FLAGS,
     numbers_of,
 )
+from slurmrl.plan.estimates.shape import ModelShape
+from slurmrl.plan.estimates.shape import read as read_shape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from slurmrl.data.support import SampledSupport
 from slurmrl.errors import RunFailedError
 from slurmrl.models.config import ModelConfig
-from slurmrl.plan.server_kinds import EXPERTS_FLAG
+from slurmrl.plan.engine_rules import EXPERTS_FLAG
 from slurmrl.rollouts.generation.base import ABORTED, Completion, Finish
 from slurmrl.rollouts.generation.dialect import Draw
 from slurmrl.tensors.layout.copy import Array

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
-from slurmrl.plan.server_kinds import VLLM_FLAGS
+from slurmrl.plan.engine_rules import VLLM_FLAGS
 from slurmrl.rollouts.generation.base import Completion, Finish
 from slurmrl.rollouts.generation.dialect import FIRST_S, Draw, HttpDialect
 from slurmrl.rollouts.generation.fitness import (

@@ -23,7 +23,7 @@ from slurmrl.data.chat import template_file
 from slurmrl.errors import CheckpointError, EnvironmentFailure
 from slurmrl.fsio import objects
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.plan.graph.call import Method
+from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import Plan
 from slurmrl.registry import near
 from slurmrl.run.events import EventWriter

@@ -28,7 +28,7 @@ from slurmrl.fsio.shapes import (
     list_of,
     table,
 )
-from slurmrl.plan.graph.call import Refill
+from slurmrl.plan.dataflow import Refill
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
 from slurmrl.run.history.record import END_OF_DATASET

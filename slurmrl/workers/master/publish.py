@@ -21,7 +21,7 @@ from slurmrl.config.schema import WHOLE
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, objects
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.plan.graph.call import Method
+from slurmrl.plan.dataflow import Method
 from slurmrl.plan.metrics import EVALUATION_S, evaluation_metric
 from slurmrl.plan.model import CallPlan
 from slurmrl.run import hang, keys, metrics

@@ -26,7 +26,7 @@ from slurmrl.fsio.atomic import (
     sweep_temporaries,
 )
 from slurmrl.fsio.failures import corrupt
-from slurmrl.plan.graph.call import Method, Record, Summary
+from slurmrl.plan.dataflow import Method, Record, Summary
 from slurmrl.plan.metrics import UNSCORED
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings

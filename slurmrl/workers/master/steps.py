@@ -15,7 +15,7 @@ from slurmrl.backoff import retry
 from slurmrl.config.schema import WHOLE
 from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import UsageError
-from slurmrl.plan.graph.call import Refill
+from slurmrl.plan.dataflow import Refill
 from slurmrl.plan.metrics import EVALUATION_S, WAITED_S
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.run.paths import evaluation_prefix, part_prefix

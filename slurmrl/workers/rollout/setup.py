@@ -28,7 +28,7 @@ from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.parallel.split import WHOLE, Axis, Split
-from slurmrl.plan import processor
+from slurmrl.plan import precision
 from slurmrl.plan.checks import memory
 from slurmrl.plan.estimates.servers import own_share, share_in_task
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
@@ -79,7 +79,7 @@ def build_rollout(
         refuse = partial(memory.refusal_in_task, settings)
         distributed.take_gpus(group, refuse, activity, exclusive=start.exclusive)
     elif rank == 0:
-        processor.log_slow_bfloat16(settings.config, plan, group)
+        precision.log_slow_bfloat16(settings.config, plan, group)
     device.set_up(
         accelerator,
         threads=group.threads_per_worker,

@@ -26,7 +26,7 @@ from slurmrl.data.packing import (
     joined,
 )
 from slurmrl.data.sample import SequenceSample
-from slurmrl.plan.graph.call import Method
+from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import CallPlan
 from slurmrl.tensors.ops.collectives import broadcast_bytes, broadcast_sized
 from slurmrl.tensors.parallel.activity import Activity

@@ -25,7 +25,7 @@ from slurmrl.data.ledger import StoredGroup
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS, Engine, TrainEngine
 from slurmrl.errors import UsageError
-from slurmrl.plan.graph.call import Method
+from slurmrl.plan.dataflow import Method
 from slurmrl.plan.metrics import UPDATE_KEPT
 from slurmrl.plan.model import CallPlan, ModelPlan, Offloading, Plan
 from slurmrl.plan.precision import rounds_to

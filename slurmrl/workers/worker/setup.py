@@ -28,7 +28,7 @@ from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, TrainEngine
 from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, UsageError
 from slurmrl.fsio import inputs
-from slurmrl.plan import processor
+from slurmrl.plan import precision
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks import memory
 from slurmrl.plan.estimates.gpus import share_of_server
@@ -140,7 +140,7 @@ def build_trainer(
         refuse = partial(memory.refusal, settings) if start.base is None else _accept
         distributed.take_gpus(group, refuse, activity, exclusive=start.exclusive)
     elif rank % group.workers_per_host == 0:
-        processor.log_slow_bfloat16(settings.config, plan, group)
+        precision.log_slow_bfloat16(settings.config, plan, group)
     deterministic = settings.config.deterministic
     device.set_up(
         accelerator,

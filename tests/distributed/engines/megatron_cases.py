@@ -16,7 +16,7 @@ from slurmrl.config.schema.model import Model
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import TrainEngine
 from slurmrl.errors import UsageError
-from slurmrl.plan.graph.call import Method
+from slurmrl.plan.dataflow import Method
 from slurmrl.tensors.layout.layout import Layout
 from slurmrl.tensors.parallel.groups import build
 from slurmrl.workers.worker.executor import UpdateKept

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.data.sample import SequenceSample
-from slurmrl.plan.graph.call import Method
+from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import CallPlan
 from slurmrl.tensors.parallel.activity import Activity
 from slurmrl.tensors.parallel.groups import build

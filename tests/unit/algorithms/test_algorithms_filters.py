@@ -15,7 +15,7 @@ from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.sections import Filters
 from slurmrl.config.schema import Rollout
 from slurmrl.data.sample import SequenceSample
-from slurmrl.plan.graph.call import Refill
+from slurmrl.plan.dataflow import Refill
 from tests.support.policy_batches import VOCABULARY, Batch
 from tests.support.policy_reference import Reference
 

@@ -29,7 +29,7 @@ from slurmrl.algorithms.offline import (
 )
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import ConfigError, UsageError
-from slurmrl.plan.graph.call import Estimate, Measure
+from slurmrl.plan.dataflow import Estimate, Measure
 from slurmrl.plan.settings import Settings, load_settings
 
 PAIRS = [{"id": "b", "chosen": [2.0], "rejected": [1.0]}]

@@ -19,7 +19,7 @@ from slurmrl.algorithms.scalars import ScalarController
 from slurmrl.algorithms.schema import AlgorithmSchema
 from slurmrl.algorithms.sft_schema import SFT
 from slurmrl.config.schema import Config, Dataset, Evaluation, Model
-from slurmrl.plan.graph.call import DATASET_KEYS, Graph, Method
+from slurmrl.plan.dataflow import DATASET_KEYS, Graph, Method
 from slurmrl.registry import resolve
 
 

@@ -12,7 +12,7 @@ from slurmrl.algorithms.policy.advantages import find_responses, only_scored, tr
 from slurmrl.algorithms.rule_reward import score_records
 from slurmrl.config.schema import Dataset, Evaluation
 from slurmrl.data.sample import SequenceSample
-from slurmrl.plan.graph.call import Measure
+from slurmrl.plan.dataflow import Measure
 from tests.unit.algorithms.test_algorithms_baselines import algorithm, estimates, rollout
 from tests.unit.algorithms.test_algorithms_filters import filtered
 

@@ -12,7 +12,7 @@ from slurmrl.config.allocation.allocation import AXIS_OF, BACKENDS
 from slurmrl.errors import AllocationError
 from slurmrl.plan.build import AXIS_ORDER, expert_sizes
 from slurmrl.plan.model import ModelPlan
-from slurmrl.plan.report.tables import expert_topology, topology
+from slurmrl.plan.plan_values import expert_topology, topology
 
 ONES = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1}
 

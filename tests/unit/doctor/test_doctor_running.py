@@ -17,7 +17,7 @@ from slurmrl.config.schema.model import Model
 from slurmrl.config.schema.rollout import Rollout
 from slurmrl.desk.doctor.check import Check, State
 from slurmrl.desk.doctor.servers import check_running, running_settings
-from slurmrl.plan.server_kinds import SERVER_KINDS
+from slurmrl.plan.engine_rules import SERVER_KINDS
 from tests.support.trials import ARCHITECTURE
 
 SGLANG: dict[str, Any] = {

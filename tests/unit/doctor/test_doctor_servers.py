@@ -12,7 +12,7 @@ from slurmrl.config.schema.rollout import Rollout
 from slurmrl.desk.doctor.check import State
 from slurmrl.desk.doctor.servers import check_environment
 from slurmrl.desk.doctor.software import optional_packages
-from slurmrl.plan.server_kinds import SERVER_KINDS
+from slurmrl.plan.engine_rules import SERVER_KINDS
 
 PYTHON = """\
 #!{python} -S

@@ -4,8 +4,7 @@ from xml.etree import ElementTree
 
 from slurmrl.display import svg, text
 from slurmrl.display.document import Flow, Legend
-from slurmrl.plan.graph.call import Call, Method
-from slurmrl.plan.graph.document import document, values
+from slurmrl.plan.dataflow import Call, Method, document, values
 from slurmrl.plan.model import CallPlan, Offloading, Reallocation
 
 GENERATE = Call("gen", "actor", Method.GENERATE, "m:C", ("prompt_ids",), ("ids", "extra"))

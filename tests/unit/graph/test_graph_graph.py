@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from slurmrl.errors import UsageError
-from slurmrl.plan.graph.call import Call, Graph, Method, unread
+from slurmrl.plan.dataflow import Call, Graph, Method, unread
 
 
 def call(name: str, inputs: str = "", outputs: str = "") -> Call:

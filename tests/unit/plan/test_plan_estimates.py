@@ -15,6 +15,7 @@ from slurmrl.config.schema import Cluster, Model, Optimizer, Slurm
 from slurmrl.models import flops as decoder_flops
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
+from slurmrl.plan.dataflow import Method
 from slurmrl.plan.estimates import costs, gpus, hardware, memory
 from slurmrl.plan.estimates.flops import call_flops
 from slurmrl.plan.estimates.lengths import Lengths
@@ -26,7 +27,6 @@ from slurmrl.plan.estimates.memory import (
     parameters,
 )
 from slurmrl.plan.estimates.shape import ModelShape, read
-from slurmrl.plan.graph.call import Method
 from slurmrl.plan.settings import Settings
 from slurmrl.tensors.ops import logprobs
 

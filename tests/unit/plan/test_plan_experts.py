@@ -19,8 +19,8 @@ from slurmrl.plan.estimates.gpus import trainers_gpus
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.host import server_experts_bytes, task_bytes, worker_bytes
 from slurmrl.plan.estimates.memory import estimate
-from slurmrl.plan.report.document import document
-from slurmrl.plan.report.values import report
+from slurmrl.plan.plan_document import document
+from slurmrl.plan.plan_values import report
 from slurmrl.plan.settings import Settings
 from tests.unit.plan.conftest import EXPERTS
 from tests.unit.plan.test_plan_estimates import LENGTHS, QWEN3_30B_A3B, job, shape_of

@@ -10,8 +10,8 @@ import pytest
 
 from slurmrl.display import text
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.report.document import document
-from slurmrl.plan.report.values import report
+from slurmrl.plan.plan_document import document
+from slurmrl.plan.plan_values import report
 from slurmrl.plan.settings import load_settings
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))

@@ -30,8 +30,8 @@ from slurmrl.plan.estimates.parameters import (
 )
 from slurmrl.plan.estimates.shape import read
 from slurmrl.plan.model import Plan
-from slurmrl.plan.report.document import document
-from slurmrl.plan.report.values import report
+from slurmrl.plan.plan_document import document
+from slurmrl.plan.plan_values import report
 from slurmrl.plan.settings import Settings
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind

@@ -14,8 +14,8 @@ from slurmrl.plan.estimates.costs import memories
 from slurmrl.plan.estimates.gpus import fullest_gpu
 from slurmrl.plan.estimates.hardware import GIB, margin
 from slurmrl.plan.estimates.host import worker_bytes
-from slurmrl.plan.report.document import document
-from slurmrl.plan.report.values import report
+from slurmrl.plan.plan_document import document
+from slurmrl.plan.plan_values import report
 from slurmrl.plan.settings import Settings
 from tests.unit.plan.conftest import memory_problems
 from tests.unit.plan.test_plan_estimates import SEVEN_BILLION

@@ -25,7 +25,7 @@ from slurmrl.algorithms.base import Interface
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.schema import AlgorithmSchema
 from slurmrl.config.schema import PositiveFloat
-from slurmrl.plan.graph.call import Call, Method, RoleUse
+from slurmrl.plan.dataflow import Call, Method, RoleUse
 
 
 class Mine(AlgorithmSchema):

@@ -11,7 +11,7 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.desk.doctor import software
 from slurmrl.desk.doctor.check import State
-from slurmrl.plan import processor
+from slurmrl.plan import precision
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import load_settings
 from tests.fake_runs import write_config
@@ -38,8 +38,8 @@ def test_instructions_are_read_from_the_system(
     tmp_path: Path, text: str, answer: bool | None
 ) -> None:
     (tmp_path / "cpuinfo").write_text(text)
-    assert processor.computes_bfloat16(tmp_path / "cpuinfo") is answer
-    assert processor.computes_bfloat16(tmp_path / "absent") is None
+    assert precision.computes_bfloat16(tmp_path / "cpuinfo") is answer
+    assert precision.computes_bfloat16(tmp_path / "absent") is None
 
 
 @pytest.mark.parametrize(
@@ -55,17 +55,17 @@ def test_models_in_bfloat16_are_those_without_gpus(
 ) -> None:
     settings = load_settings(write_config(tmp_path), overrides, root=tmp_path / "runs")
     plan = make_plan(settings, scheduler="slurm")
-    assert processor.bfloat16_models(settings.config, plan, plan.groups) == models
+    assert precision.bfloat16_models(settings.config, plan, plan.groups) == models
 
 
 def test_host_that_does_not_tell_is_not_called_slow(tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
     for text in (POWER, X86.format("", " avx512_bf16")):
         file.write_text(text)
-        assert processor.slow_bfloat16(["actor"], file) is None
+        assert precision.slow_bfloat16(["actor"], file) is None
     file.write_text(X86.format("", ""))
-    assert processor.slow_bfloat16([], file) is None
-    said = processor.slow_bfloat16(["actor", "ref"], file)
+    assert precision.slow_bfloat16([], file) is None
+    said = precision.slow_bfloat16(["actor", "ref"], file)
     assert said is not None
     assert said.startswith("actor, ref in bfloat16: the processor of ")
 
@@ -76,7 +76,7 @@ def test_plan_doctor_and_worker_name_slow_models(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(processor, "computes_bfloat16", lambda cpuinfo: False)
+    monkeypatch.setattr(precision, "computes_bfloat16", lambda cpuinfo: False)
     config = str(write_config(tmp_path))
     for dtype, count in (("bfloat16", 1), ("float32", 0)):
         main(["plan", config, f"actor.dtype={dtype}", "--scheduler", "local", "--json"])
@@ -88,5 +88,5 @@ def test_plan_doctor_and_worker_name_slow_models(
     settings = load_settings(Path(config), ["actor.dtype=bfloat16"], root=tmp_path / "runs")
     plan = make_plan(settings, scheduler="local")
     with caplog.at_level(logging.WARNING):
-        processor.log_slow_bfloat16(settings.config, plan, plan.trainers)
+        precision.log_slow_bfloat16(settings.config, plan, plan.trainers)
     assert "up to fifteen times as fast in float32" in caplog.text

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.plan import resources
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.checks import inventory
 from slurmrl.plan.estimates.host import WORKER, worker_bytes
 from slurmrl.plan.model import GroupPlan
-from slurmrl.plan.report.values import report
-from slurmrl.plan.resolve import hardware_defaults
+from slurmrl.plan.plan_values import report
+from slurmrl.plan.resolve import inherit
 from slurmrl.plan.settings import Settings
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
@@ -56,7 +56,7 @@ def test_the_default_precision_is_bfloat16_on_gpus_and_float32_on_cpus(
     path = tmp_path / "nvidia0"
     if device:
         path.touch()
-    monkeypatch.setattr(hardware_defaults, "FIRST_GPU", path)
+    monkeypatch.setattr(inherit, "FIRST_GPU", path)
     config = plan_ppo(override, f"cluster.scheduler={scheduler}").config
     assert config.critic is not None
     assert config.ref is not None
@@ -184,11 +184,11 @@ def test_requests_that_no_host_can_give_are_refused(plan_ppo: Load) -> None:
     ]:
         settings = plan_ppo("cluster.gpus_per_worker=1", f"cluster.{key}={value}")
         plan = make_plan(settings, scheduler="slurm", hosts={"trainer": [SMALL_HOST]})
-        (line,) = inventory.lacking(plan, settings.config, {"trainer": [SMALL_HOST]})
+        (line,) = resources.lacking(plan, settings.config, {"trainer": [SMALL_HOST]})
         assert expected in line
         assert f"lower cluster.{key}" in line
         for enough in ([SMALL_HOST, LARGE_HOST], [UNKNOWN_HOST]):
-            assert inventory.lacking(plan, settings.config, {"trainer": enough}) == []
+            assert resources.lacking(plan, settings.config, {"trainer": enough}) == []
 
 
 def test_lowered_defaults_are_reported(plan_ppo: Load) -> None:
@@ -196,7 +196,7 @@ def test_lowered_defaults_are_reported(plan_ppo: Load) -> None:
     settings = plan_ppo("cluster.gpus_per_worker=1")
     for hosts, words in [([SMALL_HOST], ["2 cores for each GPU", "7.0 GiB"]), ([LARGE_HOST], [])]:
         plan = make_plan(settings, scheduler="slurm", hosts={"trainer": hosts})
-        lines = inventory.scarce(plan, settings, {"trainer": hosts})
+        lines = resources.scarce(plan, settings, {"trainer": hosts})
         assert len(lines) == len(words)
         for line, word in zip(lines, words, strict=True):
             assert word in line
@@ -229,6 +229,6 @@ def test_a_partition_that_slurm_lacks_is_named_with_those_that_it_has(
     monkeypatch.setattr(SlurmClient, "partition_names", lambda client: ["cpu", "gpu"])
     settings = plan_ppo(f"cluster.slurm.partition={partition}")
     plan = make_plan(settings, scheduler="slurm")
-    found = inventory.lacking(plan, settings.config, {"trainer": hosts})
+    found = resources.lacking(plan, settings.config, {"trainer": hosts})
     assert len(found) == bool(expected)
     assert "".join(found).startswith(expected)

@@ -14,8 +14,8 @@ from slurmrl.data import records
 from slurmrl.data.records import MARKS, TEMPLATE_TOKENS, longest_row
 from slurmrl.display import text
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.report.document import document
-from slurmrl.plan.report.values import figures, report
+from slurmrl.plan.plan_document import document
+from slurmrl.plan.plan_values import figures, report
 from slurmrl.plan.settings import Settings, load_settings
 from tests.fake_runs import write_config
 

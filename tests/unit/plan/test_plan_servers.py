@@ -16,8 +16,8 @@ from slurmrl.plan.estimates.hardware import GIB, margin
 from slurmrl.plan.estimates.host import WORKER, worker_bytes
 from slurmrl.plan.estimates.lengths import least_context
 from slurmrl.plan.estimates.servers import computing, least, own_share
+from slurmrl.plan.plan_values import report
 from slurmrl.plan.precision import generating
-from slurmrl.plan.report.values import report
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.generation.sglang import SglangServer
 from slurmrl.rollouts.generation.vllm import VllmServer

@@ -7,18 +7,17 @@ import re
 import pytest
 
 from slurmrl.config.schema import Config
+from slurmrl.plan import plan_values, resources
 from slurmrl.plan.build import ROLLOUT_WORKER, STORED, make_plan
-from slurmrl.plan.checks import inventory
 from slurmrl.plan.checks.memory import refusal_in_task
+from slurmrl.plan.dataflow import Method
 from slurmrl.plan.estimates.costs import memories
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.host import VERSIONS, WORKER, task_bytes, worker_bytes
-from slurmrl.plan.graph.call import Method
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import slurm_of
-from slurmrl.plan.report import tables
-from slurmrl.plan.report.document import document
-from slurmrl.plan.report.values import report
+from slurmrl.plan.plan_document import document
+from slurmrl.plan.plan_values import report
 from slurmrl.scheduler.parse import HostRow
 from tests.unit.plan.conftest import Load, memory_problems
 from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
@@ -126,8 +125,8 @@ def test_the_array_has_options_of_its_own(plan_ppo: Load) -> None:
     trainers, rollout = (plan := make_plan(settings, scheduler="slurm", hosts=rows)).groups
     assert (trainers.links, trainers.cpus_per_worker) == (3, 8)
     assert (rollout.links, rollout.cpus_per_worker) == (10, 4)
-    assert inventory.lacking(plan, settings.config, rows) == []
-    (line,) = inventory.lacking(plan, settings.config, {**rows, "rollout": []})
+    assert resources.lacking(plan, settings.config, rows) == []
+    (line,) = resources.lacking(plan, settings.config, {**rows, "rollout": []})
     assert "the rollout group needs 1 host with 1 GPU, partition preemptible has 0" in line
 
 
@@ -145,7 +144,7 @@ def test_a_task_of_servers_has_one_worker_with_all_its_gpus(plan_ppo: Load) -> N
     assert group.memory_bytes == pytest.approx(WORKER + VERSIONS * 2 * weights, rel=0.05)
     model = plan.models["rollout"]
     assert model.ranks == (0, 0, 1, 1)
-    places = [(row.host, row.gpu) for row in tables.rows(plan, model)]
+    places = [(row.host, row.gpu) for row in plan_values.rows(plan, model)]
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
     found = report(settings, plan)
     assert found["memory"]["server_bytes"] == 77 * GIB

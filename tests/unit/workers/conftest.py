@@ -13,7 +13,7 @@ import pytest
 from slurmrl.desk.prepare import prepare
 from slurmrl.desk.proposal import propose
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.plan.graph.call import Method
+from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Plan
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.run.paths import RunPaths

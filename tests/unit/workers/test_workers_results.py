@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.plan.graph.call import Method
+from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.run.paths import RunPaths, part_prefix

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.plan.graph.call import Method
+from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import CallPlan
 from slurmrl.workers.master import publish
 from slurmrl.workers.messages import Done

@@ -16,7 +16,7 @@ import pytest
 from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import UsageError
-from slurmrl.plan.graph.call import Method, Refill
+from slurmrl.plan.dataflow import Method, Refill
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.run.history.lineage import Lineage
 from slurmrl.workers.master.progress import Progress

@@ -12,7 +12,7 @@ from torch import Tensor
 from slurmrl.config.schema import Config
 from slurmrl.engines.base import Engine
 from slurmrl.engines.fsdp.adapters import MergedWeights
-from slurmrl.plan.graph.call import Method
+from slurmrl.plan.dataflow import Method
 from slurmrl.plan.precision import rounds_to
 from slurmrl.tensors.weights.survival import survival
 from slurmrl.workers.worker.executor import MOST, UpdateKept

@@ -1,18 +1,18 @@
-"""The report of a plan as a document."""
+"""The reports of ``slurmrl plan`` as documents: a plan with its moves, and an allocation string."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from slurmrl.config.problems import show
 from slurmrl.display.document import Block, Document, Grid, GridRow, Legend, Lines, Table
 from slurmrl.plan.estimates.hardware import binary_size
 from slurmrl.plan.estimates.memory import EXPERTS, PASSING, STANDING
-from slurmrl.plan.report.algorithm import lines
-from slurmrl.plan.report.allocations import written
-from slurmrl.plan.report.moves import blocks_of
+from slurmrl.plan.plan_values import lines
+from slurmrl.plan.resolve.spellings import USUAL_GPUS_PER_HOST
+from slurmrl.tensors.parallel.topology import ProcessTopology
 
 
 def document(report: Mapping[str, Any]) -> Document:
@@ -192,3 +192,126 @@ def _process_groups(report: Mapping[str, Any]) -> Lines:
     counted = ", ".join(f"{use} {number}" for use, number in counts.items())
     first, *more = textwrap.wrap(f"process groups: {counted}", 100, subsequent_indent="  ")
     return Lines(first, [line.strip() for line in more])
+
+
+SHOWN: Final = 16
+"""Ranks that a table lists; the JSON has all of them."""
+PARTS: Final = ("sent", "received", "lacking", "copied", "staging")
+
+
+def blocks_of(moves: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
+    if not moves:
+        yield Lines("moves: none, because every call runs on the layout of its model")
+    for move in moves:
+        yield _summary(move)
+        yield _links(move)
+        yield _ranks(move)
+
+
+def _summary(move: Mapping[str, Any]) -> Lines:
+    received, least = move["received_bytes"], move["lower_bound_bytes"]
+    extra, limit = move["peak_extra_bytes"], move["staging_limit_bytes"]
+    return Lines(
+        f"move {move['source']} -> {move['target']}, {move['when']} {', '.join(move['calls'])}:",
+        [
+            f"{binary_size(received)} received, {move['over_lower_bound']:.4f} times the lower "
+            f"bound of {binary_size(least)}",
+            f"{move['messages']} messages, {move['segments']} segments, {move['slots']} slots",
+            f"extra memory of a rank: at most {binary_size(extra)}, allowed {binary_size(limit)}",
+        ],
+    )
+
+
+def _links(move: Mapping[str, Any]) -> Table:
+    """Totals of each kind of link, and the most that one of them carries."""
+    rows = []
+    links = move["links"]
+    for kind, across in (("same host", False), ("across hosts", True)):
+        each = [link["bytes"] for link in links if link["across_hosts"] == across]
+        total = move["bytes"][kind.replace(" ", "_")]
+        rows.append([kind, str(len(each)), *map(binary_size, (total, max(each, default=0)))])
+    copied = move["bytes"]["same_rank"]
+    own = [rank["copied_bytes"] for rank in move["ranks"] if rank["copied_bytes"]]
+    rows.insert(0, ["same rank", str(len(own)), *map(binary_size, (copied, max(own, default=0)))])
+    return Table(("LINKS", "NUMBER", "BYTES", "LARGEST"), rows)
+
+
+def _ranks(move: Mapping[str, Any]) -> Table:
+    """All ranks, or those that send and receive most."""
+    ranks = move["ranks"]
+    busiest = sorted(ranks, key=lambda rank: -max(rank["sent_bytes"], rank["received_bytes"]))
+    shown = ranks if len(ranks) <= SHOWN else busiest[:SHOWN]
+    rows = [_rank(str(rank["rank"]), rank) for rank in shown]
+    rows.append(_rank("largest", {k: max(r[k] for r in ranks) for k in ranks[0]}))
+    rows.append(_rank("average", {k: sum(r[k] for r in ranks) // len(ranks) for k in ranks[0]}))
+    hidden = len(ranks) - len(shown)
+    note = f"{hidden} less busy ranks are left out; --json lists them" if hidden else ""
+    return Table(("RANK", *(part.upper() for part in PARTS)), rows, note=note)
+
+
+def _rank(label: str, costs: Mapping[str, int]) -> list[str]:
+    return [label, *(binary_size(costs[f"{part}_bytes"]) for part in PARTS)]
+
+
+AXIS_LETTERS: Final = {"pp": "p", "dp": "d", "cp": "c", "tp": "t"}
+"""The axes of a model's ranks; neighbours differ in the last one that is split."""
+
+
+def allocation_document(explained: Mapping[str, Any]) -> Document:
+    """The document of `explain`: the sizes of each allocation, and where each rank lies."""
+    parts = explained.get("components", [explained])
+    names = [_name(part, number, parts) for number, part in enumerate(parts)]
+    blocks: list[Block] = [_sizes(part) for part in parts]
+    if "write_instead" in explained:  # what shares GPUs is not known
+        blocks += [_rank_grid({name: part}) for name, part in zip(names, parts, strict=True)]
+        blocks.append(Lines("write instead:", explained["write_instead"]))
+    else:
+        blocks.append(_rank_grid(dict(zip(names, parts, strict=True))))
+        if len(parts) > 1:
+            blocks.append(Lines(f"together: {explained['world_size']} ranks"))
+    return Document("", blocks)
+
+
+def written(rank: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
+    """A rank's coordinates on the axes that are split: ``d0 t1``."""
+    split = [axis for axis in AXIS_LETTERS if sizes[axis] > 1]
+    return " ".join(f"{AXIS_LETTERS[axis]}{rank[axis]}" for axis in split) or "all"
+
+
+def _name(part: Mapping[str, Any], number: int, parts: Sequence[Mapping[str, Any]]) -> str:
+    name = part["name"] or part["backend"]
+    same = [one for one in parts if (one["name"] or one["backend"]) == name]
+    return f"{name} {number}" if len(same) > 1 else str(name)
+
+
+def _sizes(explained: Mapping[str, Any]) -> Table:
+    title = f"{explained['string']}: {explained['world_size']} ranks"
+    halves = [half for half in ("attn", "ffn") if half in explained]
+    if halves:
+        axes = ["dp", "pp", "tp", "cp", "ep", "world_size"]
+        rows = [[half, *(str(explained[half].get(axis, "-")) for axis in axes)] for half in halves]
+        return Table(["HALF", *map(str.upper, axes)], rows, title)
+    axes = ["dp", "tp", "pp", "cp", "ep", "etp", "edp"]
+    return Table([*map(str.upper, axes)], [[str(explained[axis]) for axis in axes]], title)
+
+
+def _rank_grid(parts: Mapping[str, Mapping[str, Any]]) -> Grid:
+    """The ranks of allocations on as many hosts as they need."""
+    gpus = max(part.get("first_rank", 0) + part["world_size"] for part in parts.values())
+    hosts = -(-gpus // USUAL_GPUS_PER_HOST)
+    cells: list[dict[str, str]] = [{} for _ in range(min(gpus, USUAL_GPUS_PER_HOST) * hosts)]
+    for name, part in parts.items():
+        for rank, words in enumerate(_coordinates(part), start=part.get("first_rank", 0)):
+            cells[rank][name] = words
+    rows = [
+        GridRow(str(host), cells[first : first + USUAL_GPUS_PER_HOST])
+        for host, first in enumerate(range(0, len(cells), USUAL_GPUS_PER_HOST))
+    ]
+    title = f"{' and '.join(parts)}, if a host has {USUAL_GPUS_PER_HOST} GPUs:"
+    return Grid(title, "host", "GPU", "model", rows)
+
+
+def _coordinates(part: Mapping[str, Any]) -> Iterator[str]:
+    grid = ProcessTopology(tuple(AXIS_LETTERS), [part[axis] for axis in AXIS_LETTERS])
+    for rank in range(grid.world_size):
+        yield written(grid.coordinates(rank), part)

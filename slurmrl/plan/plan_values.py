@@ -1,12 +1,20 @@
-"""The report of ``slurmrl plan`` as plain values: a plan with its rank tables, process groups and
-estimates."""
+"""The report of ``slurmrl plan`` as plain values: a plan with its rank tables, process groups,
+estimates, and the algorithm's settings in force.
+
+Tables of ranks and groups are derived from the plan, so every process of a run computes the same
+ones.
+"""
 
 from __future__ import annotations
 
+import json
+import textwrap
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, TypeAlias, cast
+
+from pydantic import BaseModel
 
 from slurmrl.config.allocation import parse
 from slurmrl.config.allocation.allocation import BACKENDS
@@ -14,6 +22,7 @@ from slurmrl.config.schema import Model, role_key
 from slurmrl.config.source import dotted
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
+from slurmrl.plan.dataflow import Call
 from slurmrl.plan.estimates import costs, hardware, servers
 from slurmrl.plan.estimates.gpus import fullest_gpu, trainers_gpus
 from slurmrl.plan.estimates.host import server_experts_bytes, worker_bytes
@@ -21,14 +30,12 @@ from slurmrl.plan.estimates.lengths import as_long_as_rows, lengths_of
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.estimates.parameters import parameters, trained_shard
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
-from slurmrl.plan.graph.call import Call
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, placements
 from slurmrl.plan.precision import generating
-from slurmrl.plan.report import tables
-from slurmrl.plan.report.algorithm import in_force
 from slurmrl.plan.settings import Settings
 from slurmrl.run.worlds import TRAINERS
+from slurmrl.tensors.parallel.topology import ProcessTopology
 
 
 def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict[str, Any]:
@@ -38,7 +45,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
     placed = placements(
         settings.config, [use.role for use in uses_of(settings.config, settings.algorithm)]
     )
-    groups = tables.process_groups(plan)
+    groups = process_groups(plan)
     return {
         "experiment": plan.experiment,
         "trial": plan.trial,
@@ -144,7 +151,7 @@ def _model(
                 **row.coordinates,
                 **{f"expert_{axis}": at for axis, at in row.expert_coordinates.items()},
             }
-            for row in tables.rows(plan, model)
+            for row in rows(plan, model)
         ],
     }
 
@@ -264,5 +271,150 @@ def _warnings(plan: Plan) -> list[str]:
     return [
         f"{name}: a tensor-parallel group of {plan.models[name].sizes['tp']} is split over hosts; "
         "change cluster.workers_per_host or the role's gpus to keep it on one"
-        for name in tables.split_over_hosts(plan)
+        for name in split_over_hosts(plan)
     ]
+
+
+Wanted: TypeAlias = tuple[str, tuple[int, ...]]
+"""The use of a group and its ranks."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank of a model. ``gpu`` is its number on the host of its job or task."""
+
+    rank: int
+    place: int
+    host: int
+    gpu: int
+    coordinates: dict[str, int]
+    expert_coordinates: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    """``uses`` are ``global``, ``model NAME``, and ``NAME AXIS`` (``NAME expert AXIS`` of the
+    experts' own grid). Uses of the same ranks share one group."""
+
+    uses: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+def topology(model: ModelPlan) -> ProcessTopology:
+    return ProcessTopology(tuple(model.sizes), tuple(model.sizes.values()))
+
+
+def expert_topology(model: ModelPlan) -> ProcessTopology | None:
+    """The experts' own grid over the same ranks."""
+    if not model.expert_sizes:
+        return None
+    return ProcessTopology(tuple(model.expert_sizes), tuple(model.expert_sizes.values()))
+
+
+def rows(plan: Plan, model: ModelPlan) -> list[Row]:
+    """The rows of a model's ranks, in their order."""
+    group, grid, experts = plan.group(model.group), topology(model), expert_topology(model)
+    table = []
+    held = len(model.ranks) // len(set(model.ranks))  # ranks of one worker, adjacent
+    for rank, place in enumerate(model.ranks):
+        host, worker = divmod(place, group.workers_per_host)
+        gpu = worker * held + rank % held
+        coordinates = grid.coordinates(rank)
+        own = experts.coordinates(rank) if experts else {}
+        table.append(Row(rank, place, host, gpu, coordinates, own))
+    return table
+
+
+def process_groups(plan: Plan) -> list[ProcessGroup]:
+    """The groups of torch.distributed, without those of one rank, in the order in which every rank
+    of the fixed job creates them."""
+    uses: dict[tuple[int, ...], list[str]] = {}
+    for use, ranks in _wanted(plan):
+        if len(ranks) > 1:
+            uses.setdefault(ranks, []).append(use)
+    return [ProcessGroup(tuple(named), ranks) for ranks, named in uses.items()]
+
+
+def _wanted(plan: Plan) -> Iterator[Wanted]:
+    yield "global", tuple(range(plan.trainers.world_size))
+    for name, model in plan.models_of(TRAINERS).items():
+        yield f"model {name}", model.ranks
+        yield from _of_axes(model, topology(model), name)
+        experts = expert_topology(model)
+        if experts is not None:
+            yield from _of_axes(model, experts, f"{name} expert")
+
+
+def _of_axes(model: ModelPlan, grid: ProcessTopology, name: str) -> Iterator[Wanted]:
+    for axis, size in zip(grid.axes, grid.sizes, strict=True):
+        if size == 1:
+            continue
+        for members in grid.groups(axis):
+            yield f"{name} {axis}", tuple(model.ranks[index] for index in members)
+
+
+def split_over_hosts(plan: Plan) -> list[str]:
+    """Models with a tensor-parallel group on several hosts that would fit on one."""
+    split = []
+    for name, model in plan.models.items():
+        per_host, size = plan.group(model.group).workers_per_host, model.sizes["tp"]
+        if size == 1 or size > per_host:
+            continue
+        groups = topology(model).groups("tp")
+        if any(len({model.ranks[i] // per_host for i in members}) > 1 for members in groups):
+            split.append(name)
+    return split
+
+
+FILE, PRESET, DEFAULT = "configuration", "preset", "default"
+WIDTH: Final = 100
+MOST_DEFAULTS: Final = 6
+"""Defaults that are listed; of more, only their number is shown."""
+
+
+def in_force(settings: Settings) -> dict[str, Any]:
+    """``name``, and for each source the settings that come from it, by dotted key: those that the
+    configuration sets, those of the algorithm's preset, and other defaults. ``rollout.n`` is among
+    them where the algorithm chooses it."""
+    algorithm, values = settings.algorithm, settings.source.values
+    written = set(_flat(values.get("algorithm") or {}))
+    preset = set(_flat(algorithm.preset))
+    by_source: dict[str, dict[str, Any]] = {FILE: {}, PRESET: {}, DEFAULT: {}}
+    for key, value in _flat(cast(BaseModel, algorithm).model_dump(mode="json")).items():
+        source = FILE if key in written else PRESET if key in preset else DEFAULT
+        by_source[source][key] = value
+    if algorithm.completions > 1:
+        chosen = "n" in (values.get("rollout") or {})
+        by_source[FILE if chosen else PRESET]["rollout.n"] = settings.config.rollout.n
+    name = by_source[FILE].pop("name", algorithm.name)
+    by_source[DEFAULT].pop("name", None)
+    return {"name": name, **by_source}
+
+
+def lines(settings: Mapping[str, Any]) -> Iterator[str]:
+    """One wrapped paragraph for each source."""
+    titles = {FILE: "set", PRESET: f"preset {settings['name']}", DEFAULT: "default"}
+    for source, title in titles.items():
+        count = len(settings[source])
+        if source == DEFAULT and count > MOST_DEFAULTS:
+            yield f"default: {count} other settings (--json shows them)"
+        elif count:
+            shown = (f"{key} {json.dumps(value)}" for key, value in settings[source].items())
+            yield from textwrap.wrap(
+                f"{title}: {', '.join(shown)}",
+                WIDTH,
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
