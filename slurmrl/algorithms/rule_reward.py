@@ -23,9 +23,8 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.plan.dataflow import Record
 from slurmrl.plan.metrics import JUDGED, UNSCORED
-from slurmrl.rewards.judged import JudgedCompletions, added
 from slurmrl.rewards.reward import Extras, of_completion
-from slurmrl.rewards.scores import check_sum
+from slurmrl.rewards.scores import JudgedCompletions, added, check_sum
 from slurmrl.rewards.weighted import Row, WeightedReward, make_reward, part_stats
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Reward functions: rules that judge completions.
 
-A new rule = one file beside ``exact_match.py`` plus one line below; a user's own function or class
+A new rule = one class (see ``rules.py``) plus one line below; a user's own function or class
 is named ``package.module:name`` in the configuration and needs neither (docs/rewards.md).
 """
 
@@ -17,9 +17,9 @@ REWARDS = Registry(
     "reward",
     {
         "code": "slurmrl.rewards.code:CodeReward",
-        "exact_match": "slurmrl.rewards.exact_match:ExactMatch",
+        "exact_match": "slurmrl.rewards.rules:ExactMatch",
         "math": "slurmrl.rewards.math:MathReward",
-        "model": "slurmrl.rewards.model:ModelReward",
+        "model": "slurmrl.rewards.rules:ModelReward",
     },
 )
 

@@ -1,26 +1,20 @@
-"""1 for a completion whose program passes the tests of its row, else 0; or the share of tests."""
+"""The reward for programs that pass the tests of their rows, and the sandbox that runs programs."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from math import inf
+from typing import Any, Literal, get_args
 
-from slurmrl import log
+from slurmrl import log, package
 from slurmrl.data.fields import ABSENT, value_at
 from slurmrl.errors import UnusableRowError, UsageError
 from slurmrl.rewards.base import RewardFunction
-from slurmrl.rewards.code_blocks import program_of
-from slurmrl.rewards.code_cases import KEYS, Case, cases_of
-from slurmrl.rewards.judge import Verdict
-from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
-from slurmrl.rewards.sandbox import (
-    Namespaces,
-    check_choice,
-    check_isolation,
-    check_limits,
-    sandbox_program,
-)
+from slurmrl.rewards.code_cases import KEYS, Case, cases_of, program_of
+from slurmrl.rewards.process_pool import MOST_PROCESSES, PoolProgram, ProcessPool, Reply, Unanswered
 
 logger = log.get(__name__)
 
@@ -29,6 +23,26 @@ GRACE_S = 10.0
 MOST_RESULT_BYTES = 8 << 20
 """Most bytes of results in one reply. As JSON they may be six times as long."""
 MOST_CASES = 1 << 30
+LOADER = """\
+import json, os
+line = b""
+while not line.endswith(b"\\n"):
+    line += os.read(0, 65536) or os._exit(0)
+setup = json.loads(line)
+space = {"__name__": "sandbox"}
+exec(compile(setup["source"], "code_sandbox.py", "exec"), space)
+space["main"](setup["settings"])
+"""
+"""Reads the sandbox's source from the first line of its input, and runs it."""
+MOST_REPLY_BYTES = 64 << 20
+Namespaces = Literal["auto", "required", "off"]
+"""Whether programs are isolated by Linux namespaces: ``auto`` where possible."""
+MISSING = {
+    "network": "they can use the network",
+    "files": "they can change the user's files",
+    "processes": "nothing limits the number of their processes",
+}
+"""What it means that a sandbox lacks a protection."""
 
 
 class CodeReward(RewardFunction):
@@ -91,7 +105,7 @@ class CodeReward(RewardFunction):
             max_processes=max_processes,
             namespaces=namespaces,
         )
-        self._pool = JudgePool(program, timeout_s + GRACE_S, processes)
+        self._pool = ProcessPool(program, timeout_s + GRACE_S, processes)
         self._checked = False
         self._unjudged = 0
         self._judged = 0
@@ -162,10 +176,10 @@ class CodeReward(RewardFunction):
         if not requests:
             return
         left_s = max(deadline - time.monotonic(), 0.0)
-        most_judges = min(self.cores, MOST_JUDGES)
-        verdicts = self._pool.judge(requests, most=most_judges, within_s=left_s)
-        for (run, cases), verdict in zip(owners, verdicts, strict=True):
-            run.add(cases, verdict)
+        most_judges = min(self.cores, MOST_PROCESSES)
+        replies = self._pool.ask(requests, most=most_judges, within_s=left_s)
+        for (run, cases), reply in zip(owners, replies, strict=True):
+            run.add(cases, reply)
 
     def _usable(self, row: Mapping[str, Any], index: int) -> list[Case]:
         keys = KEYS if self._tests_key is None else (self._tests_key,)
@@ -232,11 +246,11 @@ class _Run:
             size += case.most_bytes
         return groups
 
-    def add(self, cases: Sequence[Case], verdict: Verdict | Unjudged) -> None:
-        if isinstance(verdict, Unjudged):
-            self.unjudged = verdict.why
+    def add(self, cases: Sequence[Case], reply: Reply | Unanswered) -> None:
+        if isinstance(reply, Unanswered):
+            self.unjudged = reply.why
             return
-        results = zip(cases, verdict["results"], strict=False)  # it may have stopped early
+        results = zip(cases, reply["results"], strict=False)  # it may have stopped early
         passed = sum(case.passed(result) for case, result in results)
         self._passed += passed
         self._failed = self._failed or passed < len(cases)
@@ -245,3 +259,72 @@ class _Run:
         if self.unjudged:
             return 0.0
         return self._passed / len(self._cases) if share else float(not self._failed)
+
+
+def sandbox_program(
+    *,
+    container: str | Sequence[str],
+    python: str,
+    memory_mib: int,
+    files_mib: int,
+    max_processes: int,
+    namespaces: Namespaces,
+) -> PoolProgram:
+    """A process that runs programs (see `CodeReward` for the settings).
+
+    :raises UsageError: a limit or ``namespaces`` is not allowed.
+    """
+    check_limits(memory_mib=memory_mib, files_mib=files_mib, max_processes=max_processes)
+    check_choice("namespaces", namespaces, get_args(Namespaces))
+    prefix = shlex.split(container) if isinstance(container, str) else list(container)
+    settings = {
+        "memory_bytes": memory_mib << 20,
+        "files_bytes": files_mib << 20,
+        "most_processes": max_processes,
+        "namespaces": namespaces != "off",
+    }
+    interpreter = python or ("python3" if prefix else sys.executable)
+    source = package.read("rewards/code_sandbox.py").decode()
+    return PoolProgram(
+        "the sandbox of programs",
+        [*prefix, interpreter, "-I", "-c", LOADER],
+        setup={"source": source, "settings": settings},
+        most_reply_bytes=MOST_REPLY_BYTES,
+    )
+
+
+def check_limits(**limits: Any) -> None:
+    """Check limits of programs by the names of their options.
+
+    :raises UsageError: one is not a positive number.
+    """
+    for name, value in limits.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value < inf:
+            raise UsageError(
+                f"{name} {value!r} is not allowed: limits of programs must be positive numbers"
+            )
+
+
+def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    """
+    :raises UsageError: the value of an option is not among those allowed.
+    """
+    if value not in allowed:
+        raise UsageError(f"{name} {value!r} is not allowed; allowed: {', '.join(allowed)}")
+
+
+def check_isolation(user: str, facts: Mapping[str, Any], *, required: bool) -> None:
+    """Report what a sandbox cannot prevent here, given what it says about itself.
+
+    :raises UsageError: isolation is ``required`` and something is missing.
+    """
+    have = facts.get("protections", {})
+    missing = [text for name, text in MISSING.items() if not have.get(name)]
+    if missing and required:
+        raise UsageError(
+            f"{user} cannot isolate programs here: {'; '.join(missing)}. Allow user "
+            "namespaces, configure a container, or set namespaces: auto"
+        )
+    if missing:
+        logger.warning("programs are not isolated here: %s", "; ".join(missing))

@@ -11,18 +11,17 @@ from typing import Any, ClassVar
 from slurmrl import log
 from slurmrl.errors import UnusableRowError, UsageError
 from slurmrl.rewards.base import RewardFunction
-from slurmrl.rewards.judge import JudgeProgram, Verdict
-from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
 from slurmrl.rewards.math_answer import BOX, marked_answer
+from slurmrl.rewards.process_pool import MOST_PROCESSES, PoolProgram, ProcessPool, Reply, Unanswered
 
 logger = log.get(__name__)
 
 SPACES = re.compile(r"[^\S\n]+|(?<=\n)\s+(?=\n)")
 """White space that means no more than one space."""
 
-PROGRAM = JudgeProgram(
+PROGRAM = PoolProgram(
     "math-verify",
-    [sys.executable, "-P", "-m", "slurmrl.rewards.math_judge"],
+    [sys.executable, "-P", "-m", "slurmrl.rewards.math_process"],
     modules=[path for path in sys.path if path],
     hint=": is math-verify installed?",
 )
@@ -73,7 +72,7 @@ class MathReward(RewardFunction):
         if not batch_timeout_s > 0:
             raise UsageError(f"batch_timeout_s {batch_timeout_s} must be positive")
         self._batch_timeout_s = batch_timeout_s
-        self._pool = JudgePool(PROGRAM, timeout_s, processes)
+        self._pool = ProcessPool(PROGRAM, timeout_s, processes)
         self._unjudged = 0
         self._judged = 0
 
@@ -91,12 +90,12 @@ class MathReward(RewardFunction):
         :raises UnusableRowError: a reference has nothing to compare with.
         """
         asked = zip(completions, rows, finished, strict=True)
-        verdicts = self._judge([self._request(*each) for each in asked], self._batch_timeout_s)
-        for index, verdict in enumerate(verdicts):
-            if not isinstance(verdict, Unjudged) and verdict["refused"]:
-                raise UnusableRowError(_refused(rows[index], verdict["refused"]), index)
-        self._judged = len(verdicts)
-        self._unjudged = sum(isinstance(verdict, Unjudged) for verdict in verdicts)
+        replies = self._judge([self._request(*each) for each in asked], self._batch_timeout_s)
+        for index, reply in enumerate(replies):
+            if not isinstance(reply, Unanswered) and reply["refused"]:
+                raise UnusableRowError(_refused(rows[index], reply["refused"]), index)
+        self._judged = len(replies)
+        self._unjudged = sum(isinstance(reply, Unanswered) for reply in replies)
         if self._unjudged:
             logger.warning(
                 "%d of %d completions took too long to judge and score 0",
@@ -104,21 +103,20 @@ class MathReward(RewardFunction):
                 self._judged,
             )
         return [
-            0.0 if isinstance(verdict, Unjudged) else float(verdict["correct"])
-            for verdict in verdicts
+            0.0 if isinstance(reply, Unanswered) else float(reply["correct"]) for reply in replies
         ]
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """References that have nothing to compare with, or that take too long to read."""
         references = [self._answer(row["answer"])[0] for row in rows]
         unclear = [i for i, text in enumerate(references) if not PLAIN_NUMBER.fullmatch(text)]
-        verdicts = self._judge([{"reference": references[index]} for index in unclear], inf)
+        replies = self._judge([{"reference": references[index]} for index in unclear], inf)
         problems = [""] * len(rows)
-        for index, verdict in zip(unclear, verdicts, strict=True):
-            if isinstance(verdict, Unjudged):
+        for index, reply in zip(unclear, replies, strict=True):
+            if isinstance(reply, Unanswered):
                 problems[index] = _refused(rows[index], "math-verify takes too long to read it")
-            elif verdict["refused"]:
-                problems[index] = _refused(rows[index], verdict["refused"])
+            elif reply["refused"]:
+                problems[index] = _refused(rows[index], reply["refused"])
         return problems
 
     def stats(self) -> dict[str, tuple[float, float]]:
@@ -127,8 +125,8 @@ class MathReward(RewardFunction):
     def close(self) -> None:
         self._pool.close()
 
-    def _judge(self, requests: list[dict[str, Any]], within_s: float) -> list[Verdict | Unjudged]:
-        return self._pool.judge(requests, most=min(self.cores, MOST_JUDGES), within_s=within_s)
+    def _judge(self, requests: list[dict[str, Any]], within_s: float) -> list[Reply | Unanswered]:
+        return self._pool.ask(requests, most=min(self.cores, MOST_PROCESSES), within_s=within_s)
 
     def _request(
         self, completion: str, row: Mapping[str, Any], finished: bool

@@ -1,21 +1,34 @@
-"""The configured reward: a weighted sum of functions, each for the rows that it is meant for."""
+"""The configured reward: a weighted sum of functions, each for the rows that it is meant for.
+
+A user's function may run in a pool of processes: what fails there costs one completion.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from slurmrl.config.schema import Reward, RewardPart
+from slurmrl import log
+from slurmrl.config.schema import Reward, RewardPart, RewardPool
 from slurmrl.config.schema.reward import ALONE
 from slurmrl.data.fields import ABSENT, value_at
 from slurmrl.errors import RewardError
 from slurmrl.rewards import make
-from slurmrl.rewards.judged import JudgedCompletions, added
-from slurmrl.rewards.pooled import PooledReward
+from slurmrl.rewards.process_pool import MOST_PROCESSES, PoolProgram, ProcessPool, Reply, Unanswered
 from slurmrl.rewards.reward import NO_EXTRAS, Extras, Stats, of_completion
-from slurmrl.rewards.scores import check_sum
+from slurmrl.rewards.scores import JudgedCompletions, added, check_sum, shortened
 
+MODULE = "slurmrl.rewards.reward_process"
+MOST_REPLY_BYTES = 16 << 20
+logger = log.get(__name__)
+CLOSING_S = 5.0
+"""How long the ``close()`` of a user's class may take."""
+MOST_LOGGED = 5
+"""Failures of one call that the log shows."""
+MOST_SINGLE_FAILURES = 8
+"""Calls in a row, of one completion or of one prompt each, that may fail."""
 METRIC = "reward/"
 """With the name of a part: the mean of its scores before the weight."""
 Row = Mapping[str, Any]
@@ -26,6 +39,9 @@ class Scorer(Protocol):
 
     @property
     def needs_answers(self) -> bool: ...
+
+    @property
+    def checks_rows(self) -> bool: ...
 
     def wanted(self) -> Sequence[str]: ...
 
@@ -63,6 +79,11 @@ class WeightedReward:
     def needs_answers(self) -> bool:
         """Whether a function compares with the reference answer of the row."""
         return any(part.scorer.needs_answers for part in self._parts.values())
+
+    @property
+    def checks_rows(self) -> bool:
+        """Whether a function says which rows it can judge. Raises as `score` does."""
+        return any(part.scorer.checks_rows for part in self._parts.values())
 
     def wanted(self) -> set[str]:
         """The names of the additional arguments that functions ask for. Raises as `score` does."""
@@ -174,6 +195,37 @@ def make_reward(
     )
 
 
+def reward_program(
+    reward: Reward,
+    cores: int,
+    *,
+    of_groups: bool = False,
+    memory_bytes: int | None = None,
+    closing_s: float = CLOSING_S,
+) -> PoolProgram:
+    """Return the program of a process that has the whole reward (`reward_process`). It reports
+    ``wanted``, what the functions ask for, and ``checks_rows``.
+
+    :param cores: CPU cores that it may use.
+    :param of_groups: each request has the completions of one prompt.
+    :param memory_bytes: limit of its private memory.
+    :param closing_s: how long the functions may take to release what they hold.
+    """
+    return PoolProgram(
+        f"the reward '{reward.title}'",
+        [sys.executable, "-P", "-m", MODULE],
+        {
+            "reward": reward.model_dump(mode="json"),
+            "cores": cores,
+            "memory_bytes": memory_bytes,
+            "of_groups": of_groups,
+        },
+        modules=[path for path in sys.path if path],
+        most_reply_bytes=MOST_REPLY_BYTES,
+        closing_s=closing_s,
+    )
+
+
 def _scorer(part: RewardPart, cores: int, of_one_prompt: bool) -> Scorer:
     if part.pool is not None:
         return PooledReward(part.name, part.options, part.pool, cores, of_one_prompt=of_one_prompt)
@@ -208,3 +260,162 @@ def _same(value: Any, wanted: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return "absent" if value is ABSENT else repr(value)[:100]
+
+
+class PooledReward:
+    """A user's reward that is called in processes of its own with one completion at a time.
+
+    A completion for which it raises, takes too long, returns no score or kills its process gets
+    ``pool.unjudged_score``, or no score without that.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        pool: RewardPool,
+        cores: int,
+        *,
+        of_one_prompt: bool = False,
+    ) -> None:
+        """``of_one_prompt``: each call has the completions of one prompt alone, none of which may
+        be judged now and then."""
+        self.name = name
+        self._of_one_prompt = of_one_prompt
+        self._settings = pool
+        self._cores = cores
+        own = Reward(name=name, options=dict(options))
+        program = reward_program(own, 1, memory_bytes=pool.memory_mib << 20)
+        self._pool = ProcessPool(program, pool.timeout_s, pool.processes)
+        self._stats: Stats = {}
+        self._failed_calls = self._failures_in_a_row = 0
+
+    @property
+    def needs_answers(self) -> bool:
+        """A user's function decides itself what a row must have."""
+        return False
+
+    def wanted(self) -> Sequence[str]:
+        """The names of the additional arguments that it asks for."""
+        names: Sequence[str] = self._pool.start()["wanted"]
+        return names
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        places: Sequence[str],
+        extras: Extras = NO_EXTRAS,
+    ) -> list[float | None]:
+        """One finite score per completion, or None; see `CheckedReward.score`.
+
+        :raises RewardError: no completion could be judged.
+        """
+        self._stats = {}
+        if not completions:
+            return []
+        wanted = {name: extras[name] for name in self.wanted() if name in extras}
+        each = zip(prompts, completions, rows, places, strict=True)
+        requests = [
+            {
+                "prompts": [prompt],
+                "completions": [completion],
+                "rows": [row],
+                "places": [place],
+                "extras": of_completion(wanted, [index]),
+            }
+            for index, (prompt, completion, row, place) in enumerate(each)
+        ]
+        replies = self._pool.ask(
+            requests,
+            most=min(self._cores, MOST_PROCESSES),
+            within_s=self._settings.batch_timeout_s,
+        )
+        errors = [_why(reply) for reply in replies]
+        self._report(errors, completions, places)
+        scored = [
+            reply["judged"]["stats"]
+            for reply in replies
+            if not isinstance(reply, Unanswered) and "judged" in reply
+        ]
+        unjudged = {"reward_unjudged": (float(sum(map(bool, errors))), float(len(errors)))}
+        self._stats = added([*scored, unjudged])
+        return [self._score(reply) for reply in replies]
+
+    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The reason why each row cannot be judged, "" if it can (see `RewardFunction`). Without
+        rows it checks that the reward can be made.
+
+        :raises UsageError: see `slurmrl.rewards.make`.
+        """
+        if not self.checks_rows:
+            return [""] * len(rows)
+        replies = self._pool.ask([{"row": row} for row in rows], most=self._cores)
+        return [_problem(reply) for reply in replies]
+
+    @property
+    def checks_rows(self) -> bool:
+        """Whether it says which rows it can judge."""
+        return bool(self._pool.start()["checks_rows"])
+
+    def stats(self) -> Stats:
+        """Metrics of the latest call: the reward's own, and ``reward_unjudged``."""
+        return dict(self._stats)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _score(self, reply: Reply | Unanswered) -> float | None:
+        if isinstance(reply, Unanswered) or "error" in reply:
+            return self._settings.unjudged_score
+        return float(reply["judged"]["scores"][0])
+
+    def _report(
+        self, errors: Sequence[str], completions: Sequence[str], places: Sequence[str]
+    ) -> None:
+        """Log the failures.
+
+        :raises RewardError: there is nothing else.
+        """
+        failed = [index for index, error in enumerate(errors) if error]
+        given = self._settings.unjudged_score
+        score = "no score" if given is None else f"the score {given:g}"
+        for index in failed[:MOST_LOGGED]:
+            logger.warning(
+                "reward %s cannot judge %s, completion %s: %s; it gets %s",
+                self.name,
+                places[index],
+                shortened(completions[index]),
+                errors[index],
+                score,
+            )
+        if len(failed) > MOST_LOGGED:
+            logger.warning(
+                "reward %s: %d of %d completions could not be judged and get %s",
+                self.name,
+                len(failed),
+                len(errors),
+                score,
+            )
+        all_failed = len(failed) == len(errors)
+        self._failures_in_a_row = self._failures_in_a_row + len(failed) if all_failed else 0
+        self._failed_calls = self._failed_calls + 1 if all_failed else 0
+        single = self._of_one_prompt or len(errors) == 1
+        if all_failed and (not single or self._failed_calls >= MOST_SINGLE_FAILURES):
+            raise RewardError(
+                f"reward {self.name} could not judge any of {self._failures_in_a_row} completions "
+                f"in a row, the last one for {places[failed[-1]]}: {errors[failed[-1]]}"
+            )
+
+
+def _why(reply: Reply | Unanswered) -> str:
+    """Why there is no score; "" if there is one."""
+    return reply.why if isinstance(reply, Unanswered) else str(reply.get("error", ""))
+
+
+def _problem(reply: Reply | Unanswered) -> str:
+    """What `check_rows` says about a row."""
+    if isinstance(reply, Unanswered) or "error" in reply:
+        return f"check_rows failed: {_why(reply)}"
+    return str(reply["problem"])

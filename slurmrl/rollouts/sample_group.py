@@ -18,7 +18,7 @@ from slurmrl.data.support import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import documents, objects
 from slurmrl.fsio.shapes import SIZE, TEXT, list_of
-from slurmrl.rewards.judged import JudgedCompletions
+from slurmrl.rewards.scores import JudgedCompletions
 from slurmrl.tensors.layout.copy import Array
 from slurmrl.tensors.weights.version import VERSION, VersionId
 

@@ -142,7 +142,7 @@ def test_the_same_agent_serves_the_next_incarnation(
 
 ONCE = '''
 from pathlib import Path
-from slurmrl.rewards.exact_match import ExactMatch
+from slurmrl.rewards.rules import ExactMatch
 
 class Once(ExactMatch):
     """Raises once in the life of a trial, at its fifth judgement."""

@@ -9,8 +9,8 @@ from queue import SimpleQueue
 from typing import Final
 
 from slurmrl.errors import UsageError
-from slurmrl.rewards.judges import JudgePool, Unjudged
-from slurmrl.rewards.sandbox import Namespaces, check_isolation, check_limits, sandbox_program
+from slurmrl.rewards.code import Namespaces, check_isolation, check_limits, sandbox_program
+from slurmrl.rewards.process_pool import ProcessPool, Unanswered
 from slurmrl.rollouts.tools.toolbox import Job
 
 GRACE_S: Final = 10.0
@@ -87,12 +87,12 @@ class PythonTool:
 
     def _serve(self) -> None:
         """Run jobs with one sandbox, which dies with the thread that has started it."""
-        pool = JudgePool(self._program, self._timeout_s + GRACE_S, 1)
+        pool = ProcessPool(self._program, self._timeout_s + GRACE_S, 1)
         while (job := self._jobs.get()) is not None:
             job.run(pool)
         pool.close()
 
-    def _run(self, code: str, pool: JudgePool) -> str:
+    def _run(self, code: str, pool: ProcessPool) -> str:
         if not pool.pids:
             check_isolation("tool 'python'", pool.start(), required=self._required)
         request = {
@@ -102,8 +102,8 @@ class PythonTool:
             "test_timeout_s": self._timeout_s,
             "timeout_s": self._timeout_s,
         }
-        (verdict,) = pool.judge([request])
-        if isinstance(verdict, Unjudged):
+        (verdict,) = pool.ask([request])
+        if isinstance(verdict, Unanswered):
             raise UsageError(verdict.why)
         (result,) = verdict["results"]
         if "failed" in result:

@@ -35,9 +35,9 @@ from slurmrl.errors import (
     WorkerDiedError,
 )
 from slurmrl.fsio import objects
-from slurmrl.rewards.group_judge import group_program
-from slurmrl.rewards.judged import JudgedCompletions
-from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
+from slurmrl.rewards.process_pool import MOST_PROCESSES, ProcessPool, Unanswered
+from slurmrl.rewards.scores import JudgedCompletions
+from slurmrl.rewards.weighted import reward_program
 from slurmrl.rollouts.generation.base import RolloutEngine
 from slurmrl.rollouts.policy import Waiting
 from slurmrl.rollouts.sample_group import SampleGroup
@@ -127,6 +127,8 @@ class TaskRows:
 UNKNOWN: Final = frozenset({"step", "model_scores"})
 """What a reward may ask for that only the trainers know."""
 CLOSING_S: Final = 5.0
+REWARD_CLOSING_S: Final = 10.0
+"""How long the functions of a reward may take to release what they hold."""
 MOST_LATE: Final = 2
 """How often nobody may wait for the score of an item. (Once may be a restart of the trainers.)"""
 
@@ -150,8 +152,8 @@ class Judging:
         self._rows, self._context, self._timeout_s = rows, context, timeout_s
         cores = context.cores
         own = any(part.has_processes for part in reward.functions.values())
-        self._size = 1 if own else min(cores, MOST_JUDGES)
-        self._program = group_program(reward, cores)
+        self._size = 1 if own else min(cores, MOST_PROCESSES)
+        self._program = reward_program(reward, cores, of_groups=True, closing_s=REWARD_CLOSING_S)
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._asked = 0
@@ -210,13 +212,13 @@ class Judging:
 
     def _serve(self) -> None:
         """Run jobs with one process, which dies with the thread that has started it."""
-        pool = JudgePool(self._program, self._timeout_s, 1)
+        pool = ProcessPool(self._program, self._timeout_s, 1)
         while (job := self._jobs.get()) is not None:
             job.run(pool)
         pool.close()
 
     def _ask(
-        self, questions: Questions, pool: JudgePool, gone: Callable[[], bool]
+        self, questions: Questions, pool: ProcessPool, gone: Callable[[], bool]
     ) -> JudgedCompletions:
         """``gone``: whether nobody waits for the judgement any more. Raises SlurmrlError: there is
         none."""
@@ -230,8 +232,8 @@ class Judging:
             raise UsageError(f"the reward asks for {min(unknown)}, which only they know")
         extras = {name: questions.extras[name] for name in wanted}
         began = time.monotonic()
-        (verdict,) = pool.judge([vars(replace(questions, extras=extras))], abandoned=gone)
-        if isinstance(verdict, Unjudged):
+        (verdict,) = pool.ask([vars(replace(questions, extras=extras))], abandoned=gone)
+        if isinstance(verdict, Unanswered):
             if gone():
                 waited_s = time.monotonic() - began
                 place = questions.places[0]

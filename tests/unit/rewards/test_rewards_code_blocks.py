@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.rewards.code_blocks import program_of
-from slurmrl.rewards.code_cases import cases_of
+from slurmrl.rewards.code_cases import cases_of, program_of
 
 
 @pytest.mark.parametrize(

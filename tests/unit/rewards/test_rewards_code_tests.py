@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from slurmrl.rewards.code import CodeReward
-from slurmrl.rewards.code_blocks import program_of
-from slurmrl.rewards.code_cases import cases_of
+from slurmrl.rewards.code_cases import cases_of, program_of
 from slurmrl.rewards.code_sandbox import MODULES, preamble
 from slurmrl.rewards.code_tests import CALL_TESTS, CHECK_EQUALITY
 

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from slurmrl.errors import EnvironmentFailure, WorkerDiedError
-from slurmrl.rewards.judge import JudgeProgram
-from slurmrl.rewards.judges import JudgePool, Unjudged
+from slurmrl.rewards.process_pool import PoolProgram, ProcessPool, Unanswered
 
 PROGRAM = """
 import json, os, sys, time
@@ -33,27 +32,31 @@ for line in sys.stdin:
     print(json.dumps({"correct": request["x"] % 2 == 0}), flush=True)
 """
 
-Make = Callable[..., JudgePool]
+Make = Callable[..., ProcessPool]
 T = TypeVar("T")
 
 
-def verdicts(pool: JudgePool, requests: list[dict[str, Any]], **limits: float) -> list[bool | None]:
+def verdicts(
+    pool: ProcessPool, requests: list[dict[str, Any]], **limits: float
+) -> list[bool | None]:
     return [
-        None if isinstance(verdict, Unjudged) else verdict["correct"]
-        for verdict in pool.judge(requests, **limits)  # type: ignore[arg-type]
+        None if isinstance(verdict, Unanswered) else verdict["correct"]
+        for verdict in pool.ask(requests, **limits)  # type: ignore[arg-type]
     ]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    pools: list[JudgePool] = []
+    pools: list[ProcessPool] = []
 
-    def build(processes: int | None = 1, timeout_s: float = 60.0, text: str = PROGRAM) -> JudgePool:
+    def build(
+        processes: int | None = 1, timeout_s: float = 60.0, text: str = PROGRAM
+    ) -> ProcessPool:
         program = tmp_path / "judge.py"
         program.write_text(text)
         pools.append(
-            JudgePool(
-                JudgeProgram("judge.py", [sys.executable, str(program)]), timeout_s, processes
+            ProcessPool(
+                PoolProgram("judge.py", [sys.executable, str(program)]), timeout_s, processes
             )
         )
         return pools[-1]
@@ -100,7 +103,7 @@ def test_a_judge_that_was_killed_while_idle_changes_no_verdict(make: Make) -> No
 
 def test_a_program_that_never_starts_is_an_error(make: Make) -> None:
     with pytest.raises(WorkerDiedError, match="failed to start three times"):
-        make(text="raise SystemExit(1)").judge([{"x": 1}])
+        make(text="raise SystemExit(1)").ask([{"x": 1}])
 
 
 def test_a_batch_has_a_time_of_its_own(make: Make) -> None:
@@ -112,16 +115,16 @@ def test_a_batch_has_a_time_of_its_own(make: Make) -> None:
 
 
 def test_a_program_that_does_not_exist_is_named() -> None:
-    pool = JudgePool(JudgeProgram("the judge", ["/no/such/program"]), 1.0)
+    pool = ProcessPool(PoolProgram("the judge", ["/no/such/program"]), 1.0)
     with pytest.raises(EnvironmentFailure, match="cannot start the judge with '/no/such/program'"):
-        pool.judge([{}])
+        pool.ask([{}])
 
 
 def test_an_interrupted_call_leaves_no_verdict_for_the_next_one(make: Make) -> None:
     """Its judge may still answer the old request, with the same index."""
     pool = make()
     with pytest.raises(TypeError):
-        pool.judge([{"x": 2}, {"x": object()}], most=2)
+        pool.ask([{"x": 2}, {"x": object()}], most=2)
     assert verdicts(pool, [{"x": 3}, {"x": 3}]) == [False, False]
 
 
@@ -129,8 +132,8 @@ def test_the_judge_of_an_abandoned_call_is_stopped_at_once(make: Make) -> None:
     pool = make()
     pool.start()
     [pid] = pool.pids
-    [verdict] = pool.judge([{"hang": True}], abandoned=lambda: True)
-    assert isinstance(verdict, Unjudged)
+    [verdict] = pool.ask([{"hang": True}], abandoned=lambda: True)
+    assert isinstance(verdict, Unanswered)
     assert pool.pids == []
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -145,7 +148,7 @@ def test_no_more_judges_than_requests(make: Make) -> None:
 
 def test_judges_end_when_the_pool_is_closed(make: Make) -> None:
     pool = make(2)
-    pool.judge([{"x": x} for x in range(8)])
+    pool.ask([{"x": x} for x in range(8)])
     pids = pool.pids
     pool.close()
     for pid in pids:
@@ -157,7 +160,7 @@ OWNER = """
 import sys
 from slurmrl.config.schema import RewardPool
 from slurmrl.rewards.code import CodeReward
-from slurmrl.rewards.pooled import PooledReward
+from slurmrl.rewards.weighted import PooledReward
 
 kind = sys.argv[1]
 if kind == "function":

@@ -13,8 +13,8 @@ import pytest
 
 from slurmrl.config.schema import RewardPool
 from slurmrl.errors import RewardError, UnreadableInputError, UsageError
-from slurmrl.rewards import pooled
-from slurmrl.rewards.pooled import PooledReward
+from slurmrl.rewards import weighted
+from slurmrl.rewards.weighted import PooledReward
 
 MODULE = "tests.support.failing_rewards"
 DEADLINE_S = 60.0
@@ -61,7 +61,7 @@ def test_a_failure_costs_its_own_completion(
 ) -> None:
     """The others get their scores; a failed one gets `unjudged_score`, is counted, and is logged
     with its row and the reason."""
-    monkeypatch.setattr(pooled, "MOST_LOGGED", 100)
+    monkeypatch.setattr(weighted, "MOST_LOGGED", 100)
     reward = make(memory_mib=2048, unjudged_score=-1.0)
     with caplog.at_level(logging.WARNING):
         scores = judge(reward, ["a", *FAILURES, "aaa"])

@@ -11,13 +11,12 @@ from typing import NamedTuple
 import pytest
 
 from slurmrl.errors import UnknownNameError, UnusableRowError, UsageError
-from slurmrl.rewards import judges as judges_module
 from slurmrl.rewards import make
-from slurmrl.rewards.exact_match import ExactMatch
-from slurmrl.rewards.judge import JudgeProgram
-from slurmrl.rewards.judges import Unjudged
+from slurmrl.rewards import process_pool as process_pool
 from slurmrl.rewards.math import MathReward, tail
 from slurmrl.rewards.math_answer import marked_answer
+from slurmrl.rewards.process_pool import PoolProgram, Unanswered
+from slurmrl.rewards.rules import ExactMatch
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,7 @@ def test_exact_match_ignores_white_space_only() -> None:
 
 
 def test_names_and_options_are_checked() -> None:
-    for name in ("exact_match", "slurmrl.rewards.exact_match:ExactMatch"):
+    for name in ("exact_match", "slurmrl.rewards.rules:ExactMatch"):
         assert make(name, {}).score(["p"], ["64 "], [{"answer": "64"}], ["1"]) == [1.0]
     with pytest.raises(UnknownNameError, match="did you mean 'exact_match'"):
         make("exactmatch", {})
@@ -228,11 +227,11 @@ def test_long_completions_are_judged_by_their_end(
     assert judged(["p"] * 3, completions, rows, finished=finished) == [0.0, 0.0, 1.0]
     asked: list[dict[str, str]] = []
 
-    def judge(requests: list[dict[str, str]], **limits: float) -> list[Unjudged]:
+    def judge(requests: list[dict[str, str]], **limits: float) -> list[Unanswered]:
         asked.extend(requests)
-        return [Unjudged("it took too long")] * len(requests)
+        return [Unanswered("it took too long")] * len(requests)
 
-    monkeypatch.setattr(judged._pool, "judge", judge)
+    monkeypatch.setattr(judged._pool, "ask", judge)
     assert judged(["p"] * 3, completions, rows, finished=finished) == [0.0] * 3
     assert judged.stats()["reward_unjudged"] == (3.0, 3.0)
     assert max(len(request["completion"]) for request in asked) == 2000
@@ -254,7 +253,7 @@ def test_cores_decide_how_many_judges_there_are(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    started: list[JudgeProgram] = []
+    started: list[PoolProgram] = []
     accepting = tmp_path / "agree.py"
     reply = '{"refused": "", "correct": true}'
     accepting.write_text(
@@ -262,14 +261,14 @@ def test_cores_decide_how_many_judges_there_are(
         f"for line in sys.stdin:\n    print('{reply}', flush=True)\n"
     )
 
-    class Judge(judges_module.Judge):
+    class Judge(process_pool.PoolProcess):
         """Accepts every completion."""
 
-        def __init__(self, program: JudgeProgram) -> None:
+        def __init__(self, program: PoolProgram) -> None:
             started.append(program)
-            super().__init__(JudgeProgram("agree.py", [sys.executable, str(accepting)]))
+            super().__init__(PoolProgram("agree.py", [sys.executable, str(accepting)]))
 
-    monkeypatch.setattr(judges_module, "Judge", Judge)
+    monkeypatch.setattr(process_pool, "PoolProcess", Judge)
     reward = make("math", options, cores=cores)
     rows = [{"answer": "1"}] * 20
     extras = {"finished": [True] * 20}

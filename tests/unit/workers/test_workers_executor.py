@@ -22,7 +22,7 @@ from slurmrl.engines.base import TrainEngine
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.failures import explain
 from slurmrl.plan.model import CallPlan, Plan
-from slurmrl.rewards.judged import JudgedCompletions
+from slurmrl.rewards.scores import JudgedCompletions
 from slurmrl.rollouts.sample_files import SampleWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.tensors import SavedFile

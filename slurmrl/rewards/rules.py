@@ -1,13 +1,31 @@
-"""The scores of a reward model, which a call of the graph has computed."""
+"""The simple rules: equality with the answer, and the scores of a reward model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 from slurmrl.errors import UsageError
+from slurmrl.rewards.base import RewardFunction
 from slurmrl.rewards.scores import as_number, shown
+
+
+class ExactMatch(RewardFunction):
+    """White space around either text does not count."""
+
+    needs_answers: ClassVar[bool] = True
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+    ) -> list[float]:
+        return [
+            float(completion.strip() == str(row["answer"]).strip())
+            for completion, row in zip(completions, rows, strict=True)
+        ]
 
 
 class ModelReward:

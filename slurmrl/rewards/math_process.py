@@ -17,9 +17,8 @@ from decimal import Decimal
 from functools import cache, lru_cache
 from typing import Any
 
-from slurmrl.rewards.function_judge import send
-from slurmrl.rewards.judge_process import end_with_parent, take_pipes
 from slurmrl.rewards.math_answer import (
+    ALL_TEXT,
     APPROXIMATELY,
     BOX,
     BRACKETED,
@@ -27,15 +26,19 @@ from slurmrl.rewards.math_answer import (
     LETTER,
     LONGEST_FORMULA,
     NUMBER,
+    RESIDUE,
     boxed,
     chosen,
     formula_of,
     mark_formulas,
+    number,
     only_formula,
+    rewritten,
     stated,
     too_long,
+    without_units,
 )
-from slurmrl.rewards.math_notation import ALL_TEXT, RESIDUE, number, rewritten, without_units
+from slurmrl.rewards.process_pool import end_with_parent, send, take_pipes
 
 Reading = list[Any]
 """Expressions that math-verify has read, and the text from which it has read them."""

@@ -1,0 +1,425 @@
+"""A pool of processes that answer requests, whose hangs and crashes do not affect the caller.
+
+Every reward that needs processes uses it (math, code, and users' own rewards in ``reward.pool``),
+as do rollout tasks and the Python tool. The last functions are for the processes themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import select
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from slurmrl.display.words import exit_words
+from slurmrl.errors import EnvironmentFailure, UnreadableInputError, UsageError, WorkerDiedError
+
+PR_SET_PDEATHSIG = 1
+FIRST_VICTIM = "1000"
+Reply = dict[str, Any]
+"""The reply of a process."""
+
+ATTEMPTS = 2
+"""Attempts for a request whose process dies. A request that hangs is not retried."""
+MOST_FAILED_STARTS = 3
+MOST_PROCESSES = 8
+"""Largest default number of processes; each needs 50 to 100 MB."""
+LOOK_S = 0.5
+"""Between two looks whether a call is abandoned."""
+START_LIMIT_S = 120.0
+READ_BYTES = 1 << 16
+ENDING_S = 1.0
+"""How long a process may take to end after it closed its pipe, to report how it ended."""
+
+
+class Unanswered(NamedTuple):
+    """A request without a reply."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class PoolProgram:
+    """The program of a pool's processes.
+
+    A process reads ``setup`` as its first line, if there is one, and writes one line when it is
+    ready: ``{"ready": true}`` with facts about itself, or ``{"failed": REASON}`` for a fault of
+    the configuration. Then it answers each line with one line. A reply with ``"retire": true`` is
+    the last one of this process.
+    """
+
+    name: str
+    """For messages."""
+    command: Sequence[str]
+    """The pid of the process that starts it is added."""
+    setup: Mapping[str, Any] | None = None
+    hint: str = ""
+    """Advice in case that it does not start."""
+    modules: Sequence[str] = ()
+    """Folders from which it imports. Default: those of its environment."""
+    most_reply_bytes: int = 1 << 20
+    """Longest reply that is read. A longer one comes from a process that is out of control."""
+    closing_s: float = 0.0
+    """How long an idle process may take to end after the end of its input, before it is killed."""
+
+
+class PoolProcess:
+    """A running process, which handles one request at a time.
+
+    It has a session of its own, which is killed as a whole. Its end is noticed by its pidfd: a
+    process that it has forked may keep the pipe open.
+    """
+
+    def __init__(self, program: PoolProgram) -> None:
+        modules = {"PYTHONPATH": os.pathsep.join(program.modules)} if program.modules else {}
+        try:
+            self._process = subprocess.Popen(
+                [*program.command, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, **modules},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"cannot start {program.name} with '{program.command[0]}': {error.strerror}"
+            ) from error
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin, self._process.stdout
+        os.set_blocking(self._requests.fileno(), False)
+        os.set_blocking(self._replies.fileno(), False)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._most_bytes = program.most_reply_bytes
+        self._unsent = b""
+        self._unread = b""
+        self.ready = False
+        self.request: int | None = None
+        """Index of the request in progress."""
+        self.deadline = time.monotonic() + START_LIMIT_S
+        if program.setup is not None:
+            self._unsent = _line(program.setup)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and self.request is None
+
+    def ask(self, index: int, request: Mapping[str, Any], timeout_s: float) -> None:
+        """Begin to send a request. The pipe takes the rest of a long one in `work`, so that a
+        process that does not read cannot block the caller."""
+        self.request = index
+        self.deadline = time.monotonic() + timeout_s
+        self._unsent = _line(request)
+
+    def events(self) -> Iterator[tuple[int, int]]:
+        """Descriptors to wait for, each with the selector's events."""
+        yield self._pidfd, selectors.EVENT_READ
+        yield self._replies.fileno(), selectors.EVENT_READ
+        if self._unsent:
+            yield self._requests.fileno(), selectors.EVENT_WRITE
+
+    def work(self) -> Reply | None:
+        """Send and receive what is possible without waiting. Return a message once it is whole.
+
+        :raises WorkerDiedError: the process has ended, or its reply is not a JSON object of bounded
+            size.
+        """
+        ended = self._ended(0.0)
+        self._send()
+        closed = self._receive()
+        line, newline, self._unread = self._unread.rpartition(b"\n")
+        if newline:
+            return _message(line)
+        if ended or closed:
+            raise WorkerDiedError(self._ending())
+        if len(self._unread) > self._most_bytes:
+            raise WorkerDiedError(f"its reply is longer than {self._most_bytes} bytes")
+        return None
+
+    def end_input(self) -> None:
+        """Tell the process that no further request comes."""
+        self._requests.close()
+
+    def close(self, deadline: float = 0.0) -> None:
+        """Kill the process with its session once it has ended or the deadline has passed, and reap
+        it."""
+        self._ended(max(deadline - time.monotonic(), 0.0))
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._pidfd)
+        self._replies.close()
+        self._requests.close()
+
+    def _send(self) -> None:
+        if not self._unsent:
+            return
+        with suppress(BlockingIOError, BrokenPipeError):  # its end is noticed elsewhere
+            self._unsent = self._unsent[os.write(self._requests.fileno(), self._unsent) :]
+
+    def _receive(self) -> bool:
+        """Read what there is. Return whether the pipe is at its end."""
+        try:
+            while len(self._unread) <= self._most_bytes:
+                data = os.read(self._replies.fileno(), READ_BYTES)
+                if not data:
+                    return True
+                self._unread += data
+        except BlockingIOError:
+            pass
+        return False
+
+    def _ended(self, timeout_s: float) -> bool:
+        """Whether it has ended. It is not reaped, so that its session keeps its number."""
+        return bool(select.select([self._pidfd], [], [], timeout_s)[0])
+
+    def _ending(self) -> str:
+        if not self._ended(ENDING_S):
+            return "its process closed the pipe"
+        result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
+        assert result is not None, "it has ended"
+        code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        return f"its process ended ({exit_words(code)})"
+
+
+def _line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _message(line: bytes) -> Reply:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict):
+        raise WorkerDiedError(f"its reply is not a JSON object: {line[:100]!r}")
+    return message
+
+
+class ProcessPool:
+    """Processes that are started on first use and replaced when they hang or die.
+
+    :param timeout_s: for one request.
+    :param processes: number of processes; None leaves it to each call.
+    """
+
+    def __init__(
+        self, program: PoolProgram, timeout_s: float, processes: int | None = None
+    ) -> None:
+        if not 0 < timeout_s < inf or (processes is not None and processes < 1):
+            raise UsageError(f"timeout_s {timeout_s} and processes {processes} must be positive")
+        self.facts: Reply = {}
+        """What the process that started last has reported about itself."""
+        self._size = processes
+        self._timeout_s = timeout_s
+        self._program = program
+        self._processes: list[PoolProcess] = []
+        self._failed_starts = 0
+
+    def ask(
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        *,
+        most: int = 1,
+        within_s: float = inf,
+        abandoned: Callable[[], bool] | None = None,
+    ) -> list[Reply | Unanswered]:
+        """Return a reply for each request; `Unanswered` where the process took too long or kept
+        dying, or the request was not done ``within_s`` after the first was sent, or when the call
+        was ``abandoned``, which is looked at every `LOOK_S`. ``most`` is the number of processes if
+        the constructor left it open.
+
+        :raises EnvironmentFailure: the program cannot be executed.
+        :raises WorkerDiedError: processes do not start.
+        :raises UsageError: the program reports that the configuration is wrong.
+        """
+        self._drop_busy()  # with requests of a call that was interrupted
+        batch = _Requests(requests, within_s)
+        while batch.waiting or any(process.request is not None for process in self._processes):
+            self._turn(batch, min(self._size or most, len(requests)), LOOK_S if abandoned else inf)
+            if time.monotonic() > batch.end:
+                batch.waiting.clear()
+            if abandoned is not None and abandoned():
+                self._drop_busy()
+                break
+        return batch.replies
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def start(self) -> Reply:
+        """Start one process, if there is none, and return `facts`. Raises as `ask` does."""
+        while not any(process.ready for process in self._processes):
+            self._turn(_Requests((), inf), 1)
+        return self.facts
+
+    def close(self) -> None:
+        deadline = time.monotonic() + self._program.closing_s
+        idle = [process for process in self._processes if process.idle]
+        for process in idle:
+            process.end_input()
+        for process in self._processes:
+            process.close(deadline if process in idle else 0.0)
+        self._processes = []
+
+    def _turn(self, batch: _Requests, size: int, most_s: float = inf) -> None:
+        """Hand out requests to ``size`` processes and wait until something happens, at most for
+        ``most_s``."""
+        while len(self._processes) < size:
+            self._processes.append(PoolProcess(self._program))
+        self._hand_out(batch)
+        self._wait(most_s)
+        for process in list(self._processes):
+            self._work(process, batch)
+        for process in [each for each in self._processes if time.monotonic() > each.deadline]:
+            batch.unanswered(process.request, self._late(batch))
+            self._drop(process)
+
+    def _hand_out(self, batch: _Requests) -> None:
+        for process in [process for process in self._processes if process.idle]:
+            if not batch.waiting:
+                return
+            now = time.monotonic()
+            batch.begin(now)
+            index = batch.waiting.popleft()
+            process.ask(index, batch.requests[index], min(self._timeout_s, batch.end - now))
+
+    def _wait(self, most_s: float) -> None:
+        """Wait until a process has something to do, or until the first deadline."""
+        busy = [process for process in self._processes if not process.idle]
+        if not busy:
+            return
+        with selectors.DefaultSelector() as selector:
+            for process in busy:
+                for descriptor, events in process.events():
+                    selector.register(descriptor, events)
+            left_s = min(process.deadline for process in busy) - time.monotonic()
+            selector.select(min(max(left_s, 0.0), most_s))
+
+    def _work(self, process: PoolProcess, batch: _Requests) -> None:
+        try:
+            message = process.work()
+        except WorkerDiedError as error:
+            batch.retry(process.request, str(error))
+            self._drop(process)
+            return
+        if message is None:
+            return
+        process.deadline = inf
+        if not process.ready:
+            self._started(process, message)
+        elif process.request is not None:
+            batch.replies[process.request] = message
+            process.request = None
+        if message.get("retire"):
+            self._drop(process)
+
+    def _started(self, process: PoolProcess, message: Reply) -> None:
+        if "failed" in message:
+            self.close()
+            kind = UnreadableInputError if message.get("unreadable") else UsageError
+            raise kind(str(message["failed"]))
+        process.ready = True
+        self.facts = message
+        self._failed_starts = 0
+
+    def _drop_busy(self) -> None:
+        for process in [process for process in self._processes if process.request is not None]:
+            self._drop(process)
+
+    def _drop(self, process: PoolProcess) -> None:
+        process.close()
+        self._processes.remove(process)
+        if not process.ready:
+            self._failed_starts += 1
+            if self._failed_starts >= MOST_FAILED_STARTS:
+                self._failed_starts = 0
+                self.close()
+                raise WorkerDiedError(
+                    f"{self._program.name} failed to start three times in a row"
+                    f"{self._program.hint}; its messages are in the worker's log"
+                )
+
+    def _late(self, batch: _Requests) -> str:
+        if time.monotonic() > batch.end:
+            return batch.too_late
+        return f"it took longer than {self._timeout_s:g} s"
+
+
+class _Requests:
+    """The requests of one call and their replies."""
+
+    def __init__(self, requests: Sequence[Mapping[str, Any]], within_s: float) -> None:
+        self.requests = requests
+        self.waiting = deque(range(len(requests)))
+        self.too_late = f"it was not judged within {within_s:g} s"
+        self.replies: list[Reply | Unanswered] = [Unanswered(self.too_late)] * len(requests)
+        self.end = inf
+        """Deadline for all requests."""
+        self._attempts = [0] * len(requests)
+        self._within_s = within_s
+
+    def begin(self, now: float) -> None:
+        self.end = min(self.end, now + self._within_s)
+
+    def retry(self, index: int | None, why: str) -> None:
+        """The process of a request is lost; the request waits for another one, unless that was its
+        last attempt."""
+        if index is None:
+            return
+        self._attempts[index] += 1
+        self.unanswered(index, why)
+        if self._attempts[index] < ATTEMPTS:
+            self.waiting.appendleft(index)
+
+    def unanswered(self, index: int | None, why: str) -> None:
+        if index is not None:
+            self.replies[index] = Unanswered(why)
+
+
+def end_with_parent() -> None:
+    """Die with the process that started this one, or before it where memory runs out."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[-1]):
+        os._exit(1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(FIRST_VICTIM, encoding="ascii")
+
+
+def take_pipes() -> tuple[IO[bytes], IO[bytes]]:
+    """Return the pipes of requests and of replies. Standard input becomes empty and standard
+    output becomes standard error, for code that reads or prints. A forked copy of the process has
+    neither pipe, so it cannot answer requests too."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(2, 1)
+    os.register_at_fork(after_in_child=requests.close)
+    os.register_at_fork(after_in_child=replies.close)
+    return requests, replies
+
+
+def send(replies: IO[bytes], message: Reply) -> None:
+    """Write one line."""
+    replies.write(json.dumps(message).encode() + b"\n")
+    replies.flush()

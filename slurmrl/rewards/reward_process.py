@@ -1,0 +1,88 @@
+"""The process that runs a whole reward, apart from the process that asks for scores.
+
+Run as ``python -m slurmrl.rewards.reward_process``. A pool of a user's reward asks for one
+completion at a time (`PooledReward`), a rollout task for all completions of a prompt. What the
+user's code prints goes to standard error; requests and replies use descriptors of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Mapping
+from typing import IO, Any
+
+from slurmrl.config.schema import Reward
+from slurmrl.errors import RewardError, SlurmrlError, UnreadableInputError
+from slurmrl.fsio import objects
+from slurmrl.registry import describe
+from slurmrl.rewards.process_pool import Reply, end_with_parent, send, take_pipes
+from slurmrl.rewards.weighted import WeightedReward, make_reward
+
+MOST_CHARACTERS = 1000
+"""Longest description of an error."""
+
+
+def main() -> None:
+    end_with_parent()
+    requests, replies = take_pipes()
+    setup: dict[str, Any] = json.loads(requests.readline())
+    if setup["memory_bytes"] is not None:
+        _limit_memory(setup["memory_bytes"])
+    reward = _made(setup, replies)
+    if reward is None:
+        return
+    for line in requests:
+        reply = _reply(reward, json.loads(line), of_groups=setup["of_groups"])
+        send(replies, reply)
+        if reply.get("retire"):
+            return
+    reward.close()
+
+
+def _limit_memory(size: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = size if hard == resource.RLIM_INFINITY else min(size, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _made(setup: Mapping[str, Any], replies: IO[bytes]) -> WeightedReward | None:
+    """Make the reward and report that, or why not."""
+    settings = Reward.model_validate(setup["reward"])
+    try:
+        reward = make_reward(settings, cores=setup["cores"], of_one_prompt=setup["of_groups"])
+        facts = {"wanted": sorted(reward.wanted()), "checks_rows": reward.checks_rows}
+    except SlurmrlError as error:
+        unreadable = isinstance(error, UnreadableInputError)
+        send(replies, {"failed": _short(error), "unreadable": unreadable})
+        return None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+        send(replies, {"failed": f"reward '{settings.title}': {_short(error)}"})
+        return None
+    send(replies, {"ready": True, **facts})
+    return reward
+
+
+def _reply(reward: WeightedReward, request: Mapping[str, Any], *, of_groups: bool) -> Reply:
+    """Return what the reward finds out about a row, or about completions."""
+    try:
+        if "row" in request:
+            return {"problem": str(reward.check_rows([request["row"]])[0])}
+        judged = reward.judge(**request)
+        if of_groups and (problem := judged.problem(len(request["completions"]))):
+            raise RewardError(f"the reward {problem}")
+        return {"judged": objects.to_json(judged)}
+    except MemoryError as error:  # what it has allocated may be lost for good
+        return {"error": _short(error), "retire": True}
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+        return {"error": _short(error)}
+
+
+def _short(error: BaseException) -> str:
+    """Return what an error says; for an error of the user's code, with its place there."""
+    text = str(error) if isinstance(error, SlurmrlError) else describe(error)
+    return text[:MOST_CHARACTERS]
+
+
+if __name__ == "__main__":
+    main()
