@@ -151,6 +151,8 @@ def failure_words(failure: Failure) -> str:
     host = f" on {failure.host}" if failure.host else ""
     worker = f"a process{host}" if failure.rank is None else f"rank {failure.rank}{host}"
     match cause_of(failure):
+        case Cause.DIED if failure.rank is None and reason:
+            return reason  # it names the fork server, with the import that failed
         case Cause.DIED:
             code = failure.exit_code
             return f"{worker} died: {reason if code is None else exit_words(code)}"

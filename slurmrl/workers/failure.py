@@ -5,7 +5,7 @@ explanations of hangs: what the ranks did when silence or a deadline ended an in
 from __future__ import annotations
 
 import json
-import sysconfig
+import os
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -84,15 +84,13 @@ def _chain(shown: traceback.TracebackException | None) -> Iterator[traceback.Tra
 
 
 def _is_users(file: str) -> bool:
-    """Return whether a source file belongs neither to slurmrl nor to a library."""
+    """Return whether a source file is in a folder of the user's: an entry of PYTHONPATH, the first
+    of which has the trial's copy of the code. Packages, installed for editing or not, are not."""
     path, ours = Path(file), Path(failed.__code__.co_filename).parents[1]  # not __file__ in a trial
-    known = (ours, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-    installed = {"site-packages", "dist-packages"} & set(path.parts)
-    return (
-        path.is_absolute()
-        and not installed
-        and not any(path.is_relative_to(each) for each in known)
-    )
+    if {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(ours):
+        return False
+    own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return any(map(path.is_relative_to, own))
 
 
 def concerning(error: BaseException, failure: Failure) -> Failure:

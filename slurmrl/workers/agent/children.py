@@ -49,8 +49,8 @@ ToWorker: TypeAlias = Start | Order | StartRollout | Serve | Retire
 END_TIMEOUT_S = 5.0
 """How long the fork server may take to kill its workers before it is killed itself."""
 RELEASE_S = 90.0
-"""How long a killed worker with a GPU may take to end: the driver unpins its host memory, which for
-40 GiB took a minute, and frees its GPU memory."""
+"""How long a killed worker may take to end: the driver unpins its host memory, which for 40 GiB
+took a minute, and frees its GPU memory; the kernel may wait for a file system."""
 REPORT_S = 3.0
 """How long the fork server may take to report exits; more than it waits for leftovers."""
 MISSED_PULSES = 3
@@ -66,7 +66,7 @@ class Ended:
     code: int
     """Exit code, negative for a signal."""
     rank: int | None
-    """None for the master."""
+    """None for the master and the fork server."""
     why: str = ""
     """The reason, if the process reported one."""
 
@@ -105,11 +105,6 @@ class Slot:
             self.pipe.send(TO_ROLLOUT_WORKER.to_json(message))
         else:
             self.pipe.send(TO_WORKER.to_json(message))
-
-    def end(self, name: str, code: int, why: str = "") -> list[Ended]:
-        """Return the end of the worker, once."""
-        was_running, self.running = self.running, False
-        return [Ended(name, code, self.rank, why)] if was_running else []
 
 
 @dataclass
@@ -192,7 +187,7 @@ class Children:
         given = fork_environment.of_fork_server(self.group, devices, os.environ, self._defaults)
         self._import_error = ""
         self.fork_server, line = child_process.spawn_with_pipe(
-            f"the fork server on {self.identity.host}",
+            f"the fork server of host {self.identity.host}",
             "slurmrl.workers.worker",
             [*self._run_option(), "--world", self.world, *self._pulse_option()],
             output=output,
@@ -300,24 +295,28 @@ class Children:
 
     def _worker_ended(self, message: WorkerEnded) -> None:
         slot = self._slot(message.rank)
-        self._end(slot, slot.end(slot.name, message.code))
+        if self._end(slot):
+            self._news.ended.append(Ended(slot.name, message.code, slot.rank))
 
     def _fork_server_ended(self) -> None:
         """Its workers have ended with it."""
         assert self.fork_server is not None
         code = self.fork_server.process.wait()
         self._hear_fork_server()  # messages from before its end
-        for slot in self.slots:
-            self._end(slot, slot.end(self.fork_server.name, code, self._import_error))
+        ended = [self._end(slot) for slot in self.slots]
+        if any(ended):
+            self._news.ended.append(Ended(self.fork_server.name, code, None, self._import_error))
         self._drop_fork_server()
 
-    def _end(self, slot: Slot, ended: list[Ended]) -> None:
-        """Take the last messages of a worker, and then its end."""
-        if ended:
-            if slot.pipe is not None:
-                self._hear_worker(slot, slot.pipe)
-            self._forget(slot.rank)
-            self._news.ended += ended
+    def _end(self, slot: Slot) -> bool:
+        """Take the last messages of a worker that has ended. Return whether its end is news."""
+        if not slot.running:
+            return False
+        slot.running = False
+        if slot.pipe is not None:
+            self._hear_worker(slot, slot.pipe)
+        self._forget(slot.rank)
+        return True
 
     def _hear_master(self, pipe: Connection) -> None:
         if pipe.receive_available():
@@ -382,7 +381,7 @@ class Children:
     def end(self, *, grace_s: float = 0.0, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Kill all workers at once, and the master if it still runs after ``grace_s``. The fork
         server stays, unless it does not answer: then it is killed together with its workers.
-        ``meanwhile`` is called while workers free their GPUs."""
+        ``meanwhile`` is called while workers take long to end."""
         for slot in self.slots:
             if slot.running and self._line is not None:
                 self._line.send(TO_FORK_SERVER.to_json(Kill(rank=slot.rank)))
@@ -391,8 +390,7 @@ class Children:
             if self.master is not None and passed_s >= grace_s:
                 self.master.kill()
             self.turn(0.05)
-        if self.group.gpus_per_worker:
-            self._await_exits(meanwhile)
+        self._await_exits(meanwhile)
         for slot in self.slots:
             self._drop_worker(slot)
         if any(slot.running for slot in self.slots):
@@ -400,8 +398,8 @@ class Children:
         self._drop_master()
 
     def _await_exits(self, meanwhile: Callable[[], None]) -> None:
-        """Wait until workers that were killed have freed their GPUs, even if the fork server does
-        not answer."""
+        """Wait until workers that were killed have ended and freed their GPUs, even if the fork
+        server does not answer."""
         exits = [
             exit_fd
             for slot in self.slots

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from slurmrl.run.reports import Cause, Failure
 from slurmrl.tensors.parallel.gpu_faults import GpuFault, find_in
-from slurmrl.workers.agent.children import Children, Ended, News
+from slurmrl.workers.agent.children import MASTER, Children, Ended, News
 from slurmrl.workers.failure import failed
 
 ECHO_GRACE_S = 2.0
@@ -70,11 +70,14 @@ class Symptoms:
             raise failed(replace(self._echo, host=self._host))
 
     def _judge_end(self, ended: Ended) -> None:
-        early = ended.rank is not None and not self.told_to_exit
+        is_master = ended.name == MASTER
+        early = not is_master and not self.told_to_exit
         if ended.code == 0 and not early:
             return
+        if ended.rank is None and not is_master and ended.code > 0 and not ended.why:
+            ended = replace(ended, why=self._last_words())
         reason = str(ended) if ended.code else f"{ended.name} exited unexpectedly"
-        cause = Cause.MASTER if ended.rank is None else Cause.DIED
+        cause = Cause.MASTER if is_master else Cause.DIED
         if ended.code == -signal.SIGKILL and self._oom.happened():
             cause, reason = Cause.OOM, f"{reason} (the kernel's OOM killer)"
         certain = False
@@ -92,6 +95,12 @@ class Symptoms:
                 certain=certain,
             )
         )
+
+    def _last_words(self) -> str:
+        """Return the last line that the fork server, or the program that starts its container,
+        has printed."""
+        lines = [line.strip() for line in self._output().splitlines() if line.strip()]
+        return lines[-1] if lines else ""
 
     def _fault_that_aborted(self) -> GpuFault | None:
         """Return the fault for which torch's NCCL watchdog ended a process: it looks at the GPU

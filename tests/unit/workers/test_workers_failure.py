@@ -52,11 +52,20 @@ def test_other_exceptions_have_a_traceback() -> None:
     assert "test_workers_failure.py" in found.traceback
 
 
-def called_by_slurmrl(code: str) -> BaseException:
+@pytest.fixture(autouse=True)
+def _own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/run/code:/home/me/own")
+
+
+OURS = str(Path(failure.__file__).with_name("serve.py"))
+
+
+def called_by_slurmrl(
+    code: str, file: str = "/home/me/own/rewards.py", ours: str = OURS
+) -> BaseException:
     """Run a user's function below two frames of slurmrl and return what it raises."""
     known: dict[str, Any] = {}
-    exec(compile(code, "/home/me/rewards.py", "exec"), known)
-    ours = str(Path(failure.__file__).with_name("serve.py"))
+    exec(compile(code, file, "exec"), known)
     source = "def outer(f): inner(f)\ndef inner(f): f()"
     exec(compile(source, ours, "exec"), known)
     try:
@@ -74,8 +83,8 @@ def test_traceback_begins_with_first_frame_of_user() -> None:
     assert lines[:4] == [
         "(2 frames of slurmrl omitted; the log has them)",
         "Traceback (most recent call last):",
-        '  File "/home/me/rewards.py", line 2, in score',
-        '  File "/home/me/rewards.py", line 3, in helper',
+        '  File "/home/me/own/rewards.py", line 2, in score',
+        '  File "/home/me/own/rewards.py", line 3, in helper',
     ]
     assert "json/__init__.py" in lines[4]
     assert lines[-1].startswith("json.decoder.JSONDecodeError: Expecting property name")
@@ -90,6 +99,20 @@ def test_traceback_of_chained_exceptions_omits_slurmrl_in_each() -> None:
     assert text.count("rewards.py") == 2
     assert "serve.py" not in text
     assert "direct cause" in text
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["/home/me/slurmrl/slurmrl/x.py", "/home/me/other/x.py", "/home/me/own/site-packages/x.py"],
+)
+def test_packages_installed_for_editing_are_not_code_of_the_user(file: str) -> None:
+    """Only entries of PYTHONPATH are: the trial's copy of the code, and what the user adds."""
+    of_package = failure.traceback_of(called_by_slurmrl("def score(): 1 / 0", file))
+    assert "omitted" not in of_package
+    assert file in of_package
+    of_user = failure.traceback_of(called_by_slurmrl("def score(): 1 / 0", ours=file))
+    assert of_user.startswith("(2 frames of slurmrl omitted")
+    assert file not in of_user
 
 
 def test_traceback_without_frame_of_user_is_whole() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import RunFailedError
+from slurmrl.run.endings import failure_words
 from slurmrl.run.reports import Failure
 from slurmrl.workers.agent.children import Ended, News
 from slurmrl.workers.agent.symptoms import ECHO_GRACE_S, Symptoms
@@ -104,6 +105,24 @@ def test_killed_by_the_kernel(bed: Bed, rank: int | None) -> None:
     failure = bed.failure(ended=(died(rank),))
     assert failure.cause == "oom"
     assert "was ended by SIGKILL (the kernel's OOM killer)" in failure.reason
+
+
+@pytest.mark.parametrize(
+    ("code", "why", "reason"),
+    [
+        (1, "ModuleNotFoundError: x", "exited with code 1: ModuleNotFoundError: x"),
+        (255, "", "exited with code 255: FATAL: no image"),
+        (KILLED, "", "was ended by SIGKILL"),
+        (0, "", "exited unexpectedly"),
+    ],
+)
+def test_end_of_fork_server_blames_no_rank(bed: Bed, code: int, why: str, reason: str) -> None:
+    bed.output = "loading\nFATAL: no image\n\n"
+    name = "the fork server of host n1"
+    failure = bed.failure(ended=(Ended(name, code, None, why),))
+    assert (failure.cause, failure.rank, failure.host) == ("died", None, "n1")
+    assert failure.reason == f"{name} {reason}"
+    assert failure_words(failure) == failure.reason
 
 
 def test_memory_has_nothing_to_do_with_other_ends(bed: Bed) -> None:
