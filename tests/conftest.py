@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from slurmrl import env
 from slurmrl.config.profiles import NONE
@@ -40,8 +42,14 @@ compute."""
 os.environ.pop(env.ROOT.name, None)
 os.environ[env.PROFILE.name] = NONE
 
-# How long an example takes says nothing on a busy machine.
-settings.register_profile("slurmrl", deadline=None)
+# How long an example takes says nothing on a busy machine, and every run has the same examples: a
+# failure must not come and go. Fixtures that examples share are meant to be shared.
+settings.register_profile(
+    "slurmrl",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 settings.load_profile("slurmrl")
 
 
@@ -63,6 +71,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    # The numbers of a test must not depend on the tests before it.
+    random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
     limit_s = item.config.getoption("long_s")
     if limit_s is None or item.get_closest_marker("long") is None:
         return

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmrl.errors import UsageError
@@ -77,7 +77,6 @@ def sequence(draw: st.DrawFn) -> tuple[list[float], list[float], bool]:
     return rewards, values, draw(st.booleans())
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(sequence(), max_size=6),
     shares,
@@ -108,7 +107,6 @@ def test_it_is_the_definition(
     )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(sequence(), max_size=6), shares, shares)
 def test_values_aligned_with_the_steps(sequences: Sequences, gamma: float, lam: float) -> None:
     rewards, values, cu_seqlens, truncated = pack(sequences, torch.float64)

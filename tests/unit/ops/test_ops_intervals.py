@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -46,7 +46,6 @@ def size_of(pairs: list[tuple[int, int]]) -> int:
     return max((end for _, end in pairs), default=0) + 3
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(separate(), st.sampled_from(ALL))
 def test_gather_and_scatter_back(pairs: list[tuple[int, int]], dtype: torch.dtype) -> None:
     source = numbers(size_of(pairs), dtype)
@@ -64,7 +63,6 @@ def test_gather_and_scatter_back(pairs: list[tuple[int, int]], dtype: torch.dtyp
     assert not target[outside].any()
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     separate(),
     st.sampled_from(FLOATS),
