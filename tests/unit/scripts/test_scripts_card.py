@@ -174,19 +174,6 @@ def test_all_sections_name_what_exists_and_fit_into_nine_minutes(
             assert f'"{option}"' in source, (section.name, option)
 
 
-def test_time_that_is_left_goes_to_the_next_section_and_never_that_of_later_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from card.sections import Section, limit_s
-
-    rest = [Section(str(seconds), "", (), seconds) for seconds in (60, 30, 10)]
-    assert limit_s(rest, 100) == 60
-    assert limit_s(rest, 140) == 100
-    assert limit_s(rest, 50) == 30  # half of the time: half for each
-    assert limit_s(rest[2:], 7) == 7
-
-
 def test_a_venv_of_a_venv_has_the_packages_of_both_and_those_of_the_wheels(  # type: ignore[no-untyped-def]
     environment, tmp_path: Path
 ) -> None:
@@ -244,18 +231,3 @@ def test_without_a_usable_gpu_it_says_why_and_runs_nothing(
     assert f"{tmp_path}/" in done.stderr
     assert said in done.stderr
     assert not os.listdir(tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--sections", "lane,mfi"], "no mfi; there are build, lane,"),
-        (["--minutes", "0"], "--minutes must be above 0"),
-    ],
-)
-def test_wrong_arguments(arguments: list[str], said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, TEST_GPU, *arguments], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 2
-    assert said in done.stderr

@@ -146,16 +146,6 @@ def test_benchmarks_explain_themselves(name: str) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_the_generation_benchmark_asks_for_the_interpreter_of_a_server() -> None:
-    """An engine in an environment of its own is refused by name before anything is measured."""
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / "generate.py")]
-    done = subprocess.run(
-        [*command, "--engines", "native", "vllm"], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1].endswith("--engines vllm needs --vllm-python")
-
-
 CHILD = """
 import sys, time
 memory = bytearray(int(sys.argv[1]) << 20)
