@@ -95,7 +95,7 @@ def waited_for(site: Site) -> dict[str, Any]:
 def test_a_hang_is_explained_before_it_is_ended(site: Site) -> None:
     """A sleeping rank is ended at the deadline. The story says who waited for whom, and the stacks
     of all processes are kept."""
-    submit(site, "sleep", step_timeout_s=15.0)
+    submit(site, "sleep", step_timeout_s=30.0)
     assert site.wait_for_end("ppo/1")["state"] == "FAILED"
     check_end(site, "sleep")
 
@@ -103,7 +103,7 @@ def test_a_hang_is_explained_before_it_is_ended(site: Site) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["spin", pytest.param("skipped", marks=pytest.mark.soak)])
 def test_other_hangs_are_explained(site: Site, kind: str) -> None:
-    submit(site, kind, step_timeout_s=15.0)
+    submit(site, kind, step_timeout_s=30.0)
     assert site.wait_for_end("ppo/1")["state"] == "FAILED"
     check_end(site, kind)
 

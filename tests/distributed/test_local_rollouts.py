@@ -26,6 +26,7 @@ from tests.support.rollout_trials import (
     BATCH,
     STEPS,
     config_of,
+    hurry,
     last_ledger,
     of_group,
     site_in,
@@ -41,12 +42,17 @@ LOCAL = ("--scheduler", "local", "--detach")
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    return site_in(tmp_path, {})
+    return site_in(tmp_path, {}, pause_s=0.6)
 
 
 def start(site: Site, trial: str, tasks: dict[str, Any] | None, *arguments: str) -> None:
     path = site.write(f"{trial}.yaml", config_of(trial, tasks))
     site.slurmrl("submit", str(path), "--scheduler", "local", *arguments)
+
+
+def worlds(site: Site, trial: str) -> int:
+    """How often the processes of a task have started."""
+    return sum(one["kind"] == "world_ready" for one in events.read_all(site.paths(trial)))
 
 
 def outcome(site: Site, trial: str) -> dict[str, Any]:
@@ -68,7 +74,6 @@ def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
     itself, with the same stop strings."""
     stops = ("12", "33", "5", "70")
     settings = f"rollout.stop_strings={json.dumps(stops)}"
-    start(site, "alone", None, "--wait", settings)
     start(site, "tasks", {"max": 2, "max_staleness": 0}, "--detach", settings)
     trial = "grpo/tasks"
     site.wait_for_step(trial, 2)
@@ -76,13 +81,13 @@ def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
     site.wait_for_step(trial, 5)
     os.kill(of_group(site, trial, "worker", "trainer")[0], signal.SIGKILL)
     site.wait_for_step(trial, 8)
-    kept = of_group(site, trial, "worker", "rollout")
+    wait_until("the next processes of the task", lambda: worlds(site, trial) == 3)
     os.kill(processes(site.paths(trial).run)["master"][0], signal.SIGKILL)
-    site.wait_for_step(trial, 10)
-    assert kept
-    assert set(kept) <= set(of_group(site, trial, "worker", "rollout"))
+    hurry(site)
     status = site.wait_for_end(trial)
     assert (status["state"], status["incarnation"]) == ("COMPLETED", 3)
+    assert worlds(site, trial) == 3, "the tasks' processes outlive incarnations"
+    start(site, "alone", None, "--wait", settings)
     assert outcome(site, trial) == outcome(site, "grpo/alone")
     assert all(line["rollout/judged"] == 1 for line in site.metrics(trial))
     texts = [row["completion"] for row in read_samples(site.paths(trial).samples).rows]
@@ -121,6 +126,7 @@ def test_tasks_merge_adapters_to_the_weights_that_trainers_generate_with(site: S
     file.write_bytes(weights)
     site.wait_for_step(trial, 4)
     os.kill(of_group(site, trial, "worker", "trainer")[0], signal.SIGKILL)
+    hurry(site)
     for each in (trial, "grpo/moved"):
         assert site.wait_for_end(each)["state"] == "COMPLETED"
     assert outcome(site, trial) == outcome(site, "grpo/moved")
@@ -150,12 +156,11 @@ def test_tasks_in_the_job_of_the_trainers_are_started_again_and_outlive_incarnat
     for agent in of_group(site, trial, "agent", "rollout"):
         os.kill(agent, signal.SIGKILL)
     site.wait_for_step(trial, 6)
-    kept = of_group(site, trial, "worker", "rollout")
+    wait_until("both tasks", lambda: worlds(site, trial) == 4)
     os.kill(of_group(site, trial, "worker", "trainer")[0], signal.SIGKILL)
-    site.wait_for_step(trial, 10)
-    assert len(kept) == 2
-    assert set(kept) <= set(of_group(site, trial, "worker", "rollout"))
+    hurry(site)
     status = site.wait_for_end(trial)
+    assert worlds(site, trial) == 4, "the tasks' processes outlive the incarnation"
     assert (status["state"], status["incarnation"]) == ("COMPLETED", 2)
     assert trained(site, trial) == STEPS * BATCH
     jobs = read_jobs(site.paths(trial), 1)
@@ -193,6 +198,7 @@ def test_with_staleness_each_item_is_trained_once_whoever_is_killed(site: Site) 
         site.wait_for_step(trial, 9)
         full = of_group(site, trial, "worker", "rollout")[0]
         resource.prlimit(full, resource.RLIMIT_FSIZE, (1, 1))
+        hurry(site)
         assert site.wait_for_end(trial)["state"] == "COMPLETED"
     assert Checker(run, site.folder / "archive", BATCH, 2).problems() == []
     lines = site.metrics(trial)
@@ -218,12 +224,12 @@ def test_ranks_of_a_task_draw_together_with_the_weights_of_each_step(site: Site)
     workers = of_group(site, trial, "worker", "rollout")
     assert len(workers) == 2
     os.kill(max(workers), signal.SIGKILL)
+    hurry(site)
     status = site.wait_for_end(trial)
     assert (status["state"], status["incarnation"]) == ("COMPLETED", 1)
     assert trained(site, trial) == steps * BATCH
     check_served(site.metrics(trial), steps)
-    told = [one for one in events.read_all(site.paths(trial)) if one["kind"] == "world_ready"]
-    assert len(told) == 2
+    assert worlds(site, trial) == 2
     wait_until("all processes to leave", lambda: not any(processes(site.paths(trial).run).values()))
 
 
@@ -255,6 +261,7 @@ def test_servers_of_tasks_draw_with_the_weights_of_each_step_whatever_is_killed(
     worker = of_group(site, trial, "worker", "rollout")[0]
     second = wait_until("both servers", lambda: found if len(found := servers(run)) == 2 else None)
     os.kill(worker, signal.SIGKILL)
+    hurry(site)
     assert site.wait_for_end(trial)["state"] == "COMPLETED"
     assert trained(site, trial) == STEPS * BATCH
     check_served(site.metrics(trial), STEPS)

@@ -12,8 +12,8 @@ import pytest
 from slurmrl.run import events
 from slurmrl.scheduler.submission import read_jobs
 from tests.support.nodes import slurm, wait_for_empty_queue
-from tests.support.rollout_trials import BATCH, STEPS, config_of, site_in, trained
-from tests.support.trials import Site, processes, wait_until
+from tests.support.rollout_trials import BATCH, STEPS, config_of, hurry, site_in, trained
+from tests.support.trials import Site, command_line, processes, wait_until
 
 
 @pytest.mark.soak  # the storm of test_slurm_disturbed_rollouts.py cancels tasks, too
@@ -105,7 +105,7 @@ def waits_for(site: Site, trial: str) -> str:
 def test_tasks_in_the_job_of_the_trainers_are_steps_of_it(tmp_path: Path, slurm_bed: Any) -> None:
     """Each of two hosts has a rank and a task. An agent of a task is killed, then the job: the next
     link has tasks of its own."""
-    site = site_in(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
+    site = site_in(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)}, pause_s=0.6)
     options = {"partition": "main", "time": "30", "links": 2}
     config = config_of("inside", {"max_staleness": 1})
     config["rollout"]["gpus"] = "2-3"
@@ -117,7 +117,7 @@ def test_tasks_in_the_job_of_the_trainers_are_steps_of_it(tmp_path: Path, slurm_
     paths = site.paths(trial)
     site.wait_for_step(trial, 2)
     os.kill(
-        next(pid for pid in processes(paths.run)["agent"] if "rollout" in words(pid)),
+        next(pid for pid in processes(paths.run)["agent"] if "rollout" in command_line(pid)),
         signal.SIGKILL,
     )
 
@@ -130,6 +130,7 @@ def test_tasks_in_the_job_of_the_trainers_are_steps_of_it(tmp_path: Path, slurm_
     assert jobs is not None
     assert set(jobs) == {"trainer"}
     slurm("scancel", f"{jobs['trainer'][0]}_0")
+    hurry(site)
     status = site.wait_for_end(trial)
     assert (status["state"], status["step"], status["incarnation"]) == ("COMPLETED", STEPS, 2)
     assert trained(site, trial) == STEPS * BATCH
@@ -137,7 +138,3 @@ def test_tasks_in_the_job_of_the_trainers_are_steps_of_it(tmp_path: Path, slurm_
     assert starts()[0]["host"] != starts()[1]["host"]
     assert [one["failures"] for one in starts()] == [0, 0, 1, 0, 0]
     wait_for_empty_queue()
-
-
-def words(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")

@@ -80,21 +80,10 @@ def visible_devices(run: Path) -> list[str]:
 
 
 def batch_pid(trial_run: Path) -> int:
-    """The supervisor of a run: the batch process of its running job."""
-
-    def find() -> int | None:
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                words = (entry / "cmdline").read_bytes().decode().split("\0")
-            except OSError:
-                continue
-            if "slurmrl.workers.supervisor" in words and str(trial_run) in words:
-                return int(entry.name)
-        return None
-
-    return wait_until(f"the batch process of {trial_run}", find)
+    """Return the supervisor of a run: the batch process of its running job."""
+    return wait_until(
+        f"the batch process of {trial_run}", lambda: processes(trial_run)["supervisor"]
+    )[0]
 
 
 def submit_example(site: Site, name: str, *overrides: str) -> None:

@@ -16,7 +16,7 @@ from tests.support.held_examples import HeldForms
 from tests.support.nodes import kill_node, node_of, slurm
 from tests.support.rollout_trials import of_group
 from tests.support.servers import servers
-from tests.support.trials import parent, processes, wait_until
+from tests.support.trials import alive, parent, processes, wait_until
 
 T = TypeVar("T")
 STEPS_EACH = 4
@@ -77,7 +77,7 @@ class Disturbed:
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
-        self.until(f"the end of process {pid}", lambda: not _runs(pid))
+        self.until(f"the end of process {pid}", lambda: not alive(pid))
 
     def begins_again(self, act: Callable[[], object]) -> str:
         """The trainers do."""
@@ -111,14 +111,6 @@ class Disturbed:
         lines = slurm("squeue", "-h", "-r", "-t", "R", "-o", "%i %j").splitlines()
         (job,) = (line.split()[0] for line in lines if line.endswith(f"-{group}"))
         return job
-
-
-def _runs(pid: int) -> bool:
-    """A zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def server(trial: Disturbed) -> str:

@@ -9,24 +9,32 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.engines.one_process import random_model
-from tests.support.trials import ARCHITECTURE, REPOSITORY, Site, processes, sft_config
+from tests.support.trials import ARCHITECTURE, REPOSITORY, Site, command_line, processes, sft_config
 
 REWARD = """
 import time
+from pathlib import Path
 
 def different(prompts, completions, rows):
-    time.sleep(0.3)  # so that the trial still runs when it is disturbed
+    if not Path({hurry!r}).exists():
+        time.sleep({pause_s})  # so that the trial still runs when it is disturbed
     return [float(len(set(completion))) for completion in completions]
 """
 STEPS = 14
 BATCH = 8
 
 
-def site_in(folder: Path, environment: Mapping[str, str]) -> Site:
-    """A site whose trials find their reward in ``folder``."""
-    (folder / "reward_of_mine.py").write_text(REWARD)
+def site_in(folder: Path, environment: Mapping[str, str], pause_s: float = 0.3) -> Site:
+    """Return a site whose trials find their reward in ``folder``; it pauses until `hurry`."""
+    code = REWARD.format(hurry=str(folder / "hurry"), pause_s=pause_s)
+    (folder / "reward_of_mine.py").write_text(code)
     path = os.pathsep.join((str(folder), str(REPOSITORY)))
     return Site(folder, {"PYTHONPATH": path, **environment})
+
+
+def hurry(site: Site) -> None:
+    """Let the site's trials go on without pauses."""
+    (site.folder / "hurry").touch()
 
 
 def config_of(trial: str, tasks: dict[str, Any] | None) -> dict[str, Any]:
@@ -54,13 +62,12 @@ def train_adapters(config: dict[str, Any], source: Path, **architecture: Any) ->
 
 
 def of_group(site: Site, trial: str, role: str, group: str) -> list[int]:
-    """The processes of a role that work for a group."""
-    found = []
-    for pid in processes(site.paths(trial).run)[role]:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        if any(word.partition("/")[0] == group for word in words):
-            found.append(pid)
-    return found
+    """Return the processes of a role that work for a group."""
+    return [
+        pid
+        for pid in processes(site.paths(trial).run)[role]
+        if any(word.partition("/")[0] == group for word in command_line(pid))
+    ]
 
 
 def last_ledger(site: Site, trial: str) -> dict[str, Any]:

@@ -186,6 +186,23 @@ def processes(run: Path) -> dict[str, list[int]]:
     return {role: sorted(pids) for role, pids in found.items()}
 
 
+def alive(pid: int) -> bool:
+    """Return whether a process runs. A zombie does not, nor one that goes while it is looked at."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def command_line(pid: int) -> list[str]:
+    """Return the words of a process, none if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return []
+
+
 def parent(process: Path) -> int:
     """Pid of the parent of a process in /proc; 0 if the process is gone."""
     try:

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from slurmrl import child
+from tests.support.trials import alive, wait_until
 
 REPLIES = """
 import os, subprocess, sys, time
@@ -54,14 +54,14 @@ def test_request_yields_replies_and_kills_the_process_group(
     first, *more = list(request)
     assert (first["size"], more) == (2**20, [{"done": True}] if done else [])
     assert (request.ended.code, request.ended.last_line) == (code, last_line)
-    require_gone(first["sleeper"])
+    wait_until("its end", lambda: not alive(first["sleeper"]))
 
 
 def test_request_kills_its_child_if_the_caller_stops_reading(module: str) -> None:
     replies = iter(child.ChildRequest(module, {"text": "", "then": "time.sleep(600)"}))
     first = next(replies)
     replies.close()  # type: ignore[attr-defined]
-    require_gone(first["sleeper"])
+    wait_until("its end", lambda: not alive(first["sleeper"]))
 
 
 @pytest.mark.parametrize(
@@ -99,16 +99,4 @@ for reply in child.ChildRequest("answering", {"text": "", "then": "print(os.getp
         pid = int(parent.stderr.readline())
         parent.kill()
         parent.stderr.close()
-    require_gone(pid)
-
-
-def require_gone(pid: int) -> None:
-    """Wait until a killed process has ended; a test's time limit ends this."""
-    while True:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        if state == "Z":
-            return
-        time.sleep(0.01)
+    wait_until(f"the end of {pid}", lambda: not alive(pid))

@@ -282,7 +282,7 @@ def test_a_leader_may_have_no_request_for_longer_than_a_collective_may_take(
     ranks: RankPool,
 ) -> None:
     """The other ranks wait for it, before its first request and between two."""
-    leader, other = ranks(2, f"{HERE}:work", LAYOUTS["t2"], "idle", 2.5, timeout_s=1.0)
+    leader, other = ranks(2, f"{HERE}:work", LAYOUTS["t2"], "idle", 6.0, timeout_s=5.0)
     assert leader.drawn == other.drawn == 40
 
 

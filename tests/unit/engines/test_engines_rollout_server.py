@@ -21,6 +21,7 @@ from slurmrl.rollouts.generation.server import KeptServer, Patience
 from slurmrl.rollouts.generation.warden import LIST, descendants
 from slurmrl.run.events import EventWriter, read_all
 from slurmrl.run.paths import RunPaths
+from tests.support.trials import alive
 
 DEADLINE_S = 60.0
 FAMILY = """
@@ -92,17 +93,9 @@ def shared_memory(pids: dict[str, int]) -> Path:
     return Path("/dev/shm", f"slurmrl_test_{pids['server']}")
 
 
-def runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
 def wait_for_ends(pids: dict[str, int]) -> None:
     for name, pid in pids.items():
-        wait_for(f"the end of the {name}", lambda pid=pid: not runs(pid))  # type: ignore[misc]
+        wait_for(f"the end of the {name}", lambda pid=pid: not alive(pid))  # type: ignore[misc]
 
 
 def test_closing_ends_every_process_of_a_server_daemons_included(tmp_path: Path) -> None:
@@ -111,7 +104,7 @@ def test_closing_ends_every_process_of_a_server_daemons_included(tmp_path: Path)
     pids = family(tmp_path)
     assert shared_memory(pids).exists()
     process.close()
-    assert [name for name, pid in pids.items() if runs(pid)] == []
+    assert [name for name, pid in pids.items() if alive(pid)] == []
     assert not shared_memory(pids).exists()
     assert (tmp_path / "logs" / "server.log").stat().st_mode & 0o777 == 0o600
 
@@ -175,7 +168,7 @@ def test_a_killed_warden_takes_the_server_with_it(tmp_path: Path) -> None:
     warden = int(Path(f"/proc/{pids['server']}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(warden, signal.SIGKILL)
     wait_for("the end of the warden", lambda: process.ended)
-    wait_for("the end of the server", lambda: not runs(pids["server"]))
+    wait_for("the end of the server", lambda: not alive(pids["server"]))
     process.close()
     os.kill(pids.pop("daemon"), signal.SIGKILL)
     wait_for_ends(pids)
@@ -251,7 +244,7 @@ def test_a_killed_server_is_started_and_prepared_again(
         wait_for_ends(pids)
         pids = family(tmp_path)
         await server.close()
-        assert not any(map(runs, pids.values()))
+        assert not any(map(alive, pids.values()))
         (told,) = read_all(paths)
         assert (told["kind"], told["server"], told["again"]) == ("server_ended", "server 0", True)
         assert told["reason"].startswith("server 0 ended (SIGKILL)")
@@ -279,10 +272,10 @@ def test_a_server_that_does_not_answer_is_ended_unless_it_is_busy(
         with server.busy():
             life.answers = False
             await asyncio.sleep(1.0)
-            assert runs(pid)
+            assert alive(pid)
             life.answers = True
         life.answers = False
-        while runs(pid):
+        while alive(pid):
             await asyncio.sleep(0.01)
         life.answers = True
         assert await server.up() == 2
@@ -310,8 +303,8 @@ def test_answers_to_requests_are_signs_of_life(
         for _ in range(100):
             await asyncio.sleep(0.01)
             server.heard()
-        assert runs(pid)
-        while runs(pid):
+        assert alive(pid)
+        while alive(pid):
             await asyncio.sleep(0.01)
         await server.close()
 
@@ -340,7 +333,7 @@ def test_a_process_that_was_stopped_does_not_take_its_server_for_hung(
         for _ in range(3):
             time.sleep(1.0)  # nothing of this process runs meanwhile
             await asyncio.sleep(0.3)
-        assert runs(pid)
+        assert alive(pid)
         assert await server.up() == 1
         await server.close()
 

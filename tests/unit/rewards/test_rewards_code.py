@@ -85,8 +85,8 @@ def test_the_share_of_tests_that_pass(make: Make) -> None:
     """Later tests run although earlier ones fail or take too long."""
     row = {"tests": [{"input": str(n), "output": str(n)} for n in range(4)]}
     slow = "n = int(input())\nwhile n == 1: pass\nprint(0 if n == 2 else n)"
-    assert judge(make(score="share", test_timeout_s=0.5), row, [slow]) == [0.5]
-    assert judge(make(test_timeout_s=0.5), row, [slow, "print(input())"]) == [0.0, 1.0]
+    assert judge(make(score="share", test_timeout_s=2.0), row, [slow]) == [0.5]
+    assert judge(make(test_timeout_s=2.0), row, [slow, "print(input())"]) == [0.0, 1.0]
 
 
 def test_a_prefix_from_the_row_is_completed(make: Make) -> None:
@@ -122,7 +122,7 @@ def test_no_program_affects_another_one(make: Make, namespaces: str) -> None:
         del programs["kills everybody"], programs["files"]
         if os.getuid() == 0:  # whose processes the kernel does not limit
             del programs["bomb"], programs["threads"]
-    reward = make(namespaces=namespaces, test_timeout_s=1.0, files_mib=16, memory_mib=512)
+    reward = make(namespaces=namespaces, test_timeout_s=3.0, files_mib=16, memory_mib=512)
     marked = [f"mark = 'escaped {os.getpid()}'\n{program}" for program in programs.values()]
     row = {"tests": [{"input": "", "output": ""}]}
     scores = judge(reward, row, [*marked, ""])

@@ -15,6 +15,7 @@ import pytest
 
 from slurmrl.errors import EnvironmentFailure, WorkerDiedError
 from slurmrl.rewards.process_pool import PoolProgram, ProcessPool, Unanswered
+from tests.support.trials import alive
 
 PROGRAM = """
 import json, os, sys, time
@@ -194,7 +195,7 @@ def test_judges_die_with_the_process_that_started_them(
     finally:
         owner.kill()
         owner.wait()
-    until("the judges have ended", lambda: not any(map(running, judges)))
+    until("the judges have ended", lambda: not any(map(alive, judges)))
 
 
 def until(what: str, check: Callable[[], T]) -> T:
@@ -211,10 +212,3 @@ def descendants(pid: int) -> list[int]:
     except OSError:
         return []
     return [*map(int, children), *(deep for child in children for deep in descendants(int(child)))]
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -289,7 +289,7 @@ def test_an_episode_that_fails_costs_itself(
         return completions
 
     engine = ScriptedEngine(say(4, STOP))
-    limit = 0.05 if how == "hangs" else 60.0
+    limit = 1.0 if how == "hangs" else 60.0
     with caplog.at_level(logging.WARNING):
         outcomes = run(episode, engine, tokenizer, items(3), timeout_s=limit)
     assert [bool(outcome.failure) for outcome in outcomes] == [False, True, False]
@@ -315,9 +315,9 @@ def test_an_engine_that_fails_is_not_the_episodes_fault(tokenizer: Any) -> None:
 
 
 def test_waiting_for_the_engine_is_not_counted(tokenizer: Any) -> None:
-    """Three answers that take longer than the episode's time: it is spent in tools only."""
-    engine = ScriptedEngine(say(4, STOP), delay_s=0.2)
-    (outcome,) = run(rounds(3), engine, tokenizer, items(1), timeout_s=0.15)
+    """Three answers take longer than the episode may; only time in tools counts."""
+    engine = ScriptedEngine(say(4, STOP), delay_s=0.5)
+    (outcome,) = run(rounds(3), engine, tokenizer, items(1), timeout_s=1.0)
     assert outcome.completions.turns == 3
 
 

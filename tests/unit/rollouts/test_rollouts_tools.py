@@ -218,7 +218,7 @@ def test_the_game_says_where_the_secret_is() -> None:
 
 def test_programs_run_in_sandboxes_side_by_side() -> None:
     """Output, errors and time limits; sandboxes serve several loops, and end with the tool."""
-    tool = PythonTool(timeout_s=5.0, processes=2)
+    tool = PythonTool(timeout_s=60.0, processes=2)
     tools = Tools({"python": tool})
 
     async def programs() -> list[str]:

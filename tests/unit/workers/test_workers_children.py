@@ -22,7 +22,7 @@ from slurmrl.workers import child_process
 from slurmrl.workers.agent import children as children_module
 from slurmrl.workers.agent.children import Children, Ended, News
 from slurmrl.workers.messages import Done, RunCall, Save
-from tests.support.trials import wait_until
+from tests.support.trials import alive, wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 STUB = """
@@ -129,13 +129,6 @@ def ear(
     found.children.close()
 
 
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 def test_workers_know_rank_devices_and_threads(ear: Ear) -> None:
     for rank, devices in ((2, "GPU-a"), (3, "")):
         said = ear.of(rank)
@@ -203,8 +196,8 @@ def test_last_words_come_before_the_end(ear: Ear) -> None:
 def test_next_workers_are_forked_from_same_fork_server(ear: Ear, tmp_path: Path) -> None:
     before = {rank: ear.of(rank) for rank in (2, 3)}
     ear.children.end()
-    assert all(gone(before[rank]["pid"]) for rank in (2, 3))
-    assert not any(gone(before[rank]["fork_server"]) for rank in (2, 3))
+    assert not any(alive(before[rank]["pid"]) for rank in (2, 3))
+    assert all(alive(before[rank]["fork_server"]) for rank in (2, 3))
     for _ in range(3):
         ear.fork(tmp_path)
         for rank in (2, 3):
@@ -220,7 +213,7 @@ def test_workers_end_with_killed_fork_server(ear: Ear, tmp_path: Path) -> None:
     ear.until(lambda: bool(ear.ended))
     assert [str(one) for one in ear.ended] == ["the fork server of host n1 was ended by SIGKILL"]
     assert [one.rank for one in ear.ended] == [None]
-    wait_until("its workers to die", lambda: all(gone(ear.of(rank)["pid"]) for rank in (2, 3)), 60)
+    wait_until("its workers to die", lambda: not any(alive(ear.of(rank)["pid"]) for rank in (2, 3)))
     ear.children.end()
     ear.fork(tmp_path)
     assert ear.of(2)["fork_server"] != said["fork_server"]
@@ -233,7 +226,7 @@ def test_workers_end_once_if_fork_server_died_in_same_turn(
     selector, fork_server = ear.children._selector, ear.children.fork_server
     assert fork_server is not None
     os.kill(ear.of(2)["fork_server"], signal.SIGKILL)
-    wait_until("its workers to die", lambda: all(gone(ear.of(rank)["pid"]) for rank in (2, 3)), 60)
+    wait_until("its workers to die", lambda: not any(alive(ear.of(rank)["pid"]) for rank in (2, 3)))
     select = selector.select
     wait_until("all to be readable", lambda: len(select(0)) == 4, 60)
     monkeypatch.setattr(
@@ -250,14 +243,14 @@ def test_stopped_processes_are_killed(ear: Ear, tmp_path: Path) -> None:
     before = ear.of(2)
     os.kill(before["pid"], signal.SIGSTOP)
     ear.children.end()
-    assert gone(before["pid"])
+    assert not alive(before["pid"])
     ear.fork(tmp_path)
     between, other = ear.of(2), ear.of(3)
     assert between["fork_server"] == before["fork_server"]
     os.kill(between["fork_server"], signal.SIGSTOP)
     ear.children.end()
-    assert gone(between["fork_server"])
-    wait_until("workers to die", lambda: gone(between["pid"]) and gone(other["pid"]), 60)
+    assert not alive(between["fork_server"])
+    wait_until("workers to die", lambda: not (alive(between["pid"]) or alive(other["pid"])))
     ear.fork(tmp_path)
     assert ear.of(2)["fork_server"] != before["fork_server"]
 
@@ -292,23 +285,23 @@ def test_fork_server_stays_if_a_worker_takes_long_to_end(
 
     slow.children.end(meanwhile=beat)
     assert beats >= 40
-    assert gone(slow.of(3)["pid"])
-    assert not gone(fork_server)
+    assert not alive(slow.of(3)["pid"])
+    assert alive(fork_server)
 
 
 def test_worker_is_killed_directly_if_its_fork_server_hangs(slow: Ear) -> None:
     """The next worker does not start next to it."""
     os.kill(slow.of(3)["fork_server"], signal.SIGSTOP)
     slow.children.end()
-    assert gone(slow.of(2)["pid"])
-    assert gone(slow.of(3)["pid"])
-    assert gone(slow.of(3)["fork_server"])
+    assert not alive(slow.of(2)["pid"])
+    assert not alive(slow.of(3)["pid"])
+    assert not alive(slow.of(3)["fork_server"])
 
 
 def test_close_leaves_nothing(ear: Ear) -> None:
     pids = [ear.of(rank)[key] for rank in (2, 3) for key in ("pid", "fork_server")]
     ear.children.close()
-    assert all(gone(pid) for pid in pids)
+    assert not any(map(alive, pids))
     ear.children = Children(
         ear.children.paths, ear.children.group, ear.children.identity, Cluster()
     )

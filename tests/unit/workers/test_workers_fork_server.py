@@ -19,7 +19,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.worlds import RankId
 from slurmrl.workers import child_process
 from slurmrl.workers.agent.children import Slot
-from tests.support.trials import wait_until
+from tests.support.trials import alive, wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 UNTOUCHED = """
@@ -217,13 +217,6 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 def ended(rank: int, number: int) -> dict[str, Any]:
     return {"type": "ended", "rank": rank, "code": -number}
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGRTMIN + 2])

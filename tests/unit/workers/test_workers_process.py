@@ -17,7 +17,7 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.workers import child_process
-from tests.support.trials import wait_until
+from tests.support.trials import alive, wait_until
 
 HERE = Path(__file__).parents[3]
 CHILD = """
@@ -125,13 +125,6 @@ time.sleep(600)
 """
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_child_dies_with_its_parent(tmp_path: Path, environment: dict[str, str]) -> None:
     """Also a child that never reads its pipe."""
     (tmp_path / "stub_sleeper.py").write_text(
@@ -189,7 +182,7 @@ def test_children_are_ended_together_and_none_is_waited_for_too_long(
     )
     monkeypatch.setattr(held, "kill", lambda: None)
     try:
-        child_process.close_all([held, other], timeout_s=0.2)
+        child_process.close_all([held, other], timeout_s=2.0)
         assert held.ended() is None
         assert other.process.returncode == -signal.SIGKILL
     finally:

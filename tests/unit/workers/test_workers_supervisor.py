@@ -45,7 +45,7 @@ from slurmrl.workers.supervisor.rounds import (
     agent_command,
     blame_hosts,
 )
-from tests.support.trials import wait_until
+from tests.support.trials import alive, wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -389,15 +389,7 @@ def test_agent_dies_with_its_supervisor(tmp_path: Path) -> None:
         running.process.kill()
         running.process.wait()
         assert running.line() == ""  # the agent held the other end
-
-        def gone() -> bool:
-            try:
-                state = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[0]
-            except (FileNotFoundError, ProcessLookupError):
-                return True
-            return state in "ZX"
-
-        wait_until("the agent to die", gone, timeout_s=60)
+        wait_until("the agent to die", lambda: not alive(agent))
 
 
 class Said(list[str]):
