@@ -330,6 +330,13 @@ def test_time_limit_after_a_commit(past: Past) -> None:
     assert past.verdict() is None
 
 
+def test_time_limit_after_another_end(past: Past) -> None:
+    """One job that reached it does not show that it is too short."""
+    past.ends(warned="preemption")
+    past.ends(warned="time_limit")
+    assert past.verdict() is None
+
+
 def test_the_verdict_ends_the_trial(past: Past) -> None:
     with pytest.raises(TrialEndedError, match="it is broken"):
         begin(past.history, {}, lambda records: {"reason": "it is broken", "traceback": "at 7"})
