@@ -51,8 +51,8 @@ from slurmrl.run.history.lineage import Lineage
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.weights.version import MANIFEST, VersionId, version_ids
-from slurmrl.workers.master.attempts import parse_name, rollouts_of
-from slurmrl.workers.master.tasks import RolloutTasks
+from slurmrl.workers.master.rollout_tasks import RolloutTasks
+from slurmrl.workers.master.task_attempts import parse_name, rollouts_of
 from slurmrl.workers.master.worker_channel import REST_S
 from slurmrl.workers.messages import CONTROL_LOG, LoadBatch
 from slurmrl.workers.polling import PollIntervals

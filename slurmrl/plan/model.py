@@ -45,7 +45,7 @@ class GroupPlan(_PlanPart):
     slots_per_task: int = Field(default=1, ge=1, le=MOST_COUNT)
     """GPUs of such a task, in those of a worker."""
     worker: str = "slurmrl.workers.worker.setup:build_trainer"
-    """``module:function`` that makes the worker of a rank (see `workers.worker.serve`)."""
+    """``module:function`` that makes the worker of a rank (see `workers.worker.orders`)."""
 
     @property
     def workers(self) -> int:

@@ -36,7 +36,7 @@ class LogFile:
 
 class Part(NamedTuple):
     """A part of a process's output: long files are rotated, and the newest two parts are kept (see
-    `workers.agent.output`)."""
+    `workers.agent.agent_host`)."""
 
     number: int
     skipped: int

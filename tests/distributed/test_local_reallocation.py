@@ -20,7 +20,7 @@ from tests.support.chaos_trials.watched import Watched
 from tests.support.hooks import hooked
 from tests.support.trials import ARCHITECTURE, Site
 
-SERVE = "slurmrl.workers.worker.serve"
+SERVE = "slurmrl.workers.worker.orders"
 CHANGES = "tests.support.reallocation_hooks"
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from slurmrl.errors import UnusableGpuError
 from slurmrl.tensors.parallel import device, gpu_memory
-from slurmrl.workers.worker.collectives import Collectives
+from slurmrl.workers.worker.pending_collectives import Collectives
 from tests.null_gpu import cases
 
 

@@ -6,7 +6,7 @@ Pure functions, apart from reading failures from the name store.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from slurmrl.name_resolve.base import NameStore
@@ -22,27 +22,15 @@ LOSSES = 10
 """This many times ``max_restarts_without_commit`` starts may be lost with their hosts."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Why no further start is made."""
-
-    reason: str
-    traceback: str
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """Data of the FAILED record."""
-        return {"reason": self.reason, "traceback": self.traceback}
-
-
 def judge(
     records: list[Record],
     names: NameStore,
     job: str,
     max_begins: int,
     explain_limit: Callable[[Ending], str] = lambda ending: "",
-) -> Verdict | None:
-    """Return why another incarnation, in ``job``, would be futile; None if it would not.
+) -> dict[str, Any] | None:
+    """Return the data of a FAILED record (reason and traceback) if another incarnation, in ``job``,
+    would be futile; None if it would not.
 
     It is futile if the last one met a user error (a UsageError), if user code failed with the same
     exception at the same step twice, if the same input was absent twice in a row, if two jobs in a
@@ -62,7 +50,7 @@ def judge(
     ]
     endings = _with_repeated_faults(_with_shared_losses(endings))
     if endings[-1].failure.final:
-        return Verdict(endings[-1].reason, "")
+        return _futile(endings[-1].reason)
     if in_vain == 0:
         return None
     against = [ending for ending in endings if ending.counts]
@@ -77,6 +65,10 @@ def judge(
         or _too_many(vain, max_begins)
         or lost
     )
+
+
+def _futile(reason: str, traceback: str = "") -> dict[str, Any]:
+    return {"reason": reason, "traceback": traceback}
 
 
 def _with_shared_losses(endings: list[Ending]) -> list[Ending]:
@@ -133,13 +125,13 @@ def _since_resume(records: list[Record]) -> list[Record]:
     return begun
 
 
-def _same_exception(last_two: list[Ending]) -> Verdict | None:
+def _same_exception(last_two: list[Ending]) -> dict[str, Any] | None:
     last = last_two[-1]
     if len(last_two) < 2 or last.cause not in RAISED or not last.failure.traceback:
         return None
     if not _same_place(last_two[0], last):
         return None
-    return Verdict(f"failed twice in the same way: {last.reason}", last.failure.traceback)
+    return _futile(f"failed twice in the same way: {last.reason}", last.failure.traceback)
 
 
 def _same_place(one: Ending, other: Ending) -> bool:
@@ -147,34 +139,34 @@ def _same_place(one: Ending, other: Ending) -> bool:
     return (one.what, one.failure.step) == (other.what, other.failure.step)
 
 
-def _absent(last_two: list[Ending]) -> Verdict | None:
+def _absent(last_two: list[Ending]) -> dict[str, Any] | None:
     """A file that is missing from a directory that can be read was deleted."""
     last = last_two[-1]
     absent = last.failure.absent
     if len(last_two) < 2 or not absent or last_two[0].failure.absent != absent:
         return None
     why = "two starts in a row did not find it, although its directory could be read"
-    return Verdict(f"{last.reason}; {why}", "")
+    return _futile(f"{last.reason}; {why}")
 
 
-def _time_limit(last_two: list[Ending], explain: Callable[[Ending], str]) -> Verdict | None:
+def _time_limit(last_two: list[Ending], explain: Callable[[Ending], str]) -> dict[str, Any] | None:
     if len(last_two) < 2 or any(ending.warning != TIME_LIMIT for ending in last_two):
         return None
     why = explain(last_two[-1])
     text = "the time limit is too short: two jobs in a row reached it before their first commit"
-    return Verdict(f"{text}{'; ' if why else ''}{why}", "")
+    return _futile(f"{text}{'; ' if why else ''}{why}")
 
 
-def _lost(endings: list[Ending], most: int) -> Verdict | None:
+def _lost(endings: list[Ending], most: int) -> dict[str, Any] | None:
     """A trial that loses host after host may itself be the reason."""
     lost = [ending for ending in endings if ending.lost and not ending.warning]
     if len(lost) < most:
         return None
     text = f"{len(lost)} starts in a row were lost with a host before a commit"
-    return Verdict(f"{text}: do their hosts fail because of this trial?", "")
+    return _futile(f"{text}: do their hosts fail because of this trial?")
 
 
-def _too_many(vain: list[Ending], max_begins: int) -> Verdict | None:
+def _too_many(vain: list[Ending], max_begins: int) -> dict[str, Any] | None:
     if len(vain) < max_begins:
         return None
     last = vain[-1]
@@ -183,4 +175,4 @@ def _too_many(vain: list[Ending], max_begins: int) -> Verdict | None:
     hang = f"; {last.hang_words}" if last.hang_words else ""
     starts = "1 start" if len(vain) == 1 else f"{len(vain)} starts in a row"
     text = f"{starts} without a new commit; the last one: {why}{hang}"
-    return Verdict(text, traceback)
+    return _futile(text, traceback)

@@ -40,9 +40,9 @@ from slurmrl.workers.master.exporting import export_actor
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.publish import StatusPublisher, Timeline
 from slurmrl.workers.master.results import EvaluationScores, Results, UnscoredSteps
+from slurmrl.workers.master.rollout_tasks import RolloutTasks
 from slurmrl.workers.master.steps import StepRunner
-from slurmrl.workers.master.tasks import RolloutTasks
-from slurmrl.workers.master.versions import Publication, VersionPublisher
+from slurmrl.workers.master.version_publisher import Publication, VersionPublisher
 from slurmrl.workers.master.worker_channel import AgentRegistry, StackRequests, WorkerChannel
 from slurmrl.workers.messages import Exit, Ready
 from slurmrl.workers.polling import PollIntervals

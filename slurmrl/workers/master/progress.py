@@ -33,7 +33,7 @@ from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
 from slurmrl.run.history.record import END_OF_DATASET
 from slurmrl.run.metrics import finite
-from slurmrl.workers.master.attempts import ATTEMPTS
+from slurmrl.workers.master.task_attempts import ATTEMPTS
 
 WHERE = "the state of the last commit"
 

@@ -39,14 +39,14 @@ from slurmrl.watch.story import REPEATS
 from slurmrl.workers import address
 from slurmrl.workers.child_process import kill_parent
 from slurmrl.workers.failure import COLLECT_S, describe, publish, publish_hang
-from slurmrl.workers.master.attempts import TaskBells, rollouts_of
 from slurmrl.workers.master.committer import begin_on_base, set_aside
 from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.master import Master
 from slurmrl.workers.master.progress import REQUIRED, STATE, Progress, ledger_of
 from slurmrl.workers.master.results import EvaluationScores, Results
-from slurmrl.workers.master.tasks import RolloutTasks, TaskNumbers
-from slurmrl.workers.master.versions import remove_leftovers
+from slurmrl.workers.master.rollout_tasks import RolloutTasks, TaskNumbers
+from slurmrl.workers.master.task_attempts import TaskBells, rollouts_of
+from slurmrl.workers.master.version_publisher import remove_leftovers
 from slurmrl.workers.polling import PollIntervals
 
 logger = log.get(__name__)
@@ -96,14 +96,13 @@ def _judge(
 ) -> dict[str, Any] | None:
     """Return the data of a FAILED record if another incarnation would be futile."""
     config = retry("read the configuration", lambda: load_resolved(paths.config), timeout_s=READ_S)
-    verdict = judge(
+    return judge(
         records,
         names,
         job,
         config.max_restarts_without_commit,
         lambda ending: explain_limit(paths, config, ending),
     )
-    return verdict.data if verdict is not None else None
 
 
 def _prepare(

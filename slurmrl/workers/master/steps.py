@@ -23,7 +23,7 @@ from slurmrl.workers.master import publish
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.publish import Answered
 from slurmrl.workers.master.results import EvaluationScores, ScoringCall
-from slurmrl.workers.master.tasks import RolloutTasks
+from slurmrl.workers.master.rollout_tasks import RolloutTasks
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import LoadBatch, RunCall
 

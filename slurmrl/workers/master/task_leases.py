@@ -28,7 +28,7 @@ from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.history.lineage import Lineage
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.weights.version import VersionId
-from slurmrl.workers.master.attempts import (
+from slurmrl.workers.master.task_attempts import (
     AttemptRecord,
     RolloutAttempt,
     RolloutsRecord,

@@ -52,8 +52,8 @@ from slurmrl.workers import address, distributed
 from slurmrl.workers.distributed import collective_timeout, join
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
 from slurmrl.workers.polling import PollIntervals
-from slurmrl.workers.rollout.generation import Generation, TaskRows, judging_of
 from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
+from slurmrl.workers.rollout.task_generation import Generation, TaskRows, judging_of
 from slurmrl.workers.rollout.task_weights import MergingHost, TaskWeights
 from slurmrl.workers.serving import own_server
 

@@ -20,8 +20,8 @@ from slurmrl.run.channel.log import LogReader
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.weights.version import VersionId
-from slurmrl.workers.rollout.generation import Generation, Judging
 from slurmrl.workers.rollout.session import Key, ResultWriter, Session, TaskBell, Work
+from slurmrl.workers.rollout.task_generation import Generation, Judging
 from slurmrl.workers.rollout.task_weights import TaskWeights
 from slurmrl.workers.rollout_messages import (
     COUNTS_S,

@@ -49,8 +49,8 @@ def main() -> int:
         import numpy.random
 
         from slurmrl.workers.worker import fork_server
-        from slurmrl.workers.worker.collectives import Collectives
-        from slurmrl.workers.worker.serve import serve
+        from slurmrl.workers.worker.orders import serve
+        from slurmrl.workers.worker.pending_collectives import Collectives
 
         fork_server.preload(options.run, group_of(options.world))
     except ImportError as error:

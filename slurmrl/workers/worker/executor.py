@@ -50,9 +50,9 @@ from slurmrl.workers.messages import (
     WriteVersion,
 )
 from slurmrl.workers.part_files import write_part
-from slurmrl.workers.worker.batch import Batch, Mail, Shares
 from slurmrl.workers.worker.reallocation import Reallocations, Residence
 from slurmrl.workers.worker.saver import ACTOR, Saver, VersionWriting
+from slurmrl.workers.worker.step_batch import Batch, Mail, Shares
 
 T = TypeVar("T")
 

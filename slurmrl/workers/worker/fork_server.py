@@ -51,7 +51,7 @@ def preload(run: Path, group: str) -> None:
     any side effect. Nothing of it is ever garbage."""
     from transformers import AutoTokenizer  # noqa: F401
 
-    import slurmrl.workers.worker.serve  # noqa: F401
+    import slurmrl.workers.worker.orders  # noqa: F401
 
     plan = Plan.read(RunPaths(run).plan)
     for model in plan.models_of(group).values():

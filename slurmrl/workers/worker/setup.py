@@ -61,10 +61,10 @@ from slurmrl.workers.messages import (
 )
 from slurmrl.workers.serving import own_server, running_servers
 from slurmrl.workers.worker import reallocation
-from slurmrl.workers.worker.batch import Mail
 from slurmrl.workers.worker.executor import Executor, UpdateKept
 from slurmrl.workers.worker.reallocation import Reallocations, Residence
 from slurmrl.workers.worker.saver import prepare_versions
+from slurmrl.workers.worker.step_batch import Mail
 
 logger = log.get(__name__)
 

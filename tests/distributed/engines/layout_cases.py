@@ -19,7 +19,7 @@ from slurmrl.engines import ENGINES
 from slurmrl.engines.base import TrainEngine
 from slurmrl.tensors.checkpoint import shards
 from slurmrl.tensors.parallel.groups import build
-from slurmrl.workers.worker.batch import share
+from slurmrl.workers.worker.step_batch import share
 from tests.distributed.engines.cases import Placed, Setup, batch, context, denominator, loss, make
 
 

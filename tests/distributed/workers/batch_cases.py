@@ -13,7 +13,7 @@ from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import CallPlan
 from slurmrl.tensors.parallel.activity import Activity
 from slurmrl.tensors.parallel.groups import build
-from slurmrl.workers.worker.batch import Batch, Mail, Shares
+from slurmrl.workers.worker.step_batch import Batch, Mail, Shares
 
 
 @dataclass(frozen=True)

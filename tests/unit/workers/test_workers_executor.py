@@ -32,9 +32,9 @@ from slurmrl.tensors.parallel.topology import ProcessTopology
 from slurmrl.workers.messages import Done, LoadBatch, RunCall, Save, Saved
 from slurmrl.workers.part_files import read_parts
 from slurmrl.workers.worker import executor as executor_module
-from slurmrl.workers.worker.batch import Mail
 from slurmrl.workers.worker.executor import Executor, UpdateKept
 from slurmrl.workers.worker.reallocation import Reallocations, Residence
+from slurmrl.workers.worker.step_batch import Mail
 from tests.support.sample_groups import small_group
 
 

@@ -16,7 +16,7 @@ from slurmrl.run.history.state import fold
 from slurmrl.run.history.writer import IncarnationWriter, begin, end, resume
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.master import judgement
-from slurmrl.workers.master.judgement import Verdict, judge
+from slurmrl.workers.master.judgement import judge
 from tests.support.memory_names import MemoryNameStore
 
 MOST = 3
@@ -74,8 +74,13 @@ class Past:
         name = f"step-{step:08d}.{incarnation}"
         writer.append(Kind.COMMIT, {"step": step, "directory": name})
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> dict[str, Any] | None:
         return judge(self.history.read(), self.names, self.job, MOST)
+
+
+def futile(reason: str, traceback: str = "") -> dict[str, Any]:
+    """The data of the FAILED record."""
+    return {"reason": reason, "traceback": traceback}
 
 
 @pytest.fixture
@@ -95,7 +100,7 @@ def test_one_failure_is_not_enough(past: Past) -> None:
 def test_same_exception_twice(past: Past) -> None:
     past.raises("ValueError: a")
     past.raises("ValueError: a")
-    assert past.verdict() == Verdict(
+    assert past.verdict() == futile(
         "failed twice in the same way: rank 0, gen: ValueError: a", "at ValueError: a"
     )
 
@@ -106,7 +111,7 @@ def test_a_mistake_of_the_users_ends_the_trial_at_once(past: Past, committed: bo
     past.ends(rank=1, call="reward_inf", exception=text, cause="exception", final=True)
     if committed:
         past.commits()
-    assert past.verdict() == Verdict(f"rank 1, reward_inf: {text}", "")
+    assert past.verdict() == futile(f"rank 1, reward_inf: {text}", "")
     end(past.history, Kind.FAILED, {})
     resume(past.history, {})
     assert past.verdict() is None, "it may have been mended"
@@ -115,7 +120,7 @@ def test_a_mistake_of_the_users_ends_the_trial_at_once(past: Past, committed: bo
 def test_same_exception_of_the_master_twice(past: Past) -> None:
     for _ in range(2):
         past.ends(reason="master: KeyError: 'x'", traceback="at KeyError", cause="master")
-    assert past.verdict() == Verdict(
+    assert past.verdict() == futile(
         "failed twice in the same way: master: KeyError: 'x'", "at KeyError"
     )
 
@@ -133,7 +138,7 @@ def test_which_rank_was_first_does_not_matter(past: Past) -> None:
     past.raises("ValueError: a", rank=0)
     verdict = past.verdict()
     assert verdict is not None
-    assert "rank 0, gen: ValueError: a" in verdict.reason
+    assert "rank 0, gen: ValueError: a" in verdict["reason"]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +199,7 @@ def test_too_many_starts_without_a_commit(past: Past) -> None:
     past.ends(reason="rank 1 on n7 was ended by SIGKILL", cause="died")
     verdict = past.verdict()
     assert verdict is not None
-    assert verdict.reason == (
+    assert verdict["reason"] == (
         f"{MOST} starts in a row without a new commit; the last one: "
         "rank 1 on n7 was ended by SIGKILL"
     )
@@ -210,7 +215,7 @@ def test_trial_given_up_for_hangs_reports_who_waited_for_whom(past: Past) -> Non
         past.names.add(keys.hang(writer.incarnation), json.dumps({"text": text, "files": []}))
     verdict = past.verdict()
     assert verdict is not None
-    assert verdict.reason == (
+    assert verdict["reason"] == (
         f"{MOST} starts in a row without a new commit; the last one: rank 3, gen: {silence}; "
         f"ranks 0-2 have waited {MOST - 1} s in gen for rank 3"
     )
@@ -227,7 +232,7 @@ def test_too_many_starts_tell_the_newest_traceback(past: Past) -> None:
     past.ends(reason="rank 1 on n7 was ended by SIGKILL", cause="died")
     verdict = past.verdict()
     assert verdict is not None
-    assert verdict.traceback == "at ValueError: b"
+    assert verdict["traceback"] == "at ValueError: b"
 
 
 def test_too_many_starts_without_a_word(past: Past) -> None:
@@ -235,7 +240,7 @@ def test_too_many_starts_without_a_word(past: Past) -> None:
         past.ends()
     verdict = past.verdict()
     assert verdict is not None
-    assert "its processes ended without reporting a reason" in verdict.reason
+    assert "its processes ended without reporting a reason" in verdict["reason"]
 
 
 def test_starts_before_the_last_commit_do_not_count(past: Past) -> None:
@@ -247,7 +252,7 @@ def test_starts_before_the_last_commit_do_not_count(past: Past) -> None:
         past.ends()
     verdict = past.verdict()
     assert verdict is not None
-    assert verdict.reason.startswith(f"{MOST} starts in a row")
+    assert verdict["reason"].startswith(f"{MOST} starts in a row")
 
 
 @pytest.mark.parametrize("cause", ["preemption", "interrupt"])
@@ -281,7 +286,7 @@ def test_losing_host_after_host_ends_in_the_end(past: Past) -> None:
     past.job = f"7.{judgement.LOSSES * MOST}.0"
     verdict = past.verdict()
     assert verdict is not None
-    assert "were lost with a host" in verdict.reason
+    assert "were lost with a host" in verdict["reason"]
 
 
 def test_rounds_of_one_job_count(past: Past) -> None:
@@ -315,7 +320,7 @@ def test_time_limit_twice(past: Past) -> None:
         MOST,
         lambda ending: f"incarnation {ending.incarnation} took long",
     )
-    assert verdict == Verdict(
+    assert verdict == futile(
         "the time limit is too short: two jobs in a row reached it before their first commit; "
         "incarnation 2 took long",
         "",
@@ -418,7 +423,7 @@ def test_a_gpu_that_fails_again_because_nothing_replaces_its_host_counts(
     gpu_fault(past, "n1", certain=certain, step=MOST)
     verdict = past.verdict()
     assert verdict is not None
-    assert "3 starts in a row without a new commit" in verdict.reason
+    assert "3 starts in a row without a new commit" in verdict["reason"]
 
 
 def test_a_launch_failure_that_follows_the_trial_from_host_to_host_is_its_own(past: Past) -> None:
@@ -435,7 +440,7 @@ def test_losing_hosts_has_an_end(past: Past) -> None:
         past.ends(cause="lost_host", reason="host n1 is lost", host="n1")
     verdict = past.verdict()
     assert verdict is not None
-    assert "30 starts in a row were lost with a host before a commit" in verdict.reason
+    assert "30 starts in a row were lost with a host before a commit" in verdict["reason"]
 
 
 def test_an_input_that_two_starts_in_a_row_do_not_find_ends_the_trial(past: Past) -> None:
@@ -446,4 +451,4 @@ def test_an_input_that_two_starts_in_a_row_do_not_find_ends_the_trial(past: Past
     past.ends(cause="environment", reason="rank 3: /data/b is not on n2", absent="/data/b")
     verdict = past.verdict()
     assert verdict is not None
-    assert verdict.reason.startswith("rank 3: /data/b is not on n2; two starts in a row")
+    assert verdict["reason"].startswith("rank 3: /data/b is not on n2; two starts in a row")

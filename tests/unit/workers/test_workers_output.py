@@ -16,7 +16,7 @@ from slurmrl.fsio import atomic
 from slurmrl.run.paths import rotated
 from slurmrl.watch.log_files import LogFile
 from slurmrl.watch.log_lines import OutputReader
-from slurmrl.workers.agent.output import Output
+from slurmrl.workers.agent.agent_host import Output
 
 LIMIT = 40_000
 PART = LIMIT // 4

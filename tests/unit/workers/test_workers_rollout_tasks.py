@@ -44,10 +44,10 @@ from slurmrl.tensors.weights.version import VersionId
 from slurmrl.workers import address
 from slurmrl.workers.failure import publish_attempt
 from slurmrl.workers.master import serve
-from slurmrl.workers.master.attempts import RolloutAttempt, TaskBells, parse_name, rollouts_of
 from slurmrl.workers.master.progress import STATE
+from slurmrl.workers.master.rollout_tasks import LEAVE_S, RolloutTasks, TaskNumbers
+from slurmrl.workers.master.task_attempts import RolloutAttempt, TaskBells, parse_name, rollouts_of
 from slurmrl.workers.master.task_leases import SILENT_S
-from slurmrl.workers.master.tasks import LEAVE_S, RolloutTasks, TaskNumbers
 from slurmrl.workers.rollout_messages import (
     Abort,
     Confirm,

@@ -36,7 +36,7 @@ from slurmrl.run.worlds import RankId
 from slurmrl.tensors.checkpoint.export import TokenizerFiles
 from slurmrl.workers.failure import describe
 from slurmrl.workers.master.exporting import _source_dtypes
-from slurmrl.workers.worker import serve as serve_module
+from slurmrl.workers.worker import orders as serve_module
 
 RANK = RankId("trainer", 3)
 CONFIG = {"model_type": "gpt2", "vocab_size": 300, "eos_token_id": 0}

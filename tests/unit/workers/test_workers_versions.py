@@ -26,7 +26,7 @@ from slurmrl.tensors.weights.inventory import COMPLETE, inventory, remove
 from slurmrl.tensors.weights.reader import VersionFiles, resolved
 from slurmrl.tensors.weights.version import VersionId, part_file, version_ids
 from slurmrl.tensors.weights.writer import VersionBits
-from slurmrl.workers.master.versions import Publication, VersionPublisher, remove_leftovers
+from slurmrl.workers.master.version_publisher import Publication, VersionPublisher, remove_leftovers
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Done, Saved, WriteVersion
 from slurmrl.workers.worker.saver import VersionPart, VersionWriting

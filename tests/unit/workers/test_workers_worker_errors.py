@@ -12,7 +12,7 @@ from slurmrl.errors import UnusableGpuError
 from slurmrl.run.reports import Failure
 from slurmrl.run.worlds import RankId
 from slurmrl.tensors.parallel import device
-from slurmrl.workers.worker.serve import _describe, _Place, recognise
+from slurmrl.workers.worker.orders import _describe, _Place, recognise
 
 GLOO = (
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer "

@@ -34,7 +34,7 @@ from slurmrl.workers.messages import (
     Start,
     StartRollout,
 )
-from slurmrl.workers.worker import serve as serve_module
+from slurmrl.workers.worker import orders as serve_module
 
 START = TO_WORKER.to_json(Start(world_size=4))
 READY = Ready(rank=3, size=40, fingerprint="f")

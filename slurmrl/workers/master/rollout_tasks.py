@@ -41,7 +41,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.run.rollouts import RolloutsView
 from slurmrl.tensors.weights.version import VersionId
-from slurmrl.workers.master.attempts import (
+from slurmrl.workers.master.task_attempts import (
     LEFT,
     LOST,
     AttemptRecord,
