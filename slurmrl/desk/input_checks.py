@@ -28,8 +28,7 @@ from slurmrl.models.pinned import PinnedTensors
 from slurmrl.models.shapes import VALUE_HEAD
 from slurmrl.models.tied import other_projection
 from slurmrl.plan.algorithms import uses_of
-from slurmrl.plan.estimates.lengths import longest
-from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.estimates.shape import longest, shape_of
 from slurmrl.plan.model_files import config_values
 from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.resolve.inherit import OWN_WEIGHTS

@@ -7,7 +7,7 @@ refused. Checks of a configuration, the doctor and the start of a server read th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from typing import Final
@@ -123,21 +123,37 @@ ENGINES: Final = {
 }
 
 
+def able(supports: Callable[[EngineRules], object], *, trains: bool | None = None) -> list[str]:
+    """Return the names of the engines that support something: all, or only those that ``trains``
+    selects."""
+    return [
+        name
+        for name, rules in ENGINES.items()
+        if supports(rules) and trains in (None, BACKENDS[name].trains)
+    ]
+
+
+def known_backends(*, trains: bool) -> list[str]:
+    """Return the names of the backends that train, or that only generate, with and without an
+    engine."""
+    return [name for name, backend in BACKENDS.items() if backend.trains == trains]
+
+
 def rules_of(allocation: Allocation) -> EngineRules:
     """The rules of an allocation's engine. Raises AllocationError for a backend or a dimension
     without an engine."""
     rules = ENGINES.get(allocation.backend)
     if rules is None:
         trains = BACKENDS[allocation.backend].trains
-        able = [name for name in ENGINES if BACKENDS[name].trains == trains]
+        others = ", ".join(able(lambda _: True, trains=trains))
         raise AllocationError(
             f"'{allocation}': there is no engine for {allocation.backend} in this version; "
-            f"allowed: {', '.join(able)}"
+            f"allowed: {others}"
         )
     for letter, axis in AXIS_OF.items():
         if allocation.sizes[axis] > 1 and letter not in rules.dimensions:
-            able = [name for name, other in ENGINES.items() if letter in other.dimensions]
-            hint = f" ({', '.join(able)} does)" if able else ""
+            split = [name for name, other in ENGINES.items() if letter in other.dimensions]
+            hint = f" ({', '.join(split)} does)" if split else ""
             raise AllocationError(
                 f"'{allocation}': the {allocation.backend} engine of this version does not split "
                 f"'{letter}'{hint}; allowed: {', '.join(rules.dimensions)}"
@@ -158,13 +174,12 @@ def last_value(arguments: Sequence[str], flags: Collection[str]) -> str | None:
     """Return the value of the last argument that is one of the flags, as argparse reads it: behind
     `=` or in the next word, with `_` for `-`, and by a beginning of the flag. None without one."""
     words = [part for argument in arguments for part in argument.split("=", 1)]
-    found = [
-        value for word, value in pairwise(words) if any(_is_flag(word, flag) for flag in flags)
-    ]
+    found = [value for word, value in pairwise(words) if any(is_flag(word, flag) for flag in flags)]
     return found[-1] if found else None
 
 
-def _is_flag(word: str, flag: str) -> bool:
+def is_flag(word: str, flag: str) -> bool:
+    """Return whether argparse reads a word of a command line as a flag."""
     word = word.replace("_", "-")
     return word == flag or (word.startswith("--") and len(word) >= LEAST and flag.startswith(word))
 

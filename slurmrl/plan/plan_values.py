@@ -23,13 +23,18 @@ from slurmrl.config.source import dotted
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
 from slurmrl.plan.dataflow import Call
-from slurmrl.plan.estimates import costs, hardware, servers
-from slurmrl.plan.estimates.gpus import fullest_gpu, trainers_gpus
+from slurmrl.plan.estimates import costs, hardware
+from slurmrl.plan.estimates.gpus import fullest_gpu, share_in_task, trainers_gpus
 from slurmrl.plan.estimates.host import server_experts_bytes, worker_bytes
-from slurmrl.plan.estimates.lengths import as_long_as_rows, lengths_of
 from slurmrl.plan.estimates.memory import Memory
-from slurmrl.plan.estimates.parameters import parameters, trained_shard
-from slurmrl.plan.estimates.shape import ModelShape, shape_of
+from slurmrl.plan.estimates.shape import (
+    ModelShape,
+    as_long_as_rows,
+    lengths_of,
+    parameters,
+    shape_of,
+    trained_shard,
+)
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, placements
 from slurmrl.plan.precision import generating
@@ -252,7 +257,7 @@ def _server_in_task(settings: Settings, rollout: Placement | None) -> int | None
         return None
     if not BACKENDS[rollout.allocation.backend].serves:
         return None
-    return servers.share_in_task(settings.config.rollout.server_args, limit)
+    return share_in_task(settings.config.rollout.server_args, limit)
 
 
 def _without_adapters(settings: Settings) -> Settings | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath, Source, dotted
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.plan.algorithms import ALGORITHMS, Algorithm, uses_of
-from slurmrl.plan.checks import check, check_submission, correctness
+from slurmrl.plan.checks import check, check_submission, completions
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.sections import unused_roles
 from slurmrl.plan.own_algorithm import (
@@ -100,24 +101,28 @@ def load_settings(
         raise ConfigError(tuple(problems))
     searched = list(dict.fromkeys([*own, *searched]))
     with importable(searched):
-        return _checked(
-            source, searched, root, scheduler, planning=planning, resumed=resumed, data=data
-        )
+        schema, searched, problems = _schema(source, searched)
+        checked = partial(_checked, source, schema, searched, problems, root, scheduler, resumed)
+        if not planning and hub_references.are_in(source.values):
+            # Refuse an invalid configuration before anything large is fetched.
+            checked(planning=True, data=False)
+        return checked(planning=planning, data=data)
 
 
 def _checked(
     source: Source,
+    schema: type[BaseModel] | None,
     folders: list[Path],
+    problems: list[Problem],
     root: Path | None,
     scheduler: str | None,
+    resumed: bool,
     *,
     planning: bool,
-    resumed: bool,
     data: bool,
 ) -> Settings:
-    config, problems = validate(Config, source)
-    schema, folders, more = _schema(source, folders)
-    problems = [*source.problems, *problems, *more]
+    config, more = validate(Config, source)
+    problems = [*source.problems, *more, *problems]
     algorithm: Algorithm | None = None
     if schema is not None:
         algorithm, more = _algorithm(schema, source)
@@ -134,9 +139,6 @@ def _checked(
         problems += more
         trials = TrialResolver(config, source, frozen=_frozen(config, algorithm), planning=planning)
         config, missing = trials.resolved(), trials.problems
-        if not planning and hub_references.are_in(config):
-            # what is wrong is refused before anything large is fetched
-            _checked(source, folders, root, scheduler, planning=True, resumed=resumed, data=False)
         resolver = HubResolver(config, source, planning=planning, data=data)
         config = resolver.resolved()
         missing += resolver.problems
@@ -149,7 +151,7 @@ def _checked(
             problems += more
             algorithm = algorithm.completed(config)
             config = _with_algorithm(config, algorithm)
-            notes += correctness.notes(config, algorithm)
+            notes += completions.notes(config, algorithm)
             draft = Draft(config, algorithm, source)
             problems += [] if resumed else unused_roles(draft)
             problems += _new([*problems, *missing], check(draft))

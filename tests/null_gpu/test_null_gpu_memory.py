@@ -11,9 +11,8 @@ import torch
 
 from slurmrl.config.allocation import parse
 from slurmrl.config.schema.model import Model
-from slurmrl.plan.estimates.lengths import Lengths
 from slurmrl.plan.estimates.memory import Memory, MemoryDemand, estimate
-from slurmrl.plan.estimates.shape import read
+from slurmrl.plan.estimates.shape import Lengths, read
 from tests.null_gpu import cases
 from tests.null_gpu.values import SmallValues
 

@@ -13,8 +13,7 @@ from slurmrl.env import user_name
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.dataflow import Head
 from slurmrl.plan.estimates.memory import BYTES
-from slurmrl.plan.estimates.parameters import parameters, trained_shard
-from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.estimates.shape import parameters, shape_of, trained_shard
 from slurmrl.plan.settings import Settings
 from slurmrl.run.paths import RunPaths
 

@@ -21,8 +21,7 @@ from slurmrl.desk.doctor.check import Check, failed, guarded, ok, warning
 from slurmrl.errors import AllocationError, SlurmrlError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.plan.engine_rules import SERVER_KINDS, ServerRules
-from slurmrl.plan.estimates.lengths import least_context
-from slurmrl.plan.estimates.shape import ModelShape
+from slurmrl.plan.estimates.shape import ModelShape, least_context
 from slurmrl.plan.model_files import config_values
 from slurmrl.rollouts.generation.fitness import (
     ServedModel,

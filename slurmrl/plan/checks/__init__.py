@@ -10,82 +10,60 @@ from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
 from slurmrl.errors import Problem
-from slurmrl.plan.checks.adapters import adapters, base_reference
-from slurmrl.plan.checks.correctness import votes
+from slurmrl.plan.checks import completions, generators, layouts, model_sources, sections
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.checks.episodes import episodes
-from slurmrl.plan.checks.evaluation_tasks import evaluation_tasks
-from slurmrl.plan.checks.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
-from slurmrl.plan.checks.sections import (
-    averages,
-    completions,
-    conflicts,
-    dataset_chats,
-    dataset_files,
-    dataset_types,
-    engine_options,
-    experts,
-    folder_of_runs,
-    graphs,
-    length_of_run,
-    optimizers,
-    publication,
-    reward,
-    sampling,
-    something_to_do,
-    stop_when,
-    suite_rewards,
-    untrained_steps,
-)
-from slurmrl.plan.checks.weights import (
-    implementations,
-    lengths,
-    stop_strings,
-    stop_tokens,
-    tokenizer,
-    weights,
-)
+from slurmrl.plan.checks.fit import memory
 
 Check: TypeAlias = Callable[[Draft], Iterable[Problem]]
 
 CHECKS: Final[tuple[Check, ...]] = (
-    *LAYOUT_CHECKS,
-    implementations,
-    stop_strings,
-    engine_options,
-    optimizers,
-    averages,
-    completions,
-    votes,
-    adapters,
-    base_reference,
-    dataset_types,
-    dataset_chats,
-    conflicts,
-    reward,
-    suite_rewards,
-    evaluation_tasks,
-    episodes,
-    sampling,
-    experts,
-    publication,
-    length_of_run,
-    untrained_steps,
-    stop_when,
-    something_to_do,
-    graphs,
+    layouts.backends,
+    layouts.gpus,
+    layouts.batches,
+    layouts.hosts,
+    layouts.rollout_instances,
+    layouts.architectures,
+    generators.tasks,
+    model_sources.implementations,
+    model_sources.stop_strings,
+    sections.engine_options,
+    sections.optimizers,
+    sections.averages,
+    completions.completions,
+    completions.votes,
+    model_sources.adapters,
+    model_sources.base_reference,
+    sections.dataset_types,
+    sections.dataset_chats,
+    sections.conflicts,
+    sections.reward,
+    sections.suite_rewards,
+    generators.evaluation_tasks,
+    completions.episodes,
+    completions.sampling,
+    completions.experts,
+    completions.publication,
+    sections.length_of_run,
+    sections.untrained_steps,
+    sections.stop_when,
+    sections.something_to_do,
+    sections.graphs,
 )
 """What every plan must satisfy."""
 SUBMISSION: Final[tuple[Check, ...]] = (
-    *SUBMISSION_CHECKS,
-    folder_of_runs,
-    weights,
-    lengths,
-    tokenizer,
-    stop_tokens,
-    dataset_files,
+    memory,
+    layouts.runnable,
+    layouts.generation,
+    generators.servers,
+    sections.folder_of_runs,
+    model_sources.weights,
+    model_sources.lengths,
+    model_sources.tokenizer,
+    model_sources.stop_tokens,
+    sections.dataset_files,
 )
-"""What a submission must satisfy as well: existing files and engines."""
+"""What a submission must satisfy as well: memory, existing files and engines. (A layout that no
+engine runs in this version can still be planned.)"""
 
 
 def check(draft: Draft) -> list[Problem]:

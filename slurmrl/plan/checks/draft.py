@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from slurmrl.config.allocation import Allocation
 from slurmrl.config.schema import Config, Model
 from slurmrl.config.source import KeyPath, Source
 from slurmrl.errors import Problem
 from slurmrl.plan.algorithms import Algorithm, uses_of
+from slurmrl.plan.engine_rules import ENGINES, EngineRules
 from slurmrl.plan.placement import Placement, placements
 
 
@@ -24,6 +26,11 @@ class Draft:
         for use in uses_of(self.config, self.algorithm):
             yield use.role, self.config.model(use.role)
 
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """The roles that the algorithm trains."""
+        return frozenset(use.role for use in self.algorithm.roles() if use.trained)
+
     def placements(self) -> dict[str, Placement]:
         """The placements of the models; invalid ones are left out."""
         uses = uses_of(self.config, self.algorithm)
@@ -32,6 +39,12 @@ class Draft:
     def allocations(self) -> dict[str, Allocation]:
         return {name: place.allocation for name, place in self.placements().items()}
 
+    def rules(self, name: str) -> EngineRules | None:
+        """Return the rules of the engine of a role or of generation. Return None where its layout
+        is invalid or no engine runs it."""
+        allocation = self.allocations().get(name)
+        return ENGINES.get(allocation.backend) if allocation else None
+
     def writes(self, *key_path: str) -> bool:
         """Whether the user wrote something at this key, valid or not."""
         return self.source.writes(*self._below_models(key_path))
@@ -39,6 +52,21 @@ class Draft:
     def problem(self, key_path: KeyPath, message: str) -> Problem:
         return self.source.problem(self._below_models(key_path), message)
 
+    def refuse(self, key_path: KeyPath, reason: str, value: object = None) -> Problem:
+        """Return the problem ``VALUE is not allowed REASON``. ``reason`` begins with ``:``, or with
+        the circumstances. A string ``value`` gets quotes; None is left out."""
+        return self.problem(key_path, f"{_shown(value)}is not allowed{reason}")
+
     def _below_models(self, key_path: KeyPath) -> KeyPath:
         """The key in the file of one that begins with a role."""
         return ("models", *key_path) if key_path[0] in self.config.models else key_path
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return f"{str(value).lower()} "
+    if isinstance(value, float):
+        return f"{value:.12g} "
+    return f"'{value}' " if isinstance(value, str) else f"{value} "

@@ -1,13 +1,8 @@
-"""Checks of the layouts: strings, GPUs, hosts, batches, architectures, memory.
-
-Each check yields problems and never raises. SUBMISSION_CHECKS apply only to submissions: a layout
-that no engine runs in this version can still be planned.
-"""
+"""Checks of the layouts: strings, GPUs, hosts, batches, architectures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 from slurmrl.config.allocation import parse
 from slurmrl.config.allocation.allocation import BACKENDS
@@ -19,13 +14,9 @@ from slurmrl.plan import placement
 from slurmrl.plan.algorithms import all_calls
 from slurmrl.plan.checks import fit
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.checks.memory import memory
-from slurmrl.plan.checks.servers import servers
-from slurmrl.plan.checks.tasks import tasks
-from slurmrl.plan.dataflow import Method
-from slurmrl.plan.engine_rules import ENGINES, rules_of
-from slurmrl.plan.estimates.lengths import lengths_of
-from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.engine_rules import able, known_backends, rules_of
+from slurmrl.plan.estimates.shape import lengths_of, shape_of
+from slurmrl.plan.metrics import generates
 from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, Placement
 from slurmrl.plan.resolve import spellings
 from slurmrl.run.worlds import TRAINERS
@@ -41,10 +32,10 @@ def backends(draft: Draft) -> Iterator[Problem]:
             continue
         trains = role != ROLLOUTS
         if BACKENDS[allocation.backend].trains != trains:
-            able = ", ".join(other.name for other in BACKENDS.values() if other.trains == trains)
             does = "only generates" if trains else "is for training"
-            message = f"'{text}' is not allowed: {allocation.backend} {does}; allowed: {able}"
-            yield draft.problem((role, "backend"), message)
+            others = ", ".join(known_backends(trains=trains))
+            reason = f": {allocation.backend} {does}; allowed: {others}"
+            yield draft.refuse((role, "backend"), reason, text)
 
 
 def _written(draft: Draft) -> Iterator[tuple[str, str]]:
@@ -72,31 +63,25 @@ def generation(draft: Draft) -> Iterator[Problem]:
     """If a call generates, the actor's own engine or that of ``rollout.backend`` does so."""
     allocation = draft.allocations().get("actor")
     config, algorithm = draft.config, draft.algorithm
-    calls = all_calls(config, algorithm)
-    generates = any(call.method is Method.GENERATE for call in calls)
+    generating = generates([*all_calls(config, algorithm)])
     if config.rollout.tasks is not None:
-        generates = config.trainers_evaluate  # on the actor's ranks, the rest in tasks
+        generating = config.trainers_evaluate  # on the actor's ranks, the rest in tasks
     elif config.rollout.backend:
-        if not generates:
-            message = f"'{config.rollout.backend}' is not allowed: no call of this trial generates"
-            yield draft.problem((ROLLOUTS, "backend"), message)
+        if not generating:
+            reason = ": no call of this trial generates"
+            yield draft.refuse((ROLLOUTS, "backend"), reason, config.rollout.backend)
         return
-    rules = ENGINES.get(allocation.backend) if allocation else None
-    if generates and allocation and rules and not rules.generates:
-        size = allocation.world_size
-        able = [name for name, other in ENGINES.items() if other.generates]
-        trained = ", ".join(name for name in able if BACKENDS[name].trains)
+    rules = draft.rules("actor")
+    if generating and allocation and rules and not rules.generates:
+        size, others = allocation.world_size, able(lambda other: other.generates, trains=True)
         cause, remedy = "the actor generates", f"set rollout.backend, for example to native:d{size}"
         if config.rollout.tasks is not None:
             cause = (
                 "the trainers generate for `evaluation`, because rollout.tasks serve training only"
             )
             remedy = "evaluate in separate trials with evaluation.tasks={backend: fsdp:d1}"
-        message = (
-            f"'{allocation}' is not allowed: {cause}, which {allocation.backend} cannot; {remedy}, "
-            f"or use {trained}"
-        )
-        yield draft.problem(("actor", "backend"), message)
+        reason = f": {cause}, which {allocation.backend} cannot; {remedy}, or use "
+        yield draft.refuse(("actor", "backend"), f"{reason}{', '.join(others)}", str(allocation))
 
 
 def gpus(draft: Draft) -> Iterator[Problem]:
@@ -115,7 +100,7 @@ def gpus(draft: Draft) -> Iterator[Problem]:
             yield draft.problem((role, "gpus"), str(error))
     for field in () if draft.config.rollout.backend else ("gpus", "offload"):
         if draft.writes(ROLLOUTS, field):
-            yield draft.problem((ROLLOUTS, field), "is not allowed without rollout.backend")
+            yield draft.refuse((ROLLOUTS, field), " without rollout.backend")
     placed = [place for place in draft.placements().values() if place.group == TRAINERS]
     used = {rank for place in placed for rank in place.ranks}
     empty = sorted(set(range(placement.trainers(placed))) - used)
@@ -142,18 +127,18 @@ def batches(draft: Draft) -> Iterator[Problem]:
             continue  # servers of their own handle requests one by one
         reported.add(size)
         if draft.algorithm.batch_size % size:
-            message = (
-                f"{draft.algorithm.batch_size} is not allowed: must be a multiple of {size}, the "
-                f"data-parallel size of {role}.backend '{placed.allocation}'"
+            reason = (
+                f": must be a multiple of {size}, the data-parallel size of {role}.backend "
+                f"'{placed.allocation}'"
             )
-            yield draft.problem(("algorithm", "batch_size"), message)
+            yield draft.refuse(("algorithm", "batch_size"), reason, draft.algorithm.batch_size)
     used = [draft.placements().get(role) for role in ("actor", ROLLOUTS)]
     size = max((p.allocation.sizes["dp"] for p in used if p and p.group == TRAINERS), default=1)
     for suite, own in draft.config.evaluations.items() if draft.config.trainers_evaluate else ():
         samples = own.evaluation.samples if own.evaluation is not None else None
         if samples is not None and samples < size:
-            message = f"{samples} is not allowed: must be at least {size}, one for each rank"
-            yield draft.problem((*evaluation_key(suite), "samples"), message)
+            reason = f": must be at least {size}, one for each rank"
+            yield draft.refuse((*evaluation_key(suite), "samples"), reason, samples)
 
 
 def hosts(draft: Draft) -> Iterator[Problem]:
@@ -171,15 +156,14 @@ def hosts(draft: Draft) -> Iterator[Problem]:
         yield draft.problem(key, str(error))
         return
     if cluster.hosts is not None and needed > cluster.hosts:
-        message = (
-            f"{cluster.hosts} is not allowed: the {needed * per_host} workers of actor.backend "
-            f"'{placed['actor'].allocation}' and the other models need {needed} hosts with "
-            f"{per_host} each"
+        reason = (
+            f": the {needed * per_host} workers of actor.backend '{placed['actor'].allocation}' "
+            f"and the other models need {needed} hosts with {per_host} each"
         )
-        yield draft.problem(("cluster", "hosts"), message)
+        yield draft.refuse(("cluster", "hosts"), reason, cluster.hosts)
 
 
-def tensor_sizes(placed: dict[str, Placement]) -> list[int]:
+def _tensor_sizes(placed: dict[str, Placement]) -> list[int]:
     return [place.allocation.sizes["tp"] for place in placed.values() if place.group == TRAINERS]
 
 
@@ -194,11 +178,8 @@ def rollout_instances(draft: Draft) -> Iterator[Problem]:
     largest = draft.config.cluster.workers_per_host or LARGEST_HOST
     needed = servers.allocation.instance_size
     if needed > largest:
-        message = (
-            f"'{servers.allocation}' is not allowed: one copy needs {needed} GPUs (t*p), a host "
-            f"has {largest}"
-        )
-        yield draft.problem((ROLLOUTS, "backend"), message)
+        reason = f": one copy needs {needed} GPUs (t*p), a host has {largest}"
+        yield draft.refuse((ROLLOUTS, "backend"), reason, str(servers.allocation))
 
 
 def _copies_over_hosts(draft: Draft, servers: Placement) -> Iterator[Problem]:
@@ -206,16 +187,16 @@ def _copies_over_hosts(draft: Draft, servers: Placement) -> Iterator[Problem]:
     are there.)"""
     placed, size = draft.placements(), servers.allocation.instance_size
     per_host = draft.config.cluster.workers_per_host or placement.workers_per_host(
-        placement.trainers(placed.values()), tensor_sizes(placed)
+        placement.trainers(placed.values()), _tensor_sizes(placed)
     )
     copies = [servers.ranks[first : first + size] for first in range(0, len(servers.ranks), size)]
     for copy in copies if not draft.config.rollout.servers else ():
         if len({rank // per_host for rank in copy}) > 1:
-            message = (
-                f"'{servers.allocation}' is not allowed: one server has GPUs "
-                f"{format_gpus(sorted(copy))}, which are on several hosts with {per_host} GPUs each"
+            reason = (
+                f": one server has GPUs {format_gpus(sorted(copy))}, which are on several hosts "
+                f"with {per_host} GPUs each"
             )
-            yield draft.problem((ROLLOUTS, "gpus"), message)
+            yield draft.refuse((ROLLOUTS, "gpus"), reason, str(servers.allocation))
             return
 
 
@@ -223,7 +204,6 @@ def architectures(draft: Draft) -> Iterator[Problem]:
     """Sizes that do not fit the architecture. A role that inherits layout and weights has the
     actor's problems, which are reported once."""
     placed = draft.placements()
-    trained = {use.role for use in draft.algorithm.roles() if use.trained}
     minibatches = draft.algorithm.minibatches
     actor = draft.config.actor
     for role, place in placed.items():
@@ -234,7 +214,7 @@ def architectures(draft: Draft) -> Iterator[Problem]:
             continue
         shape = shape_of(model)
         lengths = lengths_of(draft.config, draft.algorithm, shape)
-        steps = minibatches if role in trained else 0
+        steps = minibatches if role in draft.trained else 0
         for misfit in fit.check(fit.Fit(model, place.allocation, shape, lengths, steps)):
             if role == ROLLOUTS and misfit.axis not in spellings.FIELDS:
                 continue
@@ -270,15 +250,3 @@ def _key(draft: Draft, role: str, axis: str) -> KeyPath:
     if role != ROLLOUTS and axis not in (*spellings.FIELDS, "dp"):
         return (role, "model", field)
     return (role, "backend")
-
-
-LAYOUT_CHECKS: Final = (
-    backends,
-    gpus,
-    batches,
-    hosts,
-    rollout_instances,
-    architectures,
-    tasks,
-)
-SUBMISSION_CHECKS: Final = (memory, runnable, generation, servers)

@@ -1,4 +1,9 @@
-"""Memory of each model and FLOPs of each call of a configuration."""
+"""Memory of each model, and floating-point operations and seconds of each call of a configuration.
+Sources: docs/allocation.md.
+
+A multiply-add counts as two operations. Only matrix products count; attention counts the pairs of
+tokens that the causal mask keeps.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,9 @@ from typing import Final, NamedTuple, Protocol
 
 from slurmrl.config.schema import Config, Model
 from slurmrl.plan.algorithms import Algorithm, uses_of
-from slurmrl.plan.dataflow import Call, Method, RoleUse
+from slurmrl.plan.dataflow import Call, Head, Method, RoleUse
 from slurmrl.plan.estimates import hardware
-from slurmrl.plan.estimates.flops import call_flops, compute_seconds, decode_seconds
-from slurmrl.plan.estimates.lengths import Lengths, lengths_of
+from slurmrl.plan.estimates.hardware import Gpu
 from slurmrl.plan.estimates.memory import (
     Memory,
     MemoryDemand,
@@ -19,14 +23,8 @@ from slurmrl.plan.estimates.memory import (
     kv_bytes_per_token,
     whole_weights,
 )
-from slurmrl.plan.estimates.shape import ModelShape, shape_of
-from slurmrl.plan.placement import (
-    ROLLOUTS,
-    Placement,
-    layout_of,
-    model_of,
-    placements,
-)
+from slurmrl.plan.estimates.shape import Lengths, ModelShape, lengths_of, shape_of
+from slurmrl.plan.placement import ROLLOUTS, Placement, layout_of, model_of, placements
 
 REPEATED: Final[Mapping[str, float]] = {"off": 0, "selective": 1 / 6, "full": 1 / 3}
 """The share of a training step's FLOPs that activation checkpointing adds."""
@@ -124,3 +122,65 @@ def _decoding_bytes(shape: ModelShape, placed: Placement, model: Model, lengths:
     sequences = -(-lengths.sequences // allocation.sizes["dp"])
     cache = sequences * lengths.longest * kv_bytes_per_token(shape, allocation, model.dtype)
     return whole_weights(shape, allocation, model.dtype) + cache / 2
+
+
+UTILISATION: Final = 0.4
+"""Model FLOPs utilisation that training is assumed to reach."""
+BACKWARD: Final = 2
+"""Cost of a backward pass in forward passes."""
+
+
+def forward_flops_per_token(shape: ModelShape, head: Head) -> int:
+    """Operations of the matrix products with the parameters that are active for a token."""
+    attention = 2 * shape.hidden * (shape.queries + shape.keys)
+    dense = shape.mlp_matrices * shape.hidden * shape.inner
+    routed = shape.experts_per_token * shape.expert_inner + shape.shared_inner
+    sparse = shape.mlp_matrices * shape.hidden * routed + shape.hidden * shape.experts
+    plain = shape.layers - shape.expert_layers
+    outputs = shape.vocabulary if head == "lm" else 1
+    layers = shape.layers * attention + plain * dense + shape.expert_layers * sparse
+    return 2 * (layers + shape.hidden * outputs)
+
+
+def attention_flops(shape: ModelShape, length: int) -> int:
+    """Operations of the scores and the weighted sums of one sequence."""
+    return 4 * shape.layers * shape.queries * (length * (length + 1) // 2)
+
+
+def call_flops(
+    shape: ModelShape,
+    head: Head,
+    method: Method,
+    lengths: Lengths,
+    passes: int,
+    *,
+    frozen: bool = False,
+) -> int:
+    """Operations for all sequences of a step at full length; a train_step makes ``passes`` passes
+    over them. Weights that are ``frozen`` under adapters need no gradients."""
+    total = lengths.sequences * forward_flops(shape, head, lengths.longest)
+    if method is Method.GENERATE:  # an item's prompt is read once
+        prompt = lengths.longest - lengths.new_tokens
+        total -= (lengths.sequences - lengths.sequences // lengths.group) * forward_flops(
+            shape, head, prompt
+        )
+    if method is Method.TRAIN_STEP:
+        tokens = lengths.sequences * lengths.longest * int(frozen)
+        total = total * (1 + BACKWARD) - tokens * forward_flops_per_token(shape, head)
+        total *= passes
+    return total
+
+
+def forward_flops(shape: ModelShape, head: Head, length: int) -> int:
+    """Operations of a forward pass over one sequence."""
+    return length * forward_flops_per_token(shape, head) + attention_flops(shape, length)
+
+
+def compute_seconds(flops: int, gpus: int, gpu: Gpu) -> float:
+    return flops / (gpus * gpu.flops_per_s * UTILISATION)
+
+
+def decode_seconds(new_tokens: int, bytes_per_token: float, gpu: Gpu) -> float:
+    """The memory-bandwidth bound: each generated token reads a rank's weights, keys and values
+    once."""
+    return new_tokens * bytes_per_token / gpu.bytes_per_s

@@ -1,16 +1,18 @@
-"""The memory of the trainers' GPUs, call by call."""
+"""The memory of the trainers' GPUs, call by call, and of servers on GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config
 from slurmrl.plan.algorithms import uses_of
-from slurmrl.plan.estimates import hardware, servers
+from slurmrl.plan.engine_rules import last_value
+from slurmrl.plan.estimates import hardware
 from slurmrl.plan.estimates.costs import Checked, memories
+from slurmrl.plan.estimates.hardware import GIB, margin
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.placement import ROLLOUTS, Placement, offloaded, placements
 from slurmrl.run.worlds import TRAINERS
@@ -95,7 +97,7 @@ class TrainersGpus:
             for use in self._uses(names):
                 parts, models = use.parts, use.models
                 if self.has_servers and ROLLOUTS in names:
-                    own = {SERVER: share} if use.awake else {"sleeping server": servers.SLEEPING}
+                    own = {SERVER: share} if use.awake else {"sleeping server": SLEEPING}
                     parts, models = {**parts, **own}, (*models, *([ROLLOUTS] * use.awake))
                 candidate = Fullest(rank, models, parts)
                 if candidate.size + candidate.margin > best.size + best.margin:
@@ -109,10 +111,10 @@ class TrainersGpus:
         memory, limit = self.sizes[ROLLOUTS], self.limit
         if limit is None:
             return memory.weights + memory.kv_cache
-        own = servers.own_share(self.config.rollout.server_args)
+        own = own_share(self.config.rollout.server_args)
         if own is not None:
             return round(own * limit)
-        return max(self.left_for_server(limit), servers.least(memory, limit))
+        return max(self.left_for_server(limit), least(memory, limit))
 
     def left_for_server(self, limit: int) -> int:
         """Bytes left by the other models on its fullest GPU, negative if they do not fit."""
@@ -205,13 +207,47 @@ def fullest_gpu(checked: Checked, *, certain: bool = False, limit: int | None = 
 def share_of_server(checked: Checked, gpu_bytes: int) -> int | None:
     """Bytes of each GPU for a server of the run's own; None if there is none, or if its arguments
     set that. Assumed lengths of sequences count only where they leave it enough."""
-    if servers.own_share(checked.config.rollout.server_args) is not None:
+    if own_share(checked.config.rollout.server_args) is not None:
         return None
     for certain in (False, True):
         gpus = trainers_gpus(checked, certain=certain, limit=gpu_bytes)
         if not gpus.has_servers:
             return None
         share = gpus.left_for_server(gpu_bytes)
-        if share >= servers.least(gpus.sizes[ROLLOUTS], gpu_bytes):
+        if share >= least(gpus.sizes[ROLLOUTS], gpu_bytes):
             break
     return share
+
+
+SLEEPING: Final = 2 * GIB
+"""Kept on each GPU by a server that sleeps: CUDA contexts, NCCL's buffers, code."""
+LEAST_COMPUTING: Final = 2 * GIB
+SHARES: Final = ("--mem-fraction-static", "--gpu-memory-utilization")
+"""Arguments that set what a server uses of a GPU."""
+
+
+def computing(gpu_bytes: int) -> int:
+    """Bytes that a server needs beside weights and caches: activations of the prompts that it reads
+    at a time, logits, CUDA graphs. SGLang and vLLM choose their batches by the GPU's size."""
+    return max(LEAST_COMPUTING, gpu_bytes // 10)
+
+
+def least(memory: Memory, gpu_bytes: int) -> int:
+    """Bytes of a GPU without which a server cannot serve the longest sequence."""
+    return memory.weights + memory.sequence + computing(gpu_bytes)
+
+
+def share_in_task(arguments: Sequence[str], gpu_bytes: int) -> int:
+    """Bytes of each GPU that a server uses which has them to itself, and needs no room for weights
+    that arrive: all but a margin, or the share that the user's arguments set."""
+    own = own_share(arguments)
+    return gpu_bytes - margin(0) if own is None else round(own * gpu_bytes)
+
+
+def own_share(arguments: Sequence[str]) -> float | None:
+    """The part of a GPU that the user's arguments give a server; None if they set none."""
+    value = last_value(arguments, SHARES)
+    try:
+        return None if value is None else float(value)
+    except ValueError:
+        return None  # the server refuses it

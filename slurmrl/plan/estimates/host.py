@@ -10,19 +10,20 @@ from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Lora, Model
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.dataflow import RoleUse
-from slurmrl.plan.estimates import experts, hardware, servers
+from slurmrl.plan.estimates import hardware
 from slurmrl.plan.estimates.costs import Checked, memories, replays_experts
-from slurmrl.plan.estimates.gpus import trainers_gpus
+from slurmrl.plan.estimates.gpus import share_in_task, trainers_gpus
 from slurmrl.plan.estimates.hardware import GIB
-from slurmrl.plan.estimates.memory import BYTES, SHARDED, kv_bytes_per_token
-from slurmrl.plan.estimates.parameters import (
+from slurmrl.plan.estimates.memory import BYTES, SHARDED, kv_bytes_per_token, on_host_of_server
+from slurmrl.plan.estimates.shape import (
+    ModelShape,
     adapted_parameters,
     adapter_parameters,
     parameters,
+    shape_of,
     shard_parameters,
     trained_shard,
 )
-from slurmrl.plan.estimates.shape import ModelShape, shape_of
 from slurmrl.plan.model import GroupPlan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, offloaded, placements
 from slurmrl.run.worlds import TRAINERS
@@ -118,9 +119,9 @@ def server_experts_bytes(checked: Checked) -> int:
     if rollout.group == TRAINERS:
         cache = trainers_gpus(checked).server_bytes() - memory.weights
     elif limit is not None:
-        cache = servers.share_in_task(config.rollout.server_args, limit) - memory.weights
+        cache = share_in_task(config.rollout.server_args, limit) - memory.weights
     each = kv_bytes_per_token(shape, rollout.allocation, model_of(config, ROLLOUTS).dtype)
-    return experts.on_host_of_server(shape, max(cache, 0) / each)
+    return on_host_of_server(shape, max(cache, 0) / each)
 
 
 def _rollouts(checked: Checked) -> Placement | None:

@@ -1,4 +1,8 @@
-"""Estimates of the bytes that a model needs on its fullest GPU. Sources: docs/allocation.md."""
+"""Estimates of the bytes that a model needs on its fullest GPU. Sources: docs/allocation.md.
+
+With ``rollout.replay_experts`` each token also has the numbers of its experts in each layer that
+has some. Engines need further forms of these records while they compute a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,15 @@ from typing import Final
 from slurmrl.config.allocation import Allocation
 from slurmrl.config.schema import Model
 from slurmrl.plan.dataflow import Head
-from slurmrl.plan.estimates import experts
-from slurmrl.plan.estimates.lengths import Lengths
-from slurmrl.plan.estimates.parameters import (
+from slurmrl.plan.estimates.shape import (
+    Lengths,
+    ModelShape,
     expert_tp,
     layer_parameters,
     parameters,
     shard_parameters,
     trained_shard,
 )
-from slurmrl.plan.estimates.shape import ModelShape
 
 BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2}
 SHARDED: Final = frozenset({"fsdp", "archon"})
@@ -253,7 +256,7 @@ def _experts(job: MemoryDemand) -> int:
     if job.lengths is not None:  # an optimizer step has a copy of its part
         batch = _tokens_of_rank(job, job.lengths, whole=True)
         batch += _tokens_of_rank(job, job.lengths) if job.trained else 0
-    return experts.replayed(
+    return replayed(
         job.shape,
         job.allocation,
         batch=batch,
@@ -373,7 +376,7 @@ def _cache(job: MemoryDemand, sequences: int) -> int:
     tokens = sequences * job.lengths.longest if job.lengths is not None else 0
     each = kv_bytes_per_token(job.shape, job.allocation, job.model.dtype)
     if job.replays_experts and job.allocation.backend in BUILT_IN:
-        each += experts.beside_cache(job.shape)
+        each += beside_cache(job.shape)
     return round(tokens * each)
 
 
@@ -393,3 +396,45 @@ def _prefill(job: MemoryDemand, lengths: Lengths) -> float:
 def _drawing(job: MemoryDemand, sequences: int) -> float:
     """Bytes to draw a token of each sequence."""
     return sequences * job.shape.vocabulary * (BYTES[job.model.dtype] + DRAWING_BYTES)
+
+
+NUMBER: Final = 2
+"""Bytes of the number of an expert in a sample and in the built-in engine's cache: int16."""
+REPLAYED: Final = 8
+"""The same where the built-in decoder replays it: int64."""
+SERVED: Final = 4
+"""The same in SGLang's host memory: int32."""
+
+
+def numbers(shape: ModelShape) -> int:
+    """Experts of a token in all layers."""
+    return shape.expert_layers * shape.experts_per_token
+
+
+def replayed(
+    shape: ModelShape, allocation: Allocation, *, batch: int, micro: int, layers: float
+) -> int:
+    """On a GPU, while a model computes: records of ``batch`` tokens, a copy of those of a
+    micro-batch, and the engine's own form of it. ``micro``: tokens of a
+    micro-batch on one context rank, each of which has the record of all of them; ``layers``: those
+    of a stage times the micro-batches that are on their way through it.
+
+    megatron's routers have a mask with a byte for each token, layer and expert.
+    """
+    whole = micro * allocation.sizes["cp"]
+    size: float = NUMBER * numbers(shape) * (max(batch, whole) + whole)
+    if allocation.backend == "megatron":
+        share = shape.expert_layers / shape.layers
+        return round(size + micro * layers * share * shape.experts)
+    return round(size + REPLAYED * numbers(shape) * (whole + micro))
+
+
+def beside_cache(shape: ModelShape) -> int:
+    """Of a token in the cache of the built-in engine."""
+    return NUMBER * numbers(shape)
+
+
+def on_host_of_server(shape: ModelShape, tokens: float) -> int:
+    """Page-locked host memory of each tensor rank of an SGLang server: the experts of all layers,
+    dense ones included, for each of the ``tokens`` that its cache of keys and values takes."""
+    return round(SERVED * shape.layers * shape.experts_per_token * tokens)

@@ -1,14 +1,18 @@
-"""The sizes of an architecture that a plan needs, from a Hugging Face ``config.json``.
-(The engines' own checks decide whether they can run it.)"""
+"""The sizes of an architecture, from a Hugging Face ``config.json``, the parameters of a rank, and
+the lengths of the sequences of a step. (The engines' own checks decide whether they can run it.)"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from slurmrl.config.schema import Model
+from slurmrl.config.allocation import Allocation
+from slurmrl.config.schema import Config, Dataset, Lora, Model, evaluation_key
+from slurmrl.config.source import KeyPath
 from slurmrl.errors import UsageError
+from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.dataflow import Head
 from slurmrl.plan.model_files import config_values
 from slurmrl.registry import resolve
 
@@ -121,3 +125,178 @@ def _dense_layers(values: Mapping[str, Any], layers: int) -> int:
     dense = listed if isinstance(listed, list) else []
     first, step = _number(values, "first_k_dense_replace"), _number(values, "decoder_sparse_step")
     return sum(n < (first or 0) or n in dense or (n + 1) % (step or 1) > 0 for n in range(layers))
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Elements on one rank before sharding; experts have a layout of their own."""
+
+    dense: float
+    experts: float
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+
+def layer_parameters(shape: ModelShape, allocation: Allocation, *, moe: bool) -> Parameters:
+    """The parameters of one layer on one tensor rank, without biases."""
+    tp = allocation.sizes["tp"]
+    queries = shape.queries / tp
+    keys = shape.kv_heads_of_rank(tp) * shape.head_dim
+    attention = shape.hidden * (2 * queries + 2 * keys) + 2 * shape.hidden
+    if not moe:
+        return Parameters(attention + shape.mlp_matrices * shape.hidden * shape.inner / tp, 0)
+    expert = shape.mlp_matrices * shape.hidden * shape.expert_inner
+    shared = shape.mlp_matrices * shape.hidden * shape.shared_inner / tp
+    own = shape.experts / allocation.sizes["ep"] * expert / expert_tp(allocation)
+    return Parameters(attention + shape.hidden * shape.experts + shared, own)
+
+
+def expert_tp(allocation: Allocation) -> int:
+    """Tensor-parallel size of the experts; without a layout of their own, that of the model."""
+    return allocation.experts.tp if allocation.experts else allocation.sizes["tp"]
+
+
+def parameters(shape: ModelShape, allocation: Allocation, head: Head) -> Parameters:
+    """The parameters of the fullest pipeline stage."""
+    pp, tp = allocation.sizes["pp"], allocation.sizes["tp"]
+    plain = layer_parameters(shape, allocation, moe=False)
+    moe = layer_parameters(shape, allocation, moe=True)
+    count, sparse = shape.layers / pp, shape.expert_layers / pp
+    dense = (count - sparse) * plain.dense + sparse * moe.dense
+    embedding = shape.vocabulary * shape.hidden / tp
+    outputs = embedding if head == "lm" else shape.hidden
+    last = 0.0 if shape.tied and head == "lm" and pp == 1 else outputs
+    ends = embedding + last if pp == 1 else max(embedding, last)
+    return Parameters(dense + ends + shape.hidden, sparse * moe.experts)
+
+
+def _copies(allocation: Allocation) -> tuple[int, int]:
+    """Number of replicas of dense parameters and of experts."""
+    dense = allocation.sizes["dp"] * allocation.sizes["cp"]
+    return dense, allocation.experts.dp if allocation.experts else dense
+
+
+def shard_parameters(shape: ModelShape, allocation: Allocation, head: Head) -> float:
+    """Elements of one rank's shard: parameters are sharded over their replicas."""
+    own = parameters(shape, allocation, head)
+    dense, experts = _copies(allocation)
+    return own.dense / dense + own.experts / experts
+
+
+def adapter_parameters(shape: ModelShape, allocation: Allocation, lora: Lora, head: Head) -> float:
+    """Elements of a tensor rank's adapters, and of a value head. Where tensor ranks split a weight
+    by rows, each has a copy of A; where they split it by columns, a copy of B."""
+    hidden, split = shape.hidden, _split_sides(shape, allocation.sizes["tp"], lora)
+    adapted = sum(layers * (hidden + side) for layers, side in split)
+    return lora.rank * adapted + (hidden if head == "value" else 0)
+
+
+def adapted_parameters(shape: ModelShape, lora: Lora) -> float:
+    """Elements of the whole weights that have adapters."""
+    return sum(layers * shape.hidden * side for layers, side in _split_sides(shape, 1, lora))
+
+
+def _split_sides(shape: ModelShape, tp: int, lora: Lora) -> list[tuple[int, float]]:
+    """For each kind of weight with an adapter, the number of layers that have it, and a tensor
+    rank's part of the side that tensor ranks split; the other side is the hidden size."""
+    queries, keys = shape.queries / tp, shape.kv_heads_of_rank(tp) * shape.head_dim
+    attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
+    dense = ("gate_proj", "up_proj", "down_proj")[-shape.mlp_matrices :]
+    plain = shape.layers - shape.expert_layers
+    sides = {name: (shape.layers, side) for name, side in attention.items()}
+    sides |= dict.fromkeys(dense, (plain, shape.inner / tp))
+    return [side for name, side in sides.items() if lora.adapts(name)]
+
+
+def trained_shard(model: Model, shape: ModelShape, allocation: Allocation, head: Head) -> float:
+    """Elements of one rank's shard of what is trained of a model."""
+    if model.lora is None:
+        return shard_parameters(shape, allocation, head)
+    return adapter_parameters(shape, allocation, model.lora, head) / _copies(allocation)[0]
+
+
+KEPT_BY_SERVERS: Final = 8
+"""Tokens of a model's context that a server may keep for itself: 5 of SGLang's."""
+LONGEST_ROW: Final = "slurmrl.data.records:longest_row"
+"""Its layer is above the plan's, so it is resolved by name."""
+TRAINING: Final = ("dataset",)
+"""The key of the training dataset."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """``sequences`` counts those of a step on all ranks; ``longest`` is in tokens."""
+
+    sequences: int
+    longest: int
+    new_tokens: int
+    """Number of the ``longest`` tokens that are generated."""
+    assumed: bool
+    """Whether the configuration sets no bound, so that ``longest`` is the model's number of
+    positions."""
+    group: int = 1
+    """Sequences of an item. A prompt is read once to generate all of its completions."""
+
+
+def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -> Lengths | None:
+    """The lengths of a step; None if neither the configuration nor the model bounds them."""
+    new = config.rollout.most_tokens if config.dataset.kind == "prompt" else 0
+    group = algorithm.sequences_per_item(config)
+    sequences = algorithm.batch_size * group
+    bound = longest(config.dataset, new)
+    if bound is not None:
+        return Lengths(sequences, bound, new, assumed=False, group=group)
+    if shape is None or shape.positions is None:
+        return None
+    return Lengths(sequences, max(shape.positions, new), new, assumed=True, group=group)
+
+
+def as_long_as_rows(config: Config, algorithm: Algorithm) -> Config:
+    """Return the configuration with the longest row of the training data as the limit of lengths,
+    if it allows longer ones: no micro-batch holds more than the data can fill."""
+    dataset = config.dataset
+    rows = resolve(LONGEST_ROW)(dataset)
+    allowed = lengths_of(config, algorithm, shape_of(config.actor))
+    if rows is None or allowed is None or rows + allowed.new_tokens >= allowed.longest:
+        return config
+    key = "max_prompt_tokens" if dataset.kind == "prompt" else "max_tokens"
+    return config.model_copy(update={"dataset": dataset.model_copy(update={key: rows})})
+
+
+def bounded_parts(config: Config) -> Iterator[tuple[KeyPath, Dataset, int]]:
+    """The keys of the datasets of training and evaluation, with the most new tokens of each."""
+    new = config.rollout.most_tokens
+    yield TRAINING, config.dataset, new
+    for suite, own in config.evaluations.items():
+        assert own.evaluation is not None, "one of `evaluations`"
+        limit = None if config.rollout.episode.has_turns else own.evaluation.max_new_tokens
+        yield (*evaluation_key(suite), "dataset"), own.held_out, limit or new
+
+
+def least_context(config: Config, *, assumed: bool = True) -> int:
+    """Tokens of a prompt and its completion that a server must take, of the datasets for which
+    servers generate; 0 if they are not bounded. ``assumed``: of a dataset that sets no bound, all
+    that the model takes; else it does not count."""
+    bounds = [
+        longest(dataset, new_tokens)
+        for where, dataset, new_tokens in bounded_parts(config)
+        if dataset.kind == "prompt" and (where == TRAINING or config.rollout_evaluates)
+    ]
+    if not assumed:
+        bounds = [bound for bound in bounds if bound is not None]
+    shape = shape_of(config.actor)
+    if shape is not None and shape.positions is not None:
+        most = shape.positions - KEPT_BY_SERVERS
+        bounds = [most if bound is None else min(bound, most) for bound in bounds]
+    return max((bound or 0 for bound in bounds), default=0)
+
+
+def longest(dataset: Dataset, new_tokens: int) -> int | None:
+    """Tokens of the longest sequence, with a completion of ``new_tokens``; None if the dataset sets
+    no bound."""
+    if dataset.kind == "prompt":
+        prompt = dataset.max_prompt_tokens
+        return None if prompt is None else prompt + new_tokens
+    return dataset.max_tokens

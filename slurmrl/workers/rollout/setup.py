@@ -29,8 +29,8 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.parallel.split import WHOLE, Axis, Split
 from slurmrl.plan import precision
-from slurmrl.plan.checks import memory
-from slurmrl.plan.estimates.servers import own_share, share_in_task
+from slurmrl.plan.checks import fit
+from slurmrl.plan.estimates.gpus import own_share, share_in_task
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings
@@ -76,7 +76,7 @@ def build_rollout(
     group = plan.group(start.agent.group)
     accelerator = device.choose(group.gpus_per_worker)
     if group.gpus_per_worker:
-        refuse = partial(memory.refusal_in_task, settings)
+        refuse = partial(fit.refusal_in_task, settings)
         distributed.take_gpus(group, refuse, activity, exclusive=start.exclusive)
     elif rank == 0:
         precision.log_slow_bfloat16(settings.config, plan, group)
@@ -298,9 +298,9 @@ def native(
     """``decoder``: with any weights, in ``actor.dtype``; ``decode``: for stop strings; ``peers``:
     the ranks of a decoder that is split."""
     config = settings.config
-    rows, memory = config.rollout.episode.concurrency, config.rollout.episode.cache_bytes
+    rows, fit = config.rollout.episode.concurrency, config.rollout.episode.cache_bytes
     tokens = max(rows, config.actor.max_tokens_per_microbatch)
-    limits = Limits(rows=rows, step_tokens=tokens, cache_bytes=memory)
+    limits = Limits(rows=rows, step_tokens=tokens, cache_bytes=fit)
     tasks = config.rollout.tasks
     assert tasks is not None, "an engine of rollout tasks"
     return NativeRollout(

@@ -30,7 +30,7 @@ from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, UsageErro
 from slurmrl.fsio import inputs
 from slurmrl.plan import precision
 from slurmrl.plan.algorithms import uses_of
-from slurmrl.plan.checks import memory
+from slurmrl.plan.checks import fit
 from slurmrl.plan.estimates.gpus import share_of_server
 from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import stop_tokens
@@ -137,7 +137,7 @@ def build_trainer(
     cores = max(1, len(os.sched_getaffinity(0)) // group.workers_per_host)
     accelerator = device.choose(group.gpus_per_worker)
     if accelerator.device.type == "cuda":  # with a checkpoint, the models have fitted before
-        refuse = partial(memory.refusal, settings) if start.base is None else _accept
+        refuse = partial(fit.refusal, settings) if start.base is None else _accept
         distributed.take_gpus(group, refuse, activity, exclusive=start.exclusive)
     elif rank % group.workers_per_host == 0:
         precision.log_slow_bfloat16(settings.config, plan, group)

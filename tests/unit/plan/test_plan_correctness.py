@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slurmrl.errors import ConfigError
-from slurmrl.plan.checks.sections import known_metrics
+from slurmrl.plan.metrics import known_metrics
 from slurmrl.plan.settings import Settings
 from tests.unit.plan.conftest import Load
 

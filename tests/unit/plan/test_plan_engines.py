@@ -10,8 +10,7 @@ from slurmrl.errors import AllocationError
 from slurmrl.plan.checks import fit
 from slurmrl.plan.checks.fit import Misfit
 from slurmrl.plan.engine_rules import rules_of
-from slurmrl.plan.estimates.lengths import Lengths
-from slurmrl.plan.estimates.shape import read
+from slurmrl.plan.estimates.shape import Lengths, read
 from tests.unit.plan.conftest import EXPERTS, Load
 
 SHAPE = read(

@@ -17,8 +17,7 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.estimates import costs, gpus, hardware, memory
-from slurmrl.plan.estimates.flops import call_flops
-from slurmrl.plan.estimates.lengths import Lengths
+from slurmrl.plan.estimates.costs import call_flops
 from slurmrl.plan.estimates.memory import (
     MemoryDemand,
     estimate,
@@ -26,7 +25,7 @@ from slurmrl.plan.estimates.memory import (
     layer_activations,
     parameters,
 )
-from slurmrl.plan.estimates.shape import ModelShape, read
+from slurmrl.plan.estimates.shape import Lengths, ModelShape, read
 from slurmrl.plan.settings import Settings
 from slurmrl.tensors.ops import logprobs
 

@@ -13,12 +13,11 @@ from slurmrl.display import text
 from slurmrl.models.parallel.split import WHOLE
 from slurmrl.models.routes import Replayed
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.estimates import experts
 from slurmrl.plan.estimates.costs import memories
 from slurmrl.plan.estimates.gpus import trainers_gpus
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.host import server_experts_bytes, task_bytes, worker_bytes
-from slurmrl.plan.estimates.memory import estimate
+from slurmrl.plan.estimates.memory import estimate, replayed
 from slurmrl.plan.plan_document import document
 from slurmrl.plan.plan_values import report
 from slurmrl.plan.settings import Settings
@@ -37,12 +36,12 @@ def test_the_estimate_counts_what_engines_hold() -> None:
     shape, tokens = shape_of({**QWEN3_30B_A3B, "num_hidden_layers": 3}), 8
     sample = torch.arange(EACH, dtype=torch.int16).expand(tokens, 3, EACH).contiguous()
     mask = routing.marks(torch.ones(tokens, dtype=torch.bool), sample, 128)
-    replayed = Replayed(sample)
-    replayed.arrange(torch.arange(tokens).flip(0), WHOLE)
+    record = Replayed(sample)
+    record.arrange(torch.arange(tokens).flip(0), WHOLE)
     samples = 2 * sample.nbytes
-    built_in = [replayed._experts, replayed._own]
+    built_in = [record._experts, record._own]
     for backend, held in (("megatron", [mask[:, 1:].contiguous()]), ("fsdp", built_in)):
-        found = experts.replayed(shape, parse(f"{backend}:d1"), batch=8, micro=8, layers=3)
+        found = replayed(shape, parse(f"{backend}:d1"), batch=8, micro=8, layers=3)
         assert found == samples + sum(tensor.nbytes for tensor in held), backend
 
 

@@ -23,12 +23,12 @@ from slurmrl.plan.build import make_plan
 from slurmrl.plan.estimates.costs import memories
 from slurmrl.plan.estimates.host import WORKER, task_bytes, worker_bytes
 from slurmrl.plan.estimates.memory import BYTES
-from slurmrl.plan.estimates.parameters import (
+from slurmrl.plan.estimates.shape import (
     adapted_parameters,
     adapter_parameters,
     parameters,
+    read,
 )
-from slurmrl.plan.estimates.shape import read
 from slurmrl.plan.model import Plan
 from slurmrl.plan.plan_document import document
 from slurmrl.plan.plan_values import report

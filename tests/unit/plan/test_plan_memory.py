@@ -9,7 +9,7 @@ import pytest
 
 from slurmrl.display import text
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.checks.memory import refusal
+from slurmrl.plan.checks.fit import refusal
 from slurmrl.plan.estimates.costs import memories
 from slurmrl.plan.estimates.gpus import fullest_gpu
 from slurmrl.plan.estimates.hardware import GIB, margin

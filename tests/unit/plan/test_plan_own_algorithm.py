@@ -14,7 +14,7 @@ from slurmrl.config.load import dump
 from slurmrl.desk import own_code
 from slurmrl.errors import ConfigError, Problem
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.checks.sections import known_metrics
+from slurmrl.plan.metrics import known_metrics
 from slurmrl.plan.settings import Settings, load_settings
 from tests.unit.plan.conftest import Load, write_model
 

@@ -10,12 +10,11 @@ import pytest
 
 from slurmrl.errors import ConfigError
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.checks.memory import refusal
-from slurmrl.plan.estimates.gpus import share_of_server, trainers_gpus
+from slurmrl.plan.checks.fit import refusal
+from slurmrl.plan.estimates.gpus import computing, least, own_share, share_of_server, trainers_gpus
 from slurmrl.plan.estimates.hardware import GIB, margin
 from slurmrl.plan.estimates.host import WORKER, worker_bytes
-from slurmrl.plan.estimates.lengths import least_context
-from slurmrl.plan.estimates.servers import computing, least, own_share
+from slurmrl.plan.estimates.shape import least_context
 from slurmrl.plan.plan_values import report
 from slurmrl.plan.precision import generating
 from slurmrl.plan.settings import Settings

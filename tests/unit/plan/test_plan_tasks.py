@@ -9,7 +9,7 @@ import pytest
 from slurmrl.config.schema import Config
 from slurmrl.plan import plan_values, resources
 from slurmrl.plan.build import ROLLOUT_WORKER, STORED, make_plan
-from slurmrl.plan.checks.memory import refusal_in_task
+from slurmrl.plan.checks.fit import refusal_in_task
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.estimates.costs import memories
 from slurmrl.plan.estimates.hardware import GIB

@@ -1,27 +1,29 @@
-"""Checks of the models' sources: folders, architectures, tokenizers."""
+"""Checks of the models: their folders, architectures, adapters, lengths and tokenizers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from slurmrl.config.allocation import Allocation
 from slurmrl.config.allocation.allocation import AXIS_OF
-from slurmrl.config.schema import Model
+from slurmrl.config.schema import Lora, Model
 from slurmrl.errors import Problem, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.plan import model_files
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.engine_rules import ENGINES
-from slurmrl.plan.estimates.lengths import bounded_parts, longest
-from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.plan.engine_rules import ENGINES, able
+from slurmrl.plan.estimates.shape import bounded_parts, longest
+from slurmrl.plan.placement import REFERENCE, ROLLOUTS, uses_base
 from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
 from slurmrl.registry import resolve
 
-ADAPTER = "adapter_config.json"
-LENGTH_LIMIT = "slurmrl.models.length_limit:length_limit"
-"""Its layer is above the plan's, so it is resolved by name, as schemas are."""
+ADAPTER: Final = "adapter_config.json"
+LENGTH_LIMIT: Final = "slurmrl.models.length_limit:length_limit"
+REFUSAL: Final = "slurmrl.models.adapters:refusal"
+MODEL_CONFIG: Final = "slurmrl.models.config:ModelConfig"
+"""Their layer is above the plan's, so they are resolved by name, as schemas are."""
 
 
 def weights(draft: Draft) -> Iterator[Problem]:
@@ -42,7 +44,7 @@ def _of_role(draft: Draft, role: str, model: Model) -> Iterator[Problem]:
     elif model.path is not None:
         message = _folder(draft, role, model, Path(model.path))
         if message:
-            yield draft.problem((role, "path"), f"'{model.path}' is not allowed: {message}")
+            yield draft.refuse((role, "path"), f": {message}", model.path)
     elif not draft.writes(role, "path") and not draft.writes(role, "architecture"):
         yield draft.problem((role,), "a path or an architecture is required")
 
@@ -68,8 +70,7 @@ def _refusal(
     draft: Draft, role: str, model: Model, values: Mapping[str, Any], *, strict: bool
 ) -> str | None:
     """Why the role's engine cannot run an architecture."""
-    allocation = draft.allocations().get(role)
-    rules = ENGINES.get(allocation.backend) if allocation else None
+    rules = draft.rules(role)
     if rules is None:
         return None
     reader = rules.architectures if model.implementation == "builtin" else rules.hf_architectures
@@ -91,25 +92,72 @@ def implementations(draft: Draft) -> Iterator[Problem]:
         where = role if draft.writes(role, "implementation") else "actor"
         if where == "actor" and role != "actor" and not draft.writes(role, "backend"):
             continue  # the actor's own problem
-        for message in _hf_problems(model, allocation):
-            yield draft.problem((where, "implementation"), f"'hf' is not allowed: {message}")
+        for reason in _hf_problems(model, allocation):
+            yield draft.refuse((where, "implementation"), f": {reason}", "hf")
     rollout = draft.allocations().get(ROLLOUTS)
     if rollout is not None and draft.config.actor.implementation == "hf":
-        for message in _hf_problems(draft.config.actor, rollout):
-            text = f"'{rollout}' is not allowed with actor.implementation hf: {message}"
-            yield draft.problem((ROLLOUTS, "backend"), text)
+        for reason in _hf_problems(draft.config.actor, rollout):
+            text = f" with actor.implementation hf: {reason}"
+            yield draft.refuse((ROLLOUTS, "backend"), text, str(rollout))
 
 
 def _hf_problems(model: Model, allocation: Allocation) -> Iterator[str]:
     rules = ENGINES.get(allocation.backend)
     if rules is None or rules.hf_architectures is None:
-        able = ", ".join(name for name, other in ENGINES.items() if other.hf_architectures)
-        yield f"{allocation.backend} runs its own models only; allowed backends: {able}"
+        others = ", ".join(able(lambda other: other.hf_architectures))
+        yield f"{allocation.backend} runs its own models only; allowed backends: {others}"
     split = [n for n, axis in AXIS_OF.items() if n != "d" and allocation.sizes[axis] > 1]
     if split:
         yield f"'{allocation}' uses {', '.join(split)}; models of transformers can only use d"
     if model.recompute == "selective":
         yield "with it, gradient_checkpointing must be off or full"
+
+
+def adapters(draft: Draft) -> Iterator[Problem]:
+    """Adapters belong to trained models of the built-in decoder that start from weights."""
+    for role, model in draft.models():
+        if model.lora is None:
+            continue
+        reason = _adapter_refusal(draft, role, model, model.lora)
+        if reason is not None:
+            yield draft.refuse((role, "lora"), f": {reason}")
+    if draft.config.checkpoint.export_form == "adapter" and draft.config.actor.lora is None:
+        reason = " without actor.lora; allowed: merged"
+        yield draft.refuse(("checkpoint", "export_form"), reason, "adapter")
+
+
+def _adapter_refusal(draft: Draft, role: str, model: Model, lora: Lora) -> str | None:
+    if role not in draft.trained:
+        return f"{role} is not trained"
+    rules = draft.rules(role)
+    if rules is not None and not rules.adapters:
+        others = ", ".join(able(lambda other: other.adapters))
+        backend = draft.allocations()[role].backend
+        return f"{backend} does not train adapters; allowed backends: {others}"
+    if model.implementation != "builtin":
+        return f"implementation {model.implementation} does not train adapters; allowed: builtin"
+    own = draft.writes(role, "path") or draft.writes(role, "architecture")
+    if draft.writes(role if own else "actor", "architecture"):
+        return "the frozen weights of a new architecture would stay random; set a path instead"
+    try:
+        config = resolve(MODEL_CONFIG).from_hf(model_files.config_values(model))
+    except (UsageError, ValueError, TypeError):
+        return None  # reported by the check of weights
+    reason: str | None = resolve(REFUSAL)(config, lora)
+    return reason
+
+
+def base_reference(draft: Draft) -> Iterator[Problem]:
+    """A reference that is the actor's base has no memory of its own to offload."""
+    if REFERENCE not in dict(draft.models()) or not uses_base(draft.config, REFERENCE):
+        return
+    for field in ("offload", "cpu_offload"):
+        if draft.writes(REFERENCE, field) and getattr(draft.config.ref, field):
+            reason = (
+                ": with actor.lora the reference is the actor without its adapters; "
+                f"set actor.{field}"
+            )
+            yield draft.refuse((REFERENCE, field), reason, value=True)
 
 
 def lengths(draft: Draft) -> Iterator[Problem]:
@@ -154,18 +202,18 @@ def stop_tokens(draft: Draft) -> Iterator[Problem]:
         yield draft.problem(("actor", where), str(error))
     for token in draft.config.rollout.stop_token_ids:
         if size is not None and token >= size:
-            message = f"{token} is not allowed: the actor's vocabulary has the ids 0 to {size - 1}"
-            yield draft.problem(("rollout", "stop_token_ids"), message)
+            reason = f": the actor's vocabulary has the ids 0 to {size - 1}"
+            yield draft.refuse(("rollout", "stop_token_ids"), reason, token)
 
 
 def stop_strings(draft: Draft) -> Iterator[Problem]:
     """They are found in the text of single requests, which models of transformers do not serve."""
     if draft.config.rollout.stop_strings and draft.config.actor.implementation == "hf":
-        message = (
-            "is not allowed with actor.implementation hf: it generates whole batches, of which it "
-            "sees tokens only; use stop_token_ids, or the built-in decoder"
+        reason = (
+            " with actor.implementation hf: it generates whole batches, of which it sees tokens "
+            "only; use stop_token_ids, or the built-in decoder"
         )
-        yield draft.problem(("rollout", "stop_strings"), message)
+        yield draft.refuse(("rollout", "stop_strings"), reason)
 
 
 def tokenizer(draft: Draft) -> Iterator[Problem]:
@@ -176,5 +224,4 @@ def tokenizer(draft: Draft) -> Iterator[Problem]:
             message = "is required: an architecture without a path has no tokenizer"
             yield draft.problem(("actor", "tokenizer"), message)
     elif not Path(folder).is_dir() and draft.writes("actor", "tokenizer"):
-        message = f"'{folder}' is not allowed: there is no such folder"
-        yield draft.problem(("actor", "tokenizer"), message)
+        yield draft.refuse(("actor", "tokenizer"), ": there is no such folder", folder)

@@ -1,0 +1,234 @@
+"""Checks of what generates completions: sampling, records, episodes, and rates of correct ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from slurmrl.config.schema import Config, EpisodeSettings, Model, evaluation_key
+from slurmrl.config.schema.rollout import OWN
+from slurmrl.config.source import KeyPath, dotted
+from slurmrl.errors import Problem
+from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.engine_rules import ENGINES, able
+from slurmrl.plan.estimates.hardware import GIB
+from slurmrl.plan.estimates.memory import BUILT_IN, PAGE_TOKENS, kv_bytes_per_token
+from slurmrl.plan.estimates.shape import lengths_of, shape_of
+from slurmrl.plan.metrics import generates, makes_rewards
+from slurmrl.plan.model_files import config_values
+from slurmrl.plan.placement import ROLLOUTS, model_of
+from slurmrl.registry import near, resolve
+
+MOST_SUPPORT: Final = 1024
+"""Token ids of a recorded support: 4 KiB for each token of a completion."""
+TABLES: Final = "slurmrl.rollouts"
+"""Tables in a layer above the plan, so they are resolved by name."""
+EPISODE: Final = ("rollout", "episode")
+TOOL_CALLS: Final = "tools"
+"""The environment that needs tools."""
+
+
+def completions(draft: Draft) -> Iterator[Problem]:
+    """Only a trial or an evaluation that generates has several completions of each prompt."""
+    config = draft.config
+    if config.rollout.n > 1 and not generates(draft.algorithm.calls(config)):
+        reason = f": {draft.algorithm.name} does not generate in training (see evaluation.n)"
+        yield draft.refuse((ROLLOUTS, "n"), reason, config.rollout.n)
+    for suite, own in config.evaluations.items():
+        n = own.evaluation.n if own.evaluation is not None else 1
+        if n > 1 and not generates(draft.algorithm.evaluation_calls(own)):
+            yield draft.refuse(
+                (*evaluation_key(suite), "n"), ": this evaluation does not generate", n
+            )
+
+
+def publication(draft: Draft) -> Iterator[Problem]:
+    """Weight versions are those of an actor that is trained."""
+    rollout = draft.config.rollout
+    if rollout.publish is not None and rollout.tasks is None and "actor" not in draft.trained:
+        reason = f": {draft.algorithm.name} trains no actor whose weights change"
+        yield draft.refuse((ROLLOUTS, "publish"), reason)
+
+
+def sampling(draft: Draft) -> Iterator[Problem]:
+    """What would sample training completions from another distribution than the losses assume."""
+    if not draft.algorithm.trains_on_samples:
+        return
+    rollout, name = draft.config.rollout, draft.algorithm.name
+    recorded = draft.algorithm.replays
+    if recorded:
+        yield from _unrecorded(draft)
+    restricted = {
+        "top_k": rollout.top_k is not None and not recorded,
+        "top_p": rollout.top_p < 1.0 and not recorded,
+        "greedy": rollout.greedy,
+        "min_new_tokens": rollout.min_new_tokens > 0,
+    }
+    for field in (field for field, restricts in restricted.items() if restricts):
+        reason = (
+            f" with {name}: its losses assume that each token is drawn from the whole vocabulary, "
+            "and would be wrong for others; leave it out"
+        )
+        yield draft.refuse((ROLLOUTS, field), reason, getattr(rollout, field))
+
+
+def _unrecorded(draft: Draft) -> Iterator[Problem]:
+    """Restrictions of sampling that cannot be recorded for each token."""
+    rollout, name = draft.config.rollout, draft.algorithm.name
+    if rollout.top_k is None:
+        if rollout.top_p < 1.0:
+            reason = (
+                " without rollout.top_k, which bounds the tokens that are recorded for each one "
+                f"that is drawn; set it, to {MOST_SUPPORT} or less"
+            )
+            yield draft.refuse((ROLLOUTS, "top_p"), reason, rollout.top_p)
+        return
+    if rollout.top_k > MOST_SUPPORT:
+        reason = (
+            f" with {name}: so many token ids are recorded for each token that it draws; "
+            f"at most {MOST_SUPPORT}"
+        )
+        yield draft.refuse((ROLLOUTS, "top_k"), reason, rollout.top_k)
+    rules = draft.rules(ROLLOUTS)
+    if rules is not None and not rules.records_support:
+        backend = draft.allocations()[ROLLOUTS].backend
+        reason = (
+            f" with {backend} and {name}: it does not report the tokens that each one is drawn "
+            "from, which the losses need; allowed backends: "
+            f"{', '.join(able(lambda rules: rules.generates and rules.records_support))}"
+        )
+        yield draft.refuse((ROLLOUTS, "top_k"), reason, rollout.top_k)
+
+
+def experts(draft: Draft) -> Iterator[Problem]:
+    """Only some engines record the experts of models that have some."""
+    if not draft.config.rollout.replay_experts:
+        return
+    actor, allocations = draft.config.actor, draft.allocations()
+    drawing = allocations.get(ROLLOUTS, allocations.get("actor"))
+    shape, reason = shape_of(actor), ""
+    if not (draft.algorithm.trains_on_samples and draft.algorithm.replays):
+        reason = f"{draft.algorithm.name} does not replay what generation records"
+    elif shape is not None and not shape.experts:
+        reason = "the actor has no experts"
+    elif actor.implementation == "hf":
+        reason = "only the built-in decoder replays experts, not implementation: hf"
+    elif shape is not None and drawing and drawing.backend in ENGINES:
+        reason = _unrecorded_experts(actor, drawing.backend)
+    if reason:
+        yield draft.refuse((ROLLOUTS, "replay_experts"), f": {reason}", value=True)
+
+
+def _unrecorded_experts(actor: Model, backend: str) -> str:
+    """Why an engine cannot record the experts of the actor; empty if it can."""
+    kind = config_values(actor).get("model_type")
+    if ENGINES[backend].records_experts_of(kind):
+        return ""
+    others = able(lambda rules: rules.records_experts_of(kind), trains=False)
+    return (
+        f"{backend} does not record the experts of {kind}; "
+        f"rollout.backend may be {' or '.join(others)}"
+    )
+
+
+def episodes(draft: Draft) -> Iterator[Problem]:
+    """Names are known, and what an episode needs is there."""
+    settings = draft.config.rollout.episode
+    if not settings.has_turns:
+        return
+    yield from _unknown_names(draft, settings)
+    yield from _cache(draft, settings)
+    environment = settings.environment.name if settings.environment is not None else ""
+    if environment == TOOL_CALLS and not settings.tools:
+        known = sorted(resolve(f"{TABLES}:TOOLS"))
+        message = f"is required with environment '{TOOL_CALLS}': {{{known[0]}: {{}}}}; allowed: "
+        yield draft.problem((*EPISODE, "tools"), f"{message}{', '.join(known)}, or module:name")
+    unscored = draft.config.reward is None and environment in resolve(f"{TABLES}:WITHOUT_REWARD")
+    if unscored and makes_rewards(draft.algorithm.calls(draft.config)):
+        message = f"is required: environment '{environment}' gives no rewards"
+        yield draft.problem(("reward",), message)
+
+
+def _cache(draft: Draft, settings: EpisodeSettings) -> Iterator[Problem]:
+    """A limited cache is that of an engine which has one, and holds the longest sequence."""
+    placed = draft.placements()
+    name = ROLLOUTS if ROLLOUTS in placed else "actor"
+    if settings.cache_bytes is None or name not in placed:
+        return
+    where = (*EPISODE, "cache_gib")
+    model, allocation = model_of(draft.config, name), placed[name].allocation
+    if model.implementation == "hf" or allocation.backend not in BUILT_IN:
+        reason = (
+            f" with '{allocation}' and implementation {model.implementation}; it needs the "
+            "built-in decoder (fsdp or native)"
+        )
+        yield draft.refuse(where, reason)
+        return
+    shape = shape_of(model)
+    lengths = lengths_of(draft.config, draft.algorithm, shape)
+    if shape is None or lengths is None or lengths.assumed:
+        return
+    tokens = -(-lengths.longest // PAGE_TOKENS) * PAGE_TOKENS
+    needed = tokens * kv_bytes_per_token(shape, allocation, model.dtype)
+    if settings.cache_bytes < needed:
+        reason = f": the longest sequence, {lengths.longest} tokens, needs {needed / GIB:.3g} GiB"
+        yield draft.refuse(where, reason, settings.cache_gib)
+
+
+def _unknown_names(draft: Draft, settings: EpisodeSettings) -> Iterator[Problem]:
+    named: list[tuple[KeyPath, str, str]] = [((*EPISODE, "name"), settings.name, "EPISODES")]
+    if settings.environment is not None:
+        key = (*EPISODE, "environment", "name")
+        named.append((key, settings.environment.name, "ENVIRONMENTS"))
+    for name, tool in settings.tools.items():
+        where = (*EPISODE, "tools", name, *(("name",) if tool.name else ()))
+        named.append((where, tool.name or name, "TOOLS"))
+    for where, name, table in named:
+        known = sorted(resolve(f"{TABLES}:{table}"))
+        if name not in known and not OWN.fullmatch(name):
+            yield draft.refuse(where, f"; {near(name, known)}, or module:name of your own", name)
+
+
+def votes(draft: Draft) -> Iterator[Problem]:
+    """maj@k counts votes for correct answers."""
+    for suite, own in draft.config.evaluations.items():
+        evaluation, key = own.evaluation, evaluation_key(suite)
+        if evaluation is None or evaluation.vote_pattern is None:
+            continue
+        if evaluation.n > 1 and evaluation.pass_score is None:
+            message = useless_pattern(evaluation.vote_pattern, dotted((*key, "pass_score")))
+            yield draft.problem((*key, "vote_pattern"), message)
+
+
+def useless_pattern(pattern: str, key: str) -> str:
+    """``key`` is the setting that the pattern needs."""
+    return (
+        f"'{pattern}' is not allowed without {key}: maj@k needs the score from which on a "
+        "completion is correct"
+    )
+
+
+def notes(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """What the evaluations of a trial leave out, and how their prompts differ from training."""
+    for place, dataset in config.datasets().items():
+        if config.dataset.is_chat and not dataset.is_chat:
+            yield (
+                f"{dotted(place)}: its prompts are text, those of training get the chat template; "
+                f"set {dotted((*place, 'chat_template'))}: true if they should, too"
+            )
+    for suite, own in config.evaluations.items():
+        evaluation = own.evaluation
+        uncounted = evaluation is not None and evaluation.n > 1 and evaluation.pass_score is None
+        if uncounted and makes_rewards(algorithm.evaluation_calls(own)):
+            yield no_rates(own, dotted((*evaluation_key(suite), "pass_score")))
+    yield from algorithm.notes(config)
+
+
+def no_rates(config: Config, key: str) -> str:
+    """``key`` is the setting that adds them."""
+    judge = f"reward '{config.reward.title}'" if config.reward is not None else "the episode"
+    return (
+        f"no pass@k and maj@k: {judge} can give other scores than 1 and 0; set {key} to the score "
+        "from which on a completion is correct"
+    )

@@ -1,0 +1,343 @@
+"""Checks of the jobs and servers that generate beside the trainers: rollout tasks, evaluations in
+separate trials, the run's own servers, and servers that run already.
+
+Nobody watches when an evaluation in a separate trial is submitted, so its problems are reported
+with those of the trial.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
+
+from slurmrl.config.allocation import Allocation, parse
+from slurmrl.config.allocation.allocation import BACKENDS
+from slurmrl.config.allocation.parser import format_gpus, parse_gpus
+from slurmrl.config.schema import evaluation_key
+from slurmrl.config.schema.cluster import SlurmOfTasks
+from slurmrl.config.servers import read_keys
+from slurmrl.config.source import KeyPath
+from slurmrl.errors import AllocationError, Problem, UsageError
+from slurmrl.plan.checks import fit
+from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.dataflow import REWARD_MODEL, Call, Method
+from slurmrl.plan.engine_rules import ENGINES, SERVER_KINDS, able, is_flag, known_backends, rules_of
+from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.metrics import generates
+from slurmrl.plan.placement import ROLLOUTS, tasks_inside, trainers
+from slurmrl.run.paths import EVALUATED
+
+OF_TRAINERS: Final = ("offload", "servers")
+"""Settings of generation by the trainers, or by running servers."""
+OF_OURS: Final = ("python", "server_args")
+"""Settings of ``rollout`` that only the run's own servers use."""
+OF_RUNNING: Final = ("servers", "server_weights", "server_keys")
+"""Settings that only running servers use."""
+OF_ALL: Final = ("server_start_s", "server_silence_s")
+TASKS: Final = ("evaluation", "tasks")
+LONGEST_SUITE: Final = 40
+"""How many of a name's 64 characters ``-step-123456789-`` leaves (`desk.evaluating`)."""
+LONGEST_EXPERIMENT: Final = 64 - len(EVALUATED)
+MEASURED: Final = ("prompt", "prompt_answer", "messages")
+"""Types of dataset on which `evaluate` measures any model."""
+
+
+def tasks(draft: Draft) -> Iterator[Problem]:
+    """Tasks generate for an algorithm that trains on completions, and no other engine does."""
+    rollout, algorithm = draft.config.rollout, draft.algorithm
+    settings = rollout.tasks
+    if settings is None:
+        if rollout.slurm != type(rollout.slurm)():
+            reason = " without rollout.tasks: it is about their jobs"
+            yield draft.refuse((ROLLOUTS, "slurm"), reason)
+        return
+    yield from _wrong_slurm(draft, rollout.slurm, (ROLLOUTS, "slurm"))
+    calls = algorithm.calls(draft.config)
+    generating = [call.name for call in calls if call.method is Method.GENERATE]
+    if not generating or "actor" not in draft.trained:
+        reason = f": {algorithm.name} does not train on completions"
+        yield draft.refuse((ROLLOUTS, "tasks"), reason)
+    elif len(generating) > 1:
+        reason = (
+            f": {algorithm.name} generates {len(generating)} times in a step "
+            f"({', '.join(generating)}), tasks once"
+        )
+        yield draft.refuse((ROLLOUTS, "tasks"), reason)
+    yield from _refused(draft, OF_TRAINERS, " with rollout.tasks")
+    publish = rollout.publish
+    if publish is not None and publish.every_steps > settings.max_staleness + 1:
+        reason = (
+            f": weights are published every {publish.every_steps} steps "
+            f"(rollout.publish.every_steps), so it must be at least {publish.every_steps - 1}"
+        )
+        yield draft.refuse((ROLLOUTS, "tasks", "max_staleness"), reason, settings.max_staleness)
+    if draft.config.actor.implementation != "builtin":
+        reason = ": tasks generate with the built-in decoder (actor.implementation)"
+        yield draft.refuse((ROLLOUTS, "tasks"), reason)
+    yield from _inside(draft)
+    allocation = draft.allocations().get(ROLLOUTS)
+    if allocation is None:
+        return
+    copies = allocation.sizes["dp"]
+    if settings.max is not None and copies not in (1, settings.max):
+        reason = f": rollout.backend '{rollout.backend}' says {copies} tasks; leave out one of them"
+        yield draft.refuse((ROLLOUTS, "tasks", "max"), reason, settings.max)
+    if settings.min > (most := settings.max or copies):
+        reason = f": at most {most} tasks run (rollout.tasks.max)"
+        yield draft.refuse((ROLLOUTS, "tasks", "min"), reason, settings.min)
+
+
+def _inside(draft: Draft) -> Iterator[Problem]:
+    """Tasks in the trainers' job have the GPUs behind those of its models."""
+    rollout, placed = draft.config.rollout, draft.placements()
+    workers, (number, size) = trainers(placed.values()), tasks_inside(draft.config, placed)
+    if not workers or not number:
+        return
+    try:
+        listed = parse_gpus(rollout.gpus)
+    except AllocationError:
+        return  # already reported
+    behind = tuple(range(workers, workers + number * size))
+    if len(listed) == len(behind) and listed != behind:
+        reason = (
+            f" with rollout.tasks: the models of the trainers have GPUs "
+            f"{format_gpus(range(workers))}, tasks those behind; write {format_gpus(behind)}"
+        )
+        yield draft.refuse((ROLLOUTS, "gpus"), reason, rollout.gpus)
+    if rollout.slurm != type(rollout.slurm)():
+        reason = " with rollout.gpus: the tasks are in the trainers' job"
+        yield draft.refuse((ROLLOUTS, "slurm"), reason)
+
+
+def _wrong_slurm(draft: Draft, own: SlurmOfTasks, where: KeyPath) -> Iterator[Problem]:
+    """Each option is allowed by itself; together with those of the trainers they may not be."""
+    try:
+        own.over(draft.config.cluster.slurm)
+    except ValidationError as error:
+        for details in error.errors():
+            yield draft.problem(where, details["msg"].removeprefix("Value error, "))
+
+
+def evaluation_tasks(draft: Draft) -> Iterator[Problem]:
+    """Separate trials can evaluate the trained actor on the held-out data."""
+    config, algorithm = draft.config, draft.algorithm
+    settings = config.evaluation.tasks if config.evaluation is not None else None
+    if settings is None:
+        return
+    if "actor" not in draft.trained:
+        reason = f": {algorithm.name} trains no actor whose checkpoints could be evaluated"
+        yield draft.refuse(TASKS, reason)
+    kinds = ("preference",) if algorithm.name == REWARD_MODEL else MEASURED
+    for suite, own in config.evaluations.items():
+        if own.held_out.kind not in kinds:
+            reason = (
+                f" with evaluation.tasks and {algorithm.name}; allowed: {', '.join(kinds)}. "
+                "Without evaluation.tasks the trainers evaluate on it"
+            )
+            where = (*evaluation_key(suite), "dataset", "type")
+            yield draft.refuse(where, reason, own.held_out.type)
+        if len(suite) > LONGEST_SUITE:
+            message = f"a suite has at most {LONGEST_SUITE} characters with evaluation.tasks"
+            yield draft.problem(evaluation_key(suite), message)
+    if len(config.experiment) > LONGEST_EXPERIMENT:
+        message = (
+            f"has at most {LONGEST_EXPERIMENT} characters with evaluation.tasks: the experiment "
+            f"of the evaluations has '{EVALUATED}' behind it"
+        )
+        yield draft.problem(("experiment",), message)
+    calls = [
+        call for own in config.evaluations.values() for call in algorithm.evaluation_calls(own)
+    ]
+    if any(call.role == REWARD_MODEL for call in calls) and config.reward_model is None:
+        message = "is required: the reward of an evaluation asks this model"
+        yield draft.problem((REWARD_MODEL,), message)
+    yield from _wrong_slurm(draft, settings.slurm, (*TASKS, "slurm"))
+    yield from _layout_of_evaluations(draft, settings.backend, calls)
+
+
+def _layout_of_evaluations(draft: Draft, text: str, calls: list[Call]) -> Iterator[Problem]:
+    """The layout of the actor in evaluations; it also generates unless ``rollout`` has an
+    engine."""
+    own = draft.allocations().get("actor")
+    if not text and own is None:
+        return  # the actor's layout is reported at the actor
+    where = (*TASKS, "backend")
+    try:
+        allocation = parse(text) if text else own
+        assert allocation is not None, "see above"
+        if not BACKENDS[allocation.backend].trains:
+            others = ", ".join(known_backends(trains=True))
+            yield draft.refuse(where, f": it is the layout of the actor; allowed: {others}", text)
+            return
+        rules = rules_of(allocation)
+    except AllocationError as error:
+        yield draft.problem(where, str(error))
+        return
+    size, batch = allocation.sizes["dp"], draft.algorithm.batch_size
+    if text and batch % size:
+        reason = (
+            f": algorithm.batch_size {batch} must be a multiple of its data-parallel size {size}"
+        )
+        yield draft.refuse(where, reason, text)
+    model = draft.config.actor.model_copy(update={"model": None})
+    wanted = fit.Fit(model, allocation, shape_of(model), None)
+    for misfit in islice(fit.check(wanted) if text else (), 1):
+        value = misfit.value or f"'{text}'"
+        yield draft.problem(where, f"{value} is not allowed: {misfit.reason}")
+    if generates(calls) and not draft.config.evaluation_trials_roll_out and not rules.generates:
+        others = ", ".join(able(lambda other: other.generates, trains=True))
+        reason = f": the evaluation generates, which {allocation.backend} cannot; allowed: {others}"
+        yield draft.refuse(where, reason, str(allocation))
+
+
+def servers(draft: Draft) -> Iterator[Problem]:
+    """What servers need is there, and only they have settings of servers."""
+    rollout = draft.config.rollout
+    allocation = draft.allocations().get(ROLLOUTS)
+    backend = allocation.backend if allocation else ""
+    if allocation is None or not BACKENDS[backend].serves:
+        known = " or ".join(name for name in ENGINES if BACKENDS[name].serves)
+        reason = f": it is for servers (rollout.backend {known})"
+        yield from _refused(draft, (*OF_RUNNING, *OF_OURS, *OF_ALL), reason)
+        return
+    if backend not in ENGINES:
+        return  # already reported
+    if rollout.servers:
+        yield from _running(draft, allocation)
+    else:
+        if (draft.source.values.get(ROLLOUTS) or {}).get("servers"):
+            return  # addresses that are not valid, which are reported
+        yield from _refused(draft, OF_RUNNING, " without rollout.servers")
+        yield from _own(draft, backend)
+        yield from _flags(draft, backend)
+    yield from _dense_layers(draft, backend)
+    yield from _temperatures(draft, backend)
+
+
+def _temperatures(draft: Draft, backend: str) -> Iterator[Problem]:
+    """Servers sample at the temperatures that training and evaluations ask for."""
+    config, least = draft.config, SERVER_KINDS[backend].least_temperature
+    key: KeyPath = (ROLLOUTS, "temperature")
+    if config.rollout.greedy and config.rollout.temperature != 1.0:
+        reason = (
+            f" with greedy and {backend}: its log-probabilities of greedy tokens are those at "
+            "temperature 1"
+        )
+        yield draft.refuse(key, reason, config.rollout.temperature)
+    asked = {key: config.rollout.temperature}
+    evaluates = config.rollout_evaluates or config.evaluation_trials_roll_out
+    for suite, own in config.evaluations.items() if evaluates else ():
+        assert own.evaluation is not None, "one of `evaluations`"
+        if own.held_out.kind == "prompt" and not own.evaluation.greedy:
+            asked[*evaluation_key(suite), "temperature"] = own.evaluation.temperature
+    for key, temperature in asked.items():
+        if temperature < least:
+            reason = f" with {backend}, which draws at another temperature then; at least {least:g}"
+            yield draft.refuse(key, reason, temperature)
+
+
+def _dense_layers(draft: Draft, backend: str) -> Iterator[Problem]:
+    """SGLang reads a model with experts and dense layers without a word, as another one."""
+    shape = shape_of(draft.config.actor)
+    if shape is None or ENGINES[backend].dense_layers:
+        return
+    if shape.experts and shape.dense_layers:
+        message = (
+            f"{backend} is not allowed with this actor, of which {shape.dense_layers} of "
+            f"{shape.layers} layers are dense: it gives every layer experts, with weights that the "
+            "actor does not have"
+        )
+        yield draft.problem((ROLLOUTS, "backend"), message)
+
+
+def _refused(draft: Draft, fields: Iterable[str], reason: str) -> Iterator[Problem]:
+    """Refuse each of the fields that is set."""
+    rollout = draft.config.rollout
+    for field in fields:
+        default = type(rollout).model_fields[field].get_default(call_default_factory=True)
+        if getattr(rollout, field) != default:  # (a resumed trial states its defaults)
+            yield draft.refuse((ROLLOUTS, field), reason)
+
+
+def _own(draft: Draft, backend: str) -> Iterator[Problem]:
+    """Servers that the run starts need a place and a Python."""
+    rollout = draft.config.rollout
+    if not rollout.gpus.strip() and rollout.tasks is None:
+        message = (
+            f"is required with {backend}: the GPUs of the trainers' job (workers, if there are no "
+            "GPUs) that have a server. Or set rollout.tasks, and each task has one, or "
+            "rollout.servers to the addresses of running ones"
+        )
+        yield draft.problem((ROLLOUTS, "gpus"), message)
+    if reason := _unusable(rollout.python, contained=bool(draft.config.cluster.slurm.container)):
+        message = f"{reason}; set the Python of an environment in which {backend} is installed"
+        yield draft.problem((ROLLOUTS, "python"), message)
+    shape, on_cpus = shape_of(draft.config.actor), draft.config.cluster.gpus_per_worker == 0
+    if backend == "vllm" and on_cpus and shape is not None and shape.tied:
+        message = (
+            "vllm is not allowed on CPUs with this actor, whose embeddings are tied "
+            "(tie_word_embeddings): it would go on with the first vocabulary projection after "
+            "updates; use native or sglang"
+        )
+        yield draft.problem((ROLLOUTS, "backend"), message)
+
+
+def _unusable(python: str | None, *, contained: bool) -> str:
+    """Why an interpreter cannot be used. One inside a container cannot be seen from here."""
+    if python is None:
+        return "is required"
+    if not Path(python).is_absolute():
+        return f"'{python}' is not allowed: not an absolute path"
+    if not contained and not os.access(python, os.X_OK):
+        return f"'{python}' is not allowed: there is no such program"
+    return ""
+
+
+def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:
+    """Running servers are addresses and, if need be, keys and a folder for weights."""
+    rollout, backend = draft.config.rollout, allocation.backend
+    reason = " with rollout.servers, which slurmrl does not start"
+    yield from _refused(draft, OF_OURS, reason)
+    if allocation.sizes["dp"] > 1:
+        reason = (
+            f" with rollout.servers, which have their own layouts: write {backend}, or for example "
+            f"{backend}:t2 to gather the weights on 2 GPUs of the trainers"
+        )
+        yield draft.refuse((ROLLOUTS, "backend"), reason, rollout.backend)
+    if rollout.offload is not None:
+        reason = " with rollout.servers: their memory is not the run's"
+        yield draft.refuse((ROLLOUTS, "offload"), reason)
+    twice = [address for address, count in Counter(rollout.servers).items() if count > 1]
+    if twice:
+        message = f"{', '.join(twice)} is listed more than once"
+        yield draft.problem((ROLLOUTS, "servers"), message)
+    if rollout.server_keys is not None:
+        try:
+            read_keys(Path(rollout.server_keys))
+        except UsageError as error:
+            yield draft.problem((ROLLOUTS, "server_keys"), str(error))
+    folder = rollout.server_weights
+    if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
+        reason = ": there is no such folder, or it cannot be written to"
+        yield draft.refuse((ROLLOUTS, "server_weights"), reason, folder)
+
+
+def _flags(draft: Draft, backend: str) -> Iterator[Problem]:
+    """Arguments with which a server cannot be reached, or is another one than the plan's."""
+    rollout, rules = draft.config.rollout, SERVER_KINDS[backend]
+    flags = dict(rules.conflicts)
+    if rollout.replay_experts:
+        flags = {**rules.experts_conflicts, **flags}
+    if rollout.tasks is not None and rollout.tasks.stale_cache:
+        flags = {**rules.stale_cache_conflicts, **flags}
+    for argument in rollout.server_args:
+        word = argument.partition("=")[0]
+        reason = next((flags[flag] for flag in flags if is_flag(word, flag)), None)
+        if reason is not None:
+            yield draft.refuse((ROLLOUTS, "server_args"), f": {reason}", argument)
