@@ -77,7 +77,7 @@ def make_trials(root: Path, trials: int, *, kept: bool) -> None:
     first.metrics.write_bytes(b"".join(map(encode, lines)))
     end(History(first.history), Kind.FINISHED, {"step": STEPS, "reason": "total_steps"})
     if kept:
-        overview.keep(first)
+        overview.keep_overview(first)
     for number in range(2, trials + 1):
         shutil.copytree(first.run, first.run.with_name(str(number)))
 

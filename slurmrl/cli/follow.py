@@ -130,7 +130,7 @@ def has_ended(paths: RunPaths) -> bool:
 def polled_query(kind: str, scheduler: Scheduler) -> Callable[[JobIds], list[TaskState]]:
     """Return a query for use at every look: a shared scheduler is asked far less often than that,
     and its last answer is returned in between."""
-    from slurmrl.scheduler.poll import SchedulerPoll
+    from slurmrl.scheduler.base import SchedulerPoll
 
     return scheduler.query if kind == "local" else SchedulerPoll(kind, scheduler).query
 

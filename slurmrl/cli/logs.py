@@ -14,8 +14,7 @@ from slurmrl.cli.times import clock, since_option
 from slurmrl.display.columns import GAP
 
 if TYPE_CHECKING:
-    from slurmrl.watch.log_files import LogFile
-    from slurmrl.watch.log_lines import LogLine, OutputReader
+    from slurmrl.watch.log_files import LogFile, LogLine, OutputReader
 
 LONGEST_S = 1.0
 """Longest pause of ``-f``."""
@@ -76,15 +75,15 @@ def logs(
 ) -> int:
     """Print the output of a trial's processes (default: of the newest trial) in the order of their
     clocks: of the newest attempts and of the batch process."""
-    from slurmrl.watch import log_lines
+    from slurmrl.watch import log_files
     from slurmrl.watch.log_files import newest, serving
 
     if incarnation is not None and following:
         raise click.UsageError("--incarnation and --follow exclude each other")
     paths = chosen_trial(root, trial)
-    least = 0 if level == "debug" else log_lines.LEVELS[level.upper()]
-    wanted = log_lines.Wanted(process, least, since or 0.0)
-    printer = Printer(log_lines.OutputReader(wanted, last), as_json=as_json)
+    least = 0 if level == "debug" else log_files.LEVELS[level.upper()]
+    wanted = log_files.Wanted(process, least, since or 0.0)
+    printer = Printer(log_files.OutputReader(wanted, last), as_json=as_json)
 
     def look() -> Seen:
         ended = has_ended(paths)

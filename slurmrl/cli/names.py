@@ -21,9 +21,9 @@ def names(trial: str, prefix: str, as_json: bool, root: str | None) -> int:
     """Show the name store of a trial, by which its processes find each other: keys, values, the
     leases that own them, and whether their owners are alive."""
     from slurmrl.desk import trials
-    from slurmrl.watch.names import collect
+    from slurmrl.watch.overview import name_entries
 
-    rows = collect(trials.find(trials.root_folder(root), trial), prefix)
+    rows = name_entries(trials.find(trials.root_folder(root), trial), prefix)
     click.echo(json.dumps(rows) if as_json else _text(rows, prefix))
     return 0
 

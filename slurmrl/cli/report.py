@@ -16,7 +16,7 @@ from slurmrl.cli.status import Rest
 
 if TYPE_CHECKING:
     from slurmrl.run.paths import RunPaths
-    from slurmrl.watch.collect import SchedulerFactory
+    from slurmrl.watch.overview import SchedulerFactory
 
 FIRST_S, LONGEST_S = 5.0, 60.0
 """Pauses of ``--watch``."""
@@ -68,7 +68,7 @@ def _write(
     from slurmrl.desk.report import page
     from slurmrl.desk.report.collect import collect
     from slurmrl.scheduler import make
-    from slurmrl.watch.collect import collect as collect_statuses
+    from slurmrl.watch.overview import collect as collect_statuses
 
     statuses = collect_statuses(chosen, schedulers or make, detailed=True)
     pairs = zip(chosen, statuses, strict=True)

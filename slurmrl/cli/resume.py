@@ -108,7 +108,7 @@ def _exec_own_slurmrl(paths: RunPaths) -> None:
     """Replace this process by the trial's own slurmrl if that differs: the version that reads the
     configuration, plan and batch scripts later must write them."""
     from slurmrl.desk import snapshot
-    from slurmrl.scheduler.environment import of_snapshot
+    from slurmrl.scheduler.job_environment import of_snapshot
 
     code = paths.snapshot(snapshot.current(paths))
     if snapshot.is_this_code(code):

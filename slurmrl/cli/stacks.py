@@ -29,8 +29,8 @@ def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> 
     from slurmrl.desk import trials
     from slurmrl.errors import EnvironmentFailure, UsageError
     from slurmrl.scheduler import make
-    from slurmrl.watch.collect import collect
-    from slurmrl.watch.requests import Request
+    from slurmrl.watch.overview import collect
+    from slurmrl.watch.stack_requests import Request
 
     folder = trials.root_folder(root)
     paths = trials.find(folder, trial)

@@ -24,7 +24,7 @@ from slurmrl.display.words import plain
 if TYPE_CHECKING:
     from slurmrl.errors import SlurmrlError
     from slurmrl.run.paths import RunPaths
-    from slurmrl.watch.collect import SchedulerFactory
+    from slurmrl.watch.overview import SchedulerFactory
 
 STATES = ("RUNNING", "PENDING", "INTERRUPTED", "FAILED", "CANCELLED", "COMPLETED")
 """In the order of ``--sort state``."""
@@ -132,7 +132,7 @@ def _collect(
     """Return the objects of the chosen trials; in a list those that are not ``whole`` have only
     what it shows."""
     from slurmrl.scheduler import make
-    from slurmrl.watch.collect import collect, glance
+    from slurmrl.watch.overview import collect, glance
 
     chosen, ask = _chosen(wanted.root, wanted.names), schedulers or make
     if wanted.single:

@@ -16,7 +16,7 @@ from slurmrl.errors import UsageError, WaitTimeoutError
 from slurmrl.run import evaluated
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import make
-from slurmrl.watch.collect import collect
+from slurmrl.watch.overview import collect
 
 LIVES: Final = ("PENDING", "RUNNING")
 """States of a trial that goes on by itself."""

@@ -93,5 +93,5 @@ def cancel(paths: RunPaths) -> Kind:
     jobs = newest_jobs(paths)
     if jobs is not None:
         jobs.scheduler.cancel(jobs.ids)
-    overview.keep(paths)
+    overview.keep_overview(paths)
     return kind

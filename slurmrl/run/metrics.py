@@ -15,6 +15,8 @@ from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents, lines
 from slurmrl.fsio.shapes import INTEGER, Fields
 
+STEP_S = "time/total"
+"""The metric of a step's time, including its evaluation."""
 TIME = "time"
 """When a line was written, in seconds since the epoch by the master's clock; no result of the step.
 Lines of older versions lack it."""

@@ -1,27 +1,57 @@
-"""The chain of a fixed group: which links are queued, and the only way to add more.
+"""The chain of a fixed group: which links are queued, how they are added, how a link ends.
 
-The running link and ``slurmrl resume`` both call `top_up`.
+The running link and ``slurmrl resume`` both call `top_up`. Where Slurm's commands do not work on a
+link's host, only the jobs queued at first remain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from slurmrl import env, log
+from slurmrl.errors import (
+    CorruptFileError,
+    EnvironmentFailure,
+    SchedulerError,
+    SlurmrlError,
+    UsageError,
+)
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.shapes import one_of
+from slurmrl.run import hosts, leave, orphaned, scale
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind, Record
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import extensions, stopping
+from slurmrl.scheduler import extensions, job_environment, stopping, submission
 from slurmrl.scheduler.base import Continue, JobState, Scheduler, TaskState
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.elastic import Change, ElasticGroup
+from slurmrl.scheduler.slurm import SlurmScheduler
+
+logger = log.get(__name__)
 
 FEW = 2
 """With fewer queued successors than this, a chain is short of links."""
 BEING_ENDED = "COMPLETING"
 """Slurm's word for a job that `scancel`, a preemption or the time limit ends."""
+TIMEOUT_S = 45.0
+"""For each of Slurm's commands: a controller that does not answer must not keep hosts for long."""
+TRIES = 3
+RETRY_S = 120.0
+"""Seconds between tries of a failed sbatch; the controller may have been down."""
+COMMIT_S = 15.0
+"""Seconds between two checks for the first commit."""
+KEEP_S = 60.0
+"""Seconds between two checks of an elastic group; doubled with each failure in a row."""
+LONGEST_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -119,3 +149,218 @@ def _committed(chain: Chain, records: Sequence[Record]) -> bool:
         if since is not None and record.slot >= since and record.kind is Kind.COMMIT:
             return True
     return False
+
+
+@dataclass(frozen=True)
+class Link(Chain):
+    """The element of a chain that this process belongs to."""
+
+    job: str
+    """Id of its array."""
+    index: int
+    restart: int = 0
+
+    @staticmethod
+    def here(run: RunPaths, submission: int, group: str) -> Link:
+        job, restart = env.ARRAY_JOB_ID.get(), env.RESTART_COUNT.get()
+        return Link(run, submission, group, job, env.LINK.get(), restart)
+
+    @property
+    def element(self) -> str:
+        """Its name for Slurm. A bare job id can mean the whole array."""
+        return f"{self.job}_{self.index}"
+
+
+def continue_after(
+    link: Link,
+    scheduler: SlurmScheduler | None = None,
+    *,
+    extend: bool = True,
+    lost_host: bool = False,
+) -> str:
+    """Make sure that the trial, which has not ended, continues when this link ends; return how.
+    ``extend``: no other thread of this process is extending the chain. ``lost_host``: the link ends
+    because too few of its hosts are left, so it is requeued, as Slurm does after a node failure.
+
+    Call it last: a requeued link gets TERM at once. A link in which nothing began is not requeued,
+    since it would fail again and again.
+    """
+    scheduler = scheduler or slurm()
+    try:
+        goes_on = continues(link)
+        if goes_on is Continue.NONE:
+            return "nothing follows this job (continue: none)"
+        if extend and goes_on is Continue.CHAIN:
+            _last_top_up(link, scheduler)
+        _keep_off(link, scheduler)
+        if goes_on is Continue.REQUEUE or lost_host:
+            return _requeue(link, scheduler)
+        tasks = scheduler.query(scheduler.recover(link.run, link.submission))
+    except (EnvironmentFailure, CorruptFileError) as error:
+        return f"cannot find out what follows this job: {error}"
+    after = successors(tasks, link.group, link.element)
+    if not after:
+        return "no link is left: slurmrl resume resumes the trial"
+    return f"{after[0].job_id} follows, {len(after)} left"
+
+
+def give_back(link: Link, why: str, host: str) -> None:
+    """Requeue a link in which nothing began, without ``host`` (empty: no host is to blame). Call it
+    last: Slurm ends this job. See `run.leave`."""
+    script = link.run.submission_script(link.submission, link.group)
+    try:
+        name = submission.directive(link.run, link.submission, link.group, "job-name")
+        excluded = submission.excluded_by_user(link.run, link.submission, link.group)
+    except (CorruptFileError, EnvironmentFailure) as error:
+        logger.error("this job is not requeued: %s", error)
+        return
+    text = leave.functions(link.run.run, script, name, excluded)
+    command = ["sh", "-c", f'{text}\nslurmrl_give_back "$1" "$2"', "sh", why, host]
+    subprocess.run(command, check=False, env=job_environment.of_command(os.environ) | _here())
+
+
+def _here() -> dict[str, str]:
+    """Return the variables of this job that the shell needs and of_command leaves out."""
+    known = (env.ARRAY_JOB_ID, env.JOB_ID, env.LINK, env.NODE_NAME, env.RESTART_COUNT)
+    return {one.name: os.environ[one.name] for one in known if one.name in os.environ}
+
+
+def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:
+    """Exclude the hosts that the trial avoids from the queued links. Raises EnvironmentFailure,
+    UsageError."""
+    if hosts.avoided(link.run):
+        scheduler = scheduler or slurm()
+        scheduler.keep_off(link.run, link.submission, link.group, by=link.element)
+
+
+def end_chain(link: Link, scheduler: SlurmScheduler | None = None) -> None:
+    """Cancel all jobs of an ended trial but this one. Where scancel does not work here, each link
+    exits when it starts."""
+    scheduler = scheduler or slurm()
+    try:
+        jobs = scheduler.recover(link.run, link.submission) or {link.group: (link.job,)}
+        scheduler.cancel(jobs, spare=link.element)
+    except (EnvironmentFailure, CorruptFileError) as error:
+        logger.info("the remaining links were not cancelled: %s", error)
+
+
+def slurm() -> SlurmScheduler:
+    return SlurmScheduler(SlurmClient(TIMEOUT_S))
+
+
+def _last_top_up(link: Link, scheduler: SlurmScheduler) -> None:
+    """Top up at the end of a link that was too short for `Upkeep`, or committed only at its end."""
+    try:
+        top_up(link, scheduler, by=link.element)
+    except (EnvironmentFailure, CorruptFileError, UsageError) as error:
+        logger.info("the chain was not extended: %s", error)
+
+
+def _keep_off(link: Link, scheduler: SlurmScheduler) -> None:
+    try:
+        keep_off(link, scheduler)
+    except (EnvironmentFailure, CorruptFileError, UsageError) as error:
+        logger.info("the queued links are unchanged: %s", error)
+
+
+def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
+    tag = f"{env.JOB_ID.get()}.{link.restart}."
+    begins = [r for r in History(link.run.history).read() if r.kind is Kind.BEGIN]
+    if not any(f"{record.data.get('job', '')}.".startswith(tag) for record in begins):
+        return "nothing began in this job, so it is not requeued"
+    if not scheduler.runs(link.element):
+        return f"{link.element} is being ended by Slurm or its user, so it is not requeued"
+    scheduler.requeue(link.element)
+    with contextlib.suppress(SchedulerError, CorruptFileError):  # it may have started again
+        scheduler.exclude(link.run, link.submission, link.group, link.element)
+    return f"{link.element} was requeued"
+
+
+class Upkeep:
+    """Runs in threads of its own, since a link must not wait for Slurm. Signals stay with the
+    caller's threads."""
+
+    def __init__(self, link: Link, elastic: Mapping[str, int], told: Callable[[str], None]) -> None:
+        """``elastic``: group -> planned number of tasks; ``told`` is called with the id of each
+        array added to the chain."""
+        self._link = link
+        self._told = told
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._keep_chain, name="top-up", daemon=True)]
+        self._threads += [
+            threading.Thread(target=self._keep_group, args=group, name=group[0], daemon=True)
+            for group in elastic.items()
+        ]
+
+    def start(self) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            for thread in self._threads:
+                thread.start()  # with every signal blocked
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def stop(self) -> bool:
+        """Stop and return whether no submission is in progress. Wait until a hanging command has
+        timed out; a thread that still runs then is between several commands."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _keep_chain(self) -> None:
+        try:
+            keep_off(self._link)
+        except (EnvironmentFailure, CorruptFileError, UsageError) as error:
+            logger.info("the queued links are unchanged: %s", error)
+        failures = 0
+        while failures < TRIES and not self._stop.is_set():
+            try:
+                outcome = top_up(self._link, slurm(), by=self._link.element)
+            except (EnvironmentFailure, UsageError) as error:
+                failures += 1
+                logger.info("the chain was not extended: %s", error)
+                self._stop.wait(RETRY_S)
+                continue
+            except SlurmrlError as error:
+                logger.warning("the chain cannot be extended: %s", error)
+                return
+            if isinstance(outcome, str):
+                logger.info("the chain was extended: job %s", outcome)
+                self._told(outcome)
+            if outcome is not TopUp.NO_COMMIT or not self._wait_for_commit():
+                return
+
+    def _wait_for_commit(self) -> bool:
+        """Wait for a commit; return False if the link ends before it."""
+        while not self._stop.wait(COMMIT_S):
+            try:
+                if committed(self._link):
+                    return True
+            except EnvironmentFailure as error:
+                logger.info("cannot check for a commit: %s", error)
+        return False
+
+    def _unless_stopped(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise UsageError("the link ends")
+
+    def _keep_group(self, name: str, planned: int) -> None:
+        link = self._link
+        group = ElasticGroup(
+            link.run, link.submission, name, by=link.element, sleep=self._unless_stopped
+        )
+        pause_s = 0.0
+        while not self._stop.wait(pause_s):
+            try:
+                if stopping.requested_by(link.run, link.submission):
+                    return
+                orphaned.remove(link.run, name)  # the trainers are here
+                change = group.keep(scale.wanted(link.run, name, planned))
+            except SlurmrlError as error:
+                logger.info("group %s is unchanged: %s", name, error)
+                pause_s = min(max(2 * pause_s, KEEP_S), LONGEST_S)
+            else:
+                pause_s = KEEP_S
+                if change != Change():
+                    logger.info("group %s: %s", name, change)

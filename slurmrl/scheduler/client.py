@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slurmrl import log
 from slurmrl.errors import SchedulerError
-from slurmrl.scheduler import cluster, environment, parse, rows
+from slurmrl.scheduler import job_environment, parse, states
 
 logger = log.get(__name__)
 
@@ -67,7 +67,7 @@ class SlurmClient:
     def try_out(self, script: Path, *options: str) -> None:
         """Raise unless sbatch would accept the script; submit nothing."""
         command = ("sbatch", "--test-only", *options, str(script))
-        self._run(*command, environ=environment.of_job(os.environ))
+        self._run(*command, environ=job_environment.of_job(os.environ))
 
     def refusal(self, script: Path) -> str | None:
         """Return Slurm's words if sbatch would refuse a script; None if it would accept it, or
@@ -89,22 +89,22 @@ class SlurmClient:
         form = f"--format={parse.HOSTS_FORMAT}"
         return parse.cluster_hosts(self._run("sinfo", "--noheader", "--Node", form, *where))
 
-    def partitions(self) -> list[cluster.Partition]:
+    def partitions(self) -> list[parse.Partition]:
         """Return the partitions that this user can see."""
-        form = f"--format={cluster.PARTITIONS_FORMAT}"
-        return cluster.partitions(self._run("sinfo", "--noheader", form))
+        form = f"--format={parse.PARTITIONS_FORMAT}"
+        return parse.partitions(self._run("sinfo", "--noheader", form))
 
-    def accounts(self, user: str) -> cluster.Accounts:
+    def accounts(self, user: str) -> parse.Accounts:
         """Return the accounts that a user may charge."""
-        form = f"format={cluster.ACCOUNTS_FORMAT}"
+        form = f"format={parse.ACCOUNTS_FORMAT}"
         command = ("sacctmgr", "--noheader", "--parsable2", "show", "user", user, "withassoc", form)
-        return cluster.accounts(self._run(*command))
+        return parse.accounts(self._run(*command))
 
     def qos_limits(self) -> dict[str, str]:
         """Return the time limit of each QOS; empty for none."""
         command = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall")
-        rows = (line.partition("|") for line in self._run(*command).splitlines())
-        return {name: limit for name, _, limit in rows if name}
+        lines = (line.partition("|") for line in self._run(*command).splitlines())
+        return {name: limit for name, _, limit in lines if name}
 
     def partition_names(self) -> list[str]:
         """Return the names of all partitions, also of those that are hidden from this user."""
@@ -120,11 +120,11 @@ class SlurmClient:
     ) -> str:
         """Submit a script and return the job id. Options override its directives. ``inherited``
         replaces this process's environment as what the job inherits."""
-        environ = environment.of_job(os.environ, inherited)
+        environ = job_environment.of_job(os.environ, inherited)
         command = ("sbatch", "--parsable", *options, str(script))
         return parse.job_id(self._run(*command, environ=environ))
 
-    def queue(self, jobs: Iterable[str]) -> list[rows.QueueRow]:
+    def queue(self, jobs: Iterable[str]) -> list[states.QueueRow]:
         """Return the rows of these jobs, including ended ones that Slurm still remembers. One
         squeue serves all jobs. Where squeue fails or is not Slurm's own, scontrol runs once per
         job."""
@@ -141,19 +141,19 @@ class SlurmClient:
             except SchedulerError:
                 raise error from None
 
-    def queue_by_name(self, names: Iterable[str]) -> list[rows.QueueRow]:
+    def queue_by_name(self, names: Iterable[str]) -> list[states.QueueRow]:
         return self._queue(f"--name={','.join(names)}")
 
-    def accounting(self, jobs: Iterable[str]) -> list[rows.QueueRow] | None:
+    def accounting(self, jobs: Iterable[str]) -> list[states.QueueRow] | None:
         """Return the rows of these jobs in the accounting database; None where there is none."""
-        form = (f"--format={rows.ACCOUNTING_FORMAT}", f"--jobs={','.join(jobs)}")
+        form = (f"--format={states.ACCOUNTING_FORMAT}", f"--jobs={','.join(jobs)}")
         try:
             text = self._run("sacct", "--noheader", "--parsable2", "--allocations", *form)
         except SchedulerError as error:
             if any(words in str(error) for words in NO_ACCOUNTING):
                 return None
             raise
-        return rows.accounting(text)
+        return states.accounting(text)
 
     def settings(self) -> dict[str, str]:
         """The cluster's configuration (``scontrol show config``)."""
@@ -201,24 +201,24 @@ class SlurmClient:
             if NO_WORDS not in str(error):
                 raise
 
-    def _shown(self, job: str) -> list[rows.QueueRow]:
+    def _shown(self, job: str) -> list[states.QueueRow]:
         try:
-            return rows.control(self._run("scontrol", "show", "job", "--oneliner", job))
+            return states.control(self._run("scontrol", "show", "job", "--oneliner", job))
         except SchedulerError as error:
             if FORGOTTEN in str(error):
                 return []
             raise
 
-    def _queue(self, selection: str) -> list[rows.QueueRow]:
-        form = f"--Format={rows.QUEUE_FORMAT}"
-        return rows.queue(self._run("squeue", "--noheader", "--states=all", form, selection))
+    def _queue(self, selection: str) -> list[states.QueueRow]:
+        form = f"--Format={states.QUEUE_FORMAT}"
+        return states.queue(self._run("squeue", "--noheader", "--states=all", form, selection))
 
     def _run(self, *command: str, environ: Mapping[str, str] | None = None) -> str:
         try:
             done = subprocess.run(
                 command,
                 executable=shutil.which(command[0]),  # not by the PATH that a job is to have
-                env=environ or environment.of_command(os.environ),
+                env=environ or job_environment.of_command(os.environ),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

@@ -17,10 +17,10 @@ from typing import Final
 from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.worlds import TRAINERS
-from slurmrl.scheduler import exclusion
+from slurmrl.scheduler import submission
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.extend import Extender
+from slurmrl.scheduler.extensions import Extender
 from slurmrl.scheduler.slurm import SlurmScheduler
 
 HELD: Final = "JobHeldUser"
@@ -94,7 +94,7 @@ class ElasticGroup:
         everybody = self._scheduler.query(jobs)
         tasks = [task for task in everybody if task.group == self._group]
         change = balance(desired, tasks, self._throttle)
-        for elements in exclusion.queued(tasks, self._group):
+        for elements in submission.queued_elements(tasks, self._group):
             self._change(elements, change)
         self._throttle = change.throttle or self._throttle
         if change.submit:
@@ -110,7 +110,7 @@ class ElasticGroup:
         everybody = self._scheduler.query(self._scheduler.recover(self._run, self._number))
         if any(task.group == TRAINERS and task.state.active for task in everybody):
             self.keep(0)
-        elif queued := exclusion.queued(everybody, self._group):
+        elif queued := submission.queued_elements(everybody, self._group):
             self._client.cancel(queued)
 
     def _change(self, elements: str, change: Change) -> None:
@@ -128,5 +128,5 @@ class ElasticGroup:
             if change.release:
                 self._client.release(elements)
         except SchedulerError as error:
-            if exclusion.STARTED not in str(error):
+            if submission.NO_LONGER_PENDING not in str(error):
                 raise

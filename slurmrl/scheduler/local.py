@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import environment, processes, render, submission
+from slurmrl.scheduler import batch_script, job_environment, processes, submission
 from slurmrl.scheduler.base import (
     GroupRequest,
     JobIds,
@@ -18,8 +18,8 @@ from slurmrl.scheduler.base import (
     SubmissionRequest,
     TaskState,
 )
-from slurmrl.scheduler.local_state import SIGNALS, ChainState, chain_process, job_id
-from slurmrl.scheduler.tasks import forgotten
+from slurmrl.scheduler.local_chain import SIGNALS, ChainState, chain_process, job_id
+from slurmrl.scheduler.states import forgotten
 
 CHAIN = "slurmrl.scheduler.local_chain"
 
@@ -34,7 +34,9 @@ class LocalScheduler(Scheduler):
             raise EnvironmentFailure("the local scheduler needs Linux with /proc and /bin/bash")
 
     def scripts(self, request: SubmissionRequest) -> dict[str, str]:
-        return {group.name: render.script(request, group, "direct") for group in request.groups}
+        return {
+            group.name: batch_script.script(request, group, "direct") for group in request.groups
+        }
 
     def submit(self, request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
         for group in request.groups:
@@ -86,12 +88,12 @@ class LocalScheduler(Scheduler):
         width = group.hosts if group.elastic else 1
         arguments = [str(run.run), str(request.number), group.name, str(group.links), str(width)]
         output = run.batch_log(group.name, f"chain.{request.number}")
-        environ = environment.of_local_job(os.environ)
+        environ = job_environment.of_local_job(os.environ)
         # -P: the working directory must not shadow the code snapshot.
         pid = os.posix_spawn(
             request.python,
             [request.python, "-P", "-m", CHAIN, *arguments],
-            environ | environment.of_snapshot(request.code),
+            environ | job_environment.of_snapshot(request.code),
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_OPEN, 1, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),

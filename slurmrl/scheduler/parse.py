@@ -1,4 +1,4 @@
-"""Pure parsers of Slurm's output: ids, ranges of elements, hosts, times, exit codes."""
+"""Pure parsers of Slurm's output: ids, elements, hosts, times, exit codes, partitions, accounts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from slurmrl.errors import SchedulerError
 HOSTS_FORMAT = "%N|%T|%G|%c|%m"
 """sinfo's fields, one line for each host and partition: host, state, generic resources, CPUs,
 megabytes of memory."""
+PARTITIONS_FORMAT = "%P|%a|%l|%D|%c|%m|%G"
+"""sinfo's fields, one line for each partition and kind of host: partition (a star marks the
+default), availability, time limit, number of hosts, CPUs, megabytes of memory, resources."""
+ACCOUNTS_FORMAT = "User,DefaultAccount,Account"
 MOST_DIGITS = 7
 """Digits of an element or of a host's number: Slurm has at most 4,000,001 elements."""
 _PLACES = re.compile(r"\([^)]*\)")
 _COUNT = re.compile(r"(\d+)([KMGTP]?)", re.IGNORECASE)
 NO_CONSUME = "no_consume"
+NO_EXIT = (None, None)
+NOTHING = ("None", "N/A", "(null)", "Unknown")
 
 
 @dataclass(frozen=True)
@@ -140,9 +146,6 @@ def hosts(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-NO_EXIT = (None, None)
-
-
 def exit_status(text: str) -> tuple[int | None, int | None]:
     """Parse exit code and signal: sacct's and scontrol's ``3:0``, squeue's wait status ``768``."""
     code, colon, number = text.strip().partition(":")
@@ -169,10 +172,86 @@ def assignments(text: str) -> dict[str, str]:
     return dict(found)
 
 
-NOTHING = ("None", "N/A", "(null)", "Unknown")
-
-
 def said(text: str) -> str:
     """Return a field, empty where Slurm prints a placeholder. Elements that share a row have their
     reasons joined: ``JobArrayTaskLimit,None``."""
     return ",".join(part for part in text.split(",") if part.strip() not in NOTHING)
+
+
+@dataclass(frozen=True)
+class HostKind:
+    """Equal hosts of a partition."""
+
+    hosts: int
+    cpus: int
+    memory_mib: int
+    gpus: int
+    gpu_types: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition; its kinds of hosts in sinfo's order."""
+
+    name: str
+    is_default: bool
+    is_up: bool
+    time_limit: str
+    """As sinfo prints it: ``1-00:00:00``, ``infinite``."""
+    kinds: tuple[HostKind, ...]
+
+    @property
+    def hosts(self) -> int:
+        return sum(kind.hosts for kind in self.kinds)
+
+    @property
+    def most_gpus(self) -> int:
+        """Of one host."""
+        return max((kind.gpus for kind in self.kinds), default=0)
+
+    @property
+    def gpu_types(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for kind in self.kinds for name in kind.gpu_types))
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """The accounts that a user may charge."""
+
+    names: tuple[str, ...]
+    default: str
+    """Empty where there is none."""
+
+
+def partitions(text: str) -> list[Partition]:
+    """Return the partitions in sinfo's output, the default one first."""
+    found: dict[str, Partition] = {}
+    bars = PARTITIONS_FORMAT.count("|")
+    for line in rows(text, "sinfo", lambda line: line.count("|") == bars):
+        parts = line.split("|")
+        label, state, limit, hosts, cpus, memory, resources = parts
+        name = label.removesuffix("*")
+        kind = HostKind(
+            whole(hosts),
+            whole(cpus),
+            whole(memory),
+            gpu_count(resources),
+            tuple(_once(name for name, _ in gpus(resources) if name)),
+        )
+        before = found[name].kinds if name in found else ()
+        found[name] = Partition(name, label != name, state == "up", limit, (*before, kind))
+    return sorted(found.values(), key=lambda one: not one.is_default)
+
+
+def accounts(text: str) -> Accounts:
+    """Return the accounts in sacctmgr's output; associations with partitions repeat them."""
+    names, default = [], ""
+    for line in rows(text, "sacctmgr", lambda line: line.count("|") >= 2):
+        parts = line.split("|")
+        default = said(parts[1]) or default
+        names.append(said(parts[2]))
+    return Accounts(tuple(_once(name for name in [default, *names] if name)), default)
+
+
+def _once(names: Iterable[str]) -> Iterable[str]:
+    return dict.fromkeys(names)

@@ -6,23 +6,14 @@ import contextlib
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from slurmrl import log
 from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, SchedulerError
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import (
-    directives,
-    environment,
-    exclusion,
-    extensions,
-    limits,
-    parse,
-    render,
-    submission,
-    tasks,
-)
+from slurmrl.scheduler import batch_script, extensions, job_environment, parse, states, submission
 from slurmrl.scheduler.base import (
     GroupRequest,
     JobIds,
@@ -32,8 +23,8 @@ from slurmrl.scheduler.base import (
     TaskState,
 )
 from slurmrl.scheduler.client import SlurmClient, may_have_worked
-from slurmrl.scheduler.extend import Extender
-from slurmrl.scheduler.memory import MemoryRequest
+from slurmrl.scheduler.extensions import Extender
+from slurmrl.scheduler.states import QueueRow
 
 logger = log.get(__name__)
 
@@ -66,14 +57,14 @@ class SlurmScheduler(Scheduler):
             ) from error
 
     def scripts(self, request: SubmissionRequest) -> dict[str, str]:
-        return {group.name: render.script(request, group, "srun") for group in request.groups}
+        return {group.name: batch_script.script(request, group, "srun") for group in request.groups}
 
     def submit(self, request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
         most = self._most_links(request)
         groups = tuple(_shortened(group, most(group)) for group in request.groups)
         request = dataclasses.replace(request, groups=groups)
         submission.write_scripts(request.run, request.number, self.scripts(request))
-        inherited = environment.inheritance(os.environ)
+        inherited = job_environment.inheritance(os.environ)
         submission.write_environment(request.run, request.number, inherited)
         jobs: dict[str, tuple[str, ...]] = {}
         try:
@@ -110,7 +101,7 @@ class SlurmScheduler(Scheduler):
         ids = [job for each in jobs.values() for job in each]
         if not ids:
             return []
-        return tasks.task_states(self._memory.complete(self._client.queue(ids), ids), jobs)
+        return states.task_states(self._memory.complete(self._client.queue(ids), ids), jobs)
 
     def cancel(self, jobs: JobIds, *, spare: str = "") -> None:
         self._cancel(jobs, lambda task: task.state.active and task.job_id != spare)
@@ -142,21 +133,21 @@ class SlurmScheduler(Scheduler):
         UsageError."""
         jobs = self.recover(run, number)
         everybody = self.query(jobs)
-        if exclusion.update(self._client, run, number, group, everybody):
+        if submission.exclude_from_queued(self._client, run, number, group, everybody):
             return
         left = [task for task in everybody if task.state is not JobState.PENDING]
         extender = Extender(self._client, run, number, group)
         extender.extend(left, known=jobs.get(group, ()), by=by)
-        self._client.cancel(exclusion.queued(everybody, group))
+        self._client.cancel(submission.queued_elements(everybody, group))
 
     def avoid(self, run: RunPaths, number: int, group: str, host: str, why: str) -> bool:
         """Avoid a host from now on, unless no job of the group could start without it."""
-        return exclusion.avoid(self._client, run, number, group, host, why)
+        return submission.avoid_host(self._client, run, number, group, host, why)
 
     def exclude(self, run: RunPaths, number: int, group: str, element: str) -> None:
         """Exclude the hosts that the trial avoids from one queued element. Raises
         SchedulerError."""
-        self._client.exclude(element, exclusion.excluded(run, number, group))
+        self._client.exclude(element, submission.excluded_hosts(run, number, group))
 
     def runs(self, element: str) -> bool:
         """Return whether an element (``41_3``) runs and is not being ended. Raises
@@ -173,7 +164,7 @@ class SlurmScheduler(Scheduler):
         """Return the longest array of a group that the cluster accepts from this user; None if
         unknown."""
         try:
-            most = limits.of_arrays(self._client.settings())
+            most = extensions.array_limit(self._client.settings())
         except SchedulerError as error:
             logger.info("Slurm does not report the maximum length of an array: %s", error)
             return lambda group: None
@@ -182,8 +173,8 @@ class SlurmScheduler(Scheduler):
             answer = self._client.submit_limits(user_name())
 
         def of_group(group: GroupRequest) -> int | None:
-            account = directives.slurm_options(request, group).get("account")
-            found = (most, limits.of_user(answer, user_name(), account))
+            account = batch_script.slurm_options(request, group).get("account")
+            found = (most, extensions.submit_room(answer, user_name(), account))
             return min((limit for limit in found if limit is not None), default=None)
 
         return of_group
@@ -193,17 +184,17 @@ class SlurmScheduler(Scheduler):
         script = request.run.submission_script(request.number, group.name)
         try:
             return self._client.submit(
-                script, *exclusion.option(request.run, request.number, group.name)
+                script, *submission.exclude_option(request.run, request.number, group.name)
             )
         except SchedulerError as error:
             if may_have_worked(error):
                 return self._find_lost(request, group, error)
-            if not limits.TOO_MANY.search(str(error)) or group.links == 1:
+            if not extensions.TOO_MANY.search(str(error)) or group.links == 1:
                 raise
             refused = error
         logger.info("sbatch refused %d elements: %s", group.links, refused)
         group = _shortened(group, group.links // 2)
-        text = render.script(request, group, "srun")
+        text = batch_script.script(request, group, "srun")
         submission.write_scripts(request.run, request.number, {group.name: text})
         return self._submit(request, group)
 
@@ -248,3 +239,51 @@ def _shortened(group: GroupRequest, most: int | None) -> GroupRequest:
         group.name,
     )
     return dataclasses.replace(group, links=links)
+
+
+class MemoryRequest:
+    """Query of ended elements that squeue no longer shows. sacct runs only while elements are
+    missing, and not again after it failed or reported that there is no accounting."""
+
+    def __init__(self, client: SlurmClient) -> None:
+        self._client = client
+        self._there = True
+        self._known: dict[tuple[str, int], QueueRow] = {}
+        self._asked: set[tuple[str, int]] = set()
+
+    def complete(self, found: Sequence[QueueRow], jobs: Sequence[str]) -> list[QueueRow]:
+        """Return the queue's rows and those of the elements that it no longer shows."""
+        seen = {(row.job, element) for row in found for element in row.elements}
+        lacking = [job for job in jobs if self._lacks(job, seen)]
+        if lacking and self._there:
+            self._ask(lacking)
+            self._asked |= {(job, _lowest(job, seen)) for job in lacking}
+        wanted = set(jobs)
+        older = [row for key, row in self._known.items() if key not in seen and key[0] in wanted]
+        return [*found, *older]
+
+    def _lacks(self, job: str, seen: set[tuple[str, int]]) -> bool:
+        """Return whether elements of a job are missing. A job without any row is always looked up:
+        the database may have recorded it since."""
+        lowest = _lowest(job, seen)
+        return lowest != 0 and (lowest < 0 or (job, lowest) not in self._asked)
+
+    def _ask(self, jobs: Sequence[str]) -> None:
+        try:
+            answer = self._client.accounting(jobs)
+        except SchedulerError as error:
+            logger.info("sacct is not called again: %s", error)
+            answer = None
+        self._there = answer is not None
+        # The row of a cancelled array can name elements whose own rows say more.
+        for row in sorted(answer or (), key=lambda row: len(row.elements), reverse=True):
+            if not states.interpret(row.raw).state.active:  # what still runs is the queue's to say
+                self._known |= {(row.job, element): _one(row, element) for element in row.elements}
+
+
+def _lowest(job: str, seen: set[tuple[str, int]]) -> int:
+    return min((element for name, element in seen if name == job), default=-1)
+
+
+def _one(row: QueueRow, element: int) -> QueueRow:
+    return replace(row, elements=(element,))

@@ -1,30 +1,44 @@
-"""``overview.json``: what a list of trials says about a trial that has ended.
+"""What a list of trials shows: the status of many trials, and ``overview.json`` of ended ones.
 
-It saves a reader work and is never the truth. It names the number of history records and the size
-of the metrics that it was made from. Records are never removed, so a reader that counts as many
-shows what the history says; otherwise, or without the file, it reads everything. A process that is
-killed between the end of the trial and this file costs no more than that.
+`collect` costs one look at each run directory, one query per scheduler and one wait for all
+heartbeats. `name_entries` waits for leases in the same way.
+
+``overview.json`` saves a reader work and is never the truth. It names the number of history
+records and the size of the metrics that it was made from. Records are never removed, so a reader
+that counts as many shows what the history says; otherwise, or without the file, it reads
+everything. A process that is killed between the end of the trial and this file costs no more than
+that.
 """
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
 
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlurmrlError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.shapes import INTEGER, NUMBER, SECONDS, SIZE, TEXT, Fields, one_of, table
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run.history.log import History
 from slurmrl.run.history.recent import recent
+from slurmrl.run.lease import LeaseBoard, read_counter
 from slurmrl.run.paths import RunPaths
-from slurmrl.watch import snapshot
+from slurmrl.scheduler.base import JobIds, JobState, TaskState
 from slurmrl.watch.diagnosis import diagnose
+from slurmrl.watch.snapshot import GLANCE, STORY, TrialSnapshot, newest_submission, read
 from slurmrl.watch.status import ENDS, assemble
 
 logger = log.get(__name__)
 
+HEARTBEATS = 1.5
+"""Heartbeat intervals to wait for a lease to move."""
+LOOK_S = 0.2
 KEPT: Fields = {
     "state": one_of(*ENDS.values()),
     "step": INTEGER,
@@ -41,14 +55,167 @@ FIELDS: Fields = {"records": SIZE, "metrics_bytes": SIZE, **KEPT}
 REQUIRED = ("records", "metrics_bytes", "state", "step", "metrics")
 
 
-def keep(paths: RunPaths) -> None:
+class QueryableScheduler(Protocol):
+    """The part of a scheduler that the status needs."""
+
+    def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]: ...
+
+    def query(self, jobs: JobIds) -> list[TaskState]: ...
+
+
+SchedulerFactory = Callable[[str], QueryableScheduler]
+
+
+class SchedulerAnswer:
+    """The scheduler's answer about one trial."""
+
+    def __init__(self) -> None:
+        self.tasks: list[TaskState] = []
+        self.problem: str | None = None
+
+    @property
+    def maybe_running(self) -> bool:
+        unsure = (JobState.RUNNING, JobState.UNKNOWN)
+        return self.problem is not None or any(task.state in unsure for task in self.tasks)
+
+
+def collect(
+    trials: Sequence[RunPaths],
+    schedulers: SchedulerFactory,
+    *,
+    detailed: bool = False,
+    unreadable: Callable[[RunPaths, SlurmrlError], None] | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[dict[str, Any]]:
+    """Return the documented object of each trial (see ``status``); ``detailed`` ones cover more
+    incarnations. A run directory that cannot be read is passed to ``unreadable`` and left out;
+    without that it raises."""
+    snapshots = _read_all(trials, STORY if detailed else GLANCE, unreadable)
+    found = ask(snapshots, schedulers)
+    watched = [
+        snapshot
+        for snapshot in snapshots
+        if snapshot.state.end is None and found[snapshot.trial].maybe_running
+    ]
+    alive = moving(watched, sleep=sleep, clock=clock)
+    return [
+        assemble(
+            snapshot,
+            found[snapshot.trial].tasks,
+            alive=snapshot.trial in alive,
+            problem=found[snapshot.trial].problem,
+        )
+        for snapshot in snapshots
+    ]
+
+
+def glance(
+    trials: Sequence[RunPaths],
+    schedulers: SchedulerFactory,
+    *,
+    unreadable: Callable[[RunPaths, SlurmrlError], None],
+) -> list[dict[str, Any]]:
+    """Return what a list shows of each trial: `overview` of the ended ones that have a current one,
+    the whole object of the others."""
+    found = {paths: row for paths in trials if (row := read_overview(paths)) is not None}
+    others = [paths for paths in trials if paths not in found]
+    rows = {row["trial"]: row for row in collect(others, schedulers, unreadable=unreadable)}
+    rows |= {row["trial"]: row for row in found.values()}
+    names = (f"{paths.experiment}/{paths.trial}" for paths in trials)
+    return [rows[name] for name in names if name in rows]
+
+
+def _read_all(
+    trials: Sequence[RunPaths],
+    incarnations: int,
+    unreadable: Callable[[RunPaths, SlurmrlError], None] | None,
+) -> list[TrialSnapshot]:
+    snapshots = []
+    for paths in trials:
+        try:
+            snapshots.append(read(paths, incarnations))
+        except SlurmrlError as error:
+            if unreadable is None:
+                raise
+            unreadable(paths, error)
+    return snapshots
+
+
+def ask(
+    snapshots: Sequence[TrialSnapshot], schedulers: SchedulerFactory
+) -> dict[str, SchedulerAnswer]:
+    """Query each scheduler once for all trials that have not ended. ``problem`` holds the error of
+    one that does not answer."""
+    found = {snapshot.trial: SchedulerAnswer() for snapshot in snapshots}
+    by_kind: dict[str, list[TrialSnapshot]] = {}
+    for snapshot in snapshots:
+        if snapshot.state.end is None and snapshot.submission is not None:
+            by_kind.setdefault(snapshot.submission.scheduler, []).append(snapshot)
+    for kind, asked in by_kind.items():
+        try:
+            for snapshot, task in _query(schedulers(kind), asked):
+                found[snapshot.trial].tasks.append(task)
+        except EnvironmentFailure as error:
+            for snapshot in asked:
+                found[snapshot.trial].problem = str(error)
+    return found
+
+
+def _query(
+    scheduler: QueryableScheduler, snapshots: Sequence[TrialSnapshot]
+) -> list[tuple[TrialSnapshot, TaskState]]:
+    jobs: dict[str, tuple[str, ...]] = {}
+    owners: dict[str, tuple[TrialSnapshot, str]] = {}
+    for snapshot in snapshots:
+        assert snapshot.submission is not None
+        recovered = scheduler.recover(snapshot.paths, snapshot.submission.number)
+        for group, ids in recovered.items():
+            key = f"{snapshot.trial}:{group}"  # groups of several trials in one query
+            jobs[key], owners[key] = ids, (snapshot, group)
+    answers = []
+    for task in scheduler.query(jobs):
+        snapshot, group = owners[task.group]
+        answers.append((snapshot, replace(task, group=group)))
+    return answers
+
+
+def moving(
+    snapshots: Sequence[TrialSnapshot],
+    *,
+    sleep: Callable[[float], None],
+    clock: Callable[[], float],
+) -> set[str]:
+    """Return the trials whose master's lease moves within HEARTBEATS heartbeat intervals."""
+    waiting: dict[str, tuple[Path, int | None]] = {}
+    heartbeats_s = [0.0]
+    for snapshot in snapshots:
+        lease = snapshot.lease()
+        if lease is not None and snapshot.submission is not None:
+            waiting[snapshot.trial] = (lease, read_counter(lease))
+            heartbeats_s.append(snapshot.submission.heartbeat_s)
+    deadline = clock() + HEARTBEATS * max(heartbeats_s)
+    alive: set[str] = set()
+    while waiting and clock() < deadline:
+        sleep(0.05)
+        moved = {trial for trial, (lease, first) in waiting.items() if _moved(lease, first)}
+        alive |= moved
+        waiting = {trial: seen for trial, seen in waiting.items() if trial not in moved}
+    return alive
+
+
+def _moved(lease: Path, first: int | None) -> bool:
+    return read_counter(lease) not in (first, None)
+
+
+def keep_overview(paths: RunPaths) -> None:
     """Write the file if the trial has ended and it is not up to date. Where that is impossible,
     readers do without it."""
     try:
-        if recent(paths.history, exports=False).end is None or read(paths) is not None:
+        if recent(paths.history, exports=False).end is None or read_overview(paths) is not None:
             return
         made_from = _made_from(paths)  # before the rest: a record in between makes the file stale
-        trial = snapshot.read(paths)
+        trial = read(paths)
         if trial.state.end is not None:
             status = assemble(trial, [])
             values = {**made_from, **{name: status[name] for name in KEPT}}
@@ -57,13 +224,13 @@ def keep(paths: RunPaths) -> None:
         logger.info("%s is not written: %s", paths.overview, error)
 
 
-def read(paths: RunPaths) -> dict[str, Any] | None:
+def read_overview(paths: RunPaths) -> dict[str, Any] | None:
     """Return the trial's name, the kept fields and the findings of an ended trial as its status
     object has them; None if the file is missing, stale, damaged or unreadable."""
     with suppress(FileNotFoundError, CorruptFileError, EnvironmentFailure):
         kept = documents.read(paths.overview, FIELDS, REQUIRED)
         if all(kept[name] == value for name, value in _made_from(paths).items()):
-            return _status(paths, kept)
+            return _overview_status(paths, kept)
     return None
 
 
@@ -77,7 +244,7 @@ def _made_from(paths: RunPaths) -> dict[str, int]:
     return {"records": History(paths.history).count(), "metrics_bytes": metrics_bytes}
 
 
-def _status(paths: RunPaths, kept: dict[str, Any]) -> dict[str, Any]:
+def _overview_status(paths: RunPaths, kept: dict[str, Any]) -> dict[str, Any]:
     checkpoint = kept.get("checkpoint")
     status: dict[str, Any] = {name: kept.get(name) for name in KEPT}
     status["trial"] = f"{paths.experiment}/{paths.trial}"
@@ -88,3 +255,52 @@ def _status(paths: RunPaths, kept: dict[str, Any]) -> dict[str, Any]:
         "diagnosis": findings[0].text,
         "findings": [finding._asdict() for finding in findings],
     }
+
+
+def name_entries(
+    paths: RunPaths,
+    prefix: str,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[dict[str, Any]]:
+    """Return one object per key below ``prefix``: ``key``, ``value``, ``owner`` (a lease, or null),
+    ``alive`` (whether the lease moved during this call; null without an owner) and ``lease_age_s``
+    (how long the lease was seen not to move). Clocks of other hosts are not trusted, so the call
+    takes up to 1.5 heartbeats if a lease does not move.
+    """
+    entries = FileNameStore(paths.names).entries(prefix)
+    owners = sorted({entry.owner for entry in entries.values() if entry.owner})
+    ages = _lease_ages(paths, owners, sleep, clock)
+    return [
+        {
+            "key": key,
+            "value": entry.value,
+            "owner": entry.owner or None,
+            "alive": ages[entry.owner] is None if entry.owner else None,
+            "lease_age_s": (ages[entry.owner] or 0.0) if entry.owner else None,
+        }
+        for key, entry in entries.items()
+    ]
+
+
+def _lease_ages(
+    paths: RunPaths,
+    owners: list[str],
+    sleep: Callable[[float], None],
+    clock: Callable[[], float],
+) -> dict[str, float | None]:
+    """Return how long each lease was seen not to move; None for those that moved."""
+    submission = newest_submission(paths)
+    longest_s = HEARTBEATS * (submission.heartbeat_s if submission is not None else 0.0)
+    board = LeaseBoard(paths.leases, ttl_s=float("inf"), look_s=0.0, clock=clock)
+    first = {owner: board.view(owner).counter for owner in owners}
+    ages: dict[str, float | None] = dict.fromkeys(owners, 0.0)
+    end = clock() + longest_s
+    while owners and clock() < end:
+        sleep(LOOK_S)
+        for owner in owners:
+            view = board.view(owner)
+            ages[owner] = view.age_s if view.counter == first[owner] else None
+        owners = [owner for owner in owners if ages[owner] is not None]
+    return ages

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from slurmrl.run import endings, hang
+from slurmrl.run import endings, hang, metrics
+from slurmrl.run.events import Event
 from slurmrl.run.rollouts import RolloutTaskView
 from slurmrl.scheduler.base import JobState, TaskState
-from slurmrl.watch import published, story, throughput
+from slurmrl.watch import published, story
 from slurmrl.watch.snapshot import Traces, TrialSnapshot
 
 SKIPPED_STEPS = 3
@@ -20,6 +21,9 @@ SKIPPED_STEPS = 3
 UNJUDGED_STEPS = 20
 MOST_UNJUDGED = 0.1
 """A share of completions that is no accident any more."""
+RECENT = 20
+"""Newest steps that the pace is averaged over."""
+RECENT_COMMITS = 5
 
 
 def describe(
@@ -183,18 +187,18 @@ def _timing(snapshot: TrialSnapshot, state: str, step: int) -> dict[str, Any]:
     """Return the timing; the pace is that of the newest steps, of whichever incarnations."""
     events = [event for traces in snapshot.incarnations for event in traces.master]
     newest = snapshot.incarnations[-1] if snapshot.incarnations else None
-    step_s = throughput.step_s(snapshot.lines, events)
+    step_s = step_time_s(snapshot.lines, events)
     total = snapshot.total_steps
-    commit_s, stall_s = throughput.commits(events)
-    trained_s = throughput.kept_s(snapshot.trained_s, snapshot.lines, step)
+    commit_s, stall_s = commit_times(events)
+    trained_s = counted_time_s(snapshot.trained_s, snapshot.lines, step)
     return {
         "step_s": step_s,
-        "left_s": throughput.left_s(step_s, step, total) if not snapshot.state.end else None,
-        "start_s": throughput.start_s(newest.begun.time, newest.master) if newest else None,
+        "left_s": time_left_s(step_s, step, total) if not snapshot.state.end else None,
+        "start_s": start_time_s(newest.begun.time, newest.master) if newest else None,
         "commit_s": commit_s,
         "commit_stall_s": stall_s,
         "signal_lead_s": snapshot.submission.signal_lead_s if snapshot.submission else None,
-        "effective_ratio": throughput.effective_ratio(
+        "effective_ratio": effective_ratio(
             trained_s, snapshot.first_step_at, _until(snapshot, state)
         ),
     }
@@ -209,3 +213,63 @@ def _until(snapshot: TrialSnapshot, state: str) -> float | None:
     if not snapshot.incarnations:
         return None
     return max(story.last_word(snapshot.incarnations[-1]), story.last_line(snapshot))
+
+
+def step_time_s(lines: Sequence[Mapping[str, Any]], events: Iterable[Event]) -> float | None:
+    """Return the mean time of the newest steps, including evaluations. The first step of an
+    incarnation is warm-up and left out, unless there are no others."""
+    firsts = {event.get("step", -1) + 1 for event in events if event["kind"] == "ready"}
+    timed = [line for line in lines if _number(line.get(metrics.STEP_S)) is not None]
+    warm = [line for line in timed if line["step"] not in firsts]
+    recent = (warm or timed)[-RECENT:]
+    return sum(line[metrics.STEP_S] for line in recent) / len(recent) if recent else None
+
+
+def time_left_s(pace_s: float | None, step: int, total: int | None) -> float | None:
+    """Return the time to the last step at this pace."""
+    if pace_s is None or total is None:
+        return None
+    return max(total - step, 0) * pace_s
+
+
+def commit_times(events: Iterable[Event]) -> tuple[float | None, float | None]:
+    """Return how long the slowest of the newest commits took, and how long training waited for
+    one at most."""
+    newest = [event for event in events if event["kind"] == "commit"][-RECENT_COMMITS:]
+    taken = [s for event in newest if (s := _number(event.get("seconds"))) is not None]
+    stalls = [s for event in newest if (s := _number(event.get("stall_s"))) is not None]
+    return max(taken, default=None), max(stalls, default=None)
+
+
+def start_time_s(begun: float, events: Iterable[Event]) -> float | None:
+    """Return the time from an incarnation's begin until its ranks were ready to train."""
+    ready = next((event for event in events if event["kind"] == "ready"), None)
+    if ready is None:
+        return None
+    said = _number(ready.get("seconds"))
+    return said if said is not None else max(float(ready["time"]) - begun, 0.0)
+
+
+def counted_time_s(
+    trained_s: float | None, lines: Sequence[Mapping[str, Any]], step: int
+) -> float | None:
+    """Return the total time of the steps up to ``step``, where the trial stands: those after it
+    are lost, and their lines stay until the next incarnation begins."""
+    if trained_s is None:
+        return None
+    lost = (_number(line.get(metrics.STEP_S)) or 0.0 for line in lines if line["step"] > step)
+    return trained_s - sum(lost)
+
+
+def effective_ratio(
+    trained_s: float | None, first_step_at: float | None, until: float | None
+) -> float | None:
+    """Return the time of the steps that count / the time since the first of them could begin.
+    Repeated steps count once; time in the queue counts as lost."""
+    if trained_s is None or first_step_at is None or until is None or until <= first_step_at:
+        return None
+    return min(trained_s / (until - first_step_at), 1.0)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -33,7 +33,7 @@ from slurmrl.run.reports import Failure, Hang, Identity, Warned
 from slurmrl.run.worlds import TRAINERS
 from slurmrl.scheduler import stopping
 from slurmrl.scheduler.processes import claimant_words, may_submit
-from slurmrl.watch import published, throughput
+from slurmrl.watch import published
 
 GLANCE = 3
 """Newest incarnations to read for a diagnosis."""
@@ -253,7 +253,7 @@ def _times(paths: RunPaths, incarnations: int) -> tuple[float | None, float | No
         return None, first
     if size > MOST_METRICS_BYTES:
         return None, first
-    return sum(metrics.read_values(paths.metrics, throughput.STEP_S)), first
+    return sum(metrics.read_values(paths.metrics, metrics.STEP_S)), first
 
 
 def _evaluated(paths: RunPaths) -> dict[str, Any]:

@@ -35,10 +35,9 @@ from slurmrl.run.history.writer import end
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import stopping
 from slurmrl.scheduler.base import Continue
-from slurmrl.scheduler.chain import continues
+from slurmrl.scheduler.chain import TIMEOUT_S, Link, continues
 from slurmrl.scheduler.client import SlurmClient, may_have_worked
-from slurmrl.scheduler.rows import QueueRow
-from slurmrl.scheduler.succession import TIMEOUT_S, Link
+from slurmrl.scheduler.states import QueueRow
 from slurmrl.watch.snapshot import newest_submission
 
 logger = log.get(__name__)

@@ -14,8 +14,8 @@ from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError
 from slurmrl.scheduler.base import JobIds, JobState, TaskState
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.rows import QueueRow
 from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.scheduler.states import QueueRow
 from tests.scheduler_contract import STAY, active, pids, request_of, submitted, wait_until
 from tests.support.beds import bed
 

@@ -20,10 +20,9 @@ from slurmrl.run.history.record import Kind
 from slurmrl.run.history.writer import begin
 from slurmrl.scheduler import extensions
 from slurmrl.scheduler.base import JobState, SubmissionRequest
-from slurmrl.scheduler.chain import TopUp, top_up
+from slurmrl.scheduler.chain import Link, TopUp, continue_after, end_chain, top_up
 from slurmrl.scheduler.elastic import HELD, Change, ElasticGroup
 from slurmrl.scheduler.slurm import SlurmScheduler
-from slurmrl.scheduler.succession import Link, continue_after, end_chain
 from tests.scheduler_contract import (
     STAY,
     active,
@@ -171,7 +170,7 @@ def test_a_link_puts_itself_back_into_the_queue(scheduler: SlurmScheduler, tmp_p
         "from slurmrl.run.paths import RunPaths\n"
         "from slurmrl.run.history.log import History\n"
         "from slurmrl.run.history.writer import begin\n"
-        "from slurmrl.scheduler.succession import Link, continue_after\n"
+        "from slurmrl.scheduler.chain import Link, continue_after\n"
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"  # like a supervisor
         "link = Link.here(RunPaths(Path.cwd()), 1, 'trainer')\n"
         "job = f'{env.JOB_ID.get()}.{env.RESTART_COUNT.get()}.0'\n"
@@ -200,7 +199,7 @@ def test_a_cancelled_chain_gets_no_more_links(scheduler: SlurmScheduler, tmp_pat
         "from pathlib import Path; from slurmrl.run.paths import RunPaths\n"
         "from slurmrl.run.history.log import History; from slurmrl.run.history.record import Kind\n"
         "from slurmrl.run.history.writer import begin\n"
-        "from slurmrl.scheduler.succession import Link, continue_after\n"
+        "from slurmrl.scheduler.chain import Link, continue_after\n"
         "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
         "link = Link.here(RunPaths(Path.cwd()), 1, 'trainer')\n"
         "writer = begin(History(link.run.history), {'submission': 1, 'job': 'x'})\n"
@@ -279,10 +278,10 @@ def test_a_link_of_the_trainers_looks_after_an_elastic_group(
     group."""
     code = (
         "import time; from pathlib import Path; from slurmrl.run.paths import RunPaths\n"
-        "from slurmrl.scheduler import upkeep; from slurmrl.scheduler.succession import *\n"
-        "upkeep.KEEP_S = 0.5\n"
+        "from slurmrl.scheduler import chain; from slurmrl.scheduler.chain import *\n"
+        "chain.KEEP_S = 0.5\n"
         "link = Link.here(RunPaths(Path.cwd()), 1, 'trainer')\n"
-        "looks = upkeep.Upkeep(link, {'rollout': 2}, print); looks.start()\n"
+        "looks = chain.Upkeep(link, {'rollout': 2}, print); looks.start()\n"
         "while not Path('go').exists(): time.sleep(0.05)\n"
         "looks.stop(); end_chain(link)\n"
     )

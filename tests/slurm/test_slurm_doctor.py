@@ -11,8 +11,8 @@ import pytest
 
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
+from slurmrl.scheduler.batch_script import refusals
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.try_out import refusals
 from tests.support.trials import Site, sft_config
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.run.paths import EVALUATION, RunPaths
-from slurmrl.watch.recorder import MetricsRecorder
+from slurmrl.watch.sinks import MetricsRecorder
 from slurmrl.workers import part_files
 from tests.support.hooks import FOLDER
 

@@ -45,10 +45,9 @@ from slurmrl.run.lease import Lease, LeaseObserver
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import extensions, submission
 from slurmrl.scheduler.base import JobState
-from slurmrl.scheduler.chain import committed, continues
-from slurmrl.scheduler.local_state import ChainState
+from slurmrl.scheduler.chain import Link, committed, continues
+from slurmrl.scheduler.local_chain import ChainState
 from slurmrl.scheduler.processes import ProcessId
-from slurmrl.scheduler.succession import Link
 from slurmrl.tensors.checkpoint.manifest import verify, write_manifest
 from slurmrl.tensors.checkpoint.rank_files import ShardHeader
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
@@ -57,7 +56,7 @@ from slurmrl.tensors.layout.box import Box
 from slurmrl.tensors.layout.layout import Layout, TensorSpec
 from slurmrl.tensors.layout.shard import Shard
 from slurmrl.watch import published
-from slurmrl.watch.collect import collect
+from slurmrl.watch.overview import collect
 from slurmrl.workers.link import reason_to_leave
 from slurmrl.workers.master.committer import choose
 from slurmrl.workers.master.judgement import judge

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from slurmrl.errors import SchedulerError
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.cluster import Accounts, HostKind, Partition
-from slurmrl.scheduler.parse import HostRow
-from slurmrl.scheduler.rows import QueueRow
+from slurmrl.scheduler.parse import Accounts, HostKind, HostRow, Partition
+from slurmrl.scheduler.states import QueueRow
 
 
 class Slurm(SlurmClient):

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from slurmrl.config.load import load_resolved
 from slurmrl.run.paths import RunPaths
-from slurmrl.watch.recorder import MetricsRecorder
+from slurmrl.watch.sinks import MetricsRecorder
 from slurmrl.watch.sinks.feeder import Feeder
 from slurmrl.watch.sinks.mlflow import MLflow
 from slurmrl.watch.sinks.tensorboard import TensorBoard

@@ -25,7 +25,7 @@ from slurmrl.errors import ConfigError, SlurmrlError
 from slurmrl.fsio import variables
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
-from slurmrl.scheduler.environment import of_local_job
+from slurmrl.scheduler.job_environment import of_local_job
 from slurmrl.watch import sinks
 
 TIMEOUT_S: Final = 120.0

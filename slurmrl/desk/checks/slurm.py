@@ -14,9 +14,9 @@ from slurmrl.plan.placement import ROLLOUTS, slurm_of
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import near
 from slurmrl.scheduler.base import SubmissionRequest
+from slurmrl.scheduler.batch_script import Refusal, refusals
 from slurmrl.scheduler.client import SlurmClient, is_out_of_service
-from slurmrl.scheduler.cluster import Partition
-from slurmrl.scheduler.try_out import Refusal, refusals
+from slurmrl.scheduler.parse import Partition
 
 SUBJECT: Final = "slurm"
 TIMEOUT_S: Final = 20.0

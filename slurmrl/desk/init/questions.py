@@ -13,8 +13,7 @@ from slurmrl.config.schema import Profile
 from slurmrl.config.source import KeyPath, Source
 from slurmrl.desk.init.survey import NetworkInterface, Survey
 from slurmrl.registry import near
-from slurmrl.scheduler.cluster import HostKind, Partition
-from slurmrl.scheduler.parse import duration_s
+from slurmrl.scheduler.parse import HostKind, Partition, duration_s
 
 DAY_S: Final = 24 * 3600
 DAY: Final = "24:00:00"

@@ -9,7 +9,7 @@ from pathlib import Path
 from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.cluster import Accounts, Partition
+from slurmrl.scheduler.parse import Accounts, Partition
 from slurmrl.workers.address import default_address, interface_address, interface_of
 
 TIMEOUT_S = 20.0

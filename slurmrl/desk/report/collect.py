@@ -77,7 +77,7 @@ MOST_DIFF = 1 << 20
 
 
 def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
-    """Read everything that a report shows; ``status`` is the trial's object of `watch.collect`.
+    """Read everything that a report shows; ``status`` is the object of `watch.overview`.
     A trial that runs is read as it stands. Raises CorruptFileError for a damaged history,
     EnvironmentFailure."""
     lines = metrics.read(paths.metrics)

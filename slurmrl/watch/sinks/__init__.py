@@ -1,4 +1,4 @@
-"""Copies of a trial's metrics for other programs (`base` says what a sink is).
+"""The recorder of a trial's metrics, and copies of them for other programs (see `feeder`).
 
 A new sink is a file with ``Sink``'s methods, a line in `_wanted`, and its setting in ``logging``.
 Each sink's package is imported only if the sink is configured.
@@ -7,21 +7,26 @@ Each sink's package is imported only if the sink is configured.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from slurmrl.config.schema import Logging
 from slurmrl.errors import MissingDependencyError
+from slurmrl.run import metrics
 from slurmrl.run.history.log import History
 from slurmrl.run.history.writer import IncarnationWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch.sinks import mlflow, tensorboard, wandb
-from slurmrl.watch.sinks.base import Sink
-from slurmrl.watch.sinks.feeder import Feeder
+from slurmrl.watch.sinks.feeder import Feeder, Sink
 from slurmrl.watch.sinks.mlflow import MLflow
 from slurmrl.watch.sinks.tensorboard import TensorBoard
 from slurmrl.watch.sinks.wandb import WeightsAndBiases
+
+CLOSE_S = 10.0
+"""How long the sinks have to close when a job ends."""
 
 
 def check(logging: Logging) -> None:
@@ -48,6 +53,57 @@ def make_feeders(
         Feeder(name, make, paths, committed=committed, check=_check_of(paths, incarnation))
         for name, make in _wanted(paths, logging)
     ]
+
+
+class MetricsRecorder:
+    """Records the metrics of one incarnation, which continues after ``last_step``. Lines of later
+    steps, which an earlier incarnation wrote and did not commit, are dropped; -1 drops all.
+
+    Each line of the file also gets the ``time`` of its writing. Sinks get the lines that are
+    committed, as long as ``incarnation`` is the newest (None: no other one exists)."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        logging: Logging,
+        *,
+        last_step: int,
+        incarnation: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        newest = [line["step"] for line in metrics.read_latest(paths.metrics, 1)]
+        self.repeated = range(max(last_step, 0) + 1, max(newest, default=0) + 1)
+        """The steps whose lines are dropped."""
+        metrics.cut(paths.metrics, last_step)
+        self._file = metrics.MetricsWriter(paths.metrics)
+        self._clock = clock
+        self._feeders = make_feeders(paths, logging, committed=last_step, incarnation=incarnation)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """``line`` holds ``step`` and JSON values."""
+        self._file.write({"step": line["step"], metrics.TIME: round(self._clock(), 3), **line})
+
+    def sync(self) -> None:
+        self._file.sync()
+
+    def committed(self, step: int) -> None:
+        """Let the sinks have the steps up to a commit, without waiting for them."""
+        for feeder in self._feeders:
+            feeder.committed(step)
+
+    @property
+    def behind(self) -> list[str]:
+        """Names of the sinks that lack committed steps."""
+        return [feeder.name for feeder in self._feeders if feeder.is_behind]
+
+    def close(self) -> None:
+        """Close the sinks; what they could not take within CLOSE_S, a later incarnation hands
+        over."""
+        for feeder in self._feeders:
+            feeder.end()
+        deadline = time.monotonic() + CLOSE_S
+        for feeder in self._feeders:
+            feeder.join(max(0.0, deadline - time.monotonic()))
 
 
 def _load(logging: Logging) -> None:

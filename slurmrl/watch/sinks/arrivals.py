@@ -33,7 +33,7 @@ from slurmrl.fsio.shapes import COUNT, each
 from slurmrl.run import evaluated, metrics
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch.sinks import mlflow, tensorboard, wandb
-from slurmrl.watch.sinks.base import Lines
+from slurmrl.watch.sinks.feeder import Lines
 
 logger = log.get(__name__)
 

@@ -1,21 +1,28 @@
-"""Feeds one sink from ``metrics.jsonl``, in a thread: a server that does not answer must not hold
-up training."""
+"""A sink, which is a copy of a trial's metrics in the form of another program, and its feeder.
+
+A sink gets the steps of ``metrics.jsonl`` once they are committed, in order. A step that is redone
+after a failure was not committed, so no sink has seen it. What remains is a kill while a step is
+handed over: each sink finds out by itself, when it is opened, what it holds already. The feeder is
+a thread, because a server that does not answer must not hold up training.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from threading import Condition, Thread
+from typing import Any, Protocol
 
 from slurmrl import log
 from slurmrl.backoff import Backoff
+from slurmrl.config.load import load_resolved
 from slurmrl.errors import CorruptFileError, StaleIncarnationError, TrialEndedError
 from slurmrl.fsio import documents
 from slurmrl.fsio.atomic import make_private_directory, replace
-from slurmrl.fsio.shapes import INTEGER
+from slurmrl.fsio.shapes import INTEGER, TEXT
 from slurmrl.run import metrics
+from slurmrl.run.metrics import TIME
 from slurmrl.run.paths import RunPaths
-from slurmrl.watch.sinks.base import Sink
 
 logger = log.get(__name__)
 
@@ -23,6 +30,27 @@ LINES = 500
 """Most lines that are handed over at once."""
 PAUSES_S = (2.0, 120.0)
 """First and longest pause before a sink that failed is opened again."""
+Lines = Sequence[Mapping[str, Any]]
+"""Lines of ``metrics.jsonl`` of increasing steps."""
+
+
+class Sink(Protocol):
+    """Opened with the step up to which it certainly held everything; -1: none. One whose files or
+    run are not there begins with the first step again."""
+
+    @property
+    def last(self) -> int:
+        """The step after which it continues."""
+
+    @property
+    def kept(self) -> int:
+        """The step up to which it holds everything even if this process or host is killed now."""
+
+    def log(self, lines: Lines) -> None:
+        """Take the steps after `last`."""
+
+    def close(self) -> None:
+        """Flush and close; `kept` is `last` then."""
 
 
 class Feeder:
@@ -145,3 +173,36 @@ class Feeder:
             make_private_directory(self._file.parent)
             replace(self._file, metrics.encode({"step": step}))
             self._kept = step
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values that can be plotted."""
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if name not in ("step", TIME)
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+    }
+
+
+def settings(paths: RunPaths) -> dict[str, Any]:
+    """The resolved configuration without variables of the environment, which may be secrets."""
+    found: dict[str, Any] = load_resolved(paths.config).model_dump(mode="json")
+    del found["cluster"]["env"]
+    return found
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings that have a value, with their dotted names."""
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}", value
+
+
+def uuid(paths: RunPaths) -> str:
+    """What tells this trial from others of the same name."""
+    found: str = documents.read(paths.identity, {"uuid": TEXT}, ("uuid",))["uuid"]
+    return found

@@ -13,7 +13,7 @@ from slurmrl.config.schema import Mlflow
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.run.metrics import TIME
 from slurmrl.run.paths import RunPaths
-from slurmrl.watch.sinks.base import Lines, flat, numbers, settings, uuid
+from slurmrl.watch.sinks.feeder import Lines, flat, numbers, settings, uuid
 
 TRIAL_TAG = "slurmrl.uuid"
 METRICS_PER_REQUEST = 1000

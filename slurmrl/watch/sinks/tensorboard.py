@@ -10,7 +10,7 @@ from typing import Any
 
 from slurmrl.fsio import atomic
 from slurmrl.run.metrics import TIME
-from slurmrl.watch.sinks.base import Lines, numbers
+from slurmrl.watch.sinks.feeder import Lines, numbers
 
 FILES = "events.*"
 

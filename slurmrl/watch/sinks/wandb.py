@@ -10,7 +10,7 @@ from typing import Any
 from slurmrl.config.schema import Wandb
 from slurmrl.fsio import atomic
 from slurmrl.run.paths import RunPaths
-from slurmrl.watch.sinks.base import Lines, numbers, settings, uuid
+from slurmrl.watch.sinks.feeder import Lines, numbers, settings, uuid
 
 HEADER_BYTES = 7
 """Before the first block of a file, and before each piece of a record."""

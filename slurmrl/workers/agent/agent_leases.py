@@ -20,8 +20,8 @@ from slurmrl.run.orphaned import Orphaned
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity
 from slurmrl.run.worlds import TRAINERS
+from slurmrl.scheduler.chain import Link
 from slurmrl.scheduler.client import usable_hosts
-from slurmrl.scheduler.succession import Link
 from slurmrl.watch import published
 from slurmrl.workers.failure import failed
 from slurmrl.workers.link import requeue

@@ -14,7 +14,7 @@ from typing import Final
 
 from slurmrl.config.schema.cluster import Slurm
 from slurmrl.plan.model import GroupPlan, Plan
-from slurmrl.scheduler.environment import NO_BYTECODE, OF_FABRIC
+from slurmrl.scheduler.job_environment import NO_BYTECODE, OF_FABRIC
 
 SINGLE_THREADED: Final = {"OPENBLAS_NUM_THREADS": "1"}
 """numpy's OpenBLAS starts its threads on import, and a fork server must have none: a fork copies

@@ -32,7 +32,7 @@ from slurmrl.run.history.state import TrialState
 from slurmrl.run.history.writer import IncarnationWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.samples import KeptSampleWriter
-from slurmrl.watch.recorder import MetricsRecorder
+from slurmrl.watch.sinks import MetricsRecorder
 from slurmrl.workers import address
 from slurmrl.workers.master import publish
 from slurmrl.workers.master.committer import Committer, Outcome

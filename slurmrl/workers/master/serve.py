@@ -34,7 +34,7 @@ from slurmrl.run.history.writer import IncarnationWriter
 from slurmrl.run.paths import DAMAGED_PREFIX, RunPaths
 from slurmrl.run.reports import Failure
 from slurmrl.tensors.checkpoint.manifest import read_state, until_certain
-from slurmrl.watch.recorder import MetricsRecorder
+from slurmrl.watch.sinks import MetricsRecorder
 from slurmrl.watch.story import REPEATS
 from slurmrl.workers import address
 from slurmrl.workers.child_process import kill_parent

@@ -28,17 +28,17 @@ from slurmrl.run import orphaned
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.worlds import TRAINERS
-from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.elastic import ElasticGroup
-from slurmrl.scheduler.slurm import SlurmScheduler
-from slurmrl.scheduler.succession import (
+from slurmrl.scheduler.chain import (
     TIMEOUT_S,
     Link,
+    Upkeep,
     continue_after,
     end_chain,
     give_back,
 )
-from slurmrl.scheduler.upkeep import Upkeep
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.elastic import ElasticGroup
+from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.watch import overview
 from slurmrl.workers.link import end_as_failed, reason_to_leave
 from slurmrl.workers.supervisor.baton import Baton, wait_for_turn
@@ -76,7 +76,7 @@ def main() -> int:
         return run(options, paths, watchers)
     finally:
         if options.group == TRAINERS:
-            overview.keep(paths)
+            overview.keep_overview(paths)
             announce(paths)
             write_report(paths)
             hand_over_results(paths)  # may take minutes, so what follows this job comes first

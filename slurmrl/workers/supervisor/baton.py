@@ -24,9 +24,8 @@ from slurmrl.run.events import EventWriter
 from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import Continue
-from slurmrl.scheduler.chain import continues
+from slurmrl.scheduler.chain import Link, continues
 from slurmrl.scheduler.slurm import SlurmScheduler
-from slurmrl.scheduler.succession import Link
 from slurmrl.watch import published
 from slurmrl.workers.link import Left, Turn, read_intact_turn, reason_to_leave
 

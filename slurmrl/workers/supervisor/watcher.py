@@ -28,8 +28,8 @@ from slurmrl.run.events import EventWriter
 from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
+from slurmrl.scheduler.chain import TIMEOUT_S, Link
 from slurmrl.scheduler.client import SRUN, SlurmClient
-from slurmrl.scheduler.succession import TIMEOUT_S, Link
 from slurmrl.watch import published
 from slurmrl.workers.link import requeue, this_start
 from slurmrl.workers.supervisor.rounds import JobHosts

@@ -19,8 +19,8 @@ from slurmrl.run.history.log import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.rows import QueueRow
 from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.scheduler.states import QueueRow
 from slurmrl.watch.snapshot import newest_submission
 from tests.fake_runs import write_config
 from tests.support.chaos.schedule import Event, Scenario, ViolationError

@@ -15,7 +15,7 @@ from slurmrl.run import keys
 from slurmrl.run.history.record import Kind
 from slurmrl.scheduler import reasons
 from slurmrl.scheduler.base import JobState, TaskState
-from slurmrl.watch.recorder import MetricsRecorder
+from slurmrl.watch.sinks import MetricsRecorder
 from tests.fake_runs import FakeRun, FakeScheduler, task
 
 GOLDEN = Path(__file__).parent / "stories"
@@ -34,7 +34,7 @@ class Scene:
         self.scheduler.jobs[self.run.paths.run, 1] = {"trainer": ("41",)}
         monkeypatch.setattr("slurmrl.scheduler.make", lambda kind: self.scheduler)
         beats = itertools.count()
-        monkeypatch.setattr("slurmrl.watch.collect.read_counter", lambda path: next(beats))
+        monkeypatch.setattr("slurmrl.watch.overview.read_counter", lambda path: next(beats))
         self._links = 0
 
     def link(self, link: int) -> int:

@@ -13,7 +13,7 @@ from slurmrl.config.source import KeyPath, read
 from slurmrl.desk.init import profile, questions
 from slurmrl.desk.init.questions import Question, value_of
 from slurmrl.desk.init.survey import NetworkInterface, Survey, interfaces, is_infiniband
-from slurmrl.scheduler.cluster import Accounts, partitions
+from slurmrl.scheduler.parse import Accounts, partitions
 
 SINFO = """\
 cpu*|up|2-00:00:00|40|128|257000|(null)

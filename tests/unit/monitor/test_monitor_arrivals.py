@@ -19,8 +19,7 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.plan.settings import load_settings
 from slurmrl.run import metrics
 from slurmrl.run.paths import RunPaths
-from slurmrl.watch.recorder import MetricsRecorder
-from slurmrl.watch.sinks import arrivals
+from slurmrl.watch.sinks import MetricsRecorder, arrivals
 from tests.fake_runs import FakeRun, evaluation, write_config
 from tests.support.sink_readers import ALL_SINKS, arrived_points, mlflow_run, wandb_records
 from tests.support.trials import REPOSITORY

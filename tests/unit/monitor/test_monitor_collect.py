@@ -8,7 +8,7 @@ from slurmrl.errors import CorruptFileError
 from slurmrl.run.history.record import Kind
 from slurmrl.run.lease import Lease
 from slurmrl.scheduler.base import JobState, Scheduler
-from slurmrl.watch.collect import collect
+from slurmrl.watch.overview import collect
 from tests.fake_runs import FakeRun, FakeScheduler, task
 
 

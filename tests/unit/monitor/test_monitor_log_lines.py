@@ -12,8 +12,7 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.fsio import lines
 from slurmrl.run.paths import rotated
-from slurmrl.watch.log_files import LogFile, head
-from slurmrl.watch.log_lines import OutputReader, Wanted
+from slurmrl.watch.log_files import LogFile, OutputReader, Wanted, head
 from tests.fake_runs import FakeRun
 
 DAY = "2026-01-31"

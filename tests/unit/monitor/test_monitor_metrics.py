@@ -12,7 +12,7 @@ from slurmrl.desk.report.curves import curves
 from slurmrl.fsio import lines
 from slurmrl.run import metrics
 from slurmrl.run.paths import RunPaths
-from slurmrl.watch.recorder import MetricsRecorder
+from slurmrl.watch.sinks import MetricsRecorder
 
 
 @pytest.fixture

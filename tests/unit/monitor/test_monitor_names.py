@@ -6,7 +6,7 @@ import pytest
 
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run.lease import Lease
-from slurmrl.watch.names import collect
+from slurmrl.watch.overview import name_entries
 from tests.fake_runs import FakeRun
 
 
@@ -38,7 +38,9 @@ def run(tmp_path: Path) -> FakeRun:
 def test_owners_that_beat_and_owners_that_do_not(run: FakeRun) -> None:
     time = Time(Lease(run.paths.lease("trainer", 0, 0)))
     Lease(run.paths.lease("trainer", 1, 0)).beat()
-    rows = {row["key"]: row for row in collect(run.paths, "", sleep=time.sleep, clock=time.clock)}
+    rows = {
+        row["key"]: row for row in name_entries(run.paths, "", sleep=time.sleep, clock=time.clock)
+    }
     assert [(key, row["value"], row["owner"]) for key, row in rows.items()] == [
         ("a/x", "1", "trainer.0.0"),
         ("a/y", "2", "trainer.1.0"),
@@ -53,5 +55,5 @@ def test_without_owners_nothing_is_waited_for(run: FakeRun) -> None:
     def sleep(seconds: float) -> None:
         pytest.fail("slept")
 
-    assert [row["key"] for row in collect(run.paths, "b", sleep=sleep)] == ["b"]
-    assert collect(run.paths, "nothing", sleep=sleep) == []
+    assert [row["key"] for row in name_entries(run.paths, "b", sleep=sleep)] == ["b"]
+    assert name_entries(run.paths, "nothing", sleep=sleep) == []

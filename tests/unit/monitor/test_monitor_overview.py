@@ -12,7 +12,7 @@ from slurmrl.cli import render
 from slurmrl.run.history.record import Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch import overview
-from slurmrl.watch.collect import collect, glance
+from slurmrl.watch.overview import collect, glance
 from tests.fake_runs import FakeRun, FakeScheduler
 
 
@@ -56,9 +56,9 @@ def test_a_list_shows_the_truth_about_an_ended_trial_without_reading_its_history
 ) -> None:
     ENDS[end](run)
     truth = shown(run.paths, collect)
-    assert overview.read(run.paths) is None
+    assert overview.read_overview(run.paths) is None
     assert shown(run.paths, glance) == truth, "killed before the overview, or an old trial"
-    overview.keep(run.paths)
+    overview.keep_overview(run.paths)
     for record in run.paths.history.iterdir():
         record.write_text("unreadable")
     assert shown(run.paths, glance) == truth
@@ -84,25 +84,25 @@ CHANGES: dict[str, Callable[[FakeRun], None]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_without_a_new_overview_is_seen(run: FakeRun, change: str) -> None:
     ENDS["cancelled"](run)
-    overview.keep(run.paths)
-    assert overview.read(run.paths) is not None
+    overview.keep_overview(run.paths)
+    assert overview.read_overview(run.paths) is not None
     CHANGES[change](run)
-    assert overview.read(run.paths) is None
+    assert overview.read_overview(run.paths) is None
     assert shown(run.paths, glance) == shown(run.paths, collect)
-    overview.keep(run.paths)
-    assert (overview.read(run.paths) is None) == (change == "resumed")
+    overview.keep_overview(run.paths)
+    assert (overview.read_overview(run.paths) is None) == (change == "resumed")
     assert shown(run.paths, glance) == shown(run.paths, collect)
 
 
 def test_a_live_trial_gets_none(run: FakeRun) -> None:
-    overview.keep(run.paths)
+    overview.keep_overview(run.paths)
     assert not run.paths.overview.exists()
 
 
 def test_a_trial_that_cannot_be_read_ends_without_an_overview(run: FakeRun) -> None:
     ENDS["cancelled"](run)
     run.paths.submission_request(1).write_text("[")
-    overview.keep(run.paths)
+    overview.keep_overview(run.paths)
     assert not run.paths.overview.exists()
 
 
@@ -111,7 +111,7 @@ def test_an_overview_that_the_file_system_does_not_give_hides_nothing(
 ) -> None:
     """Neither a list nor the end of a job fails by it."""
     ENDS["cancelled"](run)
-    overview.keep(run.paths)
+    overview.keep_overview(run.paths)
     truth = shown(run.paths, collect)
     stat = Path.stat
 
@@ -122,6 +122,6 @@ def test_an_overview_that_the_file_system_does_not_give_hides_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", stale)
-        assert overview.read(run.paths) is None
-        overview.keep(run.paths)
+        assert overview.read_overview(run.paths) is None
+        overview.keep_overview(run.paths)
     assert shown(run.paths, glance) == truth

@@ -21,9 +21,8 @@ from slurmrl.plan.settings import load_settings
 from slurmrl.run import metrics
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch import sinks
-from slurmrl.watch.recorder import MetricsRecorder
-from slurmrl.watch.sinks.base import Lines, numbers
-from slurmrl.watch.sinks.feeder import Feeder
+from slurmrl.watch.sinks import MetricsRecorder
+from slurmrl.watch.sinks.feeder import Feeder, Lines, numbers
 from slurmrl.watch.sinks.wandb import held_by
 from tests.fake_runs import FakeRun, write_config
 from tests.support.sink_readers import (

@@ -11,8 +11,8 @@ from slurmrl.errors import CorruptFileError
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run import keys
 from slurmrl.run.history.record import Kind
-from slurmrl.watch.requests import Request
 from slurmrl.watch.snapshot import STORY, read
+from slurmrl.watch.stack_requests import Request
 from slurmrl.watch.status import assemble
 from tests.fake_runs import FakeRun
 

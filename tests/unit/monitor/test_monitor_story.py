@@ -14,7 +14,7 @@ from slurmrl.run.endings import failure_words
 from slurmrl.run.history.record import Kind
 from slurmrl.run.reports import Failure
 from slurmrl.scheduler.base import JobState, TaskState
-from slurmrl.watch.recorder import MetricsRecorder
+from slurmrl.watch.sinks import MetricsRecorder
 from slurmrl.watch.snapshot import STORY, read
 from slurmrl.watch.status import assemble
 from tests.fake_runs import FakeRun, task

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.watch import snapshot, throughput
+from slurmrl.watch import present, snapshot
 from slurmrl.watch.status import assemble
 from tests.fake_runs import FakeRun
 
@@ -35,7 +35,7 @@ def commit(seconds: Any, stall_s: Any = None) -> dict[str, Any]:
     ],
 )
 def test_pace(times: list[float | None], events: list[Any], expected: float | None) -> None:
-    assert throughput.step_s(lines(*times), events) == expected
+    assert present.step_time_s(lines(*times), events) == expected
 
 
 @pytest.mark.parametrize(
@@ -45,20 +45,20 @@ def test_pace(times: list[float | None], events: list[Any], expected: float | No
 def test_time_left(
     pace: float | None, step: int, total: int | None, expected: float | None
 ) -> None:
-    assert throughput.left_s(pace, step, total) == expected
+    assert present.time_left_s(pace, step, total) == expected
 
 
 def test_commits() -> None:
-    assert throughput.commits([]) == (None, None)
+    assert present.commit_times([]) == (None, None)
     old = [commit(99.0, 50.0)]
     new = [commit(1.0, 0.1), commit(3.0, 0.2), commit("x"), commit(2.0), commit(1.0)]
-    assert throughput.commits([*old, *new]) == (3.0, 0.2)
+    assert present.commit_times([*old, *new]) == (3.0, 0.2)
 
 
 @pytest.mark.parametrize(("event", "expected"), [(ready(0), 40.0), (ready(0, seconds=9.5), 9.5)])
 def test_start(event: dict[str, Any], expected: float) -> None:
-    assert throughput.start_s(60.0, [event]) == expected
-    assert throughput.start_s(60.0, []) is None
+    assert present.start_time_s(60.0, [event]) == expected
+    assert present.start_time_s(60.0, []) is None
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_start(event: dict[str, Any], expected: float) -> None:
 def test_effective_ratio(
     trained: float | None, first: float | None, until: float | None, expected: float | None
 ) -> None:
-    assert throughput.effective_ratio(trained, first, until) == expected
+    assert present.effective_ratio(trained, first, until) == expected
 
 
 def test_the_ratio_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from slurmrl.fsio import atomic
 from slurmrl.run.history.record import Kind
 from slurmrl.run.samples import KeptSampleWriter
 from slurmrl.scheduler.base import JobState
-from slurmrl.watch.collect import collect as collect_statuses
+from slurmrl.watch.overview import collect as collect_statuses
 from tests.fake_runs import FakeRun, FakeScheduler, task
 
 

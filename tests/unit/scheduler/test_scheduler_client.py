@@ -11,12 +11,12 @@ import pytest
 
 from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UnknownNameError
-from slurmrl.scheduler import choose, environment, limits, make, rows
+from slurmrl.scheduler import choose, extensions, job_environment, make, states
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.local import LocalScheduler
-from slurmrl.scheduler.rows import QueueRow
 from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.scheduler.states import QueueRow
 from tests.scheduler_contract import request_of
 
 
@@ -66,7 +66,7 @@ def test_scontrol_answers_where_squeue_is_another(commands: Path) -> None:
     shown = f'[ "$4" = 1 ] && {{ while read -r line; do echo "$line"; done <"{recorded}"; exit; }}'
     forgotten = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
     install(commands, "scontrol", f"{shown}\n{forgotten}")
-    assert SlurmClient().queue(["1", "43"]) == rows.control(recorded.read_text())
+    assert SlurmClient().queue(["1", "43"]) == states.control(recorded.read_text())
     install(commands, "scontrol", "exit 1")
     with pytest.raises(SchedulerError, match="unrecognized option"):
         SlurmClient().queue(["41"])
@@ -98,16 +98,16 @@ def test_commands_see_no_options_in_their_environment(
 
 def test_a_job_inherits_a_short_list() -> None:
     environ = {"HOME": "/h", "PATH": "/bin", "TOKEN": "x", "SLURM_CONF": "c", "SBATCH_QOS": "q"}
-    assert environment.of_job(environ) == {"HOME": "/h", "PATH": "/bin", "SLURM_CONF": "c"}
+    assert job_environment.of_job(environ) == {"HOME": "/h", "PATH": "/bin", "SLURM_CONF": "c"}
 
 
 def test_a_job_inherits_settings_of_nccl() -> None:
     """On the local scheduler too, and in the jobs that a job submits or requeues."""
     given = {"NCCL_DEBUG": "INFO", "TORCH_NCCL_ENABLE_TIMING": "1", "TORCH_FR_BUFFER_SIZE": "9"}
     environ = {**given, "MY_NCCL_TOKEN": "x", "HF_TOKEN": "y"}
-    assert environment.of_job(environ) == given
-    assert environment.of_local_job(environ) == given
-    assert environment.of_job({}, environment.inheritance(environ)) == given
+    assert job_environment.of_job(environ) == given
+    assert job_environment.of_local_job(environ) == given
+    assert job_environment.of_job({}, job_environment.inheritance(environ)) == given
 
 
 UNCONFIGURED = "scontrol: fatal: Could not establish a configuration source"
@@ -167,9 +167,9 @@ def test_names_of_schedulers(commands: Path) -> None:
 class ScriptedClient(SlurmClient):
     """Answers from a list of rows; remembers what was cancelled."""
 
-    def __init__(self, rows: list[QueueRow], *, submit_error: str = "") -> None:
+    def __init__(self, answer: list[QueueRow], *, submit_error: str = "") -> None:
         super().__init__()
-        self.rows = rows
+        self.rows = answer
         self.submit_error = submit_error
         self.cancelled: list[str] = []
         self.limits = ""
@@ -282,14 +282,14 @@ ClusterName=bed Account=poor UserName=me(1000) Partition= Priority=0 ID=5
 def test_how_many_more_jobs_a_user_may_submit(
     user: str, account: str | None, room: int | None
 ) -> None:
-    assert limits.of_user(ASSOCIATIONS, user, account) == room
+    assert extensions.submit_room(ASSOCIATIONS, user, account) == room
 
 
 def test_a_cluster_without_arrays_is_refused_in_words() -> None:
-    assert limits.of_arrays({"MaxArraySize": "5"}) == 5
-    assert limits.of_arrays({}) is None
+    assert extensions.array_limit({"MaxArraySize": "5"}) == 5
+    assert extensions.array_limit({}) is None
     with pytest.raises(EnvironmentFailure, match="job arrays are disabled"):
-        limits.of_arrays({"MaxArraySize": "0"})
+        extensions.array_limit({"MaxArraySize": "0"})
 
 
 @pytest.mark.parametrize(("most", "links"), [(None, 6), (3, 3), (1, 1)])
@@ -328,7 +328,7 @@ def test_what_the_queue_forgot_comes_from_the_accounting_and_is_asked_once() -> 
 def test_an_element_that_ran_is_known_better_than_the_array_it_was_cancelled_with() -> None:
     """As sacct of 22.05 shows an array that was cancelled just when its first element started."""
     client = ScriptedClient([])
-    client.accounts = rows.accounting(
+    client.accounts = states.accounting(
         "41_0|CANCELLED by 0|0:0|n0|x|2026-11-21T16:57:11|None\n"
         "41_[0-2%1]|CANCELLED by 0|0:0|None assigned|x|None|None\n"
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import SchedulerError
-from slurmrl.scheduler.cluster import Accounts, HostKind, Partition, accounts, partitions
+from slurmrl.scheduler.parse import Accounts, HostKind, Partition, accounts, partitions
 
 RECORDED = Path(__file__).parent / "recorded"
 

@@ -12,9 +12,9 @@ import pytest
 
 from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import elastic, extend, extensions
-from slurmrl.scheduler.rows import QueueRow
+from slurmrl.scheduler import elastic, extensions
 from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.scheduler.states import QueueRow
 from tests.support.scripted_slurm import Slurm
 
 
@@ -41,7 +41,7 @@ def test_a_claimant_that_is_about_to_submit_is_waited_for(
     def they_submit(pause_s: float) -> None:
         slurm.submit(script, "--array=3-5%1", f"--job-name={slurm.jobs['41'][0]}.1")
 
-    extender = extend.Extender(slurm, run, 1, "trainer", sleep=they_submit)
+    extender = extensions.Extender(slurm, run, 1, "trainer", sleep=they_submit)
     jobs = scheduler.recover(run, 1)
     assert extender.extend(scheduler.query(jobs), known=jobs["trainer"], by="y") == "42"
     assert list(slurm.jobs) == ["41", "42"]
@@ -52,8 +52,8 @@ def test_a_claim_that_stays_empty_is_void_in_the_end(
 ) -> None:
     theirs = extensions.Claim(index=1, first=3, count=3, by="x", records=0)
     extensions.take(run, 1, "trainer", theirs)
-    times = iter([0.0, 1.0, extend.SETTLE_S + 1])
-    extender = extend.Extender(
+    times = iter([0.0, 1.0, extensions.SETTLE_S + 1])
+    extender = extensions.Extender(
         slurm, run, 1, "trainer", sleep=lambda pause_s: None, clock=lambda: next(times)
     )
     assert extender.extend([], known=("41",), by="y") == "42"
@@ -163,7 +163,7 @@ def test_upkeep_waits_for_the_tasks_that_another_link_is_adding(
     """Two links of the trainers are alive at once; neither may take the other's claim for its own
     of a start before."""
     slurm.running = ("41", 2)
-    monkeypatch.setattr(extend, "LOOK_S", 0.0)
+    monkeypatch.setattr(extensions, "LOOK_S", 0.0)
     theirs = extensions.Claim(index=1, first=3, count=1, by="40_0", records=0)
     extensions.take(run, 1, "trainer", theirs)
     keep_beside(run, slurm, "queue_by_name", monkeypatch)

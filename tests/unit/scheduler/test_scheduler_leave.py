@@ -16,7 +16,7 @@ from slurmrl.errors import CorruptFileError, SchedulerError, UsageError
 from slurmrl.run import hosts, leave
 from slurmrl.run.history.record import Kind, Record, pack
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import exclusion
+from slurmrl.scheduler import submission
 from slurmrl.scheduler.slurm import SlurmScheduler
 from tests.support.scripted_slurm import Slurm
 
@@ -272,9 +272,9 @@ def test_a_record_that_is_not_ours(paths: RunPaths, text: str) -> None:
 
 
 def test_what_is_queued_from_now_on_avoids_the_host(run: RunPaths) -> None:
-    assert exclusion.option(run, 1, "trainer") == ()
+    assert submission.exclude_option(run, 1, "trainer") == ()
     hosts.avoid(run, "n1", json.dumps("broken"))
-    assert exclusion.option(run, 1, "trainer") == ("--exclude=n1",)
+    assert submission.exclude_option(run, 1, "trainer") == ("--exclude=n1",)
 
 
 @pytest.mark.parametrize(

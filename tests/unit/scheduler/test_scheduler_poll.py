@@ -7,8 +7,13 @@ import dataclasses
 import pytest
 
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.scheduler.base import JobState, TaskState
-from slurmrl.scheduler.poll import SHARED_LONGEST_S, SHARED_SHORTEST_S, SchedulerPoll
+from slurmrl.scheduler.base import (
+    SHARED_LONGEST_S,
+    SHARED_SHORTEST_S,
+    JobState,
+    SchedulerPoll,
+    TaskState,
+)
 from tests.fake_runs import FakeScheduler
 
 JOBS = {"trainer": ("41",)}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import SchedulerError
-from slurmrl.scheduler import limits, parse, rows, states, tasks
+from slurmrl.scheduler import extensions, parse, states
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.client import is_dead
 
@@ -25,7 +25,7 @@ def recorded(name: str) -> str:
 
 def test_squeue_of_22_05() -> None:
     jobs = {"trainer": ("1", "2"), "single": ("3",), "gone": ("9",)}
-    found = tasks.task_states(rows.queue(recorded("squeue-22.05.txt")), jobs)
+    found = states.task_states(states.queue(recorded("squeue-22.05.txt")), jobs)
     shown = [(task.group, task.job_id, task.state.value, task.words) for task in found]
     behind = "it waits for the previous link to end; nothing to do but wait"
     later = "it waits for the previous job to end; nothing to do but wait"
@@ -84,14 +84,16 @@ QUEUED: dict[tuple[str, int | None], tuple[str, JobState, tuple[int | None, int 
 """By name and element: Slurm's state, ours, exit code and signal, and what the words say."""
 
 
-def by_name(found: Iterable[rows.QueueRow]) -> dict[tuple[str, int | None], rows.QueueRow]:
+def by_name(found: Iterable[states.QueueRow]) -> dict[tuple[str, int | None], states.QueueRow]:
     return {(row.name, element): row for row in found for element in row.elements or (None,)}
 
 
 @pytest.mark.parametrize("version", NEWER)
-@pytest.mark.parametrize(("command", "read"), [("squeue", rows.queue), ("scontrol", rows.control)])
+@pytest.mark.parametrize(
+    ("command", "read"), [("squeue", states.queue), ("scontrol", states.control)]
+)
 def test_jobs_of_newer_versions(
-    version: str, command: str, read: Callable[[str], list[rows.QueueRow]]
+    version: str, command: str, read: Callable[[str], list[states.QueueRow]]
 ) -> None:
     found = by_name(read(recorded(f"{command}-{version}.txt")))
     assert found.keys() == QUEUED.keys()
@@ -99,7 +101,7 @@ def test_jobs_of_newer_versions(
         row = found[key]
         assert (row.raw, states.interpret(row.raw).state) == (raw, state), key
         assert (row.exit_code, row.signal) == ended, key
-        assert words in tasks.words(row), key
+        assert words in states.words(row), key
         assert bool(row.hosts) == (raw not in ("PENDING", "SPECIAL_EXIT")), key
     restarts = {name: row.restarts for (name, _), row in found.items() if row.restarts}
     assert restarts == {"held": 1, "special": 1, "again": 1, "again2": 1}
@@ -110,8 +112,8 @@ def test_jobs_of_newer_versions(
 
 @pytest.mark.parametrize("version", NEWER)
 def test_squeue_and_scontrol_say_the_same(version: str) -> None:
-    one = by_name(rows.queue(recorded(f"squeue-{version}.txt")))
-    other = by_name(rows.control(recorded(f"scontrol-{version}.txt")))
+    one = by_name(states.queue(recorded(f"squeue-{version}.txt")))
+    other = by_name(states.control(recorded(f"scontrol-{version}.txt")))
     for key, row in one.items():
         same = other[key]
         assert (row.job, row.raw, row.hosts, row.restarts) == (
@@ -127,7 +129,7 @@ def test_squeue_and_scontrol_say_the_same(version: str) -> None:
 
 def test_scontrol_of_22_05() -> None:
     jobs = {"trainer": ("1", "2"), "single": ("3",)}
-    found = tasks.task_states(rows.control(recorded("scontrol-22.05.txt")), jobs)
+    found = states.task_states(states.control(recorded("scontrol-22.05.txt")), jobs)
     shown = [(task.job_id, task.state.value, task.exit_code, task.signal) for task in found]
     assert shown == [
         ("1_0", "FAILED", 3, None),
@@ -143,14 +145,14 @@ def test_scontrol_of_22_05() -> None:
 
 
 def test_sacct_of_22_05() -> None:
-    found = rows.accounting(recorded("sacct-22.05.txt"))
+    found = states.accounting(recorded("sacct-22.05.txt"))
     assert {row.job: row.raw for row in found if row.job != "1"} == {
         "2": "TIMEOUT",
         "3": "PREEMPTED",
         "4": "NODE_FAIL",
         "8": "COMPLETED",
     }
-    shown = tasks.task_states(found, {"trainer": ("1",)})
+    shown = states.task_states(found, {"trainer": ("1",)})
     assert [(task.element, task.state, task.exit_code, task.hosts) for task in shown] == [
         (0, JobState.COMPLETED, 0, ("n0",)),
         (1, JobState.FAILED, 3, ("n0",)),
@@ -162,7 +164,7 @@ def test_sacct_of_22_05() -> None:
 @pytest.mark.parametrize("version", NEWER)
 def test_sacct_of_newer_versions(version: str) -> None:
     """The same jobs a few seconds later, when the arrays have been cancelled."""
-    found = by_name(rows.accounting(recorded(f"sacct-{version}.txt")))
+    found = by_name(states.accounting(recorded(f"sacct-{version}.txt")))
     assert found.keys() == QUEUED.keys()
     cancelled = {key for key in found if key in (("rec", 2), ("rec", 3)) or key[0] == CHAIN}
     later = {"slowend": "FAILED", "again2": "REQUEUED", "stopped": "RUNNING", "special": "PENDING"}
@@ -183,8 +185,8 @@ def test_sinfo_of_newer_versions(version: str) -> None:
 @pytest.mark.parametrize("version", NEWER)
 def test_limits_of_newer_versions(version: str) -> None:
     text = recorded(f"assoc-{version}.txt")
-    assert limits.of_user(text, "root", "poor") == 3
-    assert limits.of_user(text, "root", None) is None, "the default account has none"
+    assert extensions.submit_room(text, "root", "poor") == 3
+    assert extensions.submit_room(text, "root", None) is None, "the default account has none"
 
 
 def test_sacct_of_pending_requeued_and_killed_elements() -> None:
@@ -194,7 +196,7 @@ def test_sacct_of_pending_requeued_and_killed_elements() -> None:
         "41_2|REQUEUED|0:0|n0|x|2026-11-21T14:25:12|None\n"
         "42+0|FAILED|0:9|n0|x|2026-11-21T14:25:12|None\n"
     )
-    pending, oom, requeued, het = rows.accounting(text)
+    pending, oom, requeued, het = states.accounting(text)
     assert (pending.elements, pending.exit_code, pending.start) == ((4, 5, 6), None, "")
     assert (oom.raw, oom.hosts, oom.signal) == ("OUT_OF_MEMORY", ("n0", "n1"), 125)
     assert requeued.exit_code is None
@@ -205,29 +207,29 @@ def test_cancelled_pending_links_hide_no_other_link() -> None:
     """Slurm then shows them as one row without elements."""
     text = "2|N/A|CANCELLED||name|0|10:00|N/A|0|JobArrayTaskLimit|\n"
     running = "2|0|RUNNING|n0|name|0|9:00|2026-11-21T12:26:47|0|None|\n"
-    (task,) = tasks.task_states(rows.queue(text + running), {"trainer": ("2",)})
+    (task,) = states.task_states(states.queue(text + running), {"trainer": ("2",)})
     assert (task.element, task.state) == (0, JobState.RUNNING)
-    (task,) = tasks.task_states(rows.queue(text), {"trainer": ("2",)})
+    (task,) = states.task_states(states.queue(text), {"trainer": ("2",)})
     assert (task.element, task.state) == (0, JobState.CANCELLED)
     later = "3|1|PENDING||name|0|10:00|N/A|0|Dependency|\n"
-    (task,) = tasks.task_states(rows.queue(text + later), {"trainer": ("2", "3")})
+    (task,) = states.task_states(states.queue(text + later), {"trainer": ("2", "3")})
     assert (task.job_id, task.state) == ("3_1", JobState.PENDING)
 
 
 def test_a_reason_may_hold_anything() -> None:
     text = "8|4-5%4|PENDING||x|0|10:00|N/A|0|Reserved for |a| user|\n"
-    (row,) = rows.queue(text)
+    (row,) = states.queue(text)
     assert (row.elements, row.reason) == ((4, 5), "Reserved for |a| user")
 
 
 @pytest.mark.parametrize("text", ["slurm_load_jobs error: Unable to contact slurm controller\n"])
 def test_a_line_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(SchedulerError, match="slurm_load_jobs"):
-        rows.queue(text)
+        states.queue(text)
     with pytest.raises(SchedulerError, match="slurm_load_jobs"):
-        rows.accounting(text)
+        states.accounting(text)
     with pytest.raises(SchedulerError, match="slurm_load_jobs"):
-        rows.control(text)
+        states.control(text)
 
 
 BANNERS = (
@@ -243,15 +245,15 @@ ACCOUNTED = "41_0|COMPLETED|0:0|n0|a|2026-01-01T00:00:00|None"
 
 @pytest.mark.parametrize("banner", BANNERS)
 def test_rows_found_among_lines_of_a_wrapper(banner: str) -> None:
-    assert rows.queue(banner.format(ROW)) == rows.queue(ROW)
-    assert rows.control(banner.format(CONTROLLED)) == rows.control(CONTROLLED)
-    assert rows.accounting(banner.format(ACCOUNTED)) == rows.accounting(ACCOUNTED)
+    assert states.queue(banner.format(ROW)) == states.queue(ROW)
+    assert states.control(banner.format(CONTROLLED)) == states.control(CONTROLLED)
+    assert states.accounting(banner.format(ACCOUNTED)) == states.accounting(ACCOUNTED)
 
 
 @pytest.mark.parametrize("text", ["the controller is away", BANNERS[0].format("")])
 def test_rows_refused_where_only_others_print(text: str) -> None:
     """An answer without rows would mean that all jobs are gone."""
-    for read in (rows.queue, rows.control, rows.accounting):
+    for read in (states.queue, states.control, states.accounting):
         with pytest.raises(SchedulerError, match="unexpected line from"):
             read(text)
         assert read("") == []
@@ -260,4 +262,4 @@ def test_rows_refused_where_only_others_print(text: str) -> None:
 @pytest.mark.parametrize("text", ["41|0|RUNNING", f"{ROW}\n41|1|PENDING|"])
 def test_row_with_other_fields_refused(text: str) -> None:
     with pytest.raises(SchedulerError, match="unexpected line from squeue"):
-        rows.queue(text)
+        states.queue(text)

@@ -13,7 +13,7 @@ import pytest
 
 from slurmrl.errors import UsageError
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import directives, render
+from slurmrl.scheduler import batch_script
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 from slurmrl.scheduler.local import LocalScheduler
 from slurmrl.scheduler.slurm import SlurmScheduler
@@ -178,26 +178,26 @@ def test_a_warning_before_the_supervisor_is_up_is_not_lost(
     ],
 )
 def test_gpus(how: str, kind: str | None, expected: dict[str, str]) -> None:
-    table = directives.table(request(gpu_directive=how, gpu_type=kind), GROUP)
+    table = batch_script.directives(request(gpu_directive=how, gpu_type=kind), GROUP)
     assert {key: value for key, value in table.items() if "g" in key[:1]} == expected
 
 
 def test_no_gpus_no_directive() -> None:
-    table = directives.table(request(), dataclasses.replace(GROUP, gpus_per_worker=0))
+    table = batch_script.directives(request(), dataclasses.replace(GROUP, gpus_per_worker=0))
     assert not {"gres", "gpus-per-node"} & set(table)
 
 
 def test_an_elastic_group_is_an_array_of_single_hosts() -> None:
     elastic = dataclasses.replace(GROUP, elastic=True, hosts=4, links=9)
-    table = directives.table(request(), elastic)
+    table = batch_script.directives(request(), elastic)
     assert (table["array"], table["nodes"]) == ("0-8%4", "1")
 
 
-@pytest.mark.parametrize("key", directives.PASSED)
+@pytest.mark.parametrize("key", batch_script.PASSED)
 @pytest.mark.parametrize("value", ["a\n#SBATCH --wrap=x", "back\\slash", "nul\0"])
 def test_values_that_no_directive_can_hold_are_refused(key: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"--{key}="):
-        render.script(request(**{key: value}), GROUP, "srun")
+        batch_script.script(request(**{key: value}), GROUP, "srun")
 
 
 @pytest.mark.parametrize(
@@ -215,25 +215,27 @@ def test_values_that_no_directive_can_hold_are_refused(key: str, value: str) -> 
 )
 def test_extra_lines_cannot_change_the_protocol(line: str) -> None:
     with pytest.raises(UsageError, match="slurmrl itself sets"):
-        render.script(request(extra_lines=[line]), GROUP, "srun")
+        batch_script.script(request(extra_lines=[line]), GROUP, "srun")
 
 
 @pytest.mark.parametrize("line", ["rm -rf /", "--x\nrm -rf /", ""])
 def test_extra_lines_are_directives(line: str) -> None:
     with pytest.raises(UsageError, match="not a directive"):
-        render.script(request(extra_lines=[line]), GROUP, "srun")
+        batch_script.script(request(extra_lines=[line]), GROUP, "srun")
 
 
 def test_memory_needs_a_unit_that_slurm_knows() -> None:
     group = dataclasses.replace(GROUP, mem_per_worker="16 apples")
     with pytest.raises(UsageError, match="16 apples"):
-        render.script(request(), group, "srun")
+        batch_script.script(request(), group, "srun")
 
 
 def test_memory_is_requested_for_all_workers_of_a_host() -> None:
     group = dataclasses.replace(GROUP, mem_per_worker="500MB")
-    assert directives.table(request(), group)["mem"] == "1000M"
-    assert "mem" not in directives.table(request(), dataclasses.replace(group, mem_per_worker=None))
+    assert batch_script.directives(request(), group)["mem"] == "1000M"
+    assert "mem" not in batch_script.directives(
+        request(), dataclasses.replace(group, mem_per_worker=None)
+    )
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["unknown", "known"])
@@ -241,7 +243,7 @@ def test_modules_are_made_known_where_a_site_has_them(tmp_path: Path, known: boo
     """As in the batch script, but for the place of the site's file."""
     site = tmp_path / "profile"
     site.write_text("PATH=/usr/bin:/bin; module() { echo site $* $PATH; }\n")
-    lines = [render.MODULES.replace("/etc/profile", str(site)), "module load cuda"]
+    lines = [batch_script.MODULES.replace("/etc/profile", str(site)), "module load cuda"]
     if known:
         lines.insert(0, "module() { echo ours $*; }")
     done = subprocess.run(

@@ -14,12 +14,18 @@ from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.writer import begin, end
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import elastic, succession, upkeep
+from slurmrl.scheduler import chain, elastic
 from slurmrl.scheduler.base import Continue
-from slurmrl.scheduler.chain import TopUp, continues, top_up
+from slurmrl.scheduler.chain import (
+    Link,
+    TopUp,
+    Upkeep,
+    continue_after,
+    continues,
+    end_chain,
+    top_up,
+)
 from slurmrl.scheduler.slurm import SlurmScheduler
-from slurmrl.scheduler.succession import Link, continue_after, end_chain
-from slurmrl.scheduler.upkeep import Upkeep
 from tests.support.scripted_slurm import Slurm
 from tests.support.trials import wait_until
 
@@ -39,7 +45,7 @@ def commit(run: RunPaths, step: int) -> None:
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Link]:
     """The links for which a function of `upkeep` was called and has returned or raised."""
-    function, calls = getattr(upkeep, name), []
+    function, calls = getattr(chain, name), []
 
     def call(link: Link, *arguments: object, **options: object) -> object:
         try:
@@ -47,7 +53,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Link]:
         finally:
             calls.append(link)
 
-    monkeypatch.setattr(upkeep, name, call)
+    monkeypatch.setattr(chain, name, call)
     return calls
 
 
@@ -132,7 +138,7 @@ def test_each_link_looks_after_elastic_groups_in_its_own_name(
         def keep(self, wanted: int) -> elastic.Change:
             return elastic.Change()
 
-    monkeypatch.setattr(upkeep, "ElasticGroup", Group)
+    monkeypatch.setattr(chain, "ElasticGroup", Group)
     for index in (0, 1):
         looks = Upkeep(link(run, index), {"rollout": 3}, pytest.fail)
         looks.start()
@@ -207,21 +213,21 @@ def test_a_link_without_sbatch_breaks_nothing(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "cannot find out what follows" in continue_after(link(run, 0))
     end_chain(link(run, 0))
-    monkeypatch.setattr(upkeep, "RETRY_S", 0.0)
+    monkeypatch.setattr(chain, "RETRY_S", 0.0)
     tries = counted(monkeypatch, "top_up")
     looks = Upkeep(link(run, 0), {}, pytest.fail)
     looks.start()
     wait_until("the last try", lambda: ended(looks))
-    assert len(tries) == upkeep.TRIES
+    assert len(tries) == chain.TRIES
     assert signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 @pytest.fixture
 def _everywhere(monkeypatch: pytest.MonkeyPatch, slurm: Slurm) -> None:
     """Every scheduler is the scripted one, and waits are short."""
-    monkeypatch.setattr(succession, "slurm", lambda: SlurmScheduler(slurm))
+    monkeypatch.setattr(chain, "slurm", lambda: SlurmScheduler(slurm))
     for pause in ("RETRY_S", "COMMIT_S", "KEEP_S"):
-        monkeypatch.setattr(upkeep, pause, 0.01)
+        monkeypatch.setattr(chain, pause, 0.01)
 
 
 @pytest.mark.usefixtures("_everywhere")
@@ -253,7 +259,7 @@ def test_sbatch_that_is_refused_is_tried_a_few_times_and_when_the_link_ends(
     looks = Upkeep(link(run, 2), {}, pytest.fail)
     looks.start()
     wait_until("the last try", lambda: ended(looks))
-    assert slurm.tries == upkeep.TRIES
+    assert slurm.tries == chain.TRIES
     assert "no link is left" in continue_after(link(run, 2))
     slurm.refuse = ""
     assert continue_after(link(run, 2)).endswith("follows, 3 left")

@@ -10,8 +10,8 @@ import pytest
 from slurmrl.errors import SchedulerError
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
+from slurmrl.scheduler.batch_script import Refusal, refusals
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.try_out import Refusal, refusals
 from tests.support.scripted_slurm import PickySlurm
 
 

@@ -17,7 +17,7 @@ from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.writer import end
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import directives
+from slurmrl.scheduler import batch_script
 from slurmrl.scheduler.base import JobState
 from tests.fake_runs import FakeScheduler, task, write_config
 
@@ -49,7 +49,7 @@ def test_the_number_holds_until_it_is_changed(
     for change, at_once in (((), 0), (("rollout.tasks.max=4",), 4)):
         request = propose_resume(paths, change).request(2, "0123456789abcdef", 1)
         rollout = request.groups[1]
-        held = directives.table(request, rollout).get("hold", False)
+        held = batch_script.directives(request, rollout).get("hold", False)
         assert (rollout.at_once, held) == (at_once, at_once == 0)
 
 

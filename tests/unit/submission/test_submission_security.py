@@ -25,7 +25,7 @@ from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind, Record
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler.local_state import ChainState
+from slurmrl.scheduler.local_chain import ChainState
 from slurmrl.scheduler.submission import read_jobs, write_jobs, write_scripts
 from slurmrl.tensors.checkpoint.manifest import read_manifest, read_state
 from slurmrl.watch import snapshot

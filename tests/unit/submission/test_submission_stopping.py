@@ -15,7 +15,7 @@ from slurmrl.run.history.record import Kind
 from slurmrl.scheduler import stopping as requests
 from slurmrl.scheduler.base import Continue, JobState
 from slurmrl.scheduler.chain import Chain, TopUp, why_not
-from slurmrl.watch.collect import collect
+from slurmrl.watch.overview import collect
 from slurmrl.workers.link import reason_to_leave
 from tests.fake_runs import FakeRun, FakeScheduler, task
 

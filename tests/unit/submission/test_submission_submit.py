@@ -32,7 +32,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.processes import ProcessId
 from slurmrl.watch import overview
-from slurmrl.watch.collect import collect
+from slurmrl.watch.overview import collect
 from tests.fake_runs import FakeScheduler, task, write_config
 
 Submit = Callable[..., Submitted]
@@ -161,7 +161,7 @@ def test_an_ended_trial_is_lifted_from_its_end(again: Submit, scheduler: FakeSch
     train(paths, 4)
     assert cancel(paths) is Kind.CANCELLED
     assert history(paths).end is not None
-    assert overview.read(paths) is not None
+    assert overview.read_overview(paths) is not None
     submitted = again()
     assert submitted.resumed_step == 4
     assert history(paths).end is None

@@ -16,8 +16,8 @@ from slurmrl.run.history.record import Kind
 from slurmrl.run.history.writer import end
 from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
+from slurmrl.scheduler.chain import Link
 from slurmrl.scheduler.slurm import SlurmScheduler, TaskStart
-from slurmrl.scheduler.succession import Link
 from slurmrl.workers.link import Left, read_turn, starts_put_back
 from slurmrl.workers.supervisor.baton import ENDS_S, LOOK_S, Baton, wait_for_turn
 

@@ -10,7 +10,7 @@ import pytest
 from slurmrl.run.history.record import Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
-from slurmrl.watch.collect import collect
+from slurmrl.watch.overview import collect
 from slurmrl.workers.supervisor import end_of_trial
 from tests.fake_runs import FakeRun, FakeScheduler, task
 

@@ -14,8 +14,7 @@ import pytest
 from slurmrl.cli.logs import Printer
 from slurmrl.fsio import atomic
 from slurmrl.run.paths import rotated
-from slurmrl.watch.log_files import LogFile
-from slurmrl.watch.log_lines import OutputReader
+from slurmrl.watch.log_files import LogFile, OutputReader
 from slurmrl.workers.agent.agent_host import Output
 
 LIMIT = 40_000

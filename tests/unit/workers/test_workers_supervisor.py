@@ -28,9 +28,9 @@ from slurmrl.run.history.record import Kind, Record
 from slurmrl.run.history.writer import begin, end, resume
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Failure, Identity
+from slurmrl.scheduler.chain import Link
 from slurmrl.scheduler.client import SlurmClient, is_dead
 from slurmrl.scheduler.parse import HostRow
-from slurmrl.scheduler.succession import Link
 from slurmrl.watch import overview
 from slurmrl.workers.failure import publish
 from slurmrl.workers.link import reason_to_leave
@@ -537,7 +537,7 @@ def test_a_user_error_before_the_first_round_ends_the_trial(
     last = History(run.history).read()[-1]
     assert last.kind is Kind.FAILED
     assert said in last.data["reason"]
-    kept = overview.read(run)
+    kept = overview.read_overview(run)
     assert kept is not None
     assert (kept["state"], kept["reason"]) == ("FAILED", last.data["reason"])
     assert str(tokens) in last.data["reason"]

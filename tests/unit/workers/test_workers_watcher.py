@@ -16,9 +16,9 @@ from slurmrl.run.events import read_all
 from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
+from slurmrl.scheduler.chain import Link
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.rows import QueueRow
-from slurmrl.scheduler.succession import Link
+from slurmrl.scheduler.states import QueueRow
 from slurmrl.workers.supervisor.rounds import JobHosts
 from slurmrl.workers.supervisor.watcher import ASK_S, MOST, Watcher, Watchers
 from tests.support.trials import wait_until

@@ -1,0 +1,301 @@
+"""Batch scripts as text, their ``#SBATCH`` directives, and which of these sbatch would refuse.
+
+Only this module uses submitit, which writes the directives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from slurmrl.errors import UsageError
+from slurmrl.run import leave
+from slurmrl.scheduler.base import Continue, GroupRequest, SubmissionRequest
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.job_environment import NO_BYTECODE, of_snapshot
+
+PASSED = (
+    "partition",
+    "account",
+    "qos",
+    "time",
+    "constraint",
+    "nodelist",
+    "exclude",
+    "reservation",
+    "licenses",
+)
+"""Options of ``cluster.slurm`` that are directives of the same name."""
+OURS = {
+    "--array": "-a",
+    "--chdir": "-D",
+    "--error": "-e",
+    "--export": "",
+    "--export-file": "",
+    "--job-name": "-J",
+    "--no-kill": "-k",
+    "--no-requeue": "",
+    "--nodes": "-N",
+    "--ntasks": "-n",
+    "--ntasks-per-node": "",
+    "--open-mode": "",
+    "--output": "-o",
+    "--parsable": "",
+    "--requeue": "",
+    "--signal": "",
+    "--wait": "-W",
+    "--wrap": "",
+}
+"""Options that extra lines may not change, with their short forms: the protocol rests on them."""
+SUPERVISOR = "slurmrl.workers.supervisor"
+WARNED_EARLY = "trap '(sleep 3; kill -USR2 $$) &' USR2"
+"""Resends a warning that comes during the set-up lines once the supervisor, of the same pid,
+runs."""
+MODULES = """\
+command -v module >/dev/null || [ ! -r /etc/profile ] || {
+    slurmrl_path=$PATH; . /etc/profile; PATH=$slurmrl_path:$PATH; }"""
+"""A batch script is no login shell and inherits few variables (`job_environment`), while sites
+define ``module`` in files that /etc/profile reads. Our own PATH stays in front."""
+MODULE_WORDS = re.compile(r"\b(module|ml)\b")
+BLOCK = """\
+slurmrl_block=
+env --block-signal=USR2 true 2>/dev/null && slurmrl_block='env --block-signal=USR2'
+trap '' USR2"""
+"""From here on a warning is blocked until the supervisor has its handler. With an older env
+(coreutils before 8.31), a warning that comes while Python starts is lost."""
+MOST_DIRECTIVES: Final = 4
+"""Directives of a group that are reported."""
+CHOSEN: Final = (
+    *(name for name in PASSED if name != "partition"),
+    *("gres", "gpus-per-node", "mem", "cpus-per-task", "nodes", "partition"),
+)
+"""Directives that settings choose. The partition comes last, because without it other hosts are
+asked for."""
+WAITS: Final = re.compile(r"busy|down, drained|not available now|inactive or drain", re.IGNORECASE)
+"""Slurm's words for a job that sbatch accepts and that waits."""
+UNCLEAR: Final = "Requested node configuration is not available"
+"""Slurm's words both for hosts that do not exist and for hosts that are out of service."""
+
+
+def script(request: SubmissionRequest, group: GroupRequest, launcher: str) -> str:
+    """Return the batch script of a group: directives, environment, set-up lines, one exec.
+
+    ``launcher`` is how the supervisor starts agents: ``srun`` or ``direct``.
+    """
+    from submitit.slurm.slurm import _make_sbatch_string  # a fifth of a second of imports
+
+    unset: Any = None  # submitit's own defaults are not ours
+    return _make_sbatch_string(
+        command=f"exec {_prefix(group)}{shlex.join(request.command(group, launcher))}",
+        folder=request.run.logs / group.name,
+        job_name=unset,
+        time=unset,
+        wckey=unset,
+        stderr_to_stdout=True,
+        setup=_setup(request, group, guarded=launcher == "srun" and not group.command),
+        additional_parameters=directives(request, group),
+        use_srun=False,
+    )
+
+
+def _prefix(group: GroupRequest) -> str:
+    """Only the supervisor knows that it must unblock the signal."""
+    return "" if group.command else "$slurmrl_block "
+
+
+def _setup(request: SubmissionRequest, group: GroupRequest, *, guarded: bool) -> list[str]:
+    """Return the shell lines before the command. Slurm reads directives up to the first of them.
+    ``guarded``: the job is requeued if they or Python fail."""
+    code = shlex.quote(str(request.code))
+    return [
+        *extra_lines(request, group),
+        "trap '' USR1",
+        "trap '' USR2" if group.command else WARNED_EARLY,
+        *([_leaving(request, group), leave.EARLY] if guarded else []),
+        *setup_lines(request, group),
+        *([leave.LATE] if guarded else []),
+        f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"',
+        f"export {NO_BYTECODE}=${{{NO_BYTECODE}-1}}",
+        *([f'{_attempt(request)} || slurmrl_leave "$slurmrl_said"'] if guarded else []),
+        *([] if group.command else [BLOCK]),
+    ]
+
+
+def _leaving(request: SubmissionRequest, group: GroupRequest) -> str:
+    script = request.run.submission_script(request.number, group.name)
+    exclude = str(slurm_options(request, group).get("exclude") or "")
+    job = request.job_name(group.name)
+    supervisor = shlex.join((*request.command(group, "srun"), "--failed"))
+    variables = of_snapshot(request.code).items()
+    fail = " ".join([*(f"{name}={shlex.quote(text)}" for name, text in variables), supervisor])
+    return leave.functions(request.run.run, script, job, exclude, request.number, fail)
+
+
+def _attempt(request: SubmissionRequest) -> str:
+    return leave.attempt(request.python, SUPERVISOR)
+
+
+def setup_lines(request: SubmissionRequest, group: GroupRequest) -> Sequence[str]:
+    """Return the user's shell lines (``setup``), and what they need."""
+    lines = [str(line) for line in slurm_options(request, group).get("setup") or ()]
+    return [MODULES, *lines] if any(map(MODULE_WORDS.search, lines)) else lines
+
+
+def directives(request: SubmissionRequest, group: GroupRequest) -> dict[str, str | bool]:
+    """All directives of a group. Raises UsageError for a value that a script cannot hold."""
+    slurm = slurm_options(request, group)
+    spares = 0 if group.elastic else group.spares
+    result: dict[str, str | bool] = {
+        "array": _array(group),
+        "chdir": str(request.run.run),
+        "cpus-per-task": str(group.workers_per_host * group.cpus_per_worker),
+        "export": "ALL",  # of what our client gives sbatch: see environment.EXPORTED
+        "job-name": request.job_name(group.name),
+        "nodes": "1" if group.elastic else str(group.hosts + spares),
+        "ntasks-per-node": "1",
+        "open-mode": "append",
+        "output": _output(request, group),
+        "requeue" if group.elastic or _mode(slurm) is not Continue.NONE else "no-requeue": True,
+        "signal": f"B:USR2@{slurm.get('signal_lead_s', 120)}",
+    }
+    result |= {"no-kill": True} if spares else {}
+    result |= {"hold": True} if group.elastic and group.at_once == 0 else {}
+    result |= _gpus(group, slurm) | _memory(group)
+    result |= {key: str(slurm[key]) for key in PASSED if slurm.get(key) is not None}
+    for key, value in result.items():
+        check_value(key, str(value))
+    return result
+
+
+def slurm_options(request: SubmissionRequest, group: GroupRequest) -> Mapping[str, Any]:
+    options: Mapping[str, Any] = request.options.get("slurm") or {}
+    return options if group.slurm is None else group.slurm
+
+
+def extra_lines(request: SubmissionRequest, group: GroupRequest) -> list[str]:
+    """The user's own directives: ``--exclusive`` or ``#SBATCH --exclusive``."""
+    return [_extra_line(line) for line in slurm_options(request, group).get("extra_lines") or ()]
+
+
+def check_value(key: str, value: str) -> None:
+    """Refuse what sbatch would read as something else: line breaks and backslashes."""
+    if any(ord(char) < 32 or char == "\x7f" for char in value):
+        raise UsageError(f"--{key}={value!r}: a directive cannot hold control characters")
+    if "\\" in value:
+        raise UsageError(f"--{key}={value!r}: a directive cannot hold a backslash")
+
+
+def _mode(slurm: Mapping[str, Any]) -> Continue:
+    """What follows a link of a fixed group."""
+    return Continue(slurm.get("continue") or Continue.CHAIN)
+
+
+def _array(group: GroupRequest) -> str:
+    """Links of a fixed group run one after the other. For Slurm a throttle of 0 is none."""
+    at_once = (group.at_once or group.hosts) if group.elastic else 1
+    return f"0-{group.links - 1}%{at_once}"
+
+
+def _gpus(group: GroupRequest, slurm: Mapping[str, Any]) -> dict[str, str | bool]:
+    count = group.workers_per_host * group.gpus_per_worker
+    how = slurm.get("gpu_directive") or "gres"
+    if count == 0 or how == "none":
+        return {}
+    kind = f"{slurm['gpu_type']}:" if slurm.get("gpu_type") else ""
+    return {"gres": f"gpu:{kind}{count}"} if how == "gres" else {how: f"{kind}{count}"}
+
+
+def _memory(group: GroupRequest) -> dict[str, str | bool]:
+    if group.mem_per_worker is None:
+        return {}
+    found = re.fullmatch(r"(\d+)([KMGT]?)B?", group.mem_per_worker, re.IGNORECASE)
+    if not found:
+        raise UsageError(
+            f"cluster.mem_per_worker={group.mem_per_worker!r}: write a whole number and a unit, "
+            "such as 16G"
+        )
+    return {"mem": f"{int(found[1]) * group.workers_per_host}{found[2].upper()}"}
+
+
+def _output(request: SubmissionRequest, group: GroupRequest) -> str:
+    """Slurm fills in array id and element; percent signs of the folder itself are doubled."""
+    path = request.run.batch_log(group.name, "slurm-%A_%a")
+    return f"{str(path.parent).replace('%', '%%')}/{path.name}"
+
+
+def _extra_line(line: str) -> str:
+    text = line.strip().removeprefix("#SBATCH").strip()
+    if "\n" in text or not text.startswith("-"):
+        raise UsageError(f"extra_lines: {line!r} is not a directive such as '--exclusive'")
+    word = re.split(r"[=\s]", text, maxsplit=1)[0]
+    taken = {*OURS, *filter(None, OURS.values())}
+    if word in taken or (not word.startswith("--") and word[:2] in taken):
+        raise UsageError(f"extra_lines: slurmrl itself sets {word} ({line!r})")
+    return f"#SBATCH {text}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A job that sbatch would not accept, or that would not start."""
+
+    group: str
+    words: str
+    """Slurm's own."""
+    directive: str = ""
+    """Name of the directive that causes it, or the user's line; empty if no single one does."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether sbatch accepts the job."""
+        return WAITS.search(self.words) is not None
+
+    @property
+    def unclear(self) -> bool:
+        """Whether hosts that are out of service may be the cause."""
+        return UNCLEAR in self.words
+
+
+def refusals(client: SlurmClient, request: SubmissionRequest) -> Iterator[Refusal]:
+    """Yield what ``sbatch --test-only`` refuses; nothing is submitted. Raises SchedulerError if
+    Slurm does not answer."""
+    with tempfile.TemporaryDirectory(prefix="slurmrl-sbatch-") as folder:
+        file = Path(folder) / "job.sh"
+        for group in request.groups:
+            yield from _of_group(client, request, dataclasses.replace(group, links=1), file)
+
+
+def _of_group(
+    client: SlurmClient, request: SubmissionRequest, group: GroupRequest, file: Path
+) -> Iterator[Refusal]:
+    def refused(text: str) -> str | None:
+        file.write_text(text, encoding="utf-8")
+        return client.refusal(file)
+
+    text = script(request, group, "srun")
+    words = refused(text)
+    for _ in range(MOST_DIRECTIVES):
+        if words is None:
+            return
+        for name, line in _candidates(text, extra_lines(request, group)):
+            rest = text.replace(f"{line}\n", "", 1)
+            if (other := refused(rest)) != words:
+                yield Refusal(group.name, words, name)
+                text, words = rest, other
+                break
+        else:
+            yield Refusal(group.name, words)
+            return
+
+
+def _candidates(text: str, extra: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the line of each directive that may be left out."""
+    lines = text.splitlines()
+    yield from ((line, line) for line in extra if line in lines)
+    for name in CHOSEN:
+        yield from ((name, line) for line in lines if line.startswith(f"#SBATCH --{name}="))
