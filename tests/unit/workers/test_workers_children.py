@@ -269,6 +269,7 @@ def test_fork_server_stays_if_a_worker_takes_long_to_end(
     """The driver unpins tens of gigabytes, or a file system does not answer: until then the kernel
     reports no end. The lease is renewed meanwhile."""
     slow.children.group = slow.children.group.model_copy(update={"gpus_per_worker": gpus})
+    monkeypatch.setattr(children_module, "REPORT_S", 60.0)
     ended, ends = os.pipe()
     fork_server = slow.of(3)["fork_server"]
     os.kill(fork_server, signal.SIGSTOP)  # as if its worker had not ended yet
