@@ -14,10 +14,11 @@ from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.test_local_elastic import assert_close, config_of
 from tests.distributed.test_local_layouts import REWARDED
 from tests.distributed.test_local_megatron import let_megatron_compute_here
-from tests.distributed.test_local_servers import grpo, site_with_reward
 from tests.support.chaos_trials.runs import Setting, chaos, undisturbed
 from tests.support.chaos_trials.watched import Watched
 from tests.support.hooks import hooked
+from tests.support.rollout_trials import site_in
+from tests.support.served_trials import grpo
 from tests.support.trials import ARCHITECTURE, Site
 
 SERVE = "slurmrl.workers.worker.orders"
@@ -107,7 +108,7 @@ def test_episodes_of_tensor_ranks_outlive_kills(tmp_path: Path) -> None:
     """A rank that repeats what its leader serves is killed in the middle of an episode, and later
     the leader. The trial ends with the same bits as one without kills, and log-probabilities are
     those of the training engine."""
-    site, outcomes = site_with_reward(tmp_path), []
+    site, outcomes = site_in(tmp_path, {}, pause_s=0.0), []
     (tmp_path / "turns_of_mine.py").write_text(THREE_TURNS)
     episode = {"name": "turns_of_mine:three"}
     for trial in ("calm", "killed"):

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.held import NO_LIMIT, Hold
-from tests.support.served_trials import grpo, site_with_reward
+from tests.support.rollout_trials import site_in
+from tests.support.served_trials import grpo
 from tests.support.stand_ins import Started
 from tests.support.trials import ARCHITECTURE, processes, wait_until
 
@@ -32,7 +33,7 @@ def test_a_trial_outlives_running_servers_that_end_and_come_back(
     sockets = [tmp_path / "first", tmp_path / "second"]
     started += [Started(tmp_path, ARCHITECTURE, path.name, str(path)) for path in sockets]
     rollout = {"backend": "sglang", "servers": [f"unix:{path}" for path in sockets]}
-    site = site_with_reward(tmp_path)
+    site = site_in(tmp_path, {}, pause_s=0.0)
     hold = Hold(site)
     hold.allow(2)
     path = site.write("grpo.yaml", hold.judged(grpo(rollout)))

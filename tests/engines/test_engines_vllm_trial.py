@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.served_trials import grpo, site_with_reward
+from tests.support.rollout_trials import site_in
+from tests.support.served_trials import grpo
 from tests.support.servers import check_served, servers
 from tests.support.trials import (
     ARCHITECTURE,
@@ -35,7 +36,7 @@ def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_i
     server are issued again while the trainers wait. A killed worker takes its server with it; the
     next incarnation has another one, and resumes from the last commit. Nothing is left when the
     trial ends."""
-    site = site_with_reward(tmp_path)
+    site = site_in(tmp_path, {}, pause_s=0.0)
     rollout = {"backend": "vllm:d1", "gpus": "0", "python": PYTHON, "max_new_tokens": 8}
     config = grpo(rollout, batch_size=8, total_steps=STEPS)
     config["actor"]["architecture"] = {**ARCHITECTURE, "hidden_size": 64}  # heads of 32

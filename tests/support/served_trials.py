@@ -8,19 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.support.rollout_trials import site_in
 from tests.support.servers import UsersServer, check_served
-from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
-
-REWARD = """
-def different(prompts, completions, rows):
-    return [float(len(set(completion))) for completion in completions]
-"""
-
-
-def site_with_reward(folder: Path) -> Site:
-    """A site whose trials find their reward in ``folder``."""
-    (folder / "reward_of_mine.py").write_text(REWARD)
-    return Site(folder, {"PYTHONPATH": os.pathsep.join((str(folder), str(REPOSITORY)))})
+from tests.support.trials import processes, sft_config, wait_until
 
 
 def grpo(rollout: dict[str, Any], *, batch_size: int = 4, **changes: Any) -> dict[str, Any]:
@@ -47,7 +37,7 @@ def run_through_kills(
 ) -> None:
     """Run a trial whose server and a worker are killed and started again; check that it ends as it
     should and leaves nothing."""
-    site = site_with_reward(tmp_path)
+    site = site_in(tmp_path, {}, pause_s=0.0)
     rollout = {
         "backend": backend,
         "servers": [f"unix:{server.socket}"],
