@@ -15,32 +15,6 @@ from tests.support.nodes import slurm, wait_for_empty_queue
 from tests.support.rollout_trials import BATCH, STEPS, config_of, hurry, site_in, trained
 from tests.support.trials import Site, command_line, processes, wait_until
 
-
-@pytest.mark.soak  # the storm of test_slurm_disturbed_rollouts.py cancels tasks, too
-def test_tasks_that_are_cancelled_are_replaced_and_nothing_is_lost(
-    tmp_path: Path, slurm_bed: Any
-) -> None:
-    site = site_in(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
-    options = {"partition": "main", "time": "30"}
-    config = config_of("slurm", {"max": 2, "max_staleness": 1})
-    config["cluster"] = {"gpus_per_worker": 0, "interface": "lo", "slurm": options}
-    site.slurmrl("submit", str(site.write("grpo.yaml", config)), "--scheduler", "slurm")
-    trial = "grpo/slurm"
-    site.wait_for_step(trial, 2)
-    jobs = read_jobs(site.paths(trial), 1)
-    assert jobs is not None
-    first = [f"{jobs['rollout'][0]}_{task}" for task in range(2)]
-    slurm("scancel", *first)
-    status = site.wait_for_end(trial)
-    assert (status["state"], status["step"], status["incarnation"]) == ("COMPLETED", STEPS, 1)
-    assert trained(site, trial) == STEPS * BATCH
-    told = [one for one in events.read_all(site.paths(trial)) if one["kind"] == "rollout_task"]
-    joined = {one["task"] for one in told if one["state"] == "joined"}
-    assert joined & {"rollout/0", "rollout/1"}
-    assert joined & {"rollout/2", "rollout/3"}
-    wait_for_empty_queue()
-
-
 SLOW_REWARD = """
 import time
 from pathlib import Path

@@ -346,15 +346,6 @@ def test_ranks_of_one_part_hold_the_same_and_one_speaks(
     assert len(ranks.interfaces) == 6
 
 
-def test_evaluation_reads_the_held_out_items(make_ranks: Callable[..., Ranks]) -> None:
-    ranks = make_ranks(2)
-    ranks.load([[0, 1], [0, 2]], evaluation=True)
-    ranks.call("held_out", evaluation=True)
-    assert ranks.dataset.reads == []
-    assert len(ranks.held_out.reads) == 2
-    assert ranks.interfaces[0].given[0][2].evaluation is True
-
-
 def test_each_suite_has_its_rows_its_settings_and_its_reward(
     make_settings: Any,
     plans: Callable[..., Plan],
@@ -405,18 +396,6 @@ def test_calls_of_an_evaluation_write_the_scores_of_their_items(
     ranks.load([[0, 1], [0, 2]])
     assert not any(answer.scored for answer in ranks.call("judge"))
     assert not paths.parts.exists()
-
-
-def test_interfaces_are_kept_and_closed_with_the_engines(make_ranks: Callable[..., Ranks]) -> None:
-    ranks = make_ranks(1)
-    for _ in range(2):
-        ranks.load([[0, 1]])
-        ranks.call("judge")
-        ranks.call("train")
-    assert len(ranks.interfaces) == 2
-    ranks.executors[0].close()
-    assert all(interface.closed for interface in ranks.interfaces)
-    assert all(cast(FakeEngine, engine).closed for engine in ranks.executors[0].engines.values())
 
 
 def save(executor: Executor, directory: str, *, asynchronous: bool) -> Saved:
