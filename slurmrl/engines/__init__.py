@@ -12,7 +12,7 @@ ENGINES = Registry(
     {
         "fsdp": "slurmrl.engines.fsdp.engine:FSDPEngine",
         "archon": "slurmrl.engines.fsdp.engine:FSDPEngine",
-        "megatron": "slurmrl.engines.megatron.entry:make",
+        "megatron": "slurmrl.engines.megatron:make",
         "sglang": "slurmrl.engines.server_engine:SglangEngine",
         "vllm": "slurmrl.engines.server_engine:VllmEngine",
         "native": "slurmrl.engines.native.engine:NativeEngine",

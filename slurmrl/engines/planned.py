@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.engines.fsdp.placing import Placing
-from slurmrl.engines.megatron.parts import layout_of, padded
-from slurmrl.engines.megatron.place import place_of
+from slurmrl.engines.megatron.parts import layout_of, padded, place_of
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.parallel.boxes import TensorSplit

@@ -23,8 +23,8 @@ from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import SampledSupport
 from slurmrl.engines.base import PROMPTS, GenerateEngine
+from slurmrl.engines.fsdp.parameters import constant_specs, whole_shapes
 from slurmrl.engines.fsdp.placing import Placing
-from slurmrl.engines.fsdp.weights import constant_specs, whole_shapes
 from slurmrl.engines.initial_weights import model_config
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import build

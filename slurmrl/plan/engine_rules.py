@@ -91,7 +91,7 @@ ENGINES: Final = {
     "archon": FSDP,
     "megatron": EngineRules(
         "dtpce",
-        "slurmrl.engines.megatron.schema:MegatronModel",
+        "slurmrl.engines.megatron.parts:MegatronModel",
         generates=False,
         copies_heads=False,
         transformer_engine=True,

@@ -18,7 +18,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import EXPERTS
 from slurmrl.engines.base import TOKENS, LossFn, OutputFn, Outputs, TrainEngine, Veto
 from slurmrl.engines.fingerprint import Fingerprint
-from slurmrl.engines.fsdp import state
+from slurmrl.engines.fsdp import parameters
 from slurmrl.engines.fsdp.adapters import (
     MergedWeights,
     attached,
@@ -26,25 +26,37 @@ from slurmrl.engines.fsdp.adapters import (
     initial_matrix,
 )
 from slurmrl.engines.fsdp.generation import GatheredGeneration
-from slurmrl.engines.fsdp.gradients import clip, global_norm, sum_copies
+from slurmrl.engines.fsdp.parameters import (
+    constant_specs,
+    fill,
+    new_model,
+    split_of,
+    tensor_split,
+    whole_shapes,
+)
 from slurmrl.engines.fsdp.placing import Placing
-from slurmrl.engines.fsdp.sharding import SMALL_BYTES, Shards, shard_plan
-from slurmrl.engines.fsdp.splitting import split_of, tensor_split
-from slurmrl.engines.fsdp.weights import constant_specs, fill, new_model, whole_shapes
-from slurmrl.engines.host import HostCopies, lock_sizes_as_they_are
+from slurmrl.engines.fsdp.sharding import (
+    SMALL_BYTES,
+    Shards,
+    clip,
+    global_norm,
+    shard_plan,
+    sum_copies,
+)
+from slurmrl.engines.host import HostCopies, Offload, lock_sizes_as_they_are
 from slurmrl.engines.initial_weights import initial_weights, model_config
 from slurmrl.engines.microbatch import (
     MicrobatchSchedule,
     Sums,
     agree,
+    experts_of,
     in_order,
     longest,
     no_outputs,
+    shared_tokens,
+    support_of,
 )
-from slurmrl.engines.offload import Offload
 from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
-from slurmrl.engines.prefixes import shared_tokens
-from slurmrl.engines.replay import experts_of, support_of
 from slurmrl.errors import UsageError
 from slurmrl.models.adapters import adapted_weight, trained_shapes
 from slurmrl.models.balance import Balance
@@ -390,7 +402,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         layout = self._saved_layout
         own = {shard.name for shard in layout.held_by(self.context.rank)}
         tensors = {name: tensor for name, tensor in self._state().items() if name in own}
-        return state.snapshot(
+        return parameters.snapshot(
             self.role,
             self.context.rank,
             self._optimizer.steps,
@@ -404,7 +416,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             return
         self._offload.check()
         layout = self._trained_placing.layout(self._prefixes)
-        self._optimizer.steps = state.load(
+        self._optimizer.steps = parameters.load(
             directory, self.role, self.context.rank, layout, self._state(), self.frozen
         )
 
@@ -457,8 +469,8 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
 
     def offload(self) -> None:
         if not self._shards.plan.offload:  # with cpu_offload they are in host memory already
-            state = {} if self._optimizer is None else self._state()
-            self._offload.take([*self._shards.local().values(), *state.values()])
+            parameters = {} if self._optimizer is None else self._state()
+            self._offload.take([*self._shards.local().values(), *parameters.values()])
 
     def onload(self) -> None:
         self._offload.give()

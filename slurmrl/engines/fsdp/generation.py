@@ -11,7 +11,7 @@ from torch import Tensor
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import PROMPTS, ServingEngine
 from slurmrl.engines.fsdp.sharding import Shards
-from slurmrl.engines.offload import Offload
+from slurmrl.engines.host import Offload
 from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines import random_state
+from slurmrl.engines import role_state
 from slurmrl.engines.base import (
     OUTPUTS,
     TOKENS,
@@ -26,32 +26,34 @@ from slurmrl.engines.base import (
     Veto,
     spaced,
 )
-from slurmrl.engines.host import HostCopies
+from slurmrl.engines.host import HostCopies, Offload
 from slurmrl.engines.initial_weights import initial_weights, model_config
-from slurmrl.engines.megatron import transformer_engine
-from slurmrl.engines.megatron.collection import collection
-from slurmrl.engines.megatron.layers import own_modules
+from slurmrl.engines.megatron.layers import Micro, micro_batch, own_modules, te_modules, uses_te
 from slurmrl.engines.megatron.model import Chunk
-from slurmrl.engines.megatron.optimizer import ShardedOptimizer
-from slurmrl.engines.megatron.packing import Micro, micro_batch
-from slurmrl.engines.megatron.parts import Parts, layout_of, padded, parts_of
-from slurmrl.engines.megatron.place import Place, misfits, place_of
-from slurmrl.engines.megatron.random_tracker import RandomStates
+from slurmrl.engines.megatron.parts import (
+    Parts,
+    Place,
+    check,
+    layout_of,
+    misfits,
+    padded,
+    parts_of,
+    place_of,
+)
 from slurmrl.engines.megatron.routing import Router, balance_of
 from slurmrl.engines.megatron.schedule import PipelineSchedule, Use
-from slurmrl.engines.megatron.schema import check
-from slurmrl.engines.megatron.settings import transformer_config
-from slurmrl.engines.megatron.state import ModelState
+from slurmrl.engines.megatron.settings import RandomStates, collection, transformer_config
+from slurmrl.engines.megatron.state import ModelState, ShardedOptimizer
 from slurmrl.engines.microbatch import (
     MicrobatchSchedule,
     Sums,
     agree,
+    experts_of,
     in_order,
     longest,
     no_outputs,
+    support_of,
 )
-from slurmrl.engines.offload import Offload
-from slurmrl.engines.replay import experts_of, support_of
 from slurmrl.errors import UsageError
 from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
@@ -105,14 +107,12 @@ class MegatronEngine(TrainEngine):
         if text := "; ".join(problems):
             raise UsageError(f"{role}: {text}")
         self._groups = collection(context)
-        self._te = transformer_engine.chosen(model.transformer_engine, context.device, model.dtype)
+        self._te = uses_te(model.transformer_engine, context.device, model.dtype)
         self._settings = transformer_config(
             config, context, model.dtype, model.recompute, transformer_engine=self._te
         )
         self._modules = (
-            transformer_engine.modules()
-            if self._te
-            else own_modules(config, context.device, model.recompute)
+            te_modules() if self._te else own_modules(config, context.device, model.recompute)
         )
         self._balance = balance_of(config) if trained else None
         if self._balance is not None:
@@ -310,7 +310,7 @@ class MegatronEngine(TrainEngine):
         checkpoint = RoleCheckpoint(directory, self.role)
         self._state.load(checkpoint)
         self._optimizer.continue_from(checkpoint.step)
-        random_state.restore(checkpoint, self.context.rank, self.context.size)
+        role_state.restore_random(checkpoint, self.context.rank, self.context.size)
 
     def layout(self) -> Layout:
         places = [self._place_of(rank) for rank in range(self.context.size)]

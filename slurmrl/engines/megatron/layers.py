@@ -1,46 +1,59 @@
-"""Our own modules in megatron's layers: norms, packed attention, and products.
+"""Modules in megatron's layers: our norms, packed attention and products, or TransformerEngine's
+linear layers, norms and grouped experts. Attention is always ours: sequences are packed, and along
+the context axis heads are exchanged.
 
-T packed tokens, c ranks along the context axis, H query heads and Hkv key and value heads on this
-rank, D head size.
+T packed tokens, S sequences, c ranks along the context axis, H query heads and Hkv key and value
+heads on this rank, D head size. Ranks along the context axis hold equal consecutive parts of the
+packed tokens, padded with a last sequence of their own; attention sees whole sequences.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.utils import get_te_version, is_te_min_version
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from slurmrl.engines.megatron.packing import Packed
-from slurmrl.engines.megatron.place import Stage
+from slurmrl.engines.megatron.parts import Stage
 from slurmrl.engines.megatron.routing import Router
+from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.norm import RMSNorm
+from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.recompute import Recompute, keeping_products, recomputed
-from slurmrl.tensors.ops.attention import packed_attention
+from slurmrl.models.rotary import RotaryTable, Rotation
+from slurmrl.models.routes import UNKNOWN
+from slurmrl.tensors.ops.attention import Packing, packed_attention
 from slurmrl.tensors.ops.collectives import exchange
 from slurmrl.tensors.ops.gated import gated_halves
 from slurmrl.tensors.ops.rotary import rotate
+from slurmrl.tensors.ops.support import Support
+from slurmrl.tensors.ops.upload import upload
+
+FIRST, END = "2.9.0a0", "2.12"
+"""Releases that megatron-core 0.16.1 supports: the first, and the one after the last."""
+HINT = f"pip install --no-build-isolation 'transformer_engine[pytorch]>={FIRST},<{END}'"
 
 
 class Norm(RMSNorm):
@@ -225,3 +238,101 @@ def _feed_forward(config: ModelConfig, layer: int, modules: Modules) -> ModuleSp
         return ModuleSpec(MoELayer, submodules=parts)
     matrices = MLPSubmodules(modules.column, modules.activation, modules.row)
     return ModuleSpec(MLP, submodules=matrices)
+
+
+@dataclass
+class Packed(PackedSeqParams):  # type: ignore[misc]
+    """A micro-batch's offsets and rotation, which attention needs."""
+
+    packing: Packing | None = None
+    rotation: Rotation | None = None
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch: sequences of equal length side by side, then padding."""
+
+    ids: Tensor
+    """[T + padding]"""
+    cu_seqlens: Tensor
+    """In host memory; the padding is a sequence of its own."""
+    back: Tensor
+    """[T] index of each token of the sample's order."""
+    params: Packed
+    real: Tensor | None = None
+    """[T + padding] whether a token belongs to the batch; None where routers need no mask."""
+    support: Support | None = None
+    """Of T + padding tokens; None: all were drawn from the whole vocabulary."""
+    experts: Tensor | None = None
+    """[T + padding, L, K] recorded experts in the blocks that have some; None: no record."""
+
+
+def micro_batch(
+    ids: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    multiple: int,
+    rotary: RotaryTable,
+    dtype: torch.dtype,
+    support: Support | None = None,
+    experts: Tensor | None = None,
+) -> Micro:
+    """ids [T], cu_seqlens [S+1] int32 in host memory; the padded length is a multiple of
+    ``multiple``."""
+    tokens = ids.shape[0]
+    order, cu_sorted = length_order(cu_seqlens, tokens)
+    padding = -tokens % multiple
+    if padding:
+        cu_sorted = torch.cat((cu_sorted, cu_sorted[-1:] + padding))
+    indices = (order, inverse(order), packed_positions(cu_sorted, tokens + padding))
+    order, back, positions = upload(indices, ids.device)
+    padded = torch.cat((ids[order], ids.new_zeros(padding)))
+    params = Packed(
+        qkv_format="thd",
+        packing=Packing(cu_sorted, max(longest, padding)),
+        rotation=rotary.rotation(positions, dtype),
+    )
+    drawn_from = None if support is None else support.at(order).padded(padding)
+    if experts is not None:
+        unknown = experts.new_full((padding, *experts.shape[1:]), UNKNOWN)
+        experts = torch.cat((experts[order], unknown))
+    return Micro(padded, cu_sorted, back, params, support=drawn_from, experts=experts)
+
+
+def uses_te(wanted: bool | None, device: torch.device, dtype: str) -> bool:
+    """Whether layers use TransformerEngine's modules. If ``wanted`` is None, they do if it is
+    installed, on GPUs in half precision (its float32 products use TF32). Raises UsageError if they
+    are wanted and missing."""
+    if wanted is None:
+        return device.type == "cuda" and dtype != "float32" and te.HAVE_TE and _suits()
+    if wanted and not te.HAVE_TE:
+        raise UsageError(f"transformer_engine: true needs TransformerEngine: {HINT}")
+    return wanted
+
+
+def _suits() -> bool:
+    if is_te_min_version(FIRST) and not is_te_min_version(END):
+        return True
+    warnings.warn(
+        f"TransformerEngine {get_te_version()} is not used: megatron-core supports "
+        f">={FIRST},<{END}; set transformer_engine: true to use it anyway",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+def te_modules() -> Modules:
+    """TransformerEngine's module classes for layers."""
+    norm = ModuleSpec(te.TENorm)
+    grouped = MLPSubmodules(
+        linear_fc1=te.TEColumnParallelGroupedLinear, linear_fc2=te.TERowParallelGroupedLinear
+    )
+    return Modules(
+        layer=TransformerLayer,
+        norm=norm,
+        head_norm=norm,
+        column=te.TEColumnParallelLinear,
+        row=te.TERowParallelLinear,
+        experts=ModuleSpec(TEGroupedMLP, submodules=grouped),
+    )

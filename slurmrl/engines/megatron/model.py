@@ -21,9 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from slurmrl.engines.base import Outputs
-from slurmrl.engines.megatron.layers import Modules, block_spec
-from slurmrl.engines.megatron.packing import Micro
-from slurmrl.engines.megatron.place import Place, Stage
+from slurmrl.engines.megatron.layers import Micro, Modules, block_spec
+from slurmrl.engines.megatron.parts import Place, Stage
 from slurmrl.engines.megatron.routing import Router, marks
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.tensors.ops.collectives import (

@@ -16,8 +16,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from slurmrl.engines.megatron.layers import Micro
 from slurmrl.engines.megatron.model import Chunk
-from slurmrl.engines.megatron.packing import Micro
 
 Use = Callable[[int, Tensor, Micro, Chunk], Tensor]
 """(number of the micro-batch, hidden states, micro-batch, chunk) -> a loss; on the last stage."""

@@ -1,17 +1,37 @@
-"""Conversion of our model config to megatron-core's."""
+"""What megatron-core needs to know of a model on a rank: its config, process groups and random
+states, without megatron's global state.
+
+megatron-core keeps its named random states in one tracker per process. A model's own states are
+swapped in while it runs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
+from slurmrl.engines.megatron.parts import Place
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.recompute import Recompute
 from slurmrl.tensors.ops.gated import ACTIVATIONS
 from slurmrl.tensors.parallel.groups import ParallelContext
+
+EXPERTS = {
+    "ep": "ep",
+    "expt_tp": "etp",
+    "expt_dp": "edp",
+    "tp_ep": "etp+ep",
+    "tp_ep_pp": "etp+ep+pp",
+}
+WITHOUT_GRID = {"ep": "alone", "expt_tp": "tp", "expt_dp": "shard", "tp_ep": "tp"}
 
 
 def transformer_config(
@@ -107,3 +127,58 @@ def _recompute(recompute: Recompute, *, transformer_engine: bool) -> dict[str, A
         modules = ["layernorm", "mlp", "moe"]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}
+
+
+def group_of(context: ParallelContext, name: str) -> dist.ProcessGroup:
+    """This rank's group; of the rank alone if the layout does not split that way."""
+    return context.groups.get(name, context.groups["alone"])
+
+
+def collection(context: ParallelContext) -> ProcessGroupCollection:
+    """Every group that megatron-core requires."""
+    names = {
+        "tp": "tp",
+        "pp": "pp",
+        "cp": "cp",
+        "dp": "dp",
+        "mp": "tp+pp",
+        "tp_cp": "tp+cp",
+        "tp_dp_cp": "tp+dp+cp",
+        "dp_cp": "shard",
+        "intra_dp_cp": "shard",
+        "intra_dist_opt": "all",
+        "pos_embd": "alone",
+        **(EXPERTS if context.experts else {**WITHOUT_GRID, "tp_ep_pp": "tp+pp"}),
+    }
+    groups = {field: group_of(context, name) for field, name in names.items()}
+    groups["intra_expt_dp"] = groups["expt_dp"]
+    # Stages between the first and the last have no word embeddings to add up.
+    inner = context.axis_size("pp") > 1 and "ends" not in context.groups
+    return ProcessGroupCollection(**groups, embd=None if inner else group_of(context, "ends"))
+
+
+class RandomStates:
+    """The states of one model."""
+
+    def __init__(self, seed: int, place: Place) -> None:
+        tracker = random.get_cuda_rng_tracker()
+        others, default = tracker.get_states(), random._get_cuda_rng_state()
+        tracker.reset()
+        random.model_parallel_cuda_manual_seed(
+            seed, tp_rank=place.tp_rank, ep_rank=place.ep_rank, etp_rank=place.etp_rank
+        )
+        self._own: dict[str, Any] = tracker.get_states()
+        tracker.set_states(others)
+        random._set_cuda_rng_state(default)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Swap in this model's states, and keep their new values at the end."""
+        tracker = random.get_cuda_rng_tracker()
+        others = tracker.get_states()
+        tracker.set_states(self._own)
+        try:
+            yield
+        finally:
+            self._own = tracker.get_states()
+            tracker.set_states(others)

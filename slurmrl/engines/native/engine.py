@@ -9,12 +9,17 @@ from torch import Tensor
 
 from slurmrl.config.schema.model import Model
 from slurmrl.engines.fsdp.generation import GatheredGeneration
+from slurmrl.engines.fsdp.parameters import (
+    constant_specs,
+    new_model,
+    split_of,
+    tensor_split,
+    whole_shapes,
+)
 from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.fsdp.sharding import ShardPlan, Shards
-from slurmrl.engines.fsdp.splitting import split_of, tensor_split
-from slurmrl.engines.fsdp.weights import constant_specs, new_model, whole_shapes
+from slurmrl.engines.host import Offload
 from slurmrl.engines.initial_weights import model_config
-from slurmrl.engines.offload import Offload
 from slurmrl.models.config import Head
 from slurmrl.tensors.layout.layout import Layout
 from slurmrl.tensors.parallel.groups import ParallelContext

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.engines.replay import experts_of
+from slurmrl.engines.microbatch import experts_of
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.moe import SparseMLP
 from slurmrl.models.routes import UNKNOWN, Replayed

@@ -24,14 +24,14 @@ def chosen(release: str, dtype: str) -> tuple[bool, list[str]]:
     transformer_engine_cpu.install()
     from megatron.core import utils
 
-    from slurmrl.engines.megatron import transformer_engine
+    from slurmrl.engines.megatron.layers import uses_te
 
     known = utils._te_version
     utils._te_version = type(utils.get_te_version())(release)
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            found = transformer_engine.chosen(None, torch.device("cuda"), dtype)
+            found = uses_te(None, torch.device("cuda"), dtype)
     finally:
         utils._te_version = known
     return found, [str(one.message) for one in told]
@@ -40,9 +40,9 @@ def chosen(release: str, dtype: str) -> tuple[bool, list[str]]:
 def without(wanted: bool | None) -> bool | str:
     """What is chosen where it is not installed."""
     megatron_cpu.install()
-    from slurmrl.engines.megatron import transformer_engine
+    from slurmrl.engines.megatron.layers import uses_te
 
     try:
-        return transformer_engine.chosen(wanted, torch.device("cuda"), "bfloat16")
+        return uses_te(wanted, torch.device("cuda"), "bfloat16")
     except UsageError as error:
         return str(error)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from slurmrl.engines.loading import fill
+from slurmrl.engines.role_state import fill_saved
 from slurmrl.errors import CheckpointError, CorruptFileError, DamagedCheckpointError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.tensors.checkpoint import rank_files, shards
@@ -126,7 +126,7 @@ def test_a_scalar_is_read(tmp_path: Path) -> None:
     checkpoint = RoleCheckpoint(tmp_path, "actor")
     assert checkpoint.read("scale") == np.float32(2.5)
     target = torch.zeros(())
-    fill(target, checkpoint, "scale", Box.whole(()))
+    fill_saved(target, checkpoint, "scale", Box.whole(()))
     assert target == 2.5
 
 

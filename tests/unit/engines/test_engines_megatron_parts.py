@@ -11,9 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmrl.engines.megatron.parts import part_of_flat, parts_of
-from slurmrl.engines.megatron.place import Place, misfits, place_of
-from slurmrl.engines.megatron.schema import MegatronModel
+from slurmrl.engines.megatron.parts import (
+    MegatronModel,
+    Place,
+    misfits,
+    part_of_flat,
+    parts_of,
+    place_of,
+)
 from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.shapes import parameter_shapes

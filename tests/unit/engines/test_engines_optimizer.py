@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slurmrl.config.schema.model import Optimizer
-from slurmrl.engines.fsdp.gradients import clip, global_norm
+from slurmrl.engines.fsdp.sharding import clip, global_norm
 from slurmrl.engines.optimizers import SGD, AdamW
 
 

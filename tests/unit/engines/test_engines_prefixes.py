@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.prefixes import (
+from slurmrl.engines.microbatch import (
     MOST,
     SHORTEST,
     SharedPrefix,

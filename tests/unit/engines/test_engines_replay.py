@@ -13,7 +13,7 @@ from torch import Tensor
 from slurmrl.algorithms.rollout.recorded import add_experts, add_support
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import SampledSupport
-from slurmrl.engines import prefixes
+from slurmrl.engines import microbatch
 from slurmrl.engines.fsdp import generation as generation_module
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.engines.lockstep import LockstepEngine
@@ -159,7 +159,7 @@ def test_completions_that_share_their_beginning_keep_their_own_supports(
     add_support(batch, support)
     model = engine()
     monkeypatch.setattr(FSDPEngine, "_may_share", property(lambda _: True))
-    assert prefixes.shared_tokens(batch) is not None
+    assert microbatch.shared_tokens(batch) is not None
     shared = model.forward(batch)["logp"]
     monkeypatch.setattr(FSDPEngine, "_may_share", property(lambda _: False))
     apart = model.forward(batch)["logp"]
