@@ -9,7 +9,7 @@ ones. --only takes the cases whose name has that text; --operators also prints w
 
 traffic: what operations read and write in the GPU's memory, as they are dispatched; roofline: the
 time that this and their products need at the rates in tests/null_gpu/roofline.py; MFU: the model's
-products (slurmrl/models/flops.py) at the H100's peak, over that time. Collectives take no time.
+products (slurmrl/models/config.py) at the H100's peak, over that time. Collectives take no time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ import torch
 
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Engine
-from slurmrl.models.config import ModelConfig
-from slurmrl.models.flops import forward_flops, train_flops
+from slurmrl.models.config import ModelConfig, forward_flops, train_flops
 from slurmrl.models.generate import GenerationOptions
 from tests.null_gpu import cases, device
 from tests.null_gpu.roofline import PEAK_FLOPS_PER_S, Roofline

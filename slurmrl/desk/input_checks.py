@@ -22,11 +22,9 @@ from slurmrl.desk.checks.changed_data import changed_data
 from slurmrl.desk.checks.finding import Finding, Weight
 from slurmrl.errors import ConfigError, Problem, SlurmrlError, UnreadableInputError, UsageError
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.models.finite import small_not_finite
-from slurmrl.models.headers import Header, mismatches, read_headers, unused
-from slurmrl.models.pinned import PinnedTensors
+from slurmrl.models.folder_checks import other_projection, small_not_finite
+from slurmrl.models.model_tensors import Header, PinnedTensors, mismatches, read_headers, unused
 from slurmrl.models.shapes import VALUE_HEAD
-from slurmrl.models.tied import other_projection
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.estimates.shape import longest, shape_of
 from slurmrl.plan.model_files import config_values

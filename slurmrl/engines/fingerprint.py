@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.models.fingerprint import shown, summand
+from slurmrl.models.adapters import shown, summand
 from slurmrl.tensors.layout.box import Box, Index, blocks
 from slurmrl.tensors.transfer.verify import BITS, BLOCK
 
 
 class Fingerprint:
-    """See `slurmrl.models.fingerprint`."""
+    """See `slurmrl.models.adapters`."""
 
     def __init__(self, shapes: Mapping[str, Index], device: torch.device) -> None:
         """``shapes``: of whole parameters. Computes on ``device``, block by block."""

@@ -22,9 +22,9 @@ from slurmrl.data.support import EXPERTS, IDS, SIZES
 from slurmrl.engines.base import MAXIMUM, OUTPUTS, TOKENS, Outputs
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.experts import UNKNOWN
 from slurmrl.models.packed import ranges
 from slurmrl.models.prefixes import Pieces
-from slurmrl.models.routes import UNKNOWN
 from slurmrl.tensors.ops import collectives
 from slurmrl.tensors.ops.support import Support
 from slurmrl.tensors.parallel.groups import ParallelContext

@@ -1,20 +1,49 @@
-"""Names and shapes of low-rank adapters (Hu et al. 2021). Torch-free.
+"""Low-rank adapters (Hu et al. 2021): names and shapes, their sum with a frozen weight, PEFT's
+files, and the fingerprint of the weights for which they were trained. Torch-free.
 
 The weight ``<module>.weight`` [o, i] has the matrices ``<module>.lora_A`` [r, i] and
-``<module>.lora_B`` [o, r].
+``<module>.lora_B`` [o, r]: o outputs, i inputs, r rank of the adapter. The sum has the same bits
+wherever it is computed.
+
+The fingerprint is the sum over all elements of a model of their bits times an odd random number,
+modulo 2^64. The number is a function of the parameter's name and the element's place. So the sum
+depends neither on the parts in which weights are added nor on their order, and another element,
+place or type gives another sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slurmrl.config.schema.model import ALL_LINEAR, TARGETS, Lora
+from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.shapes import VALUE_HEAD, Shapes, parameter_shapes
+from slurmrl.tensors.checkpoint.export import TokenizerFiles, write_folder, write_json
+from slurmrl.tensors.checkpoint.precision import AS_STORED, Precision
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
+from slurmrl.tensors.checkpoint.tensors import TensorEntry, write_tensors
+from slurmrl.tensors.layout.box import Box, Index
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout.shard import row_major
+from slurmrl.tensors.ops.splitmix import Bits, hash64, mix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 LORA_A = "lora_A"
 LORA_B = "lora_B"
-OWN_FILES = "slurmrl.models.storage:gpt2"
+OWN_FILES = "slurmrl.models.shapes:gpt2"
+Matrix = TypeVar("Matrix", Array, "Tensor")
+BLOCK = 2**18
+"""Elements that stay in the cache of a processor's core while all products are added."""
+PREFIX = "base_model.model."
+"""Of the wrapped model's names."""
+TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "SEQ_CLS"}
 
 
 def matrix_name(weight: str, matrix: str) -> str:
@@ -62,3 +91,100 @@ def refusal(config: ModelConfig, lora: Lora) -> str | None:
     if missing:
         return f"this {config.model_type} model has no linear layer '{missing[0]}'; it has {able}"
     return None
+
+
+def merge(
+    out: Matrix, weight: Matrix, b: Matrix, a: Matrix, scale: float, *, block: int = BLOCK
+) -> None:
+    """Write weight + scale * b a into ``out`` [o, i]: in float32, then rounded to the type of
+    ``out``. ``weight`` [o, i] is of float32 or a narrower type, ``b`` [o, r] and ``a`` [r, i] are
+    float32; all four are NumPy arrays, or tensors on one device.
+
+    A matrix product may add its terms in another order for another number of rows or columns, on
+    another processor or in another library. Here each product and each sum of two elements is
+    rounded by itself, and the terms are added in the order of r. So the bits of an element depend
+    neither on the rows and columns that are given nor on ``block``, the number of elements merged
+    at a time.
+    """
+    rows, columns = out.shape
+    each = max(1, block // max(1, columns))
+    for first in range(0, rows, each):
+        part = slice(first, first + each)
+        delta = b[part, :1] * a[:1]
+        for term in range(1, a.shape[0]):
+            delta += b[part, term : term + 1] * a[term : term + 1]
+        delta *= scale
+        delta += weight[part]
+        out[part] = delta
+
+
+def write_adapter(
+    trained: RoleCheckpoint,
+    target: Path,
+    lora: Lora,
+    head: Head,
+    *,
+    base: str,
+    tokenizer: TokenizerFiles | None = None,
+    precision: Precision = AS_STORED,
+    calls: SystemCalls = REAL,
+) -> Path:
+    """Write the adapters of a checkpoint as a folder that PEFT loads onto the model ``base``. The
+    folder is complete or absent; an existing one is replaced."""
+    entries = [
+        precision.apply(TensorEntry(_theirs(name), spec, partial(trained.read, name)))
+        for name, spec in trained.weights()
+    ]
+
+    def fill(folder: Path) -> None:
+        write_tensors(folder / "adapter_model.safetensors", entries, {"format": "pt"}, calls=calls)
+        names = {name.split(".")[-2] for name, _ in trained.weights() if name != VALUE_HEAD}
+        values = _config(lora, head, base, [name for name in TARGETS if name in names])
+        write_json(folder / "adapter_config.json", values, calls)
+        if tokenizer is not None:
+            tokenizer.copy(folder, calls)
+
+    return write_folder(target, fill, calls)
+
+
+def _theirs(name: str) -> str:
+    """PEFT's name of a trained tensor."""
+    return f"{PREFIX}{name}.weight" if name.endswith((LORA_A, LORA_B)) else PREFIX + name
+
+
+def _config(lora: Lora, head: Head, base: str, targets: list[str]) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": TASKS[head],
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "target_modules": targets,
+        "modules_to_save": ["score"] if head == "value" else None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def summand(
+    name: str, shape: Index, box: Box, bits: Bits, count: Callable[[int, int], Bits]
+) -> Bits:
+    """What a box of a parameter of ``shape`` adds.
+
+    :param bits: flat, the elements of the box as integers of their width.
+    :param count: the numbers from one to before another as int64, where ``bits`` are.
+    """
+    places = count(0, 1)
+    for stride, start, size in zip(row_major(shape), box.start, box.size, strict=True):
+        places = places[..., None] + count(start, start + size) * stride
+    factors = mix(places.reshape(-1) ^ hash64(name)) | 1
+    added: Bits = (factors * bits).sum()
+    return added
+
+
+def shown(total: int) -> str:
+    """The sum as checkpoints and weight versions name it."""
+    return f"{total % 2**64:016x}"

@@ -1,19 +1,27 @@
 """The attention block: projections, optional q/k norms, rotation. An ``AttentionCore`` computes the
-attention itself."""
+attention itself.
+
+With context ranks, attention is over all packed tokens, called with one rank's part of them (Jacobs
+et al. 2023, DeepSpeed Ulysses): one all-to-all gives each context rank all tokens of some heads,
+another one reverses it. N tokens of a context rank, c context ranks.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.norm import RMSNorm
+from slurmrl.models.feed_forward import RMSNorm
 from slurmrl.models.parallel.linear import Linear, RowLinear
-from slurmrl.models.parallel.split import WHOLE, Split
+from slurmrl.models.parallel.split import WHOLE, Axis, Split
 from slurmrl.models.rotary import Rotation
 from slurmrl.tensors.ops.attention import Packing, packed_attention
+from slurmrl.tensors.ops.collectives import exchange
 from slurmrl.tensors.ops.rotary import rotate
 
 
@@ -91,3 +99,42 @@ class Attention(nn.Module):
 def kv_heads(config: ModelConfig, split: Split) -> int:
     """Key and value heads of a tensor rank."""
     return max(1, config.num_kv_heads // split.tensor.size)
+
+
+class SplitCore:
+    """An ``AttentionCore`` around the core for all ``tokens``. It removes the padding of the last
+    ranks' parts first."""
+
+    def __init__(self, core: AttentionCore, context: Axis, tokens: int) -> None:
+        self._core, self._context, self._tokens = core, context, tokens
+
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [N, Hq, D], k and v [N, Hkv, D] -> [N, Hq, D]."""
+        if self._context.size > 1:
+            q, k, v = self._by_heads(q, k, v)
+        filled = q.shape[0] - self._tokens
+        out = self._core(spec, *(x[: self._tokens] for x in (q, k, v)))
+        out = F.pad(out, (0, 0, 0, 0, 0, filled))
+        return self._by_tokens(out) if self._context.size > 1 else out
+
+    def _by_heads(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """All tokens of q [·, Hq/c, D], k and v [·, Hkv/c, D]: adjacent query heads and their key
+        heads, which are replicated if there are fewer than ranks."""
+        size, copies = self._context.size, max(1, self._context.size // k.shape[1])
+        parts = [q, k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)]
+        parts = [x.view(x.shape[0], size, -1, x.shape[2]).transpose(0, 1) for x in parts]
+        heads = [x.shape[2] for x in parts]
+        sent = torch.cat(parts, 2).flatten(0, 1)
+        return list(exchange(sent, self._context.group).split_with_sizes(heads, 1))
+
+    def _by_tokens(self, x: Tensor) -> Tensor:
+        """[·, Hq/c, D] of all tokens -> [N, Hq, D]."""
+        parts = exchange(x, self._context.group).view(self._context.size, -1, *x.shape[1:])
+        return parts.transpose(0, 1).flatten(1, 2)
+
+
+def split_core(core: AttentionCore, split: Split, tokens: int) -> AttentionCore:
+    """``core`` itself if the rank has all ``tokens`` without padding."""
+    if split.context.size == 1 and split.part_tokens(tokens) == tokens:
+        return core
+    return SplitCore(core, split.context, tokens)

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.experts import Balance
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.recompute import Recompute
 from slurmrl.tensors.ops.support import Support

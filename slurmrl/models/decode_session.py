@@ -21,7 +21,7 @@ from slurmrl.models.base import DecodeSession
 from slurmrl.models.cache import DecodeCore, KVCache, PrefillCore
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.packed import inverse, packed_positions
-from slurmrl.models.parallel.heads import rows_of
+from slurmrl.models.parallel.linear import rows_of
 from slurmrl.models.parallel.split import Split
 from slurmrl.tensors.ops.attention import Packing
 from slurmrl.tensors.ops.products import wide_product

@@ -16,18 +16,21 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from slurmrl.models.attention import Attention, AttentionCore, PackedCore
-from slurmrl.models.balance import Balance
+from slurmrl.models.attention import Attention, AttentionCore, PackedCore, split_core
 from slurmrl.models.base import DecodeSession, PackedModel
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decode_session import decode_session
-from slurmrl.models.mlp import GatedMLP
-from slurmrl.models.moe import SparseMLP
-from slurmrl.models.norm import RMSNorm
+from slurmrl.models.experts import Balance, Recorded, Replayed, SparseMLP
+from slurmrl.models.feed_forward import GatedMLP, RMSNorm
 from slurmrl.models.packed import inverse, length_order, packed_positions
-from slurmrl.models.parallel.core import split_core
-from slurmrl.models.parallel.heads import split_logprobs, split_values
-from slurmrl.models.parallel.linear import Adapter, LogProbs, VocabEmbedding, VocabProjection
+from slurmrl.models.parallel.linear import (
+    Adapter,
+    LogProbs,
+    VocabEmbedding,
+    VocabProjection,
+    split_logprobs,
+    split_values,
+)
 from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.models.prefixes import Pieces, arranged
 from slurmrl.models.recompute import (
@@ -39,7 +42,6 @@ from slurmrl.models.recompute import (
     unhooked,
 )
 from slurmrl.models.rotary import RotaryTable, Rotation
-from slurmrl.models.routes import Recorded, Replayed
 from slurmrl.registry import resolve
 from slurmrl.tensors.ops.attention import Packing
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slurmrl.models.attention import Attention
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder, ResidualLayer
-from slurmrl.models.mlp import PlainMLP
+from slurmrl.models.feed_forward import PlainMLP
 from slurmrl.models.parallel.linear import VocabEmbedding
 from slurmrl.models.parallel.split import WHOLE, Split
 

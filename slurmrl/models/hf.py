@@ -20,18 +20,16 @@ from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import Decoder, build
-from slurmrl.models.finite import LARGEST, not_finite
-from slurmrl.models.headers import (
+from slurmrl.models.folder_checks import LARGEST, not_finite, other_projection
+from slurmrl.models.model_tensors import (
     SINGLE_FILE,
     Header,
+    PinnedTensors,
     mismatches,
     stored_name,
     weight_files,
 )
-from slurmrl.models.pinned import PinnedTensors
-from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
-from slurmrl.models.storage import storage_of
-from slurmrl.models.tied import other_projection
+from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes, storage_of
 from slurmrl.tensors.checkpoint.export import SHARD_BYTES, write_weights
 from slurmrl.tensors.checkpoint.pinned import is_pinned
 from slurmrl.tensors.checkpoint.stored import TensorSlice, file_entries

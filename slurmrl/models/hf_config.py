@@ -1,19 +1,42 @@
-"""The architecture of a model that transformers runs: its unchanged ``config.json``. Torch-free."""
+"""The architecture of a model that transformers runs: its unchanged ``config.json``. Torch-free.
+
+``longrope`` changes its factors for a whole batch if one sequence exceeds the original length, and
+``dynamic`` its base beyond ``max_position_embeddings``, so log-probabilities would depend on the
+rest of the batch. Learned and tabulated positions end with their table.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head
-from slurmrl.models.length_limit import TABLE, LengthLimit, length_limit
 from slurmrl.tensors.checkpoint.stored import TensorSlice
 from slurmrl.tensors.layout.box import Index
 
 MODULE = "inner."
 """The prefix of parameter names; the rest is transformers' name."""
+TABLE: Final = "table"
+"""The kind of limit of a position table."""
+TABLE_FIELDS: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
+WITH_TABLE: Final = frozenset(
+    (
+        "biogpt",
+        "codegen",
+        "ctrl",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gptj",
+        "mpt",
+        "openai-gpt",
+        "opt",
+    )
+)
+"""Families of language models whose positions or masks come from a table. (For other families this
+is known once the model is loaded.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,3 +88,86 @@ class HFConfig:
 def stored(name: str, shape: Index) -> tuple[TensorSlice, ...]:
     """A parameter's tensor in an export: the one of transformers' name."""
     return (TensorSlice(name.removeprefix(MODULE)),)
+
+
+class LengthLimit(NamedTuple):
+    """The longest sequence, in tokens."""
+
+    tokens: int
+    kind: str
+    """`TABLE`, or the ``rope_type`` that sets the limit."""
+
+    @property
+    def silent(self) -> bool:
+        """Whether transformers computes a longer sequence without an error."""
+        return self.kind != TABLE
+
+    @property
+    def reason(self) -> str:
+        """The reason, as the end of a message."""
+        if self.kind == TABLE:
+            return f"the model has positions for {self.tokens} tokens only"
+        return (
+            f"with rope_type '{self.kind}' log-probabilities depend on what else is in the batch "
+            f"once a sequence, prompt and completion, has more than {self.tokens} tokens"
+        )
+
+
+def length_limit(values: Mapping[str, Any]) -> LengthLimit | None:
+    """The limit of the model that a ``config.json`` object describes; None where there is none, or
+    where the object leaves the number to transformers' defaults.
+
+    Rotations may differ by the type of the layer, and may be in the object's part about text.
+    """
+    limits = [
+        limit
+        for part in (values, *_text_configs(values))
+        for limit in (*_ropes(part), *_tables(part))
+    ]
+    return min(limits, default=None)
+
+
+def _text_configs(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The configs of the text models within a multimodal config."""
+    return [
+        part
+        for name, part in values.items()
+        if isinstance(part, Mapping) and name.endswith(("_config", "decoder"))
+        if not any(other in name for other in ("vision", "audio", "quantization"))
+    ]
+
+
+def _tables(values: Mapping[str, Any]) -> list[LengthLimit]:
+    if values.get("model_type") not in WITH_TABLE:
+        return []
+    sizes = [values[field] for field in TABLE_FIELDS if isinstance(values.get(field), int)]
+    return [LengthLimit(size, TABLE) for size in sizes]
+
+
+def _ropes(values: Mapping[str, Any]) -> list[LengthLimit]:
+    """Limits of the rotations: one for all layers, or one for each layer type."""
+    stated = values.get("rope_scaling") or values.get("rope_parameters")
+    common = [stated] if isinstance(stated, Mapping) else []
+    by_layer = [rope for ropes in common for rope in ropes.values() if isinstance(rope, Mapping)]
+    return [
+        LengthLimit(tokens, kind)
+        for rope in (*common, *by_layer)
+        if (kind := _kind(rope)) and (tokens := _original_length(values, rope, kind))
+    ]
+
+
+def _kind(rope: Mapping[str, Any]) -> str | None:
+    """``longrope`` or ``dynamic``; None for a rotation that does not depend on lengths."""
+    kind = str(rope.get("rope_type") or rope.get("type") or "")
+    if "dynamic" in kind:
+        return "dynamic"
+    # older Phi files call it su, or even yarn
+    return "longrope" if kind in ("longrope", "su") or "long_factor" in rope else None
+
+
+def _original_length(values: Mapping[str, Any], rope: Mapping[str, Any], kind: str) -> int | None:
+    original = "original_max_position_embeddings"
+    stated = [values.get("max_position_embeddings")]
+    if kind == "longrope":
+        stated = [values.get(original), rope.get(original), *stated]
+    return next((length for length in stated if isinstance(length, int)), None)

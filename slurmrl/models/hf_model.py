@@ -26,7 +26,7 @@ from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.models.base import PackedModel
 from slurmrl.models.config import Head
-from slurmrl.models.finite import not_finite
+from slurmrl.models.folder_checks import not_finite
 from slurmrl.models.hf import is_finite, open_tensors
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_head import only_multiplies

@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 from slurmrl.models.attention import Attention, AttentionSpec
 from slurmrl.models.decoder import Decoder, ResidualLayer
-from slurmrl.models.mlp import GatedMLP
-from slurmrl.models.norm import RMSNorm
+from slurmrl.models.feed_forward import GatedMLP, RMSNorm
 from slurmrl.models.parallel.linear import RowLinear
 from slurmrl.models.rotary import Rotation
 from slurmrl.tensors.ops import rows

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from slurmrl.models.attention import AttentionSpec, kv_heads
 from slurmrl.models.decoder import Decoder
+from slurmrl.models.experts import Recorded
 from slurmrl.models.inference import Apply, Forward, head_product, packs, short_forward
-from slurmrl.models.parallel.heads import rows_of
+from slurmrl.models.parallel.linear import rows_of
 from slurmrl.models.rotary import Rotation
-from slurmrl.models.routes import Recorded
 from slurmrl.tensors.ops.attention import Packing, packed_attention
 from slurmrl.tensors.ops.layer import PackedLayer
 from slurmrl.tensors.ops.native.load import for_floats

@@ -15,11 +15,18 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS
 from slurmrl.engines.initial_weights import generator_of
 from slurmrl.errors import UsageError
-from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weight, matrix_name, refusal
+from slurmrl.models.adapters import (
+    BLOCK,
+    LORA_A,
+    LORA_B,
+    adapted_weight,
+    matrix_name,
+    merge,
+    refusal,
+)
 from slurmrl.models.base import PackedModel
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.lora import Adapters, attach
-from slurmrl.models.merging import BLOCK, merge
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.tensors.layout.box import Box, Index
 from slurmrl.tensors.ops.collectives import gathered
@@ -66,7 +73,7 @@ def dropout_keys(sample: SequenceSample, role: str, seed: int, steps: int) -> Te
 
 class MergedWeights(Mapping[str, Tensor]):
     """This rank's chunks of a decoder's weights, each with its adapter: W + scale * B A, rounded to
-    the type of W (see `models.merging`). They are computed when they are read, always from the
+    the type of W (see `models.adapters`). They are computed when they are read, always from the
     frozen W; only the last one is kept. To be made by all ranks of the model together."""
 
     def __init__(
@@ -118,7 +125,7 @@ class MergedWeights(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def merged_weight(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
-    """weight + scale * b a (see `models.merging`), in the type and on the device of ``weight``.
+    """weight + scale * b a (see `models.adapters`), in the type and on the device of ``weight``.
     It is computed on the device of ``a``, block by block."""
     device, merged = a.device, torch.empty_like(weight)
     block = BLOCK if device.type == "cpu" else DEVICE_BLOCK

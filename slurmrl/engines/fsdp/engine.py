@@ -59,11 +59,10 @@ from slurmrl.engines.microbatch import (
 from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
 from slurmrl.errors import UsageError
 from slurmrl.models.adapters import adapted_weight, trained_shapes
-from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import Decoder
+from slurmrl.models.experts import Balance, Replayed
 from slurmrl.models.prefixes import Pieces
-from slurmrl.models.routes import Replayed
 from slurmrl.tensors.checkpoint.shards import RoleSnapshot
 from slurmrl.tensors.layout.layout import Layout
 from slurmrl.tensors.ops import prefix_attention

@@ -55,8 +55,8 @@ from slurmrl.engines.microbatch import (
     support_of,
 )
 from slurmrl.errors import UsageError
-from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.experts import Balance
 from slurmrl.models.rotary import RotaryTable
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
 from slurmrl.tensors.layout.layout import Layout

@@ -39,11 +39,11 @@ from slurmrl.engines.megatron.parts import Stage
 from slurmrl.engines.megatron.routing import Router
 from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.norm import RMSNorm
+from slurmrl.models.experts import UNKNOWN
+from slurmrl.models.feed_forward import RMSNorm
 from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.recompute import Recompute, keeping_products, recomputed
 from slurmrl.models.rotary import RotaryTable, Rotation
-from slurmrl.models.routes import UNKNOWN
 from slurmrl.tensors.ops.attention import Packing, packed_attention
 from slurmrl.tensors.ops.collectives import exchange
 from slurmrl.tensors.ops.gated import gated_halves

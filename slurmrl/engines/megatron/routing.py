@@ -18,9 +18,8 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from slurmrl.models.balance import Balance
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.routes import UNKNOWN
+from slurmrl.models.experts import UNKNOWN, Balance
 
 
 def marks(real: Tensor, recorded: Tensor | None, experts: int) -> Tensor:

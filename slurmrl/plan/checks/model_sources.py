@@ -20,7 +20,7 @@ from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
 from slurmrl.registry import resolve
 
 ADAPTER: Final = "adapter_config.json"
-LENGTH_LIMIT: Final = "slurmrl.models.length_limit:length_limit"
+LENGTH_LIMIT: Final = "slurmrl.models.hf_config:length_limit"
 REFUSAL: Final = "slurmrl.models.adapters:refusal"
 MODEL_CONFIG: Final = "slurmrl.models.config:ModelConfig"
 """Their layer is above the plan's, so they are resolved by name, as schemas are."""

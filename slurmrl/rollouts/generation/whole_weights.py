@@ -13,7 +13,7 @@ from torch import Tensor
 from slurmrl.fsio.calls import REAL
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf import CONFIG_FILE, as_array
-from slurmrl.models.storage import storage_of
+from slurmrl.models.shapes import storage_of
 from slurmrl.rollouts.generation.servers import weights_config
 from slurmrl.tensors.checkpoint.export import (
     in_written_order,

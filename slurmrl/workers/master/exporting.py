@@ -30,12 +30,16 @@ from slurmrl.fsio import inputs
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import is_temporary
+from slurmrl.models.adapters import write_adapter
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.models.folder_tensors import FolderTensors, open_folder
-from slurmrl.models.headers import read_headers, stored_name
-from slurmrl.models.merged import MergedCheckpoint
-from slurmrl.models.peft import write_adapter
-from slurmrl.models.storage import file_form
+from slurmrl.models.model_tensors import (
+    FolderTensors,
+    MergedCheckpoint,
+    open_folder,
+    read_headers,
+    stored_name,
+)
+from slurmrl.models.shapes import file_form
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import (

@@ -27,10 +27,9 @@ from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
 from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weights, matrix_name, trained_shapes
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.headers import INDEX_FILE
 from slurmrl.models.hf import CONFIG_FILE, Weights, as_array, open_tensors
-from slurmrl.models.shapes import parameter_shapes
-from slurmrl.models.storage import storage_of
+from slurmrl.models.model_tensors import INDEX_FILE
+from slurmrl.models.shapes import parameter_shapes, storage_of
 from slurmrl.rollouts.generation.base import WeightVersion
 from slurmrl.tensors.checkpoint.export import write_json
 from slurmrl.tensors.checkpoint.stored import file_entries

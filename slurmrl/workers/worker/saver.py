@@ -24,7 +24,7 @@ from slurmrl.engines.versions import OwnedTensors
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import discard
-from slurmrl.models.storage import file_form
+from slurmrl.models.shapes import file_form
 from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import config_values
 from slurmrl.plan.settings import Settings

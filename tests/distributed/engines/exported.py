@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slurmrl.models.storage import file_form
+from slurmrl.models.shapes import file_form
 from slurmrl.tensors.checkpoint.export import export
 from slurmrl.tensors.checkpoint.manifest import write_manifest
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint

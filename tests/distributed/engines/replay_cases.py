@@ -17,8 +17,8 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import EXPERTS, SampledSupport
 from slurmrl.engines.base import Outputs
 from slurmrl.engines.server_engine import ServerEngine
+from slurmrl.models.experts import UNKNOWN
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
-from slurmrl.models.routes import UNKNOWN
 from slurmrl.tensors.parallel.groups import build
 from tests.distributed.engines import megatron_cases
 from tests.distributed.engines.cases import (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.moe import SparseMLP
+from slurmrl.models.experts import SparseMLP
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Setup, batch, model
 from tests.distributed.engines.megatron_cases import Case, Placed, placed

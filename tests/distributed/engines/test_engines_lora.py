@@ -19,11 +19,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from slurmrl.config.schema.model import Lora
 from slurmrl.engines.base import Outputs
-from slurmrl.models.adapters import trained_shapes
+from slurmrl.models.adapters import trained_shapes, write_adapter
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.merged import MergedCheckpoint
-from slurmrl.models.peft import write_adapter
-from slurmrl.models.storage import file_form
+from slurmrl.models.model_tensors import MergedCheckpoint
+from slurmrl.models.shapes import file_form
 from slurmrl.tensors.checkpoint.export import export
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from slurmrl.tensors.layout.box import Box

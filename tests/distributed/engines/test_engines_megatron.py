@@ -14,8 +14,8 @@ from torch import Tensor
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs
 from slurmrl.models.decoder import Decoder
+from slurmrl.models.experts import SparseMLP
 from slurmrl.models.hf import to_hf
-from slurmrl.models.moe import SparseMLP
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, batch, model

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from slurmrl.engines.microbatch import experts_of
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.moe import SparseMLP
-from slurmrl.models.routes import UNKNOWN, Replayed
+from slurmrl.models.experts import UNKNOWN, Replayed, SparseMLP
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import LENGTHS, Setup, batch, model
 from tests.distributed.engines.megatron_cases import Case, Placed, placed

@@ -12,8 +12,8 @@ import torch
 from slurmrl.config.schema import Lora
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.folder_tensors import SafetensorsFolder
-from slurmrl.models.storage import file_form
+from slurmrl.models.model_tensors import SafetensorsFolder
+from slurmrl.models.shapes import file_form
 from slurmrl.tensors.checkpoint.precision import Precision
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from slurmrl.tensors.checkpoint.stored import Storage, file_entries

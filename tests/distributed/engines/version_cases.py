@@ -13,7 +13,7 @@ from slurmrl.engines.base import TrainEngine
 from slurmrl.engines.versions import OwnedTensors
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf_config import stored
-from slurmrl.models.storage import storage_of
+from slurmrl.models.shapes import storage_of
 from slurmrl.tensors.checkpoint.stored import Storage, by_name
 from slurmrl.tensors.layout.layout import Layout
 from slurmrl.tensors.transfer.regions import PlacedLayout

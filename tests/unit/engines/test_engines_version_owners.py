@@ -12,7 +12,7 @@ from slurmrl.config.schema.model import Model
 from slurmrl.engines.planned import planned_layout
 from slurmrl.engines.versions import owners_of
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.storage import storage_of
+from slurmrl.models.shapes import storage_of
 from slurmrl.tensors.checkpoint.stored import file_tensors
 
 MOE = {

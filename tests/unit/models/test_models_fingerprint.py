@@ -12,12 +12,12 @@ import torch
 from slurmrl.config.schema import Lora
 from slurmrl.engines.fingerprint import Fingerprint
 from slurmrl.errors import UsageError
-from slurmrl.models import merged
+from slurmrl.models import model_tensors
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import build
 from slurmrl.models.hf import to_hf
-from slurmrl.models.merged import MergedCheckpoint
+from slurmrl.models.model_tensors import MergedCheckpoint
 from slurmrl.tensors.layout.box import Box
 from slurmrl.tensors.layout.layout import TensorSpec
 from tests.unit.models.conftest import BASE, ODD
@@ -43,7 +43,7 @@ def test_an_export_computes_the_fingerprint_that_ranks_add_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str, head: Head
 ) -> None:
     """Of the weights in the type in which ranks keep them. One other bit is noticed."""
-    monkeypatch.setattr(merged, "BLOCK", 50)
+    monkeypatch.setattr(model_tensors, "BLOCK", 50)
     config = ModelConfig.from_hf({**BASE, **ODD[family]})
     decoder = build(config, "lm")
     torch.manual_seed(1)

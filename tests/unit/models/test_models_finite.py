@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from slurmrl.engines.initial_weights import initial_weights
 from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.finite import small_not_finite
+from slurmrl.models.folder_checks import small_not_finite
 from slurmrl.models.hf import read_config
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel

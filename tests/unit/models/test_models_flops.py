@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from slurmrl.models.config import attention_flops, forward_flops, train_flops
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.flops import attention_flops, forward_flops, train_flops
 from slurmrl.models.shapes import parameter_count
 
 

@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.headers import (
+from slurmrl.models.folder_checks import other_projection
+from slurmrl.models.model_tensors import (
     INDEX_FILE,
     SINGLE_FILE,
     implied_shapes,
@@ -18,7 +19,6 @@ from slurmrl.models.headers import (
     read_headers,
     unused,
 )
-from slurmrl.models.tied import other_projection
 
 VALUES = {
     "model_type": "llama",

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from slurmrl.errors import UsageError
 from slurmrl.models.generate import GenerationOptions, generate
-from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_config import TABLE, HFConfig, length_limit
 from slurmrl.models.hf_model import HFModel
-from slurmrl.models.length_limit import TABLE, length_limit
 
 ORIGINAL = 16
 """The original context length of the models."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slurmrl.models.merging import merge
+from slurmrl.models.adapters import merge
 
 SCALE = 5 / 3
 EDGES = ((0, 1, 8, 8, 21), (0, 2, 5, 67))

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from slurmrl.models.balance import Balance, Pass, balance_loss
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.moe import SparseMLP
+from slurmrl.models.experts import UNKNOWN, Balance, Pass, Replayed, SparseMLP, balance_loss
 from slurmrl.models.parallel.split import WHOLE
-from slurmrl.models.routes import UNKNOWN, Replayed
 
 TOKENS, EXPERTS, COEFFICIENT = 37, 5, 0.7
 ARCHITECTURE: dict[str, Any] = {

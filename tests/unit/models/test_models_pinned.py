@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from slurmrl.config.schema import Lora
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.headers import mismatches, read_headers
 from slurmrl.models.hf import PinnedSource, TensorSource, from_hf
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
+from slurmrl.models.model_tensors import mismatches, read_headers
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.workers.master.exporting import export_step, pin_actor
 from tests.support.committed import CommittedTrial, Weights

@@ -10,8 +10,8 @@ import torch
 
 from slurmrl.config.allocation import parse
 from slurmrl.display import text
+from slurmrl.models.experts import Replayed
 from slurmrl.models.parallel.split import WHOLE
-from slurmrl.models.routes import Replayed
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.estimates.costs import memories
 from slurmrl.plan.estimates.gpus import trainers_gpus

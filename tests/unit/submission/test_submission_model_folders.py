@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from slurmrl.errors import ConfigError
-from slurmrl.models.headers import read_headers
+from slurmrl.models.model_tensors import read_headers
 from slurmrl.plan.settings import load_settings
 from tests.support.trials import ADDITION, ARCHITECTURE, sft_config
 

@@ -20,11 +20,9 @@ from slurmrl.fsio.calls import SystemCalls
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.folder_tensors import SafetensorsFolder
 from slurmrl.models.hf import from_hf, to_hf
-from slurmrl.models.merged import MergedCheckpoint
-from slurmrl.models.shapes import parameter_shapes
-from slurmrl.models.storage import storage_of
+from slurmrl.models.model_tensors import MergedCheckpoint, SafetensorsFolder
+from slurmrl.models.shapes import parameter_shapes, storage_of
 from slurmrl.rollouts.generation.native.weights import read_weights
 from slurmrl.tensors.checkpoint.precision import Precision
 from slurmrl.tensors.checkpoint.stored import file_entries

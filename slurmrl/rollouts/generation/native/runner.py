@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slurmrl.models.decoder import Decoder
+from slurmrl.models.experts import UNKNOWN
 from slurmrl.models.paged import PagedCall, PagedDecoder
-from slurmrl.models.routes import UNKNOWN
 from slurmrl.rollouts.generation.native.decode import DecodeStep, RowInput, capture_for
 from slurmrl.rollouts.generation.native.pages import PagePool
 from slurmrl.rollouts.generation.native.rows import UNREAD, RowState

@@ -1,7 +1,8 @@
-"""The feed-forward blocks. Each tensor rank has a share of the inner units."""
+"""The feed-forward blocks and the norm of the built-in families."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -9,6 +10,7 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.parallel.linear import Linear, RowLinear
 from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.tensors.ops.gated import ACTIVATIONS, gated_linear, gated_product
+from slurmrl.tensors.ops.norm import rms_norm
 
 
 class GatedMLP(nn.Module):
@@ -55,3 +57,16 @@ class PlainMLP(nn.Module):
         x = self.split.enter(x)
         out: Tensor = self.down_proj(self.activation(self.up_proj(x)))
         return out
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dim, times the weight or (1 + weight)."""
+
+    def __init__(self, size: int, eps: float, *, offset: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size) if offset else torch.ones(size))
+        self.eps = eps
+        self.offset = float(offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, self.offset)

@@ -1,0 +1,214 @@
+"""The mixture-of-experts block: each token is processed by the top K experts of its router.
+
+T tokens, K experts per token, E experts, h hidden size, i inner size of an expert.
+
+The load-balancing loss is over all tokens of an optimizer step (Fedus et al. 2021, Switch
+Transformers, equations 4 to 6). Where n_e of N tokens choose expert e, and P_e is the mean
+probability that they give it, the loss of a block is E times the sum over its E experts of (n_e /
+N) * P_e. The counts are constants of its gradient, so each token's part of it follows from the
+token's own probabilities and the counts of the whole batch. A batch is split into micro-batches
+and over ranks, so its tokens are counted first: a forward pass of all micro-batches without
+gradients, then a sum over the ranks, then the training passes.
+
+C cells of the cache, L blocks with experts, K experts of a token in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.parallel.split import WHOLE, Split
+from slurmrl.tensors.ops.checks import wide
+from slurmrl.tensors.ops.experts import grouped_linear
+from slurmrl.tensors.ops.gated import gated_product
+
+UNKNOWN = -1
+"""Stands for the experts of a token that were not recorded: the router chooses."""
+Pass = Literal["other", "count", "train"]
+
+
+class ExpertLayer(nn.Module):
+    """The gated feed-forward blocks of all experts, with stacked matrices."""
+
+    def __init__(self, experts: int, hidden: int, inner: int, activation: str) -> None:
+        super().__init__()
+        self.gate_proj = nn.Parameter(torch.empty(experts, inner, hidden))
+        self.up_proj = nn.Parameter(torch.empty(experts, inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
+        self.activation = activation
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [M, h] sorted by expert, counts [E] tokens per expert -> [M, h]."""
+        gate, up = (grouped_linear(x, w, counts) for w in (self.gate_proj, self.up_proj))
+        return grouped_linear(gated_product(gate, up, self.activation), self.down_proj, counts)
+
+
+class SparseMLP(nn.Module):
+    """A router and its experts. Each tensor rank has a share of every expert's inner units, and the
+    whole router."""
+
+    def __init__(self, config: ModelConfig, split: Split = WHOLE) -> None:
+        super().__init__()
+        self.split = split
+        moe = config.moe
+        assert moe is not None
+        self.gate = nn.Linear(config.hidden_size, moe.experts, bias=False)
+        inner = moe.inner // split.tensor.size
+        self.experts = ExpertLayer(moe.experts, config.hidden_size, inner, config.activation)
+        self.per_token = moe.per_token
+        self.normalized = moe.normalized
+        self.balance: Balance | None = None
+        """The model's load-balancing loss, if it has one."""
+        self.number = 0
+        """This block's index among those with experts."""
+        self.tokens: int | None = None
+        """The number of tokens of the next call that are not padding; None for all."""
+        self.routes: Routes | None = None
+        """What is done about the experts of the next calls; None: the router chooses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, h] -> [T, h]."""
+        x = self.split.enter(x)
+        logits: Tensor = self.gate(x)
+        probabilities = logits.softmax(-1, dtype=wide(logits.dtype))
+        weights, chosen = probabilities.topk(self.per_token)
+        if self.routes is not None:
+            taken = self.routes.chosen(self.number, chosen)
+            if taken is not chosen:
+                weights, chosen = probabilities.gather(-1, taken), taken
+        if self.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        counts = tokens_of_experts(chosen, probabilities.shape[1])
+        if self.balance is not None:
+            real = probabilities[: self.tokens]
+            loads = tokens_of_experts(chosen[: self.tokens], real.shape[1])
+            weights = self.balance.follow(self.number, weights, real, loads)
+        order = chosen.flatten().argsort(stable=True)
+        outputs = self.experts(x.index_select(0, order // self.per_token), counts)
+        parts: Tensor = outputs.index_select(0, order.argsort())
+        parts = parts.view(x.shape[0], self.per_token, -1)
+        return self.split.leave((parts * weights.to(x.dtype).unsqueeze(-1)).sum(1))
+
+
+class Routes(Protocol):
+    """What blocks do about the experts of the next calls."""
+
+    def chosen(self, block: int, own: Tensor) -> Tensor:
+        """The experts [T, K] that a block takes where its router prefers ``own`` [T, K]."""
+        ...
+
+
+class Recorded:
+    """Keeps what the routers choose."""
+
+    def __init__(self, cells: Sequence[Tensor], slots: Tensor) -> None:
+        """``cells``: [C, K] int16 of each block; ``slots`` [T]: the cells of the next call's
+        tokens, behind which there may be padding."""
+        self._cells, self._slots = cells, slots
+
+    def chosen(self, block: int, own: Tensor) -> Tensor:
+        tokens = own[: self._slots.shape[0]].to(torch.int16)
+        self._cells[block].index_copy_(0, self._slots, tokens)
+        return own
+
+
+class Replayed:
+    """Gives the recorded experts of packed sequences."""
+
+    def __init__(self, experts: Tensor) -> None:
+        """experts [T, L, K], or `UNKNOWN`, in the order of the sample."""
+        self._experts = experts.long()
+        self._own = self._experts
+
+    def arrange(self, order: Tensor, split: Split) -> None:
+        """The blocks see this rank's part of the packed tokens in ``order`` [T]."""
+        tokens = order.shape[0]
+        first, last = split.own_range(tokens)
+        own = self._experts[order[first:last]]
+        missing = split.part_tokens(tokens) - (last - first)
+        padding = own.new_full((missing, *own.shape[1:]), UNKNOWN)
+        self._own = torch.cat((own, padding)) if missing else own
+
+    def chosen(self, block: int, own: Tensor) -> Tensor:
+        recorded = self._own[:, block]
+        return torch.where(recorded == UNKNOWN, own, recorded)
+
+
+class Balance:
+    """The loss of all blocks of a model on this rank, each block's scaled by ``weight``."""
+
+    def __init__(self, experts: int, per_token: int, weight: float) -> None:
+        self.weight = weight
+        self.now: Pass = "other"
+        """The purpose of the next passes; ``other`` if their tokens are not part of the batch."""
+        self._experts, self._per_token = experts, per_token
+        self._blocks = 0
+        self._counts = torch.zeros(0, device="cpu")
+        self._tokens: list[int] = []
+
+    def join(self) -> int:
+        """Register a block; return its number."""
+        self._blocks += 1
+        return self._blocks - 1
+
+    def begin(self, device: torch.device) -> None:
+        """Reset the counts for a new batch."""
+        shape = (self._blocks, self._experts)
+        self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
+
+    def sum_counts(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Sum the counts over all ranks after the counting passes. Collective over the ``groups``
+        along which tokens are spread."""
+        for group in groups if self._blocks else ():
+            dist.all_reduce(self._counts, group=group)
+        self._tokens = [chosen // self._per_token for chosen in self._counts.sum(-1).tolist()]
+
+    def follow(self, block: int, values: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
+        """Return ``values`` with the gradient of the loss attached.
+
+        A block calls it with its router's ``probabilities`` [T, E] for tokens of the batch, the
+        ``counts`` [E] of those that chose each expert, and ``values`` on which its output
+        depends."""
+        if self.now == "count":
+            self._counts[block] += counts
+        elif self.now == "train" and torch.is_grad_enabled() and probabilities.shape[0]:
+            loss = balance_loss(probabilities, self._counts[block], self._tokens[block])
+            return _with_loss(values, loss * self.weight)
+        return values
+
+
+def tokens_of_experts(chosen: Tensor, experts: int) -> Tensor:
+    """chosen [T, K] -> tokens of each expert [E]; unlike bincount it does not wait for the GPU."""
+    each = chosen.flatten()
+    return each.new_zeros(experts).scatter_add_(0, each, torch.ones_like(each))
+
+
+def balance_loss(probabilities: Tensor, counts: Tensor, tokens: int | None = None) -> Tensor:
+    """The contribution of tokens with ``probabilities`` [T, E] to the loss of a block whose
+    ``tokens`` (default: these T) chose its experts ``counts`` [E] times."""
+    experts = probabilities.shape[1]
+    tokens = probabilities.shape[0] if tokens is None else tokens
+    return probabilities.sum(0) @ counts.to(probabilities.dtype) * (experts / max(tokens, 1) ** 2)
+
+
+def _with_loss(values: Tensor, loss: Tensor) -> Tensor:
+    """Return ``values`` such that their backward pass adds the gradient of ``loss``."""
+    out: Tensor = _WithLoss.apply(values, loss)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = loss.shape, loss.dtype
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_ones(ctx.shape, dtype=ctx.dtype)

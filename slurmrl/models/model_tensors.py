@@ -1,0 +1,375 @@
+"""The tensors of a model folder: headers of its safetensors files, their values, those of a pinned
+checkpoint, and weights with their adapters merged. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from slurmrl.config.schema.model import Lora
+from slurmrl.errors import CheckpointError, CorruptFileError, UsageError
+from slurmrl.fsio import inputs
+from slurmrl.models.adapters import (
+    LORA_A,
+    LORA_B,
+    adapted_weights,
+    matrix_name,
+    merge,
+    shown,
+    summand,
+)
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.hf_config import stored
+from slurmrl.models.shapes import LM_HEAD, VALUE_HEAD, parameter_shapes, storage_of
+from slurmrl.tensors.checkpoint.export import ExportedWeights
+from slurmrl.tensors.checkpoint.pinned import PinnedOrigin, is_pinned, read_origin
+from slurmrl.tensors.checkpoint.precision import narrowed, widened
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
+from slurmrl.tensors.checkpoint.stored import Storage, TensorSlice, file_tensors
+from slurmrl.tensors.checkpoint.tensors import CODES, NUMPY_DTYPES, TensorFile
+from slurmrl.tensors.layout.box import Box, blocks
+from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout.layout import TensorSpec
+
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+FLOATS: Final = ("F64", "F32", "BF16", "F16")
+"""The dtypes from which weights are read. Others are quantised, which no engine trains."""
+HARMLESS: Final = (LM_HEAD, VALUE_HEAD, "rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
+"""Name suffixes of tensors that may be ignored: heads that the role does not use, and constants
+that the families compute themselves."""
+LFS_POINTER: Final = b"version https://git-lfs"
+SHOWN: Final = 5
+BLOCK = 2**16
+"""Elements of which bits are weighed at a time, in the cache of a processor's core."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """One tensor of a file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """In safetensors' spelling: ``BF16``."""
+
+
+def weight_files(folder: Path) -> dict[str, set[str]]:
+    """Return the files with the weights, and the tensors that the index lists for each: an empty
+    set for a model in one file. Raises UsageError."""
+    names = inputs.list_names(folder)
+    if INDEX_FILE not in names:
+        if SINGLE_FILE in names:
+            return {SINGLE_FILE: set()}
+        raise inputs.missing(
+            folder / SINGLE_FILE,
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; other formats are not "
+            "supported: load the model with transformers and save it with save_pretrained",
+        )
+    mapping = inputs.read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(mapping, dict) or not mapping:
+        raise UsageError(f"{folder / INDEX_FILE} has no weight_map")
+    files: dict[str, set[str]] = {}
+    for name, file in mapping.items():
+        files.setdefault(str(file), set()).add(name)
+    return files
+
+
+def read_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
+    """The tensors of a model folder by name, and what is wrong with its files."""
+    if is_pinned(folder):
+        return _pinned_headers(folder)
+    try:
+        files = weight_files(folder)
+    except UsageError as error:
+        return {}, [str(error)]
+    headers: dict[str, Header] = {}
+    problems = []
+    for file, names in files.items():
+        try:
+            held = _held(folder / file)
+        except FileNotFoundError:
+            problems.append(f"{folder / file} is missing, but {INDEX_FILE} names it")
+            continue
+        except UsageError as error:
+            problems.append(str(error))
+            continue
+        except (OSError, SafetensorError) as error:
+            problems.append(f"{folder / file} is damaged or truncated: {error}")
+            continue
+        if absent := sorted(names - held.keys()):
+            problems.append(f"{folder / file} lacks {_some(absent)}, which {INDEX_FILE} lists")
+        headers |= held
+    return headers, problems
+
+
+def _pinned_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
+    try:
+        specs = PinnedTensors(folder).specs()
+    except (UsageError, CheckpointError, CorruptFileError) as error:
+        return {}, [str(error)]
+    return {name: Header(spec.shape, CODES[spec.dtype]) for name, spec in specs.items()}, []
+
+
+def mismatches(headers: Mapping[str, Header], config: ModelConfig, head: Head) -> list[str]:
+    """How the weights differ from those of the architecture, as messages."""
+    missing, other, quantised = [], [], []
+    for name, shape in implied_shapes(config, head).items():
+        stored = stored_name(name, headers)
+        header = None if stored is None else headers[stored]
+        if header is None:
+            missing += [name] if name != VALUE_HEAD else []
+        elif header.shape != shape:
+            other.append(f"{name} {list(header.shape)} instead of {list(shape)}")
+        elif header.dtype not in FLOATS:
+            quantised.append(f"{name} ({header.dtype})")
+    messages = []
+    if missing:
+        messages.append(f"the files lack {_some(missing)}, which config.json implies")
+    if other:
+        messages.append(f"shapes differ from those that config.json implies: {_some(other)}")
+    if quantised:
+        messages.append(
+            f"{_some(quantised)}: quantised weights are not supported, only {', '.join(FLOATS)}"
+        )
+    return messages
+
+
+def stored_name(name: str, names: Container[str]) -> str | None:
+    """A tensor's name in the files: models that were saved without a head lack the first part."""
+    return next((n for n in (name, name.partition(".")[2]) if n in names), None)
+
+
+def unused(headers: Mapping[str, Header], config: ModelConfig, head: Head) -> list[str]:
+    """Tensors of the files that the architecture does not use."""
+    shapes = implied_shapes(config, head)
+    known = {*shapes, *(name.partition(".")[2] for name in shapes)}
+    return sorted(name for name in headers if name not in known and not name.endswith(HARMLESS))
+
+
+def implied_shapes(config: ModelConfig, head: Head) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of the files, by name."""
+    specs = [
+        (name, TensorSpec(shape, "float32"))
+        for name, shape in parameter_shapes(config, head).items()
+    ]
+    tensors = file_tensors(specs, storage_of(config))
+    return {name: tuple(tensor.spec.shape) for name, tensor in tensors.items()}
+
+
+def _held(path: Path) -> dict[str, Header]:
+    """Raises FileNotFoundError, OSError, SafetensorError (also for a truncated file), UsageError
+    for what is no file of weights."""
+    headers = {}
+    with inputs.opened(path) as opened:
+        if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UsageError(
+                f"{path} is a pointer of Git LFS, not the file: run git lfs pull in its folder"
+            )
+    with safe_open(path, framework="np") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            view = file.get_slice(name)
+            headers[name] = Header(tuple(view.get_shape()), str(view.get_dtype()))
+    return headers
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
+
+
+class FolderTensors(Protocol):
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The tensors by their names in the files."""
+        ...
+
+    def read(self, name: str, box: Box) -> Array:
+        """A box of a tensor, contiguous; bfloat16 as its bits (uint16)."""
+        ...
+
+    def file(self, name: str) -> Path:
+        """Return the file that holds a tensor, or the folder if several files hold parts of it."""
+        ...
+
+
+def open_folder(folder: Path) -> FolderTensors:
+    """Raises UsageError, CheckpointError or CorruptFileError if the folder has no readable
+    weights."""
+    if is_pinned(folder):
+        return PinnedTensors(folder)
+    return SafetensorsFolder(folder)
+
+
+class SafetensorsFolder:
+    """The tensors of a folder with one safetensors file, or with several and an index."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, TensorFile] = {}
+        for file, listed in weight_files(folder).items():
+            opened = TensorFile(folder / file)
+            self._files |= dict.fromkeys(listed or opened.specs, opened)
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return {name: file.specs[name] for name, file in self._files.items()}
+
+    def read(self, name: str, box: Box) -> Array:
+        file = self._files[name]
+        values = file.flat(name).reshape(file.specs[name].shape)[box.slices].copy()
+        file.release()
+        return np.asarray(values, order="C")
+
+    def file(self, name: str) -> Path:
+        return self._files[name].path
+
+
+class PinnedTensors:
+    """Reads boxes of them. Raises CheckpointError or CorruptFileError for files that do not belong
+    together, UsageError if the model that adapters belong to is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        origin = read_origin(folder)
+        values = inputs.read_json(folder / "config.json")
+        self._dtype = origin.dtype
+        self._trained = RoleCheckpoint(folder, origin.role)
+        self._weights, storage = _opened(self._trained, origin, values)
+        self._tensors = file_tensors(self._weights.weights(), storage)
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """The tensors by name."""
+        return {name: tensor.spec for name, tensor in self._tensors.items()}
+
+    def check_base(self) -> None:
+        """Compare the model that adapters belong to with the one that they were trained on, as an
+        export does; reads all of its weights. Raises UsageError for another one."""
+        frozen, weights = self._trained.frozen, self._weights
+        if isinstance(weights, MergedCheckpoint) and frozen and self._dtype:
+            weights.check_base(frozen, self._dtype)
+
+    def read(self, name: str, box: Box) -> Array:
+        """A box of a tensor, contiguous; bfloat16 as its bits (uint16)."""
+        tensor = self._tensors[name]
+        target = np.empty(box.size, NUMPY_DTYPES[tensor.spec.dtype])
+        for parameter, spec, part in tensor.shards:
+            common = part.box(part.of(spec.shape)).intersect(box)
+            if common is None:
+                continue
+            values = self._weights.read(parameter, part.parameter(common))
+            values = values if part.row is None else values[0]
+            place: tuple[Any, ...] = (*common.inside(box), ...)  # (a view of a scalar, too)
+            target[place] = values.T if part.transposed else values
+        return target
+
+    def file(self, name: str) -> Path:
+        """Return the folder: each rank's file holds a part of the tensor."""
+        return self._trained.directory
+
+
+def _opened(
+    trained: RoleCheckpoint, origin: PinnedOrigin, values: dict[str, Any]
+) -> tuple[ExportedWeights, Storage]:
+    if origin.implementation == "hf":
+        return trained, stored
+    config = ModelConfig.from_hf(values)
+    if origin.lora is None:
+        return trained, storage_of(config)
+    if origin.base is None or not Path(origin.base).is_dir():
+        raise UsageError(
+            f"the adapters of {origin.trial} belong to the model {origin.base}, which is not there"
+        )
+    head: Head = "value" if origin.head == "value" else "lm"
+    lora = Lora.model_validate(dict(origin.lora))
+    merged = MergedCheckpoint(trained, Path(origin.base), config, head, lora)
+    return merged, storage_of(config)
+
+
+class TrainedTensors(Protocol):
+    """What is trained, of a checkpoint or of a weight version."""
+
+    def weights(self) -> Iterable[tuple[str, TensorSpec]]:
+        """Names and specs of the tensors."""
+        ...
+
+    def read(self, name: str, box: Box) -> Array:
+        """A box of a tensor."""
+        ...
+
+
+class MergedCheckpoint:
+    """Weights for an export: W + scale * B A in float32, and what is trained besides. Raises
+    UsageError if the folder has no weights of this architecture."""
+
+    def __init__(
+        self, trained: TrainedTensors, folder: Path, config: ModelConfig, head: Head, lora: Lora
+    ) -> None:
+        inputs.check_folder(folder)
+        self._folder = folder
+        headers, problems = read_headers(folder)
+        problems = problems or mismatches(headers, config, head)
+        if problems:
+            raise UsageError(f"{folder}: {'; '.join(problems)}")
+        self._trained, self._scale = trained, lora.scale
+        self._trained_specs = dict(trained.weights())
+        self._shapes = parameter_shapes(config, head)
+        self._storage = storage_of(config)
+        self._adapted = {name for name, _ in adapted_weights(config, lora)}
+        self._frozen = open_folder(folder)
+        self._frozen_specs = self._frozen.specs()
+
+    def weights(self) -> Iterator[tuple[str, TensorSpec]]:
+        """Names and specs of all parameters, in the model's order."""
+        return ((name, TensorSpec(shape, "float32")) for name, shape in self._shapes.items())
+
+    def read(self, name: str, box: Box) -> Array:
+        """A box of a parameter, merged, in float32. Raises CheckpointError, UsageError."""
+        if name in self._trained_specs:
+            return self._trained.read(name, box)
+        values = self._base(name, box)
+        if name not in self._adapted:
+            return values
+        rows, columns = zip(box.start, box.size, strict=True)
+        rank = self._trained_specs[matrix_name(name, LORA_A)].shape[0]
+        a = self._trained.read(matrix_name(name, LORA_A), Box((0, columns[0]), (rank, columns[1])))
+        b = self._trained.read(matrix_name(name, LORA_B), Box((rows[0], 0), (rows[1], rank)))
+        merged = np.empty(box.size, "<f4")
+        merge(merged, values, b, a, self._scale)
+        return merged
+
+    def check_base(self, fingerprint: str, dtype: str) -> None:
+        """Compare the folder's weights with those for which the adapters were trained: rounded to
+        ``dtype`` they have this fingerprint. Raises UsageError for others."""
+        found = self._fingerprint(dtype)
+        if found != fingerprint:
+            raise UsageError(
+                f"{self._folder} holds other weights than when the adapters were trained: their "
+                f"fingerprint is {found} now and was {fingerprint}. Put the folder back as it was"
+            )
+
+    def _fingerprint(self, dtype: str) -> str:
+        total = 0
+        for name, shape in self._shapes.items():
+            if name in self._trained_specs:
+                continue
+            for box in blocks(Box.whole(shape), BLOCK):
+                values = narrowed(self._base(name, box), dtype).reshape(-1)
+                bits = values.view(f"i{values.itemsize}")
+                total += int(summand(name, shape, box, bits, np.arange))
+        return shown(total)
+
+    def _base(self, name: str, box: Box) -> Array:
+        """A box of a parameter of the folder, in float32."""
+        parts = self._storage(name, self._shapes[name])
+        if parts[0].row is None:
+            return self._part(parts[0], box)
+        rows = parts[box.start[0] : box.stop[0]]
+        return np.stack([self._part(part, box) for part in rows])
+
+    def _part(self, part: TensorSlice, box: Box) -> Array:
+        stored = stored_name(part.tensor, self._frozen_specs)
+        assert stored is not None, "the files were compared with the architecture"
+        values = self._frozen.read(stored, part.box(box))
+        wide = np.ascontiguousarray(widened(values, self._frozen_specs[stored].dtype))
+        return np.ascontiguousarray(wide.T) if part.transposed else wide
