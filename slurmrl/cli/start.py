@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def look_over(proposal: Proposal, timeout_s: float | None, compared: set[str]) -> Sequence[Finding]:
-    """Check what the run will read and print the findings. None checks nothing. ``compared``: see
-    `slurmrl.desk.checks.run.check`.
+    """Check what the run will read and print the findings. None checks only what takes no time.
+    ``compared``: see `slurmrl.desk.checks.run.check`.
 
     Raises ConfigError for findings that would make the run fail.
     """
@@ -30,8 +30,7 @@ def look_over(proposal: Proposal, timeout_s: float | None, compared: set[str]) -
 
     if timeout_s is None:
         click.echo("not checked: data, weights, tokenizer, reward, disk (--no-check)", err=True)
-        return ()
-    if sys.stderr.isatty():
+    elif sys.stderr.isatty():
         what = "data, weights, tokenizer, reward, disk"
         click.echo(f"checking {what} of {proposal.trial} (--no-check skips this) …", err=True)
     checked = proposal.check(timeout_s, compared)

@@ -119,6 +119,5 @@ def find(name: str, root: str | None) -> Trial:
 
 
 def _start(proposal: Proposal, *, check: bool) -> None:
-    if check:
-        refuse(proposal.check(CHECK_S))
+    refuse(proposal.check(CHECK_S if check else None))
     start(proposal)

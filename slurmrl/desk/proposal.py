@@ -22,7 +22,7 @@ from slurmrl.config.schema import Config
 from slurmrl.desk import own_code, snapshot, trials
 from slurmrl.desk.checks import slurm
 from slurmrl.desk.checks.finding import Finding
-from slurmrl.desk.checks.run import Code, check
+from slurmrl.desk.checks.run import Code, check, places
 from slurmrl.desk.inspection import described
 from slurmrl.desk.prepare import is_prepared, trial_uuid
 from slurmrl.desk.record import ProvenanceWriter, recorded_folders
@@ -102,16 +102,21 @@ class Proposal:
         code = snapshot.following if self.update_code else snapshot.current
         return make(self.kind).scripts(self.request(number, known, code(self.paths)))
 
-    def check(self, timeout_s: float, compared: set[str] | None = None) -> list[Finding]:
+    def check(self, timeout_s: float | None, compared: set[str] | None = None) -> list[Finding]:
         """Check everything that the run will read (see `checks.run`, also for ``compared``), and
-        whether Slurm accepts its jobs. Check nothing for a trial with another slurmrl, which may
-        not know all settings of this one: `submit` refuses it, unless it is complete."""
+        whether Slurm accepts its jobs; without ``timeout_s``, only what takes no time.
+
+        Check nothing for a trial with another slurmrl, which may not know all settings of this
+        one: `submit` refuses it, unless it is complete.
+        """
         code = Code(paths=self.recorder.code.paths)
         if is_prepared(self.paths) and not self.update_code:
             kept = self.paths.snapshot(snapshot.current(self.paths))
             if not snapshot.is_this_code(kept):
                 return []
             code = Code(kept)
+        if timeout_s is None:
+            return places(self.settings)
         return check(
             self.settings,
             self.plan,

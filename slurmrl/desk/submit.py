@@ -32,7 +32,7 @@ from slurmrl.desk.prepare import (
 from slurmrl.desk.proposal import Proposal, free_name, run_paths
 from slurmrl.desk.undo import Before, undo
 from slurmrl.errors import SchedulerError, UsageError
-from slurmrl.fsio import space, variables
+from slurmrl.fsio import space
 from slurmrl.plan.settings import Settings, with_present_defaults
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import END_OF_DATASET, Kind, Record
@@ -43,7 +43,6 @@ from slurmrl.run.worlds import TRAINERS
 from slurmrl.scheduler import make
 from slurmrl.scheduler.base import JobIds, Scheduler
 from slurmrl.scheduler.client import may_have_worked
-from slurmrl.watch import sinks
 from slurmrl.workers.polling import PollIntervals
 
 
@@ -56,6 +55,8 @@ class Outlook:
     """It finished, and would finish again at once."""
     left: Jobs | None
     """Jobs of the trial that are still in the queue, although nothing trains. They are replaced."""
+    submission: int = 0
+    """Number of the newest submission."""
     notes: tuple[str, ...] = ()
     """Changes from before, and their consequences."""
 
@@ -105,17 +106,10 @@ def submit(proposal: Proposal) -> Submitted:
     """
     scheduler = make(proposal.kind)
     scheduler.check()
-    sinks.check(proposal.settings.config.logging)
-    if file := proposal.settings.config.cluster.variables_file:
-        variables.read(Path(file))
     space.require(proposal.paths.run)
     proposal.scripts()  # what cannot be written into a script is refused before anything is
-    outlook = Outlook(fold([]), complete=False, left=None)
     fresh = prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
-    before = 0
-    if not fresh:
-        before = claims.newest(proposal.paths)
-        outlook = look(proposal)
+    outlook = Outlook(fold([]), complete=False, left=None) if fresh else _outlook(proposal)
     if outlook.left is not None:
         clear_away(outlook.left)
     if outlook.complete:
@@ -123,7 +117,7 @@ def submit(proposal: Proposal) -> Submitted:
         return Submitted(proposal.paths, proposal.kind, None, may_have_more=more)
     state, notes = outlook.state, outlook.notes
     code = _snapshot(proposal)
-    number = claims.claim(proposal.paths, before, _request(proposal, code))
+    number = claims.claim(proposal.paths, outlook.submission, _request(proposal, code))
     if proposal.update_code:
         notes += (f"runs the current code: {proposal.paths.snapshot(code)}",)
     ids = _hand_over(proposal, scheduler, number, code, None if fresh else state)
@@ -156,31 +150,30 @@ def rehearse(proposal: Proposal) -> Outlook | None:
     nothing. Raises as `submit` does where it refuses to continue the trial."""
     if not is_prepared(proposal.paths):
         return None
+    return _outlook(proposal)
+
+
+def _outlook(proposal: Proposal) -> Outlook:
+    """Raises UsageError for a live trial, one with another configuration and one with another
+    slurmrl."""
     check_owner(proposal.paths)
-    claims.newest(proposal.paths)
-    return look(proposal)
-
-
-def look(proposal: Proposal) -> Outlook:
-    """Return the state of the trial in a run directory; change nothing. Raises UsageError for a
-    live trial, one with another configuration and one with another slurmrl."""
+    newest = claims.newest(proposal.paths)  # before the jobs are read
     state = fold(History(proposal.paths.history).read())
     left = _jobs_left(proposal, state)
     settings = proposal.settings
-    before = with_present_defaults(load_resolved(proposal.paths.config), settings.algorithm)
-    changed = differences(before, settings.config)
+    before, changed = _changes(settings)
     if changed and state.last_commit is not None:
         _check_code(proposal)  # another version may have other defaults
         raise UsageError(_other_configuration(before, settings, changed))
     if _complete(proposal, state):
-        return Outlook(state, complete=True, left=left)
+        return Outlook(state, complete=True, left=left, submission=newest)
     _check_code(proposal)
     commit = state.last_commit
     if commit is not None:
         notes = _notes(before, settings, commit.step)
     else:
         notes = [f"starts from the beginning with {line}" for line in changed]
-    return Outlook(state, complete=False, left=left, notes=tuple(notes))
+    return Outlook(state, complete=False, left=left, submission=newest, notes=tuple(notes))
 
 
 def refusal(settings: Settings) -> str:
@@ -189,11 +182,17 @@ def refusal(settings: Settings) -> str:
     paths = run_paths(settings)
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is None:
         return ""
-    before = load_resolved(paths.config)
-    changed = differences(before, settings.config)
+    before, changed = _changes(settings)
     if not changed or not snapshot.is_this_code(paths.snapshot(snapshot.current(paths))):
         return ""
     return _other_configuration(before, settings, changed)
+
+
+def _changes(settings: Settings) -> tuple[Config, Sequence[str]]:
+    """Return the configuration that the trial has, and the differences to the given one."""
+    written = load_resolved(run_paths(settings).config)
+    before = with_present_defaults(written, settings.algorithm)
+    return before, differences(before, settings.config)
 
 
 def _other_configuration(before: Config, settings: Settings, changed: Sequence[str]) -> str:

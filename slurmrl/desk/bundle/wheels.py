@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterable, Sequence
-from importlib.metadata import Distribution, distribution, distributions
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 from typing import Final
 
@@ -34,18 +31,20 @@ def gather(folder: Path, *, python: str, torch: str, extras: Sequence[str]) -> l
     """Fill a new folder with wheels of slurmrl and of what it needs, with some of its extras, at
     the versions that are installed here, for Linux on x86-64. Extras need not be installed here.
     Raises EnvironmentFailure with what pip printed."""
+    source = Path(slurmrl.__file__).parents[1]
+    if not (source / "setup.cfg").exists():
+        raise EnvironmentFailure(
+            f"{source} has no source of slurmrl to make its wheel of: run slurmrl bundle in a "
+            "checkout (scripts/setup), or add --no-wheels and carry the wheel over yourself"
+        )
     folder.mkdir()
     constraints = folder.with_name("constraints.txt")
     constraints.write_text("".join(f"{line}\n" for line in installed(torch)))
     wanted = requirements(torch, extras)
     _pip(download_command(folder, constraints, wanted, python=python, torch=torch))
-    source = Path(slurmrl.__file__).parents[1]
-    if (source / "setup.cfg").exists():
-        copied = folder.with_name("source")  # a build writes into the tree, and takes what is there
-        shutil.copytree(source, copied, ignore=shutil.ignore_patterns(*NOT_BUILT))
-        _pip(["wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(copied)])
-    else:
-        repack(distribution(PACKAGE), folder)
+    copied = folder.with_name("source")  # a build writes into the tree, and takes what is there
+    shutil.copytree(source, copied, ignore=shutil.ignore_patterns(*NOT_BUILT))
+    _pip(["wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(copied)])
     if torch == OMITTED:
         for wheel in folder.glob("torch-*.whl"):
             wheel.unlink()
@@ -114,24 +113,6 @@ def download_command(
         str(folder),
         *wanted,
     ]
-
-
-def repack(found: Distribution, folder: Path) -> Path:
-    """Make the wheel that an installed package came from."""
-    wheel = folder / f"{found.name}-{found.version}-py3-none-any.whl"
-    lines = []
-    own = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in found.files or ():
-            if ".." in file.parts or file.suffix == ".pyc" or file.name in own:
-                continue
-            data = Path(str(file.locate())).read_bytes()
-            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-            archive.writestr(str(file), data)
-            lines.append(f"{file},sha256={digest},{len(data)}")
-        record = f"{found.name}-{found.version}.dist-info/RECORD"
-        archive.writestr(record, "\n".join([*lines, f"{record},,", ""]))
-    return wheel
 
 
 def _name(requirement: str) -> str:

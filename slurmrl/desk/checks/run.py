@@ -61,7 +61,7 @@ def check(
     all of the base, so they are left out; those that are compared now are added.
     Raises EnvironmentFailure, OSError where nothing can be checked.
     """
-    findings = [*more, *_places(settings), *_torch(settings, plan), *engines.check(settings, plan)]
+    findings = [*more, *places(settings), *_torch(settings, plan), *engines.check(settings, plan)]
     findings += room.check(settings)
     findings += _of_inputs(settings, code, timeout_s, set() if compared is None else compared)
     order = list(Weight)
@@ -76,8 +76,8 @@ def refuse(findings: Sequence[Finding]) -> None:
         raise ConfigError(failed)
 
 
-def _places(settings: Settings) -> list[Finding]:
-    """Check the packages and files that settings name."""
+def places(settings: Settings) -> list[Finding]:
+    """Check the packages and files that settings name, which takes no time."""
     config = settings.config
     findings = []
     try:

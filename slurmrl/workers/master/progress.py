@@ -14,7 +14,7 @@ from slurmrl.config.schema import WHOLE, Config
 from slurmrl.data.ledger import Ledger, LedgerRecord
 from slurmrl.data.order import ItemOrder, order_of
 from slurmrl.data.prepared import read_manifest
-from slurmrl.errors import CheckpointError, CorruptFileError
+from slurmrl.errors import CheckpointError, CorruptFileError, UsageError
 from slurmrl.fsio import objects
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import (
@@ -183,13 +183,13 @@ class Progress:
         ``held_out`` are the sizes of those of `Config.evaluations`.
 
         Raises:
-            CheckpointError: it differs from the dataset that the last commit's ledger is about.
+            UsageError: it differs from the dataset that the last commit's ledger is about.
             CorruptFileError, EnvironmentFailure: the order cannot be made from the prepared rows.
         """
         dataset = {"size": size, "fingerprint": fingerprint, "sources": self._sources(directories)}
         before = self.dataset
         if before is not None and (before["size"], before["fingerprint"]) != (size, fingerprint):
-            raise CheckpointError(
+            raise UsageError(
                 f"the dataset {self._changed(before, dataset)} has changed since the last commit "
                 f"({before['size']} items then, {size} now), so the order of its items cannot be "
                 "kept: put the old content back and resume, or submit a new trial"

@@ -9,10 +9,8 @@ import signal
 import sys
 import tarfile
 from collections.abc import Callable
-from importlib.metadata import PathDistribution
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import pytest
 
@@ -413,21 +411,9 @@ def test_a_bundle_has_the_extras_that_its_configuration_needs(
     assert wheels.extras_of(config, ["data/a.parquet"]) == ["data"]
 
 
-def test_an_installed_package_becomes_a_wheel_again(tmp_path: Path) -> None:
-    (tmp_path / "toy").mkdir()
-    (tmp_path / "toy/__init__.py").write_text("x = 1\n")
-    info = tmp_path / "toy-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
-    (info / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-    (info / "RECORD").write_text(
-        "toy/__init__.py,,\n../bin/toy,,\ntoy/__pycache__/a.pyc,,\n"
-        "toy-1.0.dist-info/METADATA,,\ntoy-1.0.dist-info/WHEEL,,\ntoy-1.0.dist-info/RECORD,,\n"
-    )
-    wheel = wheels.repack(PathDistribution(info), tmp_path)
-    assert wheel.name == "toy-1.0-py3-none-any.whl"
-    with ZipFile(wheel) as archive:
-        assert sorted(archive.namelist()) == [
-            *(f"toy-1.0.dist-info/{name}" for name in ("METADATA", "RECORD", "WHEEL")),
-            "toy/__init__.py",
-        ]
+def test_wheels_refused_without_the_source_of_slurmrl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurmrl.__file__", str(tmp_path / "site-packages/slurmrl/__init__.py"))
+    with pytest.raises(EnvironmentFailure, match=r"no source of slurmrl .*--no-wheels"):
+        wheels.gather(tmp_path / "wheels", python="3.12", torch="none", extras=[])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from slurmrl.data.sources.base import fingerprint_of, state_of
+from slurmrl.desk.checks import changed_data as changed
 from slurmrl.desk.checks.changed_data import changed_data
 from slurmrl.desk.checks.finding import Finding, Weight
 from slurmrl.plan.settings import load_settings
@@ -47,6 +48,16 @@ class Site:
         return {
             name: fingerprint_of([path], lambda share: None) for name, path in self.files.items()
         }
+
+    def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Write prepared rows of the files as they are."""
+        monkeypatch.setattr("slurmrl.data.sources.base.SETTLED_NS", 0)
+        for number, (name, path) in enumerate(self.files.items()):
+            directory = self.run.paths.data / f"recipe.{number}"
+            directory.mkdir(parents=True)
+            values = {"version": 4, "recipe": "r", "source": self.sources()[name]}
+            values |= {"source_state": state_of([path]), "rows": 1, "left_out": 0, "token_bytes": 2}
+            (directory / "manifest.json").write_text(json.dumps({**values, "row_bytes": 1}))
 
     def findings(self) -> list[Finding]:
         return list(changed_data(self.config))
@@ -103,12 +114,27 @@ def test_file_is_not_read_again_if_prepared_rows_have_its_state(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.commit(dataset={"size": 2, "fingerprint": "f", "sources": site.sources()})
-    monkeypatch.setattr("slurmrl.data.sources.base.SETTLED_NS", 0)
-    for number, (name, path) in enumerate(site.files.items()):
-        directory = site.run.paths.data / f"recipe.{number}"
-        directory.mkdir(parents=True)
-        values = {"version": 4, "recipe": "r", "source": site.sources()[name]}
-        values |= {"source_state": state_of([path]), "rows": 1, "left_out": 0, "token_bytes": 2}
-        (directory / "manifest.json").write_text(json.dumps({**values, "row_bytes": 1}))
-    monkeypatch.setattr("slurmrl.desk.checks.changed_data.fingerprint_of", None)
+    site.prepare(monkeypatch)
+    monkeypatch.setattr(changed, "fingerprint_of", None)
     assert site.findings() == []
+
+
+def test_file_with_another_size_is_not_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.commit(dataset={"size": 2, "fingerprint": "f", "sources": site.sources()})
+    site.prepare(monkeypatch)
+    site.files["two"].write_text(ROW + OTHER)
+    monkeypatch.setattr(changed, "fingerprint_of", None)
+    assert [found.weight for found in site.findings()] == [Weight.FAILED]
+
+
+def test_large_file_with_other_times_is_left_to_the_run(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.commit(dataset={"size": 2, "fingerprint": "f", "sources": site.sources()})
+    site.prepare(monkeypatch)
+    site.files["two"].write_text(OTHER)
+    monkeypatch.setattr(changed, "MOST_BYTES", len(ROW) - 1)
+    monkeypatch.setattr(changed, "fingerprint_of", None)
+    (found,) = site.findings()
+    assert (found.weight, found.key) == (Weight.WARNING, "dataset.sources.two.path")
+    assert "too large to be compared here" in found.message

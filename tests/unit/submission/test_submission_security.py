@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.cli.main import main
 from slurmrl.config.load import load_resolved
 from slurmrl.desk.prepare import prepare, trial_uuid
 from slurmrl.desk.proposal import Proposal, propose
-from slurmrl.desk.submit import submit
 from slurmrl.errors import CorruptFileError, OwnershipError, SlurmrlError
 from slurmrl.fsio import atomic
 from slurmrl.name_resolve.file import FileNameStore
@@ -163,14 +163,13 @@ def test_hostile_names_of_files_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_tokens_that_others_can_read_are_refused_before_anything_is_written(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("MY_TOKEN=secret\n")
     tokens.chmod(0o640)
-    root = str(tmp_path / "runs")
-    setting = [f"cluster.variables_file={tokens}"]
-    proposal = propose(write_config(tmp_path), setting, root=root, scheduler="local")
-    with pytest.raises(OwnershipError, match="chmod 600"):
-        submit(proposal)
-    assert not proposal.paths.run.exists()
+    command = ["submit", str(write_config(tmp_path)), f"cluster.variables_file={tokens}"]
+    root = tmp_path / "runs"
+    assert main([*command, "--no-check", "--scheduler", "local", "--root", str(root)]) == 2
+    assert "chmod 600" in capsys.readouterr().err
+    assert not root.exists()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slurmrl.cli.main import main
 from slurmrl.config.load import load_resolved
 from slurmrl.desk import claims, live
 from slurmrl.desk.live import cancel
@@ -18,7 +19,6 @@ from slurmrl.env import user_name
 from slurmrl.errors import (
     ConfigError,
     EnvironmentFailure,
-    MissingDependencyError,
     SchedulerError,
     UsageError,
     WaitTimeoutError,
@@ -477,12 +477,14 @@ def test_nothing_is_written_before_everything_was_checked(
 
 
 def test_a_missing_package_is_found_at_once(
-    again: Submit, config: Path, monkeypatch: pytest.MonkeyPatch
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match="tensorboard"):
-        again("logging.tensorboard=true")
-    assert not (config.parent / "runs").exists()
+    root = config.parent / "runs"
+    command = ["submit", str(config), "logging.tensorboard=true", "--scheduler", "local"]
+    assert main([*command, "--no-check", "--root", str(root)]) == 2
+    assert "tensorboard" in capsys.readouterr().err
+    assert not root.exists()
 
 
 def test_cancelling_twice(again: Submit, scheduler: FakeScheduler) -> None:

@@ -11,7 +11,7 @@ import pytest
 from slurmrl.config.schema.data import DataSource
 from slurmrl.data.ledger import LedgerRecord
 from slurmrl.data.order import DataOrder
-from slurmrl.errors import CheckpointError, CorruptFileError, DamagedCheckpointError
+from slurmrl.errors import CorruptFileError, DamagedCheckpointError, UsageError
 from slurmrl.plan.settings import Settings
 from slurmrl.tensors.checkpoint.manifest import read_state, write_manifest
 from slurmrl.workers.master.progress import REQUIRED, STATE, Progress
@@ -182,7 +182,7 @@ def test_changed_dataset_is_refused(make_settings: Any, size: int, fingerprint: 
     progress = start(make_settings())
     step(progress)
     again = Progress(make_settings(), committed(progress))
-    with pytest.raises(CheckpointError, match=rf"\({SIZE} items then, {size} now\)"):
+    with pytest.raises(UsageError, match=rf"\({SIZE} items then, {size} now\)"):
         again.use_dataset(size, fingerprint, {"": 7})
 
 
@@ -198,7 +198,7 @@ def test_changed_file_named_where_the_commit_knows_its_sources(
     dataset = again.config.dataset.model_copy(update={"path": "", "sources": sources})
     again.config = again.config.model_copy(update={"dataset": dataset})
     monkeypatch.setattr(again, "_sources", lambda directories: {"one": "a", "two": "c"})
-    with pytest.raises(CheckpointError, match=r"the dataset two\.jsonl has changed since the last"):
+    with pytest.raises(UsageError, match=r"the dataset two\.jsonl has changed since the last"):
         again.use_dataset(SIZE, "f2", {"": 7})
 
 
