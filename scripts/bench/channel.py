@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from forks import fork
 
 from slurmrl.fsio.calls import is_local
-from slurmrl.run.channel import wakeup
+from slurmrl.run.channel import follower
 from slurmrl.run.channel.follower import Follower
 from slurmrl.run.channel.log import LogReader, LogWriter
 from slurmrl.run.channel.pipe import Connection
@@ -177,7 +177,7 @@ def main() -> None:
     print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {options.messages} messages")
     for directory in options.directory or [Path("/dev/shm"), Path(tempfile.gettempdir())]:
         for told in (True, False):
-            wakeup.is_local = is_local if told else lambda path: False
+            follower.is_local = is_local if told else lambda path: False
             with tempfile.TemporaryDirectory(dir=directory) as folder:
                 name = f"log, {directory}, {'inotify' if told else 'polling'}"
                 show(name, over_logs(Path(folder), options.messages))

@@ -31,7 +31,7 @@ from forks import fork
 
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.plan.model import GroupPlan, Plan
-from slurmrl.run.channel import wakeup
+from slurmrl.run.channel import follower
 from slurmrl.run.channel.bell import Bell
 from slurmrl.run.channel.follower import Follower
 from slurmrl.run.channel.frame import Message
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--pace", type=int, action="append")
     options = parser.parse_args()
-    wakeup.is_local = lambda directory: False
+    follower.is_local = lambda directory: False
     worker_channel.LogReader = Counted  # type: ignore[misc]
     print(
         f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; {options.agents} agents with "

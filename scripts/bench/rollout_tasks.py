@@ -47,7 +47,7 @@ from slurmrl.rollouts.sample_files import read_group
 from slurmrl.run.channel import frame
 from slurmrl.run.channel.log import LogReader
 from slurmrl.run.events import EventWriter
-from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.history.state import Lineage
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.weights.version import MANIFEST, VersionId, version_ids

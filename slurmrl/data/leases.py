@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from slurmrl.data.ledger import LeasedItems, Ledger, LedgerRecord, StoredGroup, step_runs
-from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.history.state import Lineage
 from slurmrl.tensors.weights.version import VersionId
 
 STALE: Final = "stale"

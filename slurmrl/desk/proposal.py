@@ -34,7 +34,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.placement import slurm_of
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.run import scale
+from slurmrl.run import demand
 from slurmrl.run.history.log import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
@@ -86,7 +86,7 @@ class Proposal:
                     mem_per_worker=group.mem_per_worker,
                     links=group.links,
                     elastic=group.elastic,
-                    at_once=scale.wanted(self.paths, group.name, group.hosts),
+                    at_once=demand.wanted_tasks(self.paths, group.name, group.hosts),
                     spares=self.settings.config.cluster.slurm.spares,
                     slurm=slurm_of(self.settings.config, group.name).model_dump(mode="json"),
                 )
@@ -273,7 +273,7 @@ def _check_number(plan: Plan, config: Config, paths: RunPaths) -> None:
     their number before."""
     tasks = config.rollout.tasks
     for group in plan.jobs:
-        number = scale.wanted(paths, group.name, group.hosts)
+        number = demand.wanted_tasks(paths, group.name, group.hosts)
         if group.elastic and tasks is not None and 0 < number < tasks.min:
             raise UsageError(
                 f"rollout.tasks.min: {tasks.min} is not allowed: slurmrl scale has set {number} "

@@ -10,7 +10,7 @@ from slurmrl.desk.live import Jobs, newest_jobs
 from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
-from slurmrl.run import scale
+from slurmrl.run import demand
 from slurmrl.run.history.log import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
@@ -64,8 +64,8 @@ def set_tasks(paths: RunPaths, tasks: int) -> Scaled:
             f"{tasks} tasks are not allowed: rollout.tasks.min is {settings.min}; 0 pauses "
             "generation"
         )
-    before = scale.wanted(paths, ROLLOUTS, group.hosts)
-    scale.write(paths, ROLLOUTS, tasks, group.hosts)
+    before = demand.wanted_tasks(paths, ROLLOUTS, group.hosts)
+    demand.set_wanted_tasks(paths, ROLLOUTS, tasks, group.hosts)
     jobs = newest_jobs(paths)
     return Scaled(tasks, before, IDLE if jobs is None else _apply(paths, jobs, tasks))
 

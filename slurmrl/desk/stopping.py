@@ -8,11 +8,11 @@ from collections.abc import Callable
 from slurmrl.desk.live import Jobs, clear_away, newest_jobs
 from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError, UsageError
+from slurmrl.run import demand
 from slurmrl.run.history.log import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.worlds import TRAINERS
-from slurmrl.scheduler import stopping
 from slurmrl.scheduler.base import JobState
 
 POLL_S = 2.0
@@ -32,13 +32,13 @@ def stop(paths: RunPaths) -> Jobs:
     jobs = newest_jobs(paths)
     if jobs is None or not jobs.active():
         raise UsageError(f"{name} has no jobs to stop; to continue it: slurmrl resume {name}")
-    stopping.request(paths, jobs.number, user_name())  # first: a link may be about to start
+    demand.request_stop(paths, jobs.number, user_name())  # first: a link may be about to start
     try:
         jobs.scheduler.interrupt(jobs.ids)
         if not any(_trains(task.group, task.state) for task in jobs.active()):
             jobs.scheduler.cancel(jobs.ids)
     except SchedulerError:
-        stopping.withdraw(paths, jobs.number)
+        demand.withdraw_stop(paths, jobs.number)
         raise
     return jobs
 

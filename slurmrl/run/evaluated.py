@@ -16,8 +16,8 @@ from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents, lines
 from slurmrl.fsio.shapes import COUNT, TEXT, Fields, table
 from slurmrl.run import metrics
-from slurmrl.run.history.lineage import Lineage
 from slurmrl.run.history.log import History
+from slurmrl.run.history.state import Lineage
 from slurmrl.run.paths import RunPaths
 
 HEAD: Fields = {

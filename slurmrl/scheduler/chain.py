@@ -25,12 +25,12 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.shapes import one_of
-from slurmrl.run import hosts, leave, orphaned, scale
+from slurmrl.run import demand, hosts, leave
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind, Record
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import extensions, job_environment, stopping, submission
+from slurmrl.scheduler import extensions, job_environment, submission
 from slurmrl.scheduler.base import Continue, JobState, Scheduler, TaskState
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.elastic import Change, ElasticGroup
@@ -101,7 +101,7 @@ def why_not(
     records = History(chain.run.history).read()
     if fold(records).end is not None:
         return TopUp.ENDED
-    if stopping.requested_by(chain.run, chain.submission):
+    if demand.stop_requested_by(chain.run, chain.submission):
         return TopUp.STOPPED
     tasks = scheduler.query(scheduler.recover(chain.run, chain.submission))
     if requested and not any(t.group == chain.group and t.state.active for t in tasks):
@@ -353,10 +353,10 @@ class Upkeep:
         pause_s = 0.0
         while not self._stop.wait(pause_s):
             try:
-                if stopping.requested_by(link.run, link.submission):
+                if demand.stop_requested_by(link.run, link.submission):
                     return
-                orphaned.remove(link.run, name)  # the trainers are here
-                change = group.keep(scale.wanted(link.run, name, planned))
+                demand.remove_orphaned(link.run, name)  # the trainers are here
+                change = group.keep(demand.wanted_tasks(link.run, name, planned))
             except SlurmrlError as error:
                 logger.info("group %s is unchanged: %s", name, error)
                 pause_s = min(max(2 * pause_s, KEEP_S), LONGEST_S)

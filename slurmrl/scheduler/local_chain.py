@@ -2,7 +2,7 @@
 
 ``python -m slurmrl.scheduler.local_chain RUN_DIR NUMBER GROUP LINKS WIDTH`` in a session of its
 own. It does for one machine what ``--array=0-L%W`` does on Slurm: links run one after the other, or
-of an elastic group W at a time, or as many as a user has set (see ``scale``). Each link runs the
+of an elastic group W at a time, or as many as a user has set (see `run.demand`). Each link runs the
 batch script. When a link ends for any reason, the next one starts, unless the trial has ended in
 the history. Every signal makes the running links the last: USR1 lets them run on, USR2 is relayed
 as soon as a link has a handler (stop at a step), TERM ends them with TERM and after 10 s with KILL,
@@ -28,7 +28,7 @@ from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents, umask
 from slurmrl.fsio.shapes import COUNT, TEXT, Fields, list_of, one_of, table
-from slurmrl.run import orphaned, scale
+from slurmrl.run import demand
 from slurmrl.run.history.log import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
@@ -192,9 +192,9 @@ class LocalChain:
     def _at_once(self) -> int:
         """Return how many links may run now; none of tasks that have nobody to work for."""
         try:
-            if orphaned.holds(self._run, self._group):
+            if demand.is_orphaned(self._run, self._group):
                 return 0
-            return scale.wanted(self._run, self._group, self._width)
+            return demand.wanted_tasks(self._run, self._group, self._width)
         except (CorruptFileError, EnvironmentFailure) as error:
             _log.warning("the number of tasks is as planned: %s", error)
             return self._width

@@ -11,7 +11,7 @@ from typing import Any
 
 from slurmrl.run import endings, hang, metrics
 from slurmrl.run.events import Event
-from slurmrl.run.rollouts import RolloutTaskView
+from slurmrl.run.reports import RolloutTaskView
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.watch import published, story
 from slurmrl.watch.snapshot import Traces, TrialSnapshot

@@ -31,10 +31,10 @@ from slurmrl.run.reports import (
     Identity,
     LostHost,
     Report,
+    RolloutsView,
     StacksRequest,
     Warned,
 )
-from slurmrl.run.rollouts import RolloutsView
 from slurmrl.run.worlds import TRAINERS
 
 Said = Mapping[str, Any]

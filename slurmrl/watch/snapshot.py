@@ -24,14 +24,13 @@ from slurmrl.fsio.shapes import (
 )
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.run import evaluated, events, hosts, keys, metrics
+from slurmrl.run import demand, evaluated, events, hosts, keys, metrics
 from slurmrl.run.events import Event
 from slurmrl.run.history.recent import Begun, Recent, recent
 from slurmrl.run.hosts import BadHost
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Failure, Hang, Identity, Warned
 from slurmrl.run.worlds import TRAINERS
-from slurmrl.scheduler import stopping
 from slurmrl.scheduler.processes import claimant_words, may_submit
 from slurmrl.watch import published
 
@@ -314,7 +313,7 @@ def newest_submission(paths: RunPaths) -> Submission | None:
             request["heartbeat_s"],
             request.get("time"),
             request.get("signal_lead_s"),
-            stopping.requested_by(paths, number),
+            demand.stop_requested_by(paths, number),
         )
     return None
 

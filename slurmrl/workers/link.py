@@ -27,13 +27,12 @@ from slurmrl.errors import (
 from slurmrl.fsio import documents
 from slurmrl.fsio.shapes import TEXT, FieldType, one_of
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.run import keys
+from slurmrl.run import demand, keys
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.state import fold
 from slurmrl.run.history.writer import end
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import stopping
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import TIMEOUT_S, Link, continues
 from slurmrl.scheduler.client import SlurmClient, may_have_worked
@@ -90,7 +89,7 @@ def _reason(paths: RunPaths, submission: int) -> str | None:
     newest = newest_submission(paths)
     if newest is not None and newest.number > submission:
         return f"submission {submission} was superseded by a newer one"
-    if by := stopping.requested_by(paths, submission):
+    if by := demand.stop_requested_by(paths, submission):
         return f"submission {submission} was stopped by {by}"
     return None
 

@@ -94,7 +94,7 @@ class TrialReport:
     """The plan's figures (`plan.plan_values.figures`); empty if there are none."""
     tasks: Sequence[TaskSpan]
     rollouts: Mapping[str, Any] | None
-    """What the newest master said last about rollout tasks (`run.rollouts`)."""
+    """What the newest master said last about rollout tasks (`run.reports`)."""
     commits: Sequence[CommitRow]
     samples: Samples
     config: str

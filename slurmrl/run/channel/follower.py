@@ -1,21 +1,27 @@
-"""Follow growing logs: by kernel notification on a local file system, elsewhere by polling and by
-the rings of their writers."""
+"""Follow growing logs: by inotify on a local file system, elsewhere by polling and by the rings of
+their writers.
+
+Notification by inotify is only a hint: callers also poll now and then. On a shared file system, or
+when the kernel has no watches left, nothing is reported.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
 import select
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from slurmrl import log
 from slurmrl.backoff import Backoff
 from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio.calls import is_local
 from slurmrl.run.channel.bell import Bell, Source
 from slurmrl.run.channel.frame import Message
 from slurmrl.run.channel.log import LogReader
-from slurmrl.run.channel.wakeup import SAFETY_S, Wakeup
 
 logger = log.get(__name__)
 
@@ -28,6 +34,11 @@ POLL_GROWTH = 1.1
 SPARE_LOOKS = 8
 """Looks at a log that rings may cause without news. Each poll without news allows one more, so
 that rings without end cost no more than the polls."""
+SAFETY_S = 1.0
+"""Longest pause between polls while every change is reported."""
+_EVENT_BYTES = 65536
+_IN_MODIFY = 0x2
+_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC  # the values of IN_NONBLOCK and IN_CLOEXEC
 
 
 class _Polls:
@@ -225,3 +236,49 @@ class Follower:
             one.spare = min(one.spare + 1, SPARE_LOOKS)
         else:
             one.spare -= 1
+
+
+class Wakeup:
+    """Reports writes to the files that it follows, in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._library = ctypes.CDLL(None, use_errno=True)
+        self._descriptor = self._library.inotify_init1(_FLAGS) if is_local(directory) else -1
+        self._followed: set[Path] = set()
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when a file has changed since the last `drain`; -1 if
+        notification is not available."""
+        return int(self._descriptor)
+
+    def follow(self, paths: Iterable[Path]) -> bool:
+        """Follow those of the files that exist; return whether all of them are followed now.
+
+        Changes after the return are reported, so first follow, then read, then wait.
+        """
+        if self._descriptor < 0:
+            return False
+        for path in paths:
+            if path not in self._followed:
+                watch = self._library.inotify_add_watch(
+                    self._descriptor, os.fsencode(path), _IN_MODIFY
+                )
+                if watch < 0:
+                    return False
+                self._followed.add(path)
+        return True
+
+    def drain(self) -> None:
+        """Discard the changes reported so far; the caller reads the files next."""
+        if self._descriptor < 0:
+            return
+        try:
+            while os.read(self._descriptor, _EVENT_BYTES):
+                pass
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

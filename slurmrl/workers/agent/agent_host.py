@@ -36,7 +36,7 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import slurm_of
-from slurmrl.run import keys
+from slurmrl.run import demand, keys
 from slurmrl.run.channel import frame
 from slurmrl.run.events import EventWriter
 from slurmrl.run.hang import LeaseNote
@@ -47,7 +47,6 @@ from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths, rotated
 from slurmrl.run.reports import Failure, Identity, Warned
 from slurmrl.run.worlds import MASTER
-from slurmrl.scheduler import stopping
 from slurmrl.tensors.parallel import driver, gpu
 from slurmrl.watch import log_files
 from slurmrl.workers.agent import fork_environment
@@ -121,7 +120,7 @@ class Host:
     def _is_stopped(self) -> bool:
         """Return whether a user has asked this submission to stop, as far as it can be read."""
         try:
-            return bool(stopping.requested_by(self.paths, self.submission))
+            return bool(demand.stop_requested_by(self.paths, self.submission))
         except EnvironmentFailure as error:
             logger.warning("cannot tell whether a user has stopped the trial: %s", error)
             return False

@@ -15,8 +15,8 @@ from slurmrl import log
 from slurmrl.backoff import Interval
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.run.demand import Orphaned
 from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver, LeaseView
-from slurmrl.run.orphaned import Orphaned
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity
 from slurmrl.run.worlds import TRAINERS

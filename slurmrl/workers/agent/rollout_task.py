@@ -16,8 +16,8 @@ from slurmrl import log
 from slurmrl.backoff import Interval, retry
 from slurmrl.errors import EnvironmentFailure, SlurmrlError, TrialEndedError, WaitTimeoutError
 from slurmrl.fsio import atomic, objects
-from slurmrl.run import orphaned
-from slurmrl.run.orphaned import Orphaned
+from slurmrl.run import demand
+from slurmrl.run.demand import Orphaned
 from slurmrl.run.reports import Cause, Failure, Warned
 from slurmrl.watch.snapshot import newest_submission
 from slurmrl.workers import address
@@ -112,7 +112,7 @@ class RolloutTask:
 
     def _seen_before(self) -> Orphaned | None:
         host = self.host
-        seen = orphaned.read(host.paths, host.group.name)
+        seen = demand.read_orphaned(host.paths, host.group.name)
         newest = host.state().incarnation
         return seen if seen is not None and seen.incarnation == newest else None
 
@@ -167,7 +167,7 @@ class RolloutTask:
         """No other task need wait for these trainers."""
         host = self.host
         try:
-            orphaned.write(host.paths, host.group.name, self._trainers.seen(host.serving))
+            demand.write_orphaned(host.paths, host.group.name, self._trainers.seen(host.serving))
         except EnvironmentFailure as error:
             logger.warning("later tasks will wait for the trainers as well: %s", error)
 

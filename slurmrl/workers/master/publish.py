@@ -30,8 +30,7 @@ from slurmrl.run.hang import LeaseNote, RankProgress
 from slurmrl.run.lease import LeaseObserver, LeaseView
 from slurmrl.run.metrics import encode
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import Identity
-from slurmrl.run.rollouts import RolloutsView
+from slurmrl.run.reports import Identity, RolloutsView
 from slurmrl.workers.messages import Done
 
 logger = log.get(__name__)

@@ -26,10 +26,9 @@ from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.run import events, metrics
 from slurmrl.run.endings import HANGS, Ending
 from slurmrl.run.events import EventWriter
-from slurmrl.run.history.lineage import Lineage
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Record
-from slurmrl.run.history.state import TrialState, fold
+from slurmrl.run.history.state import Lineage, TrialState, fold
 from slurmrl.run.history.writer import IncarnationWriter
 from slurmrl.run.paths import DAMAGED_PREFIX, RunPaths
 from slurmrl.run.reports import Failure

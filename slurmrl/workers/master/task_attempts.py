@@ -29,10 +29,9 @@ from slurmrl.run.channel.bell import Bell, BellAddress
 from slurmrl.run.channel.follower import SPARE_LOOKS
 from slurmrl.run.channel.log import LogPosition, LogReader, LogWriter
 from slurmrl.run.events import EventWriter
-from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.history.state import Lineage
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import Cause, Failure, Identity
-from slurmrl.run.rollouts import RolloutTaskView
+from slurmrl.run.reports import Cause, Failure, Identity, RolloutTaskView
 from slurmrl.tensors.weights.version import VERSION
 from slurmrl.watch import published
 from slurmrl.workers.failure import failed

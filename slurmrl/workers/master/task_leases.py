@@ -25,7 +25,7 @@ from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.plan.metrics import ROLLOUT_SUMS, STALENESS_MAX, STALENESS_MEAN
 from slurmrl.rollouts.sample_files import read_once, remove_settled
 from slurmrl.run.channel.bell import BellAddress
-from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.history.state import Lineage
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.weights.version import VersionId
 from slurmrl.workers.master.task_attempts import (

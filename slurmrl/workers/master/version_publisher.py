@@ -17,7 +17,7 @@ from slurmrl.config.schema import Publish
 from slurmrl.errors import EnvironmentFailure, WeightVersionError
 from slurmrl.fsio.atomic import list_names, make_private_directory
 from slurmrl.fsio.calls import REAL
-from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.history.state import Lineage
 from slurmrl.tensors.weights.inventory import prune, remove
 from slurmrl.tensors.weights.version import MANIFEST, PartIndex, VersionId, read_part, version_ids
 from slurmrl.tensors.weights.writer import publish

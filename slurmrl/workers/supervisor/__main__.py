@@ -24,7 +24,7 @@ from slurmrl.fsio import umask, variables
 from slurmrl.fsio.atomic import is_absent
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.plan.model import Plan
-from slurmrl.run import orphaned
+from slurmrl.run import demand
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.worlds import TRAINERS
@@ -204,7 +204,7 @@ def run_task(link: Link, rounds: Rounds) -> int:
     are back; without a job of theirs none ever starts."""
     code = rounds.run()
     try:
-        if orphaned.holds(link.run, link.group):
+        if demand.is_orphaned(link.run, link.group):
             client = SlurmClient(TIMEOUT_S)
             group = ElasticGroup(link.run, link.submission, link.group, client, by=link.element)
             group.leave_alone()

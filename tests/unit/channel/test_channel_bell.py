@@ -83,7 +83,7 @@ class Site:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurmrl.run.channel.wakeup.is_local", lambda directory: False)
+    monkeypatch.setattr("slurmrl.run.channel.follower.is_local", lambda directory: False)
 
 
 @pytest.fixture

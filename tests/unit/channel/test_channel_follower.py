@@ -12,12 +12,11 @@ import pytest
 
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio.calls import SystemCalls, is_local
-from slurmrl.run.channel import wakeup as module
+from slurmrl.run.channel import follower as module
 from slurmrl.run.channel.bell import Bell
-from slurmrl.run.channel.follower import FIRST_POLL_S, Follower
+from slurmrl.run.channel.follower import FIRST_POLL_S, SAFETY_S, Follower
 from slurmrl.run.channel.frame import encode
 from slurmrl.run.channel.log import LogReader, LogWriter, segment_path
-from slurmrl.run.channel.wakeup import SAFETY_S
 
 LONGEST_S = 5.0
 

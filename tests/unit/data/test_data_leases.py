@@ -32,7 +32,7 @@ from slurmrl.data.ledger import (
 )
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import objects
-from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.history.state import Lineage
 from slurmrl.tensors.weights.version import VersionId
 
 ALL_STEPS = Lineage({1: None})

@@ -29,8 +29,8 @@ from slurmrl.data.leases import SampleLedger
 from slurmrl.data.ledger import LedgerRecord, StoredGroup
 from slurmrl.errors import CorruptFileError, SlotTakenError, StaleIncarnationError
 from slurmrl.fsio import objects
-from slurmrl.run.history.lineage import Lineage
 from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.state import Lineage
 from slurmrl.run.history.writer import IncarnationWriter, begin
 
 TASKS = ("a", "b", "c")

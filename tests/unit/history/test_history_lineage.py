@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from slurmrl.run.history.lineage import Lineage
 from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.state import Lineage
 
 
 def lineage(*entries: tuple[Kind, int, dict[str, Any]]) -> Lineage:

@@ -11,7 +11,7 @@ from slurmrl.cli import render
 from slurmrl.fsio import objects
 from slurmrl.run import keys
 from slurmrl.run.history.record import END_OF_DATASET, Kind
-from slurmrl.run.rollouts import RolloutsView, RolloutTaskView
+from slurmrl.run.reports import RolloutsView, RolloutTaskView
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.watch.snapshot import newest_submission, read
 from slurmrl.watch.status import assemble, present_link

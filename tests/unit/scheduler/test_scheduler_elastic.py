@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.run import orphaned, scale
-from slurmrl.run.orphaned import Orphaned
+from slurmrl.run import demand
+from slurmrl.run.demand import Orphaned
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.scheduler.client import SlurmClient
@@ -60,13 +60,16 @@ def test_an_unknown_throttle_is_set() -> None:
 
 
 def test_a_users_number_holds_until_the_plan_changes(run: RunPaths) -> None:
-    assert scale.wanted(run, "rollout", 4) == 4
-    scale.write(run, "rollout", 0, 4)
-    assert (scale.wanted(run, "rollout", 4), scale.wanted(run, "trainer", 4)) == (0, 4)
-    assert scale.wanted(run, "rollout", 6) == 6
+    assert demand.wanted_tasks(run, "rollout", 4) == 4
+    demand.set_wanted_tasks(run, "rollout", 0, 4)
+    assert (demand.wanted_tasks(run, "rollout", 4), demand.wanted_tasks(run, "trainer", 4)) == (
+        0,
+        4,
+    )
+    assert demand.wanted_tasks(run, "rollout", 6) == 6
     run.scale("rollout").write_text("{}")
     with pytest.raises(CorruptFileError, match=r"scale\.rollout\.json"):
-        scale.wanted(run, "rollout", 4)
+        demand.wanted_tasks(run, "rollout", 4)
 
 
 class RecordingClient(SlurmClient):
@@ -108,13 +111,13 @@ def test_queued_tasks_cancelled_without_a_job_of_trainers(
 def test_tasks_rest_until_the_trainers_are_back(tmp_path: Path) -> None:
     fake = FakeRun(tmp_path)
     number = fake.begin()
-    assert not orphaned.holds(fake.paths, "rollout")
+    assert not demand.is_orphaned(fake.paths, "rollout")
     seen = Orphaned(incarnation=number, attempt=3, counter=7)
-    orphaned.write(fake.paths, "rollout", seen)
-    assert orphaned.read(fake.paths, "rollout") == seen
-    assert orphaned.holds(fake.paths, "rollout")
+    demand.write_orphaned(fake.paths, "rollout", seen)
+    assert demand.read_orphaned(fake.paths, "rollout") == seen
+    assert demand.is_orphaned(fake.paths, "rollout")
     fake.begin()
-    assert not orphaned.holds(fake.paths, "rollout")
-    orphaned.remove(fake.paths, "rollout")
-    orphaned.remove(fake.paths, "rollout")
-    assert orphaned.read(fake.paths, "rollout") is None
+    assert not demand.is_orphaned(fake.paths, "rollout")
+    demand.remove_orphaned(fake.paths, "rollout")
+    demand.remove_orphaned(fake.paths, "rollout")
+    assert demand.read_orphaned(fake.paths, "rollout") is None

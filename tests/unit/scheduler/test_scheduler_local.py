@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import CorruptFileError, SchedulerError
-from slurmrl.run import scale
+from slurmrl.run import demand
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.writer import end
@@ -138,13 +138,13 @@ def test_the_number_of_tasks_follows_its_user(scheduler: LocalScheduler, ask: As
     request = ask(STAY, links=1)
     tasks = dataclasses.replace(request.groups[0], name="rollout", links=4, hosts=3, elastic=True)
     request = dataclasses.replace(request, groups=(*request.groups, tasks))
-    request.run.code.joinpath("slurmrl").symlink_to(Path(scale.__file__).parents[1])
-    scale.write(request.run, "rollout", 0, 3)
+    request.run.code.joinpath("slurmrl").symlink_to(Path(demand.__file__).parents[1])
+    demand.set_wanted_tasks(request.run, "rollout", 0, 3)
     with submitted(scheduler, request) as jobs:
         wait_until(lambda: pids(request), "the trainers run")
-        scale.write(request.run, "rollout", 2, 3)
+        demand.set_wanted_tasks(request.run, "rollout", 2, 3)
         wait_until(lambda: len(pids(request)) == 3, "two tasks run")
-        scale.write(request.run, "rollout", 0, 3)
+        demand.set_wanted_tasks(request.run, "rollout", 0, 3)
         for pid in pids(request):
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not active(scheduler, jobs), "none follows, and the chains end")

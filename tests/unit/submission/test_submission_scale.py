@@ -12,7 +12,7 @@ from slurmrl.desk.proposal import propose, propose_resume
 from slurmrl.desk.scale import IDLE, WITHIN_SECONDS, set_tasks
 from slurmrl.desk.submit import submit
 from slurmrl.errors import UsageError
-from slurmrl.run import scale
+from slurmrl.run import demand
 from slurmrl.run.history.log import History
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.writer import end
@@ -62,7 +62,7 @@ def test_what_is_refused(tmp_path: Path, scheduler: FakeScheduler) -> None:
     end(History(paths.history), Kind.CANCELLED, {})
     with pytest.raises(UsageError, match=r"add/1 has ended \(cancelled\): slurmrl resume add/1"):
         set_tasks(paths, 2)
-    assert scale.wanted(paths, "rollout", 3) == 3
+    assert demand.wanted_tasks(paths, "rollout", 3) == 3
 
 
 def test_a_resumed_trial_does_not_wait_for_more_tasks_than_may_run(

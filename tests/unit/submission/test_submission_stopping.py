@@ -11,8 +11,8 @@ from slurmrl.cli.main import main
 from slurmrl.desk import stopping
 from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError, UsageError
+from slurmrl.run import demand as requests
 from slurmrl.run.history.record import Kind
-from slurmrl.scheduler import stopping as requests
 from slurmrl.scheduler.base import Continue, JobState
 from slurmrl.scheduler.chain import Chain, TopUp, why_not
 from slurmrl.watch.overview import collect
@@ -84,7 +84,7 @@ def test_stop_refused_without_jobs(run: FakeRun, scheduler: FakeScheduler, state
     scheduler.tasks = [task(0, state)]
     with pytest.raises(UsageError, match=r"add/1 has no jobs to stop; .* slurmrl resume add/1"):
         stopping.stop(run.paths)
-    assert requests.requested_by(run.paths, 1) == ""
+    assert requests.stop_requested_by(run.paths, 1) == ""
 
 
 def test_stop_refused_for_ended_trial(run: FakeRun) -> None:

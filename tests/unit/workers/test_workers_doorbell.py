@@ -32,7 +32,7 @@ def test_the_masters_log_is_read_when_it_rings_and_not_for_anything_else(
     incarnation: Incarnation, run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither what its children send nor a forged ring has an agent look at the log."""
-    monkeypatch.setattr("slurmrl.run.channel.wakeup.is_local", lambda directory: False)
+    monkeypatch.setattr("slurmrl.run.channel.follower.is_local", lambda directory: False)
     monkeypatch.setattr("slurmrl.run.channel.follower.FIRST_POLL_S", 600.0)
     ours, masters, stranger = (Bell("127.0.0.1") for _ in range(3))
     reader = LogReader(run.master_log(1))

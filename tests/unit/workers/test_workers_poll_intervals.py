@@ -109,7 +109,7 @@ def test_a_trial_at_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: int, simulated: int
 ) -> None:
     """``simulated`` of the agents, and the master's looks at these; both scale with the hosts."""
-    monkeypatch.setattr("slurmrl.run.channel.wakeup.is_local", lambda directory: False)
+    monkeypatch.setattr("slurmrl.run.channel.follower.is_local", lambda directory: False)
     (tmp_path / "history").mkdir()
     History(tmp_path / "history").append(Kind.BEGIN, 1, {}, after=-1)
     for name in ("master", *(f"agent.{task}" for task in range(simulated))):

@@ -20,12 +20,12 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import objects
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.plan.model import Plan
-from slurmrl.run import events, keys, orphaned
+from slurmrl.run import demand, events, keys
 from slurmrl.run.channel.pipe import Connection
+from slurmrl.run.demand import Orphaned
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.writer import begin, end
 from slurmrl.run.lease import Lease, LeaseObserver
-from slurmrl.run.orphaned import Orphaned
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity, Warned
 from slurmrl.watch import published
@@ -262,7 +262,7 @@ def test_trainers_that_do_not_come_back_are_left(bed: Bed) -> None:
     assert bed.run(story()) == OK
     (retire,) = bed.heard("retire")
     assert retire["reason"].startswith("the trainers have been gone for")
-    assert orphaned.holds(bed.paths, "rollout")
+    assert demand.is_orphaned(bed.paths, "rollout")
 
 
 def test_a_task_does_not_wait_for_trainers_that_an_earlier_one_has_waited_for(bed: Bed) -> None:
@@ -272,7 +272,7 @@ def test_a_task_does_not_wait_for_trainers_that_an_earlier_one_has_waited_for(be
     lease.beat()
     counter = LeaseObserver(bed.paths.lease("trainer", 0, 0)).observe().counter
     seen = Orphaned(incarnation=1, attempt=0, counter=counter)
-    orphaned.write(bed.paths, "rollout", seen)
+    demand.write_orphaned(bed.paths, "rollout", seen)
     assert bed.run(iter(())) == OK
     assert (bed.heard("start"), len(bed.told("retire"))) == ([], 1)
     task = RolloutTask(bed.host, orphan_s=ORPHAN_S)

@@ -31,12 +31,12 @@ from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.sample_files import read_group
-from slurmrl.run import keys, scale
+from slurmrl.run import demand, keys
 from slurmrl.run.channel import frame
 from slurmrl.run.channel.bell import TOKEN_BYTES, Bell
 from slurmrl.run.channel.follower import SPARE_LOOKS
 from slurmrl.run.events import EventWriter, read_all
-from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.history.state import Lineage
 from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity
@@ -977,7 +977,7 @@ def test_tasks_that_are_too_many_are_asked_to_leave(beds: Callable[..., Bed]) ->
     next incarnation too."""
     bed = beds()
     first, second, third = (bed.begin(task, "0.1") for task in range(3))
-    scale.write(bed.paths, "rollout", 1, MOST_COUNT)
+    demand.set_wanted_tasks(bed.paths, "rollout", 1, MOST_COUNT)
     began = bed.now
     bed.look()
     while not (view := bed.tasks.view()).tasks[1].leaving:
@@ -988,7 +988,7 @@ def test_tasks_that_are_too_many_are_asked_to_leave(beds: Callable[..., Bed]) ->
     leaves = [[one for one in heard.hear(1) if isinstance(one, Leave)] for heard in (second, third)]
     assert [[one.within_s for one in each] for each in leaves] == [[LEAVE_S], [LEAVE_S]]
     assert not any(isinstance(one, Leave) for one in first.hear(1))
-    scale.write(bed.paths, "rollout", 0, MOST_COUNT)
+    demand.set_wanted_tasks(bed.paths, "rollout", 0, MOST_COUNT)
     bed.look()
     assert bed.tasks.view().wanted == 0
 
@@ -1019,7 +1019,7 @@ def test_a_number_that_was_set_for_an_array_is_nothing_to_tasks_of_the_trainers_
     wanted: int,
 ) -> None:
     """A resumed trial may have them there instead (`rollout.gpus`)."""
-    scale.write(paths, "rollout", 0, 1)
+    demand.set_wanted_tasks(paths, "rollout", 0, 1)
     settings = make_settings(rollout={"tasks": {}, "backend": "native:d1", **place})
     tasks = make_master(settings, SampleLedger(1, Lineage({1: None})))
     tasks.look((), 0)

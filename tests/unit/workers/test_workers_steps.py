@@ -18,7 +18,7 @@ from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import UsageError
 from slurmrl.plan.dataflow import Method, Refill
 from slurmrl.plan.model import CallPlan, Plan
-from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.history.state import Lineage
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.steps import StepRunner
 from slurmrl.workers.messages import Done, LoadBatch, Order, RunCall

@@ -19,7 +19,7 @@ from slurmrl.engines.versions import OwnedTensors
 from slurmrl.errors import StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.fsio.failures import explain
-from slurmrl.run.history.lineage import Lineage
+from slurmrl.run.history.state import Lineage
 from slurmrl.tensors.checkpoint.tensors import NUMPY_DTYPES, TensorEntry
 from slurmrl.tensors.layout.layout import TensorSpec
 from slurmrl.tensors.weights.inventory import COMPLETE, inventory, remove

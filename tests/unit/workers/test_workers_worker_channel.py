@@ -291,7 +291,7 @@ class RingingSite(Site):
 def ringing(
     paths: RunPaths, plans: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RingingSite]:
-    monkeypatch.setattr("slurmrl.run.channel.wakeup.is_local", lambda directory: False)
+    monkeypatch.setattr("slurmrl.run.channel.follower.is_local", lambda directory: False)
     monkeypatch.setattr("slurmrl.run.channel.follower.RINGING_FIRST_POLL_S", LONGEST_S)
     found = RingingSite(paths, plans(hosts=2, per_host=2))
     yield found
