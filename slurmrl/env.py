@@ -80,7 +80,7 @@ OPS_CACHE: Variable[str] = Variable(
     str,
     "",
     USER,
-    "Directory of the compiled operators; hosts may share it. Default: `slurmrl/tensors/ops` in "
+    "Directory of the compiled operators; hosts may share it. Default: `slurmrl/ops` in "
     "`XDG_CACHE_HOME`.",
 )
 TRITON_INTERPRET: Variable[bool] = Variable(

@@ -32,14 +32,16 @@ from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.models.shapes import parameter_shapes
-from slurmrl.tensors.checkpoint.layouts import layout_name, layout_text
 from slurmrl.tensors.checkpoint.manifest import read_manifest, verify, write_manifest
-from slurmrl.tensors.checkpoint.rank_files import ShardHeader
-from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
+from slurmrl.tensors.checkpoint.shards import (
+    RoleCheckpoint,
+    RoleSnapshot,
+    ShardHeader,
+    layout_name,
+    layout_text,
+)
 from slurmrl.tensors.checkpoint.tensors import CHUNK_BYTES, SavedFile, TensorEntry, write_tensors
-from slurmrl.tensors.layout.holders import sources
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.layout import Layout, Shard, TensorSpec, sources
 from slurmrl.tensors.parallel.topology import ProcessTopology
 
 MODEL = ModelConfig.from_hf(

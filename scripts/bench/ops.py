@@ -37,10 +37,10 @@ import torch
 from spread import Spread
 from torch import Tensor
 
-from slurmrl.tensors.ops.gae import packed_gae, reference
 from slurmrl.tensors.ops.intervals import Intervals, gather, scatter
-from slurmrl.tensors.ops.native import toolchain
+from slurmrl.tensors.ops.native import recipe
 from slurmrl.tensors.ops.paged_attention import paged_attention
+from slurmrl.tensors.ops.scan import gae_reference, packed_gae
 
 GAMMA, LAM = 0.99, 0.95
 GAE_SHAPES = ((64, 131_072), (512, 8_192), (65_536, 64))
@@ -122,7 +122,7 @@ def measure_cpu(rounds: int) -> None:
     forms: dict[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(packed[0]),
         "slurmrl, compiled": lambda: packed_gae(*packed, GAMMA, LAM),
-        SLOW: lambda: reference(*packed, GAMMA, LAM),
+        SLOW: lambda: gae_reference(*packed, GAMMA, LAM),
     }
     try:
         forms["numba"] = numba_loop(*packed)
@@ -203,7 +203,7 @@ def baseline() -> Callable[..., None]:
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "one_thread.cu", Path(folder) / "one_thread.so"
         source.write_text(ONE_THREAD_PER_SEQUENCE)
-        nvcc = toolchain.find().nvcc or "nvcc"
+        nvcc = recipe.find_toolchain().nvcc or "nvcc"
         home = Path(shutil.which(nvcc) or nvcc).resolve().parents[1]
         flags = ["-O3", "-arch=native", "-shared", "-Xcompiler", "-fPIC", "-o", str(library)]
         flags += [f"-L{home}/{name}" for name in ("lib64", "lib")]

@@ -50,7 +50,7 @@ from slurmrl.run.events import EventWriter
 from slurmrl.run.history.state import Lineage
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
-from slurmrl.tensors.weights.version import MANIFEST, VersionId, version_ids
+from slurmrl.tensors.weights.format import MANIFEST, VersionId, version_ids
 from slurmrl.workers.master.rollout_tasks import RolloutTasks
 from slurmrl.workers.master.task_attempts import parse_name, rollouts_of
 from slurmrl.workers.master.worker_channel import REST_S

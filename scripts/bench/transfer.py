@@ -33,12 +33,9 @@ from slurmrl.engines.megatron.parts import parts_of, place_of
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.models.shapes import parameter_shapes
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec
 from slurmrl.tensors.parallel.topology import ProcessTopology
-from slurmrl.tensors.transfer.plan import MovePlan, plan_move
-from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.tensors.transfer.plan import MovePlan, PlacedLayout, plan_move
 from tests.distributed.transfer.move_cases import Side
 from tests.pool import RankPool
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from slurmrl.engines.base import Engine
 from slurmrl.tensors.parallel.device import CPU, set_up
 from slurmrl.tensors.transfer.execute import Holdings, Mover
-from slurmrl.tensors.transfer.plan import MovePlan, plan_move
-from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.tensors.transfer.plan import MovePlan, PlacedLayout, plan_move
 from tests.distributed.transfer.move_cases import Side, engines, placed_layouts
 
 

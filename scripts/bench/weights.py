@@ -37,9 +37,9 @@ from slurmrl.engines.initial_weights import init_tensor
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.tensors.checkpoint.tensors import CHUNK_BYTES
-from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout import Array
+from slurmrl.tensors.weights.format import VersionId, VersionManifest
 from slurmrl.tensors.weights.local_copy import LocalCopy
-from slurmrl.tensors.weights.version import VersionId, VersionManifest
 from slurmrl.tensors.weights.writer import PartWriter, VersionBits, publish
 
 MODEL = ModelConfig.from_hf(

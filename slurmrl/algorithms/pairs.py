@@ -17,7 +17,7 @@ from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.sequences import TOKENS, global_means, train_on_batch
 from slurmrl.data.sample import SequenceSample
 from slurmrl.plan.dataflow import Record
-from slurmrl.tensors.ops.upload import upload
+from slurmrl.tensors.ops.arguments import upload
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import LossFn, TrainEngine

@@ -16,7 +16,7 @@ from torch import Tensor
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.data.meta import Lengths
 from slurmrl.data.sample import SequenceSample
-from slurmrl.tensors.ops.upload import upload
+from slurmrl.tensors.ops.arguments import upload
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import LossFn, TrainEngine

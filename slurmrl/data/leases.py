@@ -15,7 +15,7 @@ from typing import Final
 
 from slurmrl.data.ledger import LeasedItems, Ledger, LedgerRecord, StoredGroup, step_runs
 from slurmrl.run.history.state import Lineage
-from slurmrl.tensors.weights.version import VersionId
+from slurmrl.tensors.weights.format import VersionId
 
 STALE: Final = "stale"
 """The reason of items dropped because their samples are from too old weights."""

@@ -19,8 +19,8 @@ from typing import Annotated, Any, TypeVar
 
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import FILE_NAME, MOST_COUNT, SIZE, FieldType
-from slurmrl.tensors.checkpoint.checksums import KIND
-from slurmrl.tensors.weights.version import VERSION, VersionId
+from slurmrl.tensors.checkpoint.tensors import KIND
+from slurmrl.tensors.weights.format import VERSION, VersionId
 
 Value = TypeVar("Value", int, str)
 Number = Annotated[int, SIZE]
@@ -95,7 +95,7 @@ class StoredGroup:
     length: Number
     """Bytes of the group in the file."""
     checksum: Annotated[str, CHECKSUM]
-    """Checksum of these bytes (see `tensors.checkpoint.checksums`)."""
+    """Checksum of these bytes (see `tensors.checkpoint.tensors`)."""
     versions: Annotated[tuple[str, ...], VERSIONS]
     """Versions of the weights that sampled its tokens, from old to new; at least one."""
 

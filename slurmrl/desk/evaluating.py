@@ -26,7 +26,7 @@ from slurmrl.registry import near
 from slurmrl.run.history.log import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import BEING_EVALUATED, EVALUATED, RunPaths
-from slurmrl.tensors.checkpoint.pinned import is_pinned, read_origin
+from slurmrl.tensors.checkpoint.manifest import is_pinned, read_origin
 
 EVALUATE: Final = "evaluate"
 KEPT: Final = (

@@ -38,7 +38,7 @@ from slurmrl.rollouts.configured import make_episode, message_role
 from slurmrl.rollouts.dialogue import Dialogue
 from slurmrl.rollouts.tools.schemas import ToolSchemas
 from slurmrl.rollouts.tools.toolbox import make_tools
-from slurmrl.tensors.checkpoint.pinned import is_pinned
+from slurmrl.tensors.checkpoint.manifest import is_pinned
 
 MOST_BYTES: Final = 64 * 2**20
 """Bytes of a data file that are checked, from its start."""

@@ -26,7 +26,7 @@ from slurmrl.rollouts.generation.base import RolloutEngine
 from slurmrl.rollouts.generation.native.stops import Decode
 from slurmrl.tensors.checkpoint.shards import RoleSnapshot
 from slurmrl.tensors.checkpoint.tensors import SavedFile
-from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 Outputs = dict[str, Tensor]

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.models.adapters import shown, summand
-from slurmrl.tensors.layout.box import Box, Index, blocks
-from slurmrl.tensors.transfer.verify import BITS, BLOCK
+from slurmrl.tensors.layout import Box, Index, blocks
+from slurmrl.tensors.transfer.execute import BITS, BLOCK
 
 
 class Fingerprint:

@@ -18,7 +18,7 @@ from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf import Weights, open_tensors, read_values
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
-from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout import Box
 
 
 class BoxReader(Protocol):

@@ -26,7 +26,7 @@ from slurmrl.models.experts import UNKNOWN
 from slurmrl.models.packed import ranges
 from slurmrl.models.prefixes import Pieces
 from slurmrl.tensors.ops import collectives
-from slurmrl.tensors.ops.support import Support
+from slurmrl.tensors.ops.sampling import Support
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")

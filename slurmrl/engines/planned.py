@@ -18,11 +18,10 @@ from slurmrl.plan.model import CallPlan, ModelPlan, Plan, Reallocation
 from slurmrl.plan.model_files import config_values
 from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings
-from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.parallel.topology import Folded, expert_topology, topology_of
 from slurmrl.tensors.transfer.costs import costs
-from slurmrl.tensors.transfer.plan import plan_move
-from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.tensors.transfer.plan import PlacedLayout, plan_move
 
 
 class PlannedModel(Folded, Protocol):

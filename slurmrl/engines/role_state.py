@@ -12,9 +12,7 @@ from torch import Tensor
 from slurmrl.models.hf import as_array
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from slurmrl.tensors.checkpoint.tensors import TensorEntry
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.copy import Array
-from slurmrl.tensors.layout.layout import TensorSpec
+from slurmrl.tensors.layout import Array, Box, TensorSpec
 
 CPU = "rng/cpu"
 CUDA = "rng/cuda"

@@ -44,8 +44,7 @@ from slurmrl.rollouts.generation.servers import (
 from slurmrl.rollouts.generation.sglang import SglangServer
 from slurmrl.rollouts.generation.vllm import VllmServer
 from slurmrl.rollouts.generation.whole_weights import WholeWeights
-from slurmrl.tensors.layout.copy import Array
-from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.layout import Array, Layout
 from slurmrl.tensors.ops.collectives import broadcast_bytes
 from slurmrl.tensors.parallel.groups import ParallelContext
 

@@ -17,17 +17,17 @@ import torch.distributed as dist
 
 from slurmrl.engines.host import HostTensors, Specs
 from slurmrl.models.hf import as_array
-from slurmrl.tensors.checkpoint.precision import FLOATS
-from slurmrl.tensors.checkpoint.stored import FileTensor, Storage, TensorSlice, file_tensors
-from slurmrl.tensors.checkpoint.tensors import TensorEntry
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.holders import HeldBox, Holders
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import row_major
-from slurmrl.tensors.transfer.copies import BoxCopies
-from slurmrl.tensors.transfer.execute import Holdings, Mover, Storages
-from slurmrl.tensors.transfer.plan import plan_move
-from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.tensors.checkpoint.export import FLOATS
+from slurmrl.tensors.checkpoint.tensors import (
+    FileTensor,
+    Storage,
+    TensorEntry,
+    TensorSlice,
+    file_tensors,
+)
+from slurmrl.tensors.layout import Box, HeldBox, Holders, Layout, TensorSpec, row_major
+from slurmrl.tensors.transfer.execute import BoxCopies, Holdings, Mover, Storages
+from slurmrl.tensors.transfer.plan import PlacedLayout, plan_move
 
 
 class OwnedTensors:

@@ -22,13 +22,16 @@ from slurmrl.config.schema.model import ALL_LINEAR, TARGETS, Lora
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.shapes import VALUE_HEAD, Shapes, parameter_shapes
-from slurmrl.tensors.checkpoint.export import TokenizerFiles, write_folder, write_json
-from slurmrl.tensors.checkpoint.precision import AS_STORED, Precision
+from slurmrl.tensors.checkpoint.export import (
+    AS_STORED,
+    Precision,
+    TokenizerFiles,
+    write_folder,
+    write_json,
+)
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from slurmrl.tensors.checkpoint.tensors import TensorEntry, write_tensors
-from slurmrl.tensors.layout.box import Box, Index
-from slurmrl.tensors.layout.copy import Array
-from slurmrl.tensors.layout.shard import row_major
+from slurmrl.tensors.layout import Array, Box, Index, row_major
 from slurmrl.tensors.ops.splitmix import Bits, hash64, mix
 
 if TYPE_CHECKING:

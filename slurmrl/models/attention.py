@@ -22,7 +22,7 @@ from slurmrl.models.parallel.split import WHOLE, Axis, Split
 from slurmrl.models.rotary import Rotation
 from slurmrl.tensors.ops.attention import Packing, packed_attention
 from slurmrl.tensors.ops.collectives import exchange
-from slurmrl.tensors.ops.rotary import rotate
+from slurmrl.tensors.ops.elementwise import rotate
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.experts import Balance
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.recompute import Recompute
-from slurmrl.tensors.ops.support import Support
-from slurmrl.tensors.ops.upload import OnHost
+from slurmrl.tensors.ops.arguments import OnHost
+from slurmrl.tensors.ops.sampling import Support
 
 
 class DecodeSession(Protocol):

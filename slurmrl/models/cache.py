@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slurmrl.models.attention import AttentionSpec
 from slurmrl.models.config import ModelConfig
+from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.attention import Packing, cache_bias, cached_attention, packed_attention
-from slurmrl.tensors.ops.upload import upload
 
 FIRST_ROOM_TOKENS = 32
 """Initial room for new tokens: most rows end long before their limit."""

@@ -23,10 +23,10 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.packed import inverse, packed_positions
 from slurmrl.models.parallel.linear import rows_of
 from slurmrl.models.parallel.split import Split
+from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.attention import Packing
+from slurmrl.tensors.ops.logprobs import Rows
 from slurmrl.tensors.ops.products import wide_product
-from slurmrl.tensors.ops.upload import upload
-from slurmrl.tensors.ops.vocab_parallel import Rows
 
 
 class UnhookedDecoder(Protocol):

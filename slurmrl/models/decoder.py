@@ -43,11 +43,11 @@ from slurmrl.models.recompute import (
 )
 from slurmrl.models.rotary import RotaryTable, Rotation
 from slurmrl.registry import resolve
+from slurmrl.tensors.ops.arguments import OnHost, upload
 from slurmrl.tensors.ops.attention import Packing
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy
 from slurmrl.tensors.ops.products import wide_linear
-from slurmrl.tensors.ops.support import Support
-from slurmrl.tensors.ops.upload import OnHost, upload
+from slurmrl.tensors.ops.sampling import Support
 
 
 class ResidualLayer(nn.Module):

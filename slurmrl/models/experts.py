@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.parallel.split import WHOLE, Split
-from slurmrl.tensors.ops.checks import wide
-from slurmrl.tensors.ops.experts import grouped_linear
-from slurmrl.tensors.ops.gated import gated_product
+from slurmrl.tensors.ops.arguments import wide
+from slurmrl.tensors.ops.elementwise import gated_product
+from slurmrl.tensors.ops.products import grouped_linear
 
 UNKNOWN = -1
 """Stands for the experts of a token that were not recorded: the router chooses."""

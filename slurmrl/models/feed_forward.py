@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.parallel.linear import Linear, RowLinear
 from slurmrl.models.parallel.split import WHOLE, Split
-from slurmrl.tensors.ops.gated import ACTIVATIONS, gated_linear, gated_product
-from slurmrl.tensors.ops.norm import rms_norm
+from slurmrl.tensors.ops.elementwise import ACTIVATIONS, gated_linear, gated_product, rms_norm
 
 
 class GatedMLP(nn.Module):

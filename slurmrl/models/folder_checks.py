@@ -12,8 +12,8 @@ import numpy as np
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.model_tensors import implied_shapes, open_folder, stored_name
 from slurmrl.models.shapes import EMBEDDING, LM_HEAD, storage_of
-from slurmrl.tensors.checkpoint.precision import BLOCK, widened
-from slurmrl.tensors.layout.box import Box, blocks
+from slurmrl.tensors.checkpoint.export import BLOCK, widened
+from slurmrl.tensors.layout import Box, blocks
 
 LARGEST: Final = 3.3895313892515355e38
 """The largest number of bfloat16: a larger weight becomes infinite there."""

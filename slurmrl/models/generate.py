@@ -14,9 +14,9 @@ from slurmrl.data.support import SampledSupport
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.base import DecodeSession, PackedModel
 from slurmrl.models.packed import packed_positions, packed_rows
-from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout import Array
+from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.sampling import NONE, keyed_uniform, sample
-from slurmrl.tensors.ops.upload import upload
 
 KEEP_FRACTION = 0.75
 """Finished rows leave the batch once no more than this part of it is unfinished."""

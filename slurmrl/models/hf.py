@@ -31,12 +31,9 @@ from slurmrl.models.model_tensors import (
 )
 from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes, storage_of
 from slurmrl.tensors.checkpoint.export import SHARD_BYTES, write_weights
-from slurmrl.tensors.checkpoint.pinned import is_pinned
-from slurmrl.tensors.checkpoint.stored import TensorSlice, file_entries
-from slurmrl.tensors.checkpoint.tensors import CODES
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.copy import Array
-from slurmrl.tensors.layout.layout import TensorSpec
+from slurmrl.tensors.checkpoint.manifest import is_pinned
+from slurmrl.tensors.checkpoint.tensors import CODES, TensorSlice, file_entries
+from slurmrl.tensors.layout import Array, Box, TensorSpec
 
 CONFIG_FILE = "config.json"
 

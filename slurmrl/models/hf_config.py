@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head
-from slurmrl.tensors.checkpoint.stored import TensorSlice
-from slurmrl.tensors.layout.box import Index
+from slurmrl.tensors.checkpoint.tensors import TensorSlice
+from slurmrl.tensors.layout import Index
 
 MODULE = "inner."
 """The prefix of parameter names; the rest is transformers' name."""

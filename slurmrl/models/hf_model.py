@@ -33,11 +33,11 @@ from slurmrl.models.hf_head import only_multiplies
 from slurmrl.models.hf_session import HFSession
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.models.recompute import CHECKPOINT_OPTIONS, Recompute
-from slurmrl.tensors.checkpoint.pinned import is_pinned
+from slurmrl.tensors.checkpoint.manifest import is_pinned
+from slurmrl.tensors.ops.arguments import OnHost, upload
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy, packed_logprobs_of_logits
 from slurmrl.tensors.ops.products import wide_linear
-from slurmrl.tensors.ops.support import Support
-from slurmrl.tensors.ops.upload import OnHost, upload
+from slurmrl.tensors.ops.sampling import Support
 
 POSITIONS = re.compile(r"posit|\bwpe\b")
 OTHER = re.compile(r"vision|image|audio|relative")

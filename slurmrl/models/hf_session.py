@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from slurmrl.errors import UsageError
 from slurmrl.models.packed import packed_positions, packed_rows
-from slurmrl.tensors.ops.upload import upload
+from slurmrl.tensors.ops.arguments import upload
 
 if TYPE_CHECKING:
     from slurmrl.models.hf_model import HFModel

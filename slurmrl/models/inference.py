@@ -22,11 +22,15 @@ from slurmrl.models.decoder import Decoder, ResidualLayer
 from slurmrl.models.feed_forward import GatedMLP, RMSNorm
 from slurmrl.models.parallel.linear import RowLinear
 from slurmrl.models.rotary import Rotation
-from slurmrl.tensors.ops import rows
-from slurmrl.tensors.ops.gated import ACTIVATIONS, COMPILED, gated_halves
-from slurmrl.tensors.ops.layer import PackedLayer, RootMeanSquare
-from slurmrl.tensors.ops.products import PackedMatrix, packable, wide_product
-from slurmrl.tensors.ops.rotary import rotate
+from slurmrl.tensors.ops import elementwise
+from slurmrl.tensors.ops.elementwise import ACTIVATIONS, COMPILED, gated_halves, rotate
+from slurmrl.tensors.ops.products import (
+    PackedLayer,
+    PackedMatrix,
+    RootMeanSquare,
+    packable,
+    wide_product,
+)
 
 Apply = Callable[[Tensor], Tensor]
 PACKED_BYTES = 256 * 2**20
@@ -195,8 +199,8 @@ def _norm(module: nn.Module) -> Apply:
     if not isinstance(module, RMSNorm) or module.offset or module.weight.dtype.itemsize < 4:
         return module
     weight, eps = module.weight, module.eps
-    if rows.fits(weight):
-        return lambda x: rows.rms_norm(x, weight, eps, 0.0)[0]
+    if elementwise.cpu_fits(weight):
+        return lambda x: elementwise.cpu_rms_norm(x, weight, eps, 0.0)[0]
     return lambda x: F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -237,14 +241,16 @@ def _feed_forward(
     both = whole.gate_up.product if whole else _product((block.gate_proj, block.up_proj), packed)
     down = whole.down.added if whole else _add_product(block.down_proj, packed)
     name, value = block.activation, ACTIVATIONS[block.activation].value
-    compiled = name == COMPILED and rows.fits(block.down_proj.weight)
+    compiled = name == COMPILED and elementwise.cpu_fits(block.down_proj.weight)
 
     def run(residual: Tensor, x: Tensor) -> Tensor:
         halves = both(x)
         if halves.is_cuda:
             return down(residual, gated_halves(halves, name))
         gate, up = halves.chunk(2, -1)
-        return down(residual, rows.gated_product(gate, up) if compiled else value(gate).mul_(up))
+        return down(
+            residual, elementwise.cpu_gated_product(gate, up) if compiled else value(gate).mul_(up)
+        )
 
     return run
 

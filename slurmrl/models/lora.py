@@ -16,7 +16,7 @@ from slurmrl.models.adapters import LORA_A, LORA_B
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.parallel.linear import Linear
 from slurmrl.models.parallel.split import Split
-from slurmrl.tensors.ops.low_rank import Dropout, low_rank_linear
+from slurmrl.tensors.ops.products import Dropout, low_rank_linear
 from slurmrl.tensors.ops.splitmix import hash64
 
 

@@ -26,15 +26,18 @@ from slurmrl.models.adapters import (
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf_config import stored
 from slurmrl.models.shapes import LM_HEAD, VALUE_HEAD, parameter_shapes, storage_of
-from slurmrl.tensors.checkpoint.export import ExportedWeights
-from slurmrl.tensors.checkpoint.pinned import PinnedOrigin, is_pinned, read_origin
-from slurmrl.tensors.checkpoint.precision import narrowed, widened
+from slurmrl.tensors.checkpoint.export import ExportedWeights, narrowed, widened
+from slurmrl.tensors.checkpoint.manifest import PinnedOrigin, is_pinned, read_origin
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
-from slurmrl.tensors.checkpoint.stored import Storage, TensorSlice, file_tensors
-from slurmrl.tensors.checkpoint.tensors import CODES, NUMPY_DTYPES, TensorFile
-from slurmrl.tensors.layout.box import Box, blocks
-from slurmrl.tensors.layout.copy import Array
-from slurmrl.tensors.layout.layout import TensorSpec
+from slurmrl.tensors.checkpoint.tensors import (
+    CODES,
+    NUMPY_DTYPES,
+    Storage,
+    TensorFile,
+    TensorSlice,
+    file_tensors,
+)
+from slurmrl.tensors.layout import Array, Box, TensorSpec, blocks
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"

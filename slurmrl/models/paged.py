@@ -19,7 +19,7 @@ from slurmrl.models.inference import Apply, Forward, head_product, packs, short_
 from slurmrl.models.parallel.linear import rows_of
 from slurmrl.models.rotary import Rotation
 from slurmrl.tensors.ops.attention import Packing, packed_attention
-from slurmrl.tensors.ops.layer import PackedLayer
+from slurmrl.tensors.ops.elementwise import rotate
 from slurmrl.tensors.ops.native.load import for_floats
 from slurmrl.tensors.ops.paged_attention import (
     attend_heads,
@@ -27,7 +27,7 @@ from slurmrl.tensors.ops.paged_attention import (
     reads_in_place,
     write_cells,
 )
-from slurmrl.tensors.ops.rotary import rotate
+from slurmrl.tensors.ops.products import PackedLayer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from slurmrl.models.attention import AttentionSpec
 from slurmrl.models.packed import ranges
-from slurmrl.tensors.ops.attention import Packing
-from slurmrl.tensors.ops.prefix_attention import Prefix, PrefixPacking, prefix_attention
+from slurmrl.tensors.ops.attention import Packing, Prefix, PrefixPacking, prefix_attention
 
 
 @dataclass(frozen=True)

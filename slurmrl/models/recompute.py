@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 
 from slurmrl.models.attention import AttentionCore
 from slurmrl.models.rotary import Rotation
-from slurmrl.tensors.ops import flash
+from slurmrl.tensors.ops import attention
 
 Recompute = Literal["off", "selective", "full"]
 """``full`` keeps only a layer's input; ``selective`` also the input of its feed-forward half,
@@ -90,7 +90,7 @@ class _KeepingPolicy:
 @cache
 def _operators(names: tuple[str, ...]) -> frozenset[torch._ops.OpOverload]:
     """Those that are installed."""
-    flash.register()
+    attention.register_flash()
     operators: set[torch._ops.OpOverload] = set()
     for name in names:
         namespace, _, operator = name.partition("::")

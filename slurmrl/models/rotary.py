@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from slurmrl.models.rope import Rope
-from slurmrl.tensors.ops.checks import wide
+from slurmrl.tensors.ops.arguments import wide
 
 Rotation = tuple[Tensor, Tensor]
-"""cos and sin, each [T, 1, D], as ``tensors.ops.rotary.rotate`` takes them."""
+"""cos and sin, each [T, 1, D], as ``tensors.ops.elementwise.rotate`` takes them."""
 
 
 class RotaryTable:

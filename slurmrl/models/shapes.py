@@ -10,8 +10,8 @@ from typing import Any, Literal
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf_config import HFConfig, stored
 from slurmrl.registry import resolve
-from slurmrl.tensors.checkpoint.stored import Storage, TensorSlice
-from slurmrl.tensors.layout.box import Index
+from slurmrl.tensors.checkpoint.tensors import Storage, TensorSlice
+from slurmrl.tensors.layout import Index
 
 EMBEDDING = "model.embed_tokens.weight"
 POSITIONS = "model.embed_positions.weight"

@@ -15,7 +15,7 @@ from slurmrl.rewards.scores import FLOAT32_MAX, LIMITS, as_number, shown
 
 if TYPE_CHECKING:
     from slurmrl.rollouts.generation.base import Completion
-    from slurmrl.tensors.layout.copy import Array
+    from slurmrl.tensors.layout import Array
 
 
 class Completions:

@@ -23,7 +23,7 @@ from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import NO_FILE, explain
 from slurmrl.fsio.primitives import discard, make_private, opened, pwrite_all
 from slurmrl.rollouts.sample_group import SampleGroup
-from slurmrl.tensors.checkpoint.checksums import Checksum
+from slurmrl.tensors.checkpoint.tensors import Checksum
 
 READ_BYTES = 4 << 20
 """Read at a time."""

@@ -19,8 +19,8 @@ from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import documents, objects
 from slurmrl.fsio.shapes import SIZE, TEXT, list_of
 from slurmrl.rewards.scores import JudgedCompletions
-from slurmrl.tensors.layout.copy import Array
-from slurmrl.tensors.weights.version import VERSION, VersionId
+from slurmrl.tensors.layout import Array
+from slurmrl.tensors.weights.format import VERSION, VersionId
 
 if TYPE_CHECKING:
     from slurmrl.rollouts.completions import Completions

@@ -29,7 +29,7 @@ class Cause(StrEnum):
     LOST_HOST = "lost_host"
     """An agent stopped renewing its lease."""
     GPU_FAULT = "gpu_fault"
-    """A GPU failed (see `tensors.parallel.gpu_faults`); its host is given up like a lost one."""
+    """A GPU failed (see `tensors.parallel.gpu`); its host is given up like a lost one."""
     MASTER = "master"
     """The master ended unexpectedly."""
     ENVIRONMENT = "environment"

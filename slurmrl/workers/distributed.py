@@ -27,9 +27,9 @@ from slurmrl.errors import UsageError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.failures import explain
 from slurmrl.plan.model import GroupPlan
-from slurmrl.tensors.parallel import device, gpu_memory, numa
-from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.parallel import device, gpu
 from slurmrl.tensors.parallel.device import Accelerator
+from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers.messages import Start
 
 SHORTEST_TIMEOUT = timedelta(minutes=30)
@@ -168,13 +168,13 @@ def _file_name(key: str) -> str:
 def take_gpus(group: GroupPlan, refuse: Refuse, activity: Activity, *, exclusive: bool) -> None:
     """Wait for this worker's GPUs, on cores near the first one.
 
-    ``exclusive``: see `gpu_memory.wait_until_free`. Raises UsageError for models that cannot fit,
+    ``exclusive``: see `device.wait_until_free`. Raises UsageError for models that cannot fit,
     UnusableGpuError.
     """
     first = torch.cuda.get_device_properties(device.GPU.device)
-    numa.bind_to(first, group.cpus_per_worker)
+    gpu.bind_cpus_near(first, group.cpus_per_worker)
     if reason := refuse(first.name, first.total_memory):
         raise UsageError(f"{socket.gethostname()}: {reason}")
     activity.phase("waiting for free GPU memory")
     for number in range(group.gpus_per_worker):
-        gpu_memory.wait_until_free(torch.device("cuda", number), exclusive=exclusive)
+        device.wait_until_free(torch.device("cuda", number), exclusive=exclusive)

@@ -21,7 +21,7 @@ from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.hang import RankProgress
 from slurmrl.run.reports import Failure, Identity, Warned
 from slurmrl.tensors.checkpoint.tensors import SavedFile
-from slurmrl.tensors.weights.version import VERSION
+from slurmrl.tensors.weights.format import VERSION
 
 REMEDY = "the processes of an incarnation must run the same version of slurmrl"
 _NUMBERS = (int, float)

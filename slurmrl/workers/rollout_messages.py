@@ -14,7 +14,7 @@ from slurmrl.data.ledger import LEASE, StoredGroup
 from slurmrl.fsio.shapes import NUMBER, SECONDS, SIZE
 from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.reports import Identity
-from slurmrl.tensors.weights.version import VERSION
+from slurmrl.tensors.weights.format import VERSION
 from slurmrl.workers.messages import MessageSet
 
 # -- master to a task, in the request log ----------------------------------------------------

@@ -18,8 +18,8 @@ from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
 from slurmrl.run import events
 from slurmrl.scheduler.submission import read_jobs
+from slurmrl.tensors.weights.format import read_manifest
 from slurmrl.tensors.weights.inventory import COMPLETE, inventory
-from slurmrl.tensors.weights.version import read_manifest
 from tests.support.rollout_checker import Checker
 from tests.support.rollout_evidence import Archive
 from tests.support.rollout_trials import (

@@ -29,8 +29,8 @@ from slurmrl.run.history.state import fold
 from slurmrl.run.history.writer import begin, end
 from slurmrl.tensors.checkpoint.manifest import verify, write_manifest
 from slurmrl.tensors.checkpoint.tensors import SavedFile
+from slurmrl.tensors.weights.format import VersionId
 from slurmrl.tensors.weights.inventory import inventory
-from slurmrl.tensors.weights.version import VersionId
 from slurmrl.tensors.weights.writer import PartWriter, VersionBits, publish
 from slurmrl.workers.rollout_messages import RESULT_LOG, GroupsFinished
 from tests.support.disk import Directory, Disk, DiskCalls, Tree, drop_all, keep_all, some, write_out

@@ -32,8 +32,8 @@ from slurmrl.run.history.state import fold
 from slurmrl.run.history.writer import begin, end
 from slurmrl.run.lease import Lease, LeaseObserver, read_counter
 from slurmrl.tensors.checkpoint.manifest import verify, write_manifest
+from slurmrl.tensors.weights.format import VersionId
 from slurmrl.tensors.weights.inventory import inventory, prune
-from slurmrl.tensors.weights.version import VersionId
 from slurmrl.tensors.weights.writer import PartWriter, VersionBits, publish
 from slurmrl.workers.rollout_messages import RESULT_LOG, GroupsFinished
 from tests.support.faulty import REPEATED, Clock, Faulty

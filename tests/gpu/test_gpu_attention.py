@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.tensors.ops import flash
+from slurmrl.tensors.ops import attention
 from slurmrl.tensors.ops.attention import Packing, packed_attention
 
 pytestmark = pytest.mark.skipif(
@@ -61,7 +61,7 @@ def test_forward_and_backward_equal_float64(
         for n in heads
     )
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    assert flash.fits(q) == (dtype == torch.bfloat16)
+    assert attention.flash_fits(q) == (dtype == torch.bfloat16)
     results = []
     for exact in (False, True):
         leaves = [(x.double() if exact else x).clone().requires_grad_() for x in (q, k, v)]

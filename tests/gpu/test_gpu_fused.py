@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.tensors.ops.gated import ACTIVATIONS, gated_linear
+from slurmrl.tensors.ops.elementwise import ACTIVATIONS, gated_linear, rms_norm, rotate
 from slurmrl.tensors.ops.logprobs import logprobs_and_entropy
-from slurmrl.tensors.ops.norm import rms_norm
 from slurmrl.tensors.ops.products import wide_linear
-from slurmrl.tensors.ops.rotary import rotate
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine"

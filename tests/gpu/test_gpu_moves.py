@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slurmrl.tensors.ops.native.load import operators
-from slurmrl.tensors.transfer.copies import BoxCopies
+from slurmrl.tensors.transfer.execute import BoxCopies
 from tests.unit.transfer.test_transfer_copies import FORMS, boxes
 
 pytestmark = pytest.mark.skipif(

@@ -14,10 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.tensors.ops.gae import packed_gae, reference
 from slurmrl.tensors.ops.intervals import Intervals, gather, scatter
-from slurmrl.tensors.ops.scan import discounted_sums
-from slurmrl.tensors.ops.scan import reference as scan_reference
+from slurmrl.tensors.ops.scan import discounted_sums, gae_reference, packed_gae, scan_reference
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine"
@@ -57,7 +55,7 @@ def batch(
 
 def in_float64(packed: tuple[Tensor, ...], gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     rewards, values, cu_seqlens, truncated = (x.cpu() for x in packed)
-    return reference(rewards.double(), values.double(), cu_seqlens, truncated, gamma, lam)
+    return gae_reference(rewards.double(), values.double(), cu_seqlens, truncated, gamma, lam)
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -83,7 +81,7 @@ def test_gae_with_aligned_values_and_unaligned_memory() -> None:
     ends = torch.randn(len(truncated), device="cuda")
     packed = (shifted, values[: len(rewards)].clone(), cu_seqlens, truncated)
     found = packed_gae(*packed, 0.9, 0.8, bootstrap_values=ends)
-    wanted = reference(*(x.cpu() for x in packed), 0.9, 0.8, ends.cpu())
+    wanted = gae_reference(*(x.cpu() for x in packed), 0.9, 0.8, ends.cpu())
     close(found[0], wanted[0].double())
 
 
@@ -243,7 +241,7 @@ def test_gradients() -> None:
 
 SANITIZED = """
 import torch
-from slurmrl.tensors.ops.gae import packed_gae
+from slurmrl.tensors.ops.scan import packed_gae
 from slurmrl.tensors.ops.intervals import Intervals, gather, scatter
 for lengths in ([0, 3, 1, 64, 0, 7] * 300, [20000, 1, 0, 9000]):
     cu = torch.tensor([0, *lengths]).cumsum(0).cuda()

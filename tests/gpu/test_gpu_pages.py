@@ -14,16 +14,15 @@ from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.paged import attends_in_place
 from slurmrl.rollouts.generation.native.schedule import Limits
 from slurmrl.rollouts.generation.native.whole import generate_by_requests
-from slurmrl.tensors.ops import paged_check, paged_launch
+from slurmrl.tensors.ops import paged_kernels
 from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells
-from slurmrl.tensors.ops.paged_check import Sizes, example
-from slurmrl.tensors.ops.paged_reference import reference
+from slurmrl.tensors.ops.paged_kernels import Sizes, example, reference
 from tests.unit.models.conftest import BASE, ODD, random_decoder
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine"
 )
-DTYPES = pytest.mark.parametrize("dtype", paged_check.TOLERANCE)
+DTYPES = pytest.mark.parametrize("dtype", paged_kernels.TOLERANCE)
 SHAPES = pytest.mark.parametrize(
     ("heads", "kv_heads", "size"), [(12, 2, 128), (7, 1, 64), (4, 4, 96), (8, 1, 256), (40, 2, 80)]
 )
@@ -72,7 +71,7 @@ def test_attention_equals_float64(
     options: dict[str, Any] = {"page": 16, "scale": 0.1, "window": window, "chunk": chunk}
     found = paged_attention(*there, longest=longest, **options)
     wanted = exact(inputs, longest, window)
-    assert (found.cpu().double() - wanted).abs().max() <= paged_check.TOLERANCE[dtype]
+    assert (found.cpu().double() - wanted).abs().max() <= paged_kernels.TOLERANCE[dtype]
     again = paged_attention(*there, longest=longest, **options)
     assert torch.equal(found, again)
 
@@ -101,7 +100,7 @@ def test_graphs_follow_lengths_and_tables(dtype: torch.dtype) -> None:
         changed = [x.clone() for x in inputs]
         changed[1][:4] = changed[2][:4] = k.cpu()
         wanted = exact(tuple(changed), bound, None)
-        assert (out.cpu().double() - wanted).abs().max() <= paged_check.TOLERANCE[dtype]
+        assert (out.cpu().double() - wanted).abs().max() <= paged_kernels.TOLERANCE[dtype]
 
 
 @DTYPES
@@ -141,5 +140,5 @@ def test_whole_batches_are_those_of_one_slab(name: str, caplog: pytest.LogCaptur
 def test_rows_are_split_to_fill_the_card() -> None:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     device = torch.device("cuda", 0)
-    assert paged_launch._splits(2, 32_768, device) == paged_launch.MOST_SPLITS
-    assert paged_launch._splits(8 * processors, 32_768, device) == 1
+    assert paged_kernels._splits(2, 32_768, device) == paged_kernels.MOST_SPLITS
+    assert paged_kernels._splits(8 * processors, 32_768, device) == 1

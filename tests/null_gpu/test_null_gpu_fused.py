@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slurmrl.tensors.ops import fused
-from slurmrl.tensors.ops.gated import ACTIVATIONS
+from slurmrl.tensors.ops.elementwise import ACTIVATIONS
 from slurmrl.tensors.ops.products import add_product
 from tests.null_gpu import device
 

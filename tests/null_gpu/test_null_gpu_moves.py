@@ -9,12 +9,9 @@ import pytest
 import torch
 
 from slurmrl.tensors.ops import intervals
-from slurmrl.tensors.transfer import copies
-from slurmrl.tensors.transfer.copies import BoxCopies
-from slurmrl.tensors.transfer.execute import Holdings, Mover
-from slurmrl.tensors.transfer.plan import plan_move
-from slurmrl.tensors.transfer.regions import PlacedLayout
-from slurmrl.tensors.transfer.verify import verify_move
+from slurmrl.tensors.transfer import execute
+from slurmrl.tensors.transfer.execute import BoxCopies, Holdings, Mover, verify_move
+from slurmrl.tensors.transfer.plan import PlacedLayout, plan_move
 from tests.null_gpu import cases, device
 from tests.null_gpu.test_null_gpu_engines import ENGINES, LENGTHS, generated, loss, make
 from tests.null_gpu.values import SmallValues
@@ -60,7 +57,7 @@ def test_strided_and_averaging_copies_are_one_kernel_each(monkeypatch: pytest.Mo
     for every 2**20 elements.)"""
     launched: list[Any] = []
     compiled = SimpleNamespace(copy=lambda *arguments: launched.append(arguments))
-    for module in (intervals, copies):
+    for module in (intervals, execute):
         monkeypatch.setattr(module, "operators", lambda *_: compiled)
     made = BoxCopies(GPU)
     columns = torch.zeros(4096, 4096, dtype=torch.bfloat16, device=GPU)[:, :2048]

@@ -11,9 +11,9 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.generation.native import whole as whole_module
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
-from slurmrl.tensors.ops import paged_check
+from slurmrl.tensors.ops import paged_kernels
 from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells
-from slurmrl.tensors.ops.paged_check import Sizes, example
+from slurmrl.tensors.ops.paged_kernels import Sizes, example
 from tests.null_gpu import cases, device
 from tests.null_gpu.values import SmallValues
 
@@ -29,11 +29,11 @@ LAUNCHES_OF_A_TOKEN = 165
 def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing computes here, so results cannot be compared with torch's."""
     monkeypatch.setenv("SLURMRL_OPS", "native")
-    monkeypatch.setattr(paged_check, "_attention_failure", lambda sizes: "")
-    monkeypatch.setattr(paged_check, "_write_failure", lambda device, dtype: "")
+    monkeypatch.setattr(paged_kernels, "_attention_failure", lambda sizes: "")
+    monkeypatch.setattr(paged_kernels, "_write_failure", lambda device, dtype: "")
 
 
-@pytest.mark.parametrize("dtype", paged_check.TOLERANCE)
+@pytest.mark.parametrize("dtype", paged_kernels.TOLERANCE)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(12, 2, 128), (4, 4, 64), (8, 1, 256)])
 def test_the_kernels_compile_and_fit(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype, trusted: None
@@ -41,10 +41,10 @@ def test_the_kernels_compile_and_fit(
     """One launch for rows that are not split, two for rows that are; nothing waits."""
     sizes = Sizes(torch.device("cuda", 0), dtype, heads, kv_heads, size, 16)
     for longest, chunk, window, launches in (
-        (paged_check.LONG, 1, None, 2),
-        (paged_check.SHORT, 1, 50, 1),
-        (paged_check.LONG, 7, 50, 1),
-        (paged_check.LONG, 7, None, 2),
+        (paged_kernels.LONG, 1, None, 2),
+        (paged_kernels.SHORT, 1, 50, 1),
+        (paged_kernels.LONG, 7, 50, 1),
+        (paged_kernels.LONG, 7, None, 2),
     ):
         inputs = tuple(x.cuda() for x in example(sizes, longest, chunk))
         with device.counted() as counts:
@@ -62,7 +62,7 @@ def test_the_kernels_compile_and_fit(
 
 def test_a_device_that_computes_nothing_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
     sizes = (torch.device("cuda", 0), torch.bfloat16, 6, 3, 32, 16)
-    assert not paged_check.attends(*sizes)
+    assert not paged_kernels.attends(*sizes)
     (record,) = caplog.records
     assert "copies the key-value cache" in record.getMessage()
 

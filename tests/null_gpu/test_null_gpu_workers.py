@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.errors import UnusableGpuError
-from slurmrl.tensors.parallel import device, gpu_memory
+from slurmrl.tensors.parallel import device
 from slurmrl.workers.worker.pending_collectives import Collectives
 from tests.null_gpu import cases
 
@@ -17,8 +17,8 @@ from tests.null_gpu import cases
 def test_a_free_gpu_is_used_at_once_and_named() -> None:
     with cases.first_of(1):
         began = time.monotonic()
-        gpu_memory.wait_until_free(device.GPU.device, exclusive=True)
-        assert time.monotonic() - began < gpu_memory.WAIT_S
+        device.wait_until_free(device.GPU.device, exclusive=True)
+        assert time.monotonic() - began < device.WAIT_S
         assert device.pending_error() is None
         name = torch.cuda.get_device_name()
         assert device.describe_gpu().startswith(f"GPU 0 ({name}, GPU-")
@@ -27,9 +27,9 @@ def test_a_free_gpu_is_used_at_once_and_named() -> None:
 def test_memory_that_another_process_holds_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     free, total = torch.cuda.mem_get_info()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free // 2, total))
-    monkeypatch.setattr(gpu_memory, "WAIT_S", 0.0)
+    monkeypatch.setattr(device, "WAIT_S", 0.0)
     with pytest.raises(UnusableGpuError, match="GiB are in use after 0 s"):
-        gpu_memory.wait_until_free(device.GPU.device, exclusive=True)
+        device.wait_until_free(device.GPU.device, exclusive=True)
 
 
 def test_a_collective_of_nccl_is_explained_while_it_waits_and_recorded_when_it_ends() -> None:

@@ -16,12 +16,9 @@ from slurmrl.plan.settings import load_settings
 from slurmrl.run.history.record import Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import write_manifest
-from slurmrl.tensors.checkpoint.rank_files import ShardHeader
-from slurmrl.tensors.checkpoint.shards import RoleSnapshot
+from slurmrl.tensors.checkpoint.shards import RoleSnapshot, ShardHeader
 from slurmrl.tensors.checkpoint.tensors import SavedFile, TensorEntry
-from slurmrl.tensors.layout.box import Box, chunk
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec, chunk
 from tests.fake_runs import FakeRun
 from tests.support.trials import ADDITION
 

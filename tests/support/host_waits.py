@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import slurmrl
-from slurmrl.tensors.ops import prefix_attention
+from slurmrl.tensors.ops import attention
 
 OURS = str(Path(slurmrl.__file__).parent)
 READS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__)
@@ -39,7 +39,7 @@ def host_waits(on_device: Iterable[Tensor]) -> Iterator[list[str]]:
     waits: list[str] = []
     marked = {_address(tensor): tensor for tensor in on_device}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_attention, "available", lambda: False)
+        patch.setattr(attention, "prefix_attention_works", lambda: False)
         with _Functions(marked, waits), _Operators(marked, waits):
             yield waits
 

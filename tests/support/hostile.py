@@ -49,12 +49,9 @@ from slurmrl.scheduler.chain import Link, committed, continues
 from slurmrl.scheduler.local_chain import ChainState
 from slurmrl.scheduler.processes import ProcessId
 from slurmrl.tensors.checkpoint.manifest import verify, write_manifest
-from slurmrl.tensors.checkpoint.rank_files import ShardHeader
-from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
 from slurmrl.tensors.checkpoint.tensors import TensorEntry
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec
 from slurmrl.watch import published
 from slurmrl.watch.overview import collect
 from slurmrl.workers.link import reason_to_leave

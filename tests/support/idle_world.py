@@ -12,7 +12,7 @@ from slurmrl.run.channel.log import LogWriter
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.parallel import device
-from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers.distributed import join
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
 from slurmrl.workers.rollout_messages import RESULT_LOG, Joined, Leaving, RolloutCounts

@@ -50,7 +50,6 @@ TORCH_FREE = (
     "tensors.checkpoint.export",
     "tensors.transfer",
     "tensors.weights*",
-    "tensors.transfer.regions",
     "tensors.transfer.plan",
     "tensors.transfer.costs",
     "engines",

@@ -26,9 +26,8 @@ from slurmrl.algorithms.policy.schema import GREEDY, OLD_LOGPROBS, REF_LOGPROBS,
 from slurmrl.algorithms.policy.sections import OF_COMPLETIONS, OF_GROUPS, WITHOUT_OWN
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
-from slurmrl.tensors.ops.gae import packed_gae
-from slurmrl.tensors.ops.scan import discounted_returns
-from slurmrl.tensors.ops.upload import upload
+from slurmrl.tensors.ops.arguments import upload
+from slurmrl.tensors.ops.scan import discounted_returns, packed_gae
 
 VARIANCE_FLOOR = 1e-8
 """Added to the variance when advantages are whitened, as in TRL."""

@@ -24,7 +24,7 @@ from slurmrl.algorithms.policy.sections import Updates
 from slurmrl.algorithms.sequences import Sequences
 from slurmrl.data.packing import even_sizes
 from slurmrl.data.sample import SequenceSample
-from slurmrl.tensors.ops.upload import upload
+from slurmrl.tensors.ops.arguments import upload
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import LossFn, TrainEngine

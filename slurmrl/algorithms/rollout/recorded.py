@@ -10,7 +10,7 @@ import torch
 
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import EXPERTS, IDS, SIZES, SampledSupport
-from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout import Array
 
 
 def add_support(sample: SequenceSample, support: SampledSupport) -> None:

@@ -18,7 +18,7 @@ from slurmrl.config.schema import Logging
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import SampledSupport
 from slurmrl.rollouts.sample_group import SampleGroup
-from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout import Array
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import GenerateEngine

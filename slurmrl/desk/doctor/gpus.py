@@ -6,7 +6,7 @@ import re
 import shutil
 
 from slurmrl.desk.doctor.check import Check, failed, ok, warning
-from slurmrl.tensors.parallel import driver
+from slurmrl.tensors.parallel import gpu
 from slurmrl.tensors.parallel.gpu import Device, DeviceKind, parse_visible
 
 _LINE = re.compile(r"GPU (\d+): .*\(UUID: (GPU-[0-9A-Fa-f-]+)\)")
@@ -55,6 +55,6 @@ def listed(text: str) -> list[str]:
 
 def seen() -> list[str] | None:
     """UUIDs of the GPUs here, whatever CUDA_VISIBLE_DEVICES says; None without nvidia-smi."""
-    if shutil.which(driver.SMI) is None:
+    if shutil.which(gpu.SMI) is None:
         return None
-    return listed(driver.nvidia_smi("-L") or "")
+    return listed(gpu.nvidia_smi("-L") or "")

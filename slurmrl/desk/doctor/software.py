@@ -11,7 +11,7 @@ from slurmrl.errors import OwnershipError
 from slurmrl.plan.precision import slow_bfloat16
 from slurmrl.tensors.ops.native import build
 from slurmrl.tensors.ops.native.recipe import Half
-from slurmrl.tensors.parallel.driver import LEAST_DRIVER, driver_version, newest_cuda
+from slurmrl.tensors.parallel.gpu import LEAST_DRIVER, driver_version, newest_cuda
 
 LEAST_PYTHON = (3, 11)
 NEEDED = ("torch", "transformers", "safetensors", "numpy")

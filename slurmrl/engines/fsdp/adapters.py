@@ -28,7 +28,7 @@ from slurmrl.models.base import PackedModel
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.lora import Adapters, attach
 from slurmrl.models.packed import packed_positions, packed_rows
-from slurmrl.tensors.layout.box import Box, Index
+from slurmrl.tensors.layout import Box, Index
 from slurmrl.tensors.ops.collectives import gathered
 from slurmrl.tensors.ops.splitmix import hash64, mix, start
 from slurmrl.tensors.parallel.groups import ParallelContext

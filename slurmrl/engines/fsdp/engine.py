@@ -64,10 +64,10 @@ from slurmrl.models.decoder import Decoder
 from slurmrl.models.experts import Balance, Replayed
 from slurmrl.models.prefixes import Pieces
 from slurmrl.tensors.checkpoint.shards import RoleSnapshot
-from slurmrl.tensors.layout.layout import Layout
-from slurmrl.tensors.ops import prefix_attention
-from slurmrl.tensors.ops.support import Support
-from slurmrl.tensors.ops.upload import OnHost
+from slurmrl.tensors.layout import Layout
+from slurmrl.tensors.ops import attention
+from slurmrl.tensors.ops.arguments import OnHost
+from slurmrl.tensors.ops.sampling import Support
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 
@@ -224,7 +224,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             and self._split.whole
             and self._shards.decoder.balance is None
             and not (self._adapters is not None and self._adapters.dropout)
-            and prefix_attention.available()
+            and attention.prefix_attention_works()
         )
 
     def _backward(

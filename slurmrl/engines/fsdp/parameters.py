@@ -22,11 +22,9 @@ from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.parallel.boxes import TensorSplit, refusals
 from slurmrl.models.parallel.split import Axis, Split
 from slurmrl.models.shapes import parameter_shapes
-from slurmrl.tensors.checkpoint.rank_files import ShardHeader
-from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
 from slurmrl.tensors.checkpoint.tensors import TensorEntry
-from slurmrl.tensors.layout.box import Box, Index
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout import Box, Index, Layout, TensorSpec
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 

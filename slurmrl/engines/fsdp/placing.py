@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from slurmrl.models.parallel.boxes import TensorSplit
-from slurmrl.tensors.layout.box import Box, Index, chunk
-from slurmrl.tensors.layout.holders import HeldBox, Holders
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
+from slurmrl.tensors.layout import Box, HeldBox, Holders, Index, Layout, TensorSpec, chunk
 from slurmrl.tensors.parallel.topology import JOINT, ProcessTopology
 
 

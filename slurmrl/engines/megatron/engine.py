@@ -59,7 +59,7 @@ from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.experts import Balance
 from slurmrl.models.rotary import RotaryTable
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
-from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 FUSED = 4

@@ -44,12 +44,11 @@ from slurmrl.models.feed_forward import RMSNorm
 from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.recompute import Recompute, keeping_products, recomputed
 from slurmrl.models.rotary import RotaryTable, Rotation
+from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.attention import Packing, packed_attention
 from slurmrl.tensors.ops.collectives import exchange
-from slurmrl.tensors.ops.gated import gated_halves
-from slurmrl.tensors.ops.rotary import rotate
-from slurmrl.tensors.ops.support import Support
-from slurmrl.tensors.ops.upload import upload
+from slurmrl.tensors.ops.elementwise import gated_halves, rotate
+from slurmrl.tensors.ops.sampling import Support
 
 FIRST, END = "2.9.0a0", "2.12"
 """Releases that megatron-core 0.16.1 supports: the first, and the one after the last."""

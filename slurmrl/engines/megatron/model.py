@@ -25,16 +25,20 @@ from slurmrl.engines.megatron.layers import Micro, Modules, block_spec
 from slurmrl.engines.megatron.parts import Place, Stage
 from slurmrl.engines.megatron.routing import Router, marks
 from slurmrl.models.config import Head, ModelConfig
+from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.collectives import (
     own_to_partial,
     own_to_whole,
     partial_to_whole,
     whole_to_partial,
 )
-from slurmrl.tensors.ops.logprobs import following_tokens, logprobs_and_entropy
+from slurmrl.tensors.ops.logprobs import (
+    Rows,
+    following_tokens,
+    logprobs_and_entropy,
+    vocab_parallel_logprobs_and_entropy,
+)
 from slurmrl.tensors.ops.products import wide_linear
-from slurmrl.tensors.ops.upload import upload
-from slurmrl.tensors.ops.vocab_parallel import Rows, vocab_parallel_logprobs_and_entropy
 
 SPLIT = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 

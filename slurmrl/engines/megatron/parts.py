@@ -16,9 +16,7 @@ from typing import Any
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.shapes import EMBEDDING, LM_HEAD, VALUE_HEAD, parameter_shapes
-from slurmrl.tensors.layout.box import Box, Index, flat_range
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.layout import Box, Index, Layout, Shard, TensorSpec, flat_range
 from slurmrl.tensors.parallel.topology import ProcessTopology
 
 Parts = dict[str, list[Shard]]

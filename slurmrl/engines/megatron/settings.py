@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from slurmrl.engines.megatron.parts import Place
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.recompute import Recompute
-from slurmrl.tensors.ops.gated import ACTIVATIONS
+from slurmrl.tensors.ops.elementwise import ACTIVATIONS
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 EXPERTS = {

@@ -30,12 +30,9 @@ from slurmrl.engines.role_state import fill_saved
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf import as_array
 from slurmrl.models.shapes import parameter_shapes
-from slurmrl.tensors.checkpoint.rank_files import ShardHeader
-from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
 from slurmrl.tensors.checkpoint.tensors import TensorEntry
-from slurmrl.tensors.layout.box import Index
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.layout import Index, Layout, Shard, TensorSpec
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 Held = dict[str, tuple[Tensor, list[Shard]]]

@@ -21,7 +21,7 @@ from slurmrl.engines.fsdp.sharding import ShardPlan, Shards
 from slurmrl.engines.host import Offload
 from slurmrl.engines.initial_weights import model_config
 from slurmrl.models.config import Head
-from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 

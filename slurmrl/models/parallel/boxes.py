@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from slurmrl.models.adapters import LORA_B, adapted_weight
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.shapes import EMBEDDING, LM_HEAD
-from slurmrl.tensors.layout.box import Box, Index
+from slurmrl.tensors.layout import Box, Index
 
 SPLIT_DIMS = {
     "self_attn.q_proj.weight": 0,

@@ -17,10 +17,14 @@ from torch.nn import functional as F
 
 from slurmrl.models.packed import length_order
 from slurmrl.models.parallel.split import Split
-from slurmrl.tensors.ops.logprobs import following_tokens, logprobs_and_entropy
-from slurmrl.tensors.ops.support import Support
-from slurmrl.tensors.ops.upload import upload
-from slurmrl.tensors.ops.vocab_parallel import Rows, vocab_parallel_logprobs_and_entropy
+from slurmrl.tensors.ops.arguments import upload
+from slurmrl.tensors.ops.logprobs import (
+    Rows,
+    following_tokens,
+    logprobs_and_entropy,
+    vocab_parallel_logprobs_and_entropy,
+)
+from slurmrl.tensors.ops.sampling import Support
 
 LogProbs = tuple[Tensor, Tensor]
 """Log-probabilities and entropies, each [T]."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from slurmrl.data.support import SampledSupport
 from slurmrl.models.generate import GenerationOptions
-from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout import Array
 
 Finish: TypeAlias = Literal["stop", "length", "aborted"]
 """A stop token or stop string, the limit of new tokens or of the context, `RolloutEngine.abort`."""

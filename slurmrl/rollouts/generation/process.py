@@ -31,7 +31,7 @@ from slurmrl.fsio.atomic import open_log
 from slurmrl.fsio.failures import explain
 from slurmrl.rollouts.generation.warden import LIST, remove_shared
 from slurmrl.run.events import EventWriter
-from slurmrl.tensors.parallel.gpu_faults import find_in
+from slurmrl.tensors.parallel.gpu import find_in
 
 logger = log.get(__name__)
 

@@ -32,7 +32,7 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.plan.engine_rules import EXPERTS_FLAG
 from slurmrl.rollouts.generation.base import ABORTED, Completion, Finish
 from slurmrl.rollouts.generation.dialect import Draw
-from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout import Array
 
 NEUTRAL: Mapping[str, float] = {
     "min_p": 0.0,

@@ -21,12 +21,8 @@ from slurmrl.tensors.checkpoint.export import (
     write_json,
     write_weights,
 )
-from slurmrl.tensors.checkpoint.stored import assembled, file_tensors
-from slurmrl.tensors.checkpoint.tensors import TensorEntry
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.copy import Array
-from slurmrl.tensors.layout.holders import HeldBox, sources
-from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.checkpoint.tensors import TensorEntry, assembled, file_tensors
+from slurmrl.tensors.layout import Array, Box, HeldBox, Layout, sources
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 

@@ -1,6 +1,11 @@
-"""The manifest of a checkpoint directory: its files with their sizes and checksums.
+"""The manifest of a checkpoint directory: its files with their sizes and checksums. Torch-free.
 
 A checkpoint exists once the history names it, which happens after its manifest is on disk.
+
+A pinned checkpoint is one that another trial reads: a model folder whose weights are hard links to
+the ranks' files of one role. The folder takes no space while the checkpoint is kept, and keeps the
+files once their own trial has deleted it. Besides the files of a model folder, it has a manifest
+like a checkpoint's and ``origin.json``.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 from slurmrl import log
 from slurmrl.backoff import HIDDEN_PAUSES_S, attempts
@@ -23,21 +28,32 @@ from slurmrl.errors import (
     DamagedCheckpointError,
     EnvironmentFailure,
 )
-from slurmrl.fsio import atomic, documents
+from slurmrl.fsio import atomic, documents, objects
 from slurmrl.fsio.atomic import is_absent, known_names
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import NO_FILE, cause, explain
-from slurmrl.fsio.shapes import FILE_NAME, INTEGER, SIZE, TEXT, Fields, list_of, shown, table, wrong
-from slurmrl.tensors.checkpoint.checksums import checksum, kind_of
-from slurmrl.tensors.checkpoint.layouts import layout_name
-from slurmrl.tensors.checkpoint.rank_files import file_name
-from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
-from slurmrl.tensors.checkpoint.tensors import SavedFile
+from slurmrl.fsio.primitives import write_new
+from slurmrl.fsio.shapes import (
+    FILE_NAME,
+    INTEGER,
+    SIZE,
+    TEXT,
+    Fields,
+    list_of,
+    one_of,
+    shown,
+    table,
+    wrong,
+)
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, file_name, layout_name
+from slurmrl.tensors.checkpoint.tensors import SavedFile, checksum, kind_of
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 VERSION = 2
 """Version 1 had SHA-256 checksums, and the layout of a role in the headers of all its files."""
+ORIGIN: Final = "origin.json"
+ORIGIN_VERSION: Final = 1
 logger = log.get(__name__)
 T = TypeVar("T")
 
@@ -228,3 +244,49 @@ def _damaged(path: Path, number: int) -> DamagedCheckpointError | None:
         return None
     text = f"checkpoint {path.parent}: {problem.text}"
     return DamagedCheckpointError(text, path.parent.name, problem.may_pass)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PinnedOrigin:
+    """What the linked files are."""
+
+    version: Annotated[int, INTEGER]
+    trial: str
+    step: Annotated[int, SIZE]
+    role: str
+    implementation: Annotated[str, one_of("builtin", "hf")]
+    head: Annotated[str, one_of("lm", "value")]
+    base: str | None = None
+    """The model folder that the adapters belong to."""
+    lora: Mapping[str, Any] | None = None
+    """Of a role that trains adapters: its settings."""
+    dtype: str | None = None
+    """Of the weights that the adapters were trained on; None in older folders."""
+
+
+def is_pinned(folder: Path) -> bool:
+    return (folder / ORIGIN).is_file()
+
+
+def read_origin(folder: Path) -> PinnedOrigin:
+    """Raises CheckpointError, CorruptFileError, EnvironmentFailure."""
+    path = folder / ORIGIN
+    values = documents.read(path, {"version": INTEGER}, ("version",))
+    if values["version"] != ORIGIN_VERSION:
+        message = (
+            f"{path} has version {values['version']}; this program reads version {ORIGIN_VERSION}"
+        )
+        raise CheckpointError(message)
+    return objects.from_json(PinnedOrigin, values, path)
+
+
+def pin(checkpoint: Path, origin: PinnedOrigin, folder: Path, calls: SystemCalls = REAL) -> None:
+    """Add the links, the manifest and the origin to a folder, durably. Raises
+    DamagedCheckpointError, EnvironmentFailure, OSError."""
+    manifest = read_manifest(checkpoint)
+    files = tuple(file for file in manifest.files if file.name.startswith(f"{origin.role}."))
+    for file in files:
+        calls.link(checkpoint / file.name, folder / file.name)
+    write_listing(folder, Manifest(manifest.step, files), calls=calls)
+    text = json.dumps(objects.to_json(origin), indent=1) + "\n"
+    write_new(folder / ORIGIN, text.encode(), True, calls)

@@ -1,40 +1,115 @@
-"""The tensors of one role in a checkpoint, whatever world size wrote them.
+"""The tensors of one role in a checkpoint, whatever world size wrote them. Torch-free.
 
 Rank r of n writes its arrays to ``<role>.<r>.safetensors``. Rank 0 also writes the layout of all
-ranks' arrays, so that a reader opens only the files that it needs. Weights have their Hugging Face
-names; optimizer moments have the moment's name, a slash, and the weight's name. A file may also
-have arrays outside the layout (the rank's random state).
+ranks' arrays, ``<role>.layout.json``, so that a reader opens only the files that it needs. Weights
+have their Hugging Face names; optimizer moments have the moment's name, a slash, and the weight's
+name. A file may also have arrays outside the layout (the rank's random state).
 """
 
 from __future__ import annotations
 
+import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from slurmrl.errors import CheckpointError, LayoutError
+from slurmrl.errors import CheckpointError, CorruptFileError, LayoutError
+from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.tensors.checkpoint.layouts import layout_name, layout_text, read_layout
-from slurmrl.tensors.checkpoint.rank_files import KEY, RankFiles, ShardHeader, file_name
+from slurmrl.fsio.shapes import (
+    COUNT,
+    INTEGER,
+    SIZE,
+    TEXT,
+    Fields,
+    check,
+    each,
+    items,
+    list_of,
+    one_of,
+    table,
+)
 from slurmrl.tensors.checkpoint.tensors import (
     NUMPY_DTYPES,
     SavedFile,
     TensorEntry,
+    TensorFile,
     write_file,
     write_tensors,
 )
-from slurmrl.tensors.layout.box import Box, blocks, cover
-from slurmrl.tensors.layout.copy import Array, view
-from slurmrl.tensors.layout.holders import Source, sources
-from slurmrl.tensors.layout.layout import ITEM_BYTES, Layout, TensorSpec
+from slurmrl.tensors.layout import (
+    ITEM_BYTES,
+    Array,
+    Box,
+    Layout,
+    Shard,
+    Source,
+    TensorSpec,
+    blocks,
+    cover,
+    sources,
+    view,
+)
 
 BLOCK_BYTES = 16 * 2**20
 """What a reader has in memory beside the tensors that it fills."""
+
+
+KEY = "slurmrl"
+VERSION = 2
+MOST_OPEN = 256
+"""Files that are open at once; a process may often have 1,024 in all."""
+LIMIT_BYTES = 1 << 30
+"""A layout of thousands of ranks has a few MB."""
+_BOX = items(list_of(COUNT), list_of(SIZE), list_of(SIZE), TEXT, SIZE, list_of(SIZE))
+_LAYOUT: Fields = {
+    "ranks": COUNT,
+    "tensors": each(items(list_of(SIZE), one_of(*ITEM_BYTES), COUNT)),
+    "holders": list_of(list_of(_BOX)),
+}
+_LAYOUT_FILE: Fields = {
+    "version": INTEGER,
+    "role": TEXT,
+    "step": INTEGER,
+    "layout": table(_LAYOUT, _LAYOUT),
+}
+_HEADER: Fields = {
+    "version": INTEGER,
+    "role": TEXT,
+    "rank": COUNT,
+    "ranks": COUNT,
+    "step": INTEGER,
+}
+_HEADER_1: Fields = {
+    "version": INTEGER,
+    "role": TEXT,
+    "rank": COUNT,
+    "ranks": COUNT,
+    "step": INTEGER,
+    "tensors": each(items(list_of(SIZE), one_of(*ITEM_BYTES))),
+    "pieces": list_of(items(TEXT, list_of(SIZE), list_of(SIZE), TEXT, SIZE, list_of(SIZE))),
+}
+"""The header of a rank's file in version 1, which had the rank's part of the layout."""
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """The metadata of one rank's file."""
+
+    role: str
+    rank: int
+    ranks: int
+    step: int
+    """Optimizer steps so far."""
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":"))
 
 
 @dataclass(frozen=True)
@@ -169,3 +244,130 @@ class RoleCheckpoint:
     def weights(self) -> Iterator[tuple[str, TensorSpec]]:
         """Names and specs of the weights, in the model's order; no moments."""
         return ((name, spec) for name, spec in self.layout.tensors.items() if "/" not in name)
+
+
+def layout_name(role: str) -> str:
+    return f"{role}.layout.json"
+
+
+def layout_text(role: str, step: int, layout: Layout, frozen: str | None) -> bytes:
+    values = {"version": VERSION, "role": role, "step": step, "layout": layout.to_json()}
+    if frozen is not None:
+        values["frozen"] = frozen
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def read_layout(directory: Path, role: str, files: RankFiles) -> tuple[int, Layout, str | None]:
+    """The optimizer steps so far, the layout, and `RoleSnapshot.frozen`. Checkpoints of version 1
+    have the layout in the headers of all ranks' files, which are opened then.
+
+    Raises CheckpointError, CorruptFileError, EnvironmentFailure.
+    """
+    path = directory / layout_name(role)
+    try:
+        text = atomic.read(path, limit_bytes=LIMIT_BYTES)
+    except FileNotFoundError:
+        return *_read_version_1(path, files), None
+    values = documents.parse(text, path, {"version": INTEGER, "role": TEXT}, ("version", "role"))
+    if values["version"] != VERSION:
+        raise CheckpointError(
+            f"{path} has version {values['version']}; this program reads versions 1 to {VERSION}"
+        )
+    if values["role"] != role:
+        raise CheckpointError(f"{path} is labelled {values['role']}")
+    check(values, {**_LAYOUT_FILE, "frozen": TEXT}, path, _LAYOUT_FILE)
+    with documents.expecting(path):
+        layout = Layout.from_json(values["layout"])
+    files.origin = layout.ranks, values["step"]
+    return values["step"], layout, values.get("frozen")
+
+
+def _read_version_1(missing: Path, files: RankFiles) -> tuple[int, Layout]:
+    if files.header(0)["version"] != 1:
+        raise CheckpointError(f"{missing} does not exist")
+    first = files.header(0, _HEADER_1)
+    headers = [first, *(files.header(rank, _HEADER_1) for rank in range(1, first["ranks"]))]
+    with documents.expecting(missing.parent):
+        tensors = {
+            name: TensorSpec(tuple(shape), dtype)
+            for name, (shape, dtype) in first["tensors"].items()
+        }
+        shards = [[Shard.from_json(piece) for piece in header["pieces"]] for header in headers]
+        return first["step"], Layout.of(tensors, shards)
+
+
+def file_name(role: str, rank: int) -> str:
+    return f"{role}.{rank}.safetensors"
+
+
+class RankFiles:
+    """The arrays of all ranks' files. Raises CheckpointError or CorruptFileError for a file that is
+    missing or does not belong here, EnvironmentFailure for one that cannot be read."""
+
+    def __init__(self, directory: Path, role: str) -> None:
+        self._directory = directory
+        self._role = role
+        self.origin: tuple[int, int] | None = None
+        """The number of ranks and the step that all files must be of; None until it is known."""
+        self._files: dict[int, TensorFile] = {}
+        self._kinds: list[TensorFile] = []
+        """The first of those that have the same arrays."""
+        self._open: OrderedDict[int, None] = OrderedDict()
+        """The ranks whose files are open; the one that was used last is at the end."""
+
+    def header(self, rank: int, fields: Fields = _HEADER) -> dict[str, Any]:
+        """The metadata of a rank's file, with these fields."""
+        return _header(self._file(rank), fields)
+
+    def has(self, rank: int, array: str) -> bool:
+        return array in self._file(rank).specs
+
+    def array(self, rank: int, name: str) -> Array:
+        """An array of a rank's file, flat; to be copied before an array of another file is read."""
+        file = self._file(rank)
+        try:
+            found = file.flat(name)
+        except KeyError as error:
+            raise CheckpointError(f"{file.path} has no array '{name}'") from error
+        return found
+
+    def release(self) -> None:
+        """Give back the memory of what was read."""
+        for rank in self._open:
+            self._files[rank].release()
+
+    def _file(self, rank: int) -> TensorFile:
+        if rank not in self._files:
+            self._files[rank] = self._opened(rank)
+        self._open[rank] = None
+        self._open.move_to_end(rank)
+        if len(self._open) > MOST_OPEN:
+            oldest, _ = self._open.popitem(last=False)
+            self._files[oldest].close()
+        return self._files[rank]
+
+    def _opened(self, rank: int) -> TensorFile:
+        file = TensorFile(self._directory / file_name(self._role, rank))
+        values = _header(file, _HEADER)
+        if (values["role"], values["rank"]) != (self._role, rank):
+            label = f"{values['role']} rank {values['rank']}"
+            raise CheckpointError(f"{file.path} is labelled {label}")
+        origin = values["ranks"], values["step"]
+        if self.origin not in (None, origin):
+            raise CheckpointError(
+                f"{file.path} is of (ranks, step) {origin}, the checkpoint of {self.origin}"
+            )
+        self.origin = origin
+        for other in self._kinds:  # thousands of files with thousands of arrays fill the memory
+            if (other.specs, other.begins) == (file.specs, file.begins):
+                file.specs, file.begins = other.specs, other.begins
+                return file
+        self._kinds.append(file)
+        return file
+
+
+def _header(file: TensorFile, fields: Fields) -> dict[str, Any]:
+    try:
+        return documents.parse(file.metadata[KEY], "its header", fields, fields)
+    except (KeyError, TypeError, AttributeError, CorruptFileError) as error:
+        raise CheckpointError(f"{file.path} has an invalid header: {error!r}") from error

@@ -1,22 +1,37 @@
 """Causal attention over packed sequences: no padding, and never a T x T mask.
 
+`flash_varlen_attention` is flash-attn's kernel if it is installed, else torch's own; both need a
+GPU and half precision. `prefix_attention` serves sequences that share prefixes: their tokens are
+computed once, and attention merges the parts by their normalizers.
+
 T packed tokens, S sequences, Hq query heads, Hkv key and value heads, D head size.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from slurmrl import log
 from slurmrl.errors import UsageError
-from slurmrl.tensors.ops import flash
-from slurmrl.tensors.ops.upload import upload
+from slurmrl.tensors.ops.arguments import upload, wide
 
+logger = log.get(__name__)
+HALF = (torch.bfloat16, torch.float16)
+HEAD_MULTIPLE = 8
+MAX_HEAD_DIM = 256
+MIN_CAPABILITY = (8, 0)
 BLOCK = 256
 """Queries of a sliding window that are computed in one call."""
 
@@ -69,9 +84,9 @@ def packed_attention(
     Otherwise each run of equal lengths is one batched call, so order sequences by length (there are
     at most sqrt(2T) different lengths).
     """
-    if flash.fits(q):
+    if flash_fits(q):
         cu_seqlens = packing.cu_seqlens_on(q.device)
-        return flash.varlen_attention(q, k, v, cu_seqlens, packing.max_len, scale, window)
+        return flash_varlen_attention(q, k, v, cu_seqlens, packing.max_len, scale, window)
     sizes = [run.count * run.length for run in packing.runs]
     if sum(sizes) != q.shape[0]:
         raise UsageError(f"{q.shape[0]} packed tokens, but cu_seqlens ends at {sum(sizes)}")
@@ -148,3 +163,264 @@ def cache_bias(lengths: Tensor, keys: int, window: int | None, dtype: torch.dtyp
         unseen |= places < lengths[:, None] - window
     zeros = torch.zeros(unseen.shape, dtype=dtype, device=lengths.device)
     return zeros.masked_fill_(unseen, float("-inf"))
+
+
+def flash_fits(q: Tensor) -> bool:
+    """Whether a kernel supports these queries [T, Hq, D]."""
+    tokens, _, size = q.shape
+    return (
+        tokens > 0
+        and q.is_cuda
+        and q.dtype in HALF
+        and size % HEAD_MULTIPLE == 0
+        and size <= MAX_HEAD_DIM
+        and torch.cuda.get_device_capability(q.device) >= MIN_CAPABILITY
+    )
+
+
+def flash_varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Causal attention within each sequence, over the last ``window`` tokens if it is set.
+
+    q [T, Hq, D]; k, v [T, Hkv, D]; cu_seqlens [S+1] int32. Returns [T, Hq, D].
+    """
+    seen = (-1 if window is None else window - 1, 0)
+    kernel = _flash_attn if _has_flash_attn() else _torch
+    return kernel(q, k, v, cu_seqlens, longest, scale, seen)
+
+
+def register_flash() -> None:
+    """Register the kernels' operators with torch, by importing them."""
+    _has_flash_attn()
+    importlib.import_module("torch.nn.attention.varlen")
+
+
+@cache
+def _has_flash_attn() -> bool:
+    """Whether flash-attn is installed; some releases lack the function."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return False
+    try:
+        return hasattr(importlib.import_module("flash_attn"), "flash_attn_varlen_func")
+    except ImportError as error:
+        logger.warning(
+            "flash-attn was built for another torch or CUDA release; using torch's kernel: %s",
+            error,
+        )
+        return False
+
+
+def _flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu: Tensor,
+    longest: int,
+    scale: float,
+    seen: tuple[int, int],
+) -> Tensor:
+    kernel = importlib.import_module("flash_attn").flash_attn_varlen_func
+    out: Tensor = kernel(
+        *(q, k, v, cu, cu, longest, longest),
+        softmax_scale=scale,
+        causal=True,
+        window_size=seen,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return out
+
+
+def _torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu: Tensor,
+    longest: int,
+    scale: float,
+    seen: tuple[int, int],
+) -> Tensor:
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    # torch 2.11 supports grouped key heads without this argument.
+    options = {"enable_gqa": q.shape[1] != k.shape[1]} if _has_enable_gqa(varlen_attn) else {}
+    out: Tensor = varlen_attn(
+        q, k, v, cu, cu, longest, longest, scale=scale, window_size=seen, **options
+    )
+    return out
+
+
+@cache
+def _has_enable_gqa(function: Callable[..., Tensor]) -> bool:
+    return "enable_gqa" in inspect.signature(function).parameters
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A packed piece that others continue."""
+
+    start: int
+    """The place of its first token."""
+    length: int
+    readers: int
+    """The number of tokens in the pieces that continue it."""
+
+
+@dataclass(frozen=True)
+class PrefixPacking:
+    """The boundaries of packed pieces, and the prefixes among them."""
+
+    pieces: Packing
+    prefixes: Sequence[Prefix]
+    """Those of which there are readers."""
+    readers: Tensor
+    """The places [N] of the tokens that continue the prefixes: all of the first one's, and so
+    on."""
+
+
+@cache
+def prefix_attention_works() -> bool:
+    """Whether this release of torch has the kernel's operators. They are not public."""
+    x = torch.ones((1, 1, 2, 2))
+    try:
+        out, normalizers = _attend(x, x, x, 1.0, causal=False)
+        grad, *_ = _gradients(out, x, x, x, out, normalizers, 1.0, causal=False)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+    return normalizers.shape == (1, 1, 2) and grad.shape == x.shape
+
+
+def prefix_attention(
+    q: Tensor, k: Tensor, v: Tensor, packing: PrefixPacking, scale: float
+) -> Tensor:
+    """q [T, H, D]; k, v [T, Hkv, D] on a CPU, where Hkv divides H. Returns [T, H, D].
+
+    Scores are multiplied by ``scale``. Each run of pieces of equal length is one call of the
+    kernel, and so are all readers of a prefix.
+    """
+    if k.shape[1] != q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out: Tensor = _PrefixAttention.apply(q, k, v, packing, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _PrefixAttention(torch.autograd.Function):
+    """The gradients of an attention depend on the other keys only through its result and its
+    normalizers. With those of all keys, the gradients of the two partial attentions add up to that
+    of the whole."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: PrefixPacking, scale: float
+    ) -> Tensor:
+        own, readers = _empty_results(q), packing.readers
+        for *into, q_run, k_run, v_run in _runs(packing, *own, q, k, v):
+            _store(into, _attend(q_run, k_run, v_run, scale, causal=True))
+        reading = q[readers]
+        seen = _empty_results(reading)
+        for (*into, rows), (keys, values) in _prefixes(packing, (*seen, reading), (k, v)):
+            _store(into, _attend(rows, keys, values, scale, causal=False))
+        merged = _merged(tuple(x[readers] for x in own), seen)
+        out, normalizers = (x.index_copy_(0, readers, y) for x, y in zip(own, merged, strict=True))
+        ctx.save_for_backward(q, k, v, out, normalizers)
+        ctx.packing, ctx.scale = packing, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, normalizers = ctx.saved_tensors
+        packing, scale, readers = ctx.packing, ctx.scale, ctx.packing.readers
+        grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
+        per_query = (grad.contiguous(), q, out, normalizers)
+        for *into, grad_run, q_run, out_run, norm_run, k_run, v_run in _runs(
+            packing, grad_q, grad_k, grad_v, *per_query, k, v
+        ):
+            known = (grad_run, q_run, k_run, v_run, out_run, norm_run)
+            _store(into, _gradients(*known, scale, causal=True))
+        reading = [x[readers] for x in per_query]
+        grad_reading = torch.empty_like(reading[1])
+        for (into_q, grad_rows, rows, out_rows, norm_rows), (*totals, keys, values) in _prefixes(
+            packing, (grad_reading, *reading), (grad_k, grad_v, k, v)
+        ):
+            known = (grad_rows, rows, keys, values, out_rows, norm_rows)
+            of_rows, *of_keys = _gradients(*known, scale, causal=False)
+            into_q.copy_(of_rows)
+            for total, part in zip(totals, of_keys, strict=True):
+                total += part
+        return grad_q.index_add_(0, readers, grad_reading), grad_k, grad_v, None, None
+
+
+def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """For the result [T, H, D] and the normalizers [T, H] of queries [T, H, D]."""
+    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype))
+
+
+def _merged(own: tuple[Tensor, ...], seen: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The result and the normalizers over two sets of keys from those over each."""
+    (a, norm_a), (b, norm_b) = own, seen
+    share = (norm_b - norm_a).sigmoid()[..., None]
+    both = a.to(share.dtype).lerp(b.to(share.dtype), share)
+    return both.to(a.dtype), torch.logaddexp(norm_a, norm_b)
+
+
+def _runs(packing: PrefixPacking, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views [count, H, length, ...] of each run of pieces of tensors [T, H, ...]."""
+    runs = packing.pieces.runs
+    sizes = [run.count * run.length for run in runs]
+    parts = (x.split_with_sizes(sizes) for x in tensors)
+    for run, *part in zip(runs, *parts, strict=True):
+        yield tuple(x.view(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in part)
+
+
+def _prefixes(
+    packing: PrefixPacking, per_reader: Sequence[Tensor], per_key: Sequence[Tensor]
+) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """For each prefix, views [1, H, readers, ...] of tensors [N, H, ...] and views
+    [1, H, length, ...] of tensors [T, H, ...]."""
+    sizes = [prefix.readers for prefix in packing.prefixes]
+    parts = (x.split_with_sizes(sizes) for x in per_reader)
+    for prefix, *part in zip(packing.prefixes, *parts, strict=True):
+        keys = (x.narrow(0, prefix.start, prefix.length) for x in per_key)
+        yield tuple(_one(x) for x in part), tuple(_one(x) for x in keys)
+
+
+def _one(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)[None]
+
+
+def _store(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for place, value in zip(into, values, strict=True):
+        place.copy_(value)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The result [S, H, L, D] and normalizers [S, H, L] of q [S, H, L, D], k and v [S, H, K, D]."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    results: tuple[Tensor, Tensor] = kernel(q, k, v, 0.0, causal, scale=scale)
+    return results
+
+
+def _gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    normalizers: Tensor,
+    scale: float,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of q, k and v."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    inputs = (grad, q, k, v, out, normalizers, 0.0, causal)
+    results: tuple[Tensor, Tensor, Tensor] = kernel(*inputs, scale=scale)
+    return results

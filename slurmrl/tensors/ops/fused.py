@@ -166,7 +166,7 @@ def _rows(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, int]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """x [T, H, D] rotated by the angles of each token, or back with a ``sign`` of -1.
 
-    cos, sin [T, 1, D] as in ``tensors.ops.rotary``.
+    cos, sin [T, 1, D] as in ``tensors.ops.elementwise``.
     """
     out: Tensor = _rotate(x, cos, sin, sign)
     return out

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import UsageError
-from slurmrl.tensors.ops.checks import FLOATS, OFFSETS, check_share, check_vector
+from slurmrl.tensors.ops.arguments import FLOATS, OFFSETS, check_share, check_vector
 from slurmrl.tensors.ops.native.load import operators
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmrl.tensors.ops import paged_check, paged_launch
+from slurmrl.tensors.ops import paged_kernels
+from slurmrl.tensors.ops.elementwise import rotate
 from slurmrl.tensors.ops.native.load import for_floats
-from slurmrl.tensors.ops.paged_reference import reference
-from slurmrl.tensors.ops.rotary import rotate
+from slurmrl.tensors.ops.paged_kernels import reference
 
 
 def reads_in_place(cache: Tensor, heads: int, page: int) -> bool:
@@ -49,7 +49,7 @@ def paged_attention(
     if _attends(keys, q.shape[1], page):
         sizes: dict[str, Any] = {"page": page, "longest": longest, "chunk": chunk}
         inputs = (q, keys, values, tables, rows, lengths)
-        return paged_launch.attend(*inputs, **sizes, scale=scale, window=window)
+        return paged_kernels.attend(*inputs, **sizes, scale=scale, window=window)
     native = for_floats(q)
     if native is None:
         return reference(q, keys, values, tables, rows, lengths, page, longest, scale, window)
@@ -62,8 +62,8 @@ def paged_attention(
 def write_cells(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Put the keys k and values v [T, Hkv, D] of tokens into the cells ``slots`` [T] int64 of a
     cache [C, Hkv, D]. Of several tokens with one slot any may be the last."""
-    if paged_launch.supported(keys) and paged_check.writes(keys.device, keys.dtype):
-        paged_launch.write(keys, values, slots, k, v)
+    if paged_kernels.supported(keys) and paged_kernels.writes(keys.device, keys.dtype):
+        paged_kernels.write(keys, values, slots, k, v)
         return
     keys.index_copy_(0, slots, k)
     values.index_copy_(0, slots, v)
@@ -88,8 +88,8 @@ def attend_heads(
     """`paged_attention` of tokens whose keys and values are not in the cache yet.
 
     heads [T, Hq + 2 Hkv, D]: the queries, the key and the value of each token; queries and keys are
-    rotated by ``rotation``, as `tensors.ops.rotary.rotate` does it. Keys and values are written
-    into the cells ``slots`` [T] int64."""
+    rotated by ``rotation`` (see `tensors.ops.elementwise.rotate`). Keys and values are written into
+    the cells ``slots`` [T] int64."""
     native = for_floats(heads)
     count, size = heads.shape[1] - 2 * keys.shape[1], heads.shape[2]
     if native is not None:
@@ -110,7 +110,7 @@ def attend_heads(
 
 def _attends(cache: Tensor, heads: int, page: int) -> bool:
     """Whether the Triton kernels compute it."""
-    if not paged_launch.supported(cache):
+    if not paged_kernels.supported(cache):
         return False
     sizes = (heads, *cache.shape[1:], page)
-    return paged_check.attends(cache.device, cache.dtype, *sizes)
+    return paged_kernels.attends(cache.device, cache.dtype, *sizes)

@@ -1,5 +1,6 @@
-"""Matrix products of half-precision matrices with float32 results, and products of many inputs with
-one float32 matrix on a CPU.
+"""Matrix products that torch lacks: half-precision matrices with float32 results, many inputs with
+one float32 matrix on a CPU, a whole layer's, one of several experts' matrices per token, and
+adapters of low rank.
 
 Products of two bfloat16 numbers are exact in float32, so only the sums are rounded.
 """
@@ -13,12 +14,26 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from slurmrl.tensors.ops.checks import wide
+from slurmrl.tensors.ops.arguments import wide
 from slurmrl.tensors.ops.native.load import for_floats
+from slurmrl.tensors.ops.splitmix import mix, shift
 
 PANEL: Final = 32
 """Outputs that lie together in a packed matrix."""
+
+
+ALIGNMENT_BYTES = 16
+"""What torch's grouped kernels ask of the rows of all operands."""
+ON_GPUS = (torch.bfloat16,)
+ON_CPUS = (torch.float32, torch.bfloat16, torch.float16)
+LEVELS = 2**16
+"""The probability of dropout is a multiple of one over this."""
+PER_DRAW = 4
+"""Inputs that share 64 random bits."""
+BLOCK = 2**22
+"""Inputs that are drawn for at a time."""
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -108,3 +123,152 @@ class PackedMatrix:
 def packable(weight: Tensor) -> bool:
     """Whether `PackedMatrix` supports matrices of this dtype on this device."""
     return for_floats(weight) is not None
+
+
+@dataclass(frozen=True)
+class RootMeanSquare:
+    """A root-mean-square norm."""
+
+    weight: Tensor
+    """[h]"""
+    eps: float
+
+
+class PackedLayer:
+    """y = x + o(attention(qkv(norm(x)))), and y + down(silu(gate) * up), where gate and up are the
+    halves of gate_up(norm(y)). The weights are copied to one tensor, of which the matrices here are
+    views."""
+
+    def __init__(
+        self,
+        norms: tuple[RootMeanSquare, RootMeanSquare],
+        qkv: PackedMatrix,
+        o: PackedMatrix,
+        gate_up: PackedMatrix,
+        down: PackedMatrix,
+    ) -> None:
+        """qkv: h -> (Hq + 2 Hkv) D; o: Hq D -> h; gate_up: h -> 2i; down: i -> h."""
+        first, second = norms
+        parts = [first.weight, *_of(qkv), *_of(o), second.weight, *_of(gate_up), *_of(down)]
+        self._weights = torch.cat([part.detach().flatten() for part in parts])
+        views = self._weights.split_with_sizes([part.numel() for part in parts])
+        self.qkv = PackedMatrix(views[1].view_as(qkv.packed), views[2], qkv.outer)
+        self.o = PackedMatrix(views[3].view_as(o.packed), views[4], o.outer)
+        self.gate_up = PackedMatrix(views[6].view_as(gate_up.packed), views[7], gate_up.outer)
+        self.down = PackedMatrix(views[8].view_as(down.packed), views[9], down.outer)
+        self._eps = (first.eps, second.eps)
+
+    def decode(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        tables: Tensor,
+        rows: Tensor,
+        lengths: Tensor,
+        *,
+        page: int,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """x [T, h] -> [T, h], with the attention of `tensors.ops.paged_attention.attend_heads`."""
+        out = torch.empty_like(x)
+        size = keys.shape[2]
+        heads = self.qkv.outer // size - 2 * keys.shape[1]
+        cos, sin = rotation or (None, None)
+        places = (keys, values, slots, tables, rows, lengths)
+        sizes = (heads, self.gate_up.outer // 2, page, scale, window or 0)
+        for_floats(x).layer.default(x, self._weights, cos, sin, *places, out, *sizes, *self._eps)
+        return out
+
+
+def _of(matrix: PackedMatrix) -> tuple[Tensor, Tensor]:
+    bias = matrix.bias
+    return matrix.packed, matrix.packed.new_zeros(matrix.outer) if bias is None else bias
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Each token times its expert's matrix: x [M, i], weight [E, o, i], counts [E] tokens of each
+    expert, in order -> [M, o].
+
+    One grouped kernel where torch has one for the type and the sizes, else a loop over the
+    experts that have tokens.
+    """
+    if _fits(x, weight):
+        ends = counts.cumsum(0).to(torch.int32)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    sizes: list[int] = counts.tolist()
+    parts, matrices = x.split_with_sizes(sizes), weight.unbind()
+    used = [n for n, size in enumerate(sizes) if size] or [0]
+    return torch.cat([F.linear(parts[n], matrices[n]) for n in used])
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    aligned = all(n * x.element_size() % ALIGNMENT_BYTES == 0 for n in weight.shape[1:])
+    return aligned and x.dtype in (ON_GPUS if x.is_cuda else ON_CPUS)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which inputs of a product are zero, as a pure function of the ``keys`` [T] int64 of the
+    tokens, the ``salt`` of the matrix, and the column of the whole matrix."""
+
+    keys: Tensor
+    salt: int
+    rate: float
+    first: int = 0
+    """The column of the whole matrix that the first input belongs to."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, i] with some elements zero and the others divided by the probability to stay."""
+        dropped = round(self.rate * LEVELS)
+        out = torch.empty_like(x)
+        rows = max(1, BLOCK // max(x.shape[1], 1))
+        for begin in range(0, x.shape[0], rows):
+            span = slice(begin, begin + rows)
+            kept = self._levels(self.keys[span], x.shape[1]) >= dropped
+            out[span] = x[span] * kept * (LEVELS / (LEVELS - dropped))
+        return out
+
+    def _levels(self, keys: Tensor, inputs: int) -> Tensor:
+        """A number in 0 .. LEVELS - 1 for each input: int64 [t, i]."""
+        begin, end = self.first // PER_DRAW, -(-(self.first + inputs) // PER_DRAW)
+        draws = torch.arange(begin, end, device=keys.device)
+        bits = mix(mix(keys ^ self.salt)[:, None] ^ draws)
+        parts = torch.stack([shift(bits, 16 * n) & (LEVELS - 1) for n in range(PER_DRAW)], -1)
+        offset = self.first - begin * PER_DRAW
+        return parts.flatten(1)[:, offset : offset + inputs]
+
+
+def low_rank_linear(
+    x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: Dropout | None = None
+) -> Tensor:
+    """scale * dropout(x) A^T B^T: x [T, i], a [r, i], b [o, r] of one dtype -> [T, o]. Only x and
+    [T, r] are kept for the backward pass, which draws the dropout again."""
+    out: Tensor = _LowRankLinear.apply(x, a, b, scale, dropout)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _LowRankLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: Dropout | None
+    ) -> Tensor:
+        inner = F.linear(x if dropout is None else dropout(x), a)
+        ctx.save_for_backward(x, a, b, inner)
+        ctx.scale, ctx.dropout = scale, dropout
+        return F.linear(inner * scale, b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
+        x, a, b, inner = ctx.saved_tensors
+        grad_inner = (grad @ b) * ctx.scale
+        grad_b = grad.t() @ (inner * ctx.scale)
+        grad_a = grad_inner.t() @ (x if ctx.dropout is None else ctx.dropout(x))
+        grad_x = grad_inner @ a if ctx.needs_input_grad[0] else None
+        if grad_x is not None and ctx.dropout is not None:
+            grad_x = ctx.dropout(grad_x)
+        return grad_x, grad_a, grad_b, None, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeVar
 
-from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout import Array
 
 if TYPE_CHECKING:
     from torch import Tensor

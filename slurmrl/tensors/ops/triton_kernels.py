@@ -1,6 +1,9 @@
-"""Triton kernels for elementwise passes over large tensors. Their torch forms are their references.
+"""Triton kernels for elementwise passes over large tensors and for key-value caches in pages.
 
-Arithmetic is in float32, and each result is rounded once. ``TRITON_INTERPRET=1`` runs them on CPUs.
+Their torch forms are their references. Arithmetic is in float32, and each result of an elementwise
+pass is rounded once. ``TRITON_INTERPRET=1`` runs them on CPUs.
+
+T tokens, Hq query heads, Hkv key and value heads, D head size, C cells of the cache, S splits.
 """
 
 from __future__ import annotations
@@ -152,3 +155,197 @@ def rotation(x, cos, sin, out, per_token, size, sign, block: tl.constexpr):
     s = tl.load(sin + token * size + within, mask=inside, other=0.0).to(tl.float32)
     result = own * c + other * s * sign
     tl.store(out + token * per_token + place, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _product(a, b, total, interpreted: tl.constexpr):
+    """total + a @ b in float32. Triton's interpreter multiplies no half precision."""
+    if interpreted:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _attended(
+    asked,
+    keys,
+    values,
+    table,
+    known,
+    first,
+    last,
+    seen_by,
+    cell_stride,
+    scale,
+    window,
+    page: tl.constexpr,
+    windowed: tl.constexpr,
+    columns: tl.constexpr,
+    block: tl.constexpr,
+    interpreted: tl.constexpr,
+):
+    """Queries [M, columns] over the cells from ``first`` to ``last`` of a row, of which each sees
+    the first ``seen_by`` [M]: the largest score, the sum of the weights relative to it, and the
+    values' sum with these weights. keys, values: those of a head in cell 0, by column."""
+    peak = tl.full([asked.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([asked.shape[0]], tl.float32)
+    mixed = tl.zeros([asked.shape[0], columns], tl.float32)
+    for start in range(first, last, block):
+        cell = start + tl.arange(0, block)
+        stored = cell < last
+        number = tl.load(table + cell // page, mask=stored, other=0)
+        base = (number * page + cell % page) * cell_stride
+        k = tl.load(keys[:, None] + base[None, :], mask=stored[None, :] & known[:, None], other=0.0)
+        none = tl.zeros([asked.shape[0], block], tl.float32)
+        scores = _product(asked, k, none, interpreted) * scale
+        seen = stored[None, :] & (cell[None, :] < seen_by[:, None])
+        if windowed:
+            seen = seen & (cell[None, :] >= seen_by[:, None] - window)
+        scores = tl.where(seen, scores, -float("inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        shift = tl.where(higher == -float("inf"), 0.0, higher)
+        weight = tl.exp2(scores - shift[:, None])
+        fade = tl.exp2(peak - shift)
+        total = total * fade + tl.sum(weight, 1)
+        v = tl.load(
+            values[None, :] + base[:, None], mask=stored[:, None] & known[None, :], other=0.0
+        )
+        mixed = _product(weight.to(v.dtype), v, mixed * fade[:, None], interpreted)
+        peak = higher
+    return peak, total, mixed
+
+
+@triton.jit
+def _together(rows, lengths, token, row, length, known):
+    """Where a ``known`` token is one of this row that sees so many cells."""
+    same = tl.load(rows + token, mask=known, other=-1) == row
+    return known & same & (tl.load(lengths + token, mask=known, other=-1) == length)
+
+
+@triton.jit
+def _store(target, norms, entry, inside, column, size, peak, total, mixed, split: tl.constexpr):
+    """The weighted sums as rows ``entry`` of target [·, size], zeros where nothing was seen; with
+    ``split`` also norms, and only the rows that saw anything."""
+    divisor = tl.where(total > 0.0, total, 1.0)
+    if split:
+        norm = tl.where(total > 0.0, peak + tl.log2(divisor), -float("inf"))
+        tl.store(norms + entry, norm, mask=inside)
+        inside = inside & (total > 0.0)
+    result = (mixed / divisor[:, None]).to(target.dtype.element_ty)
+    place = entry[:, None] * size + column[None, :]
+    tl.store(target + place, result, mask=inside[:, None] & (column < size)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens", "table_stride", "window"])
+def attend(
+    q,
+    keys,
+    values,
+    tables,
+    rows,
+    lengths,
+    out,
+    parts,
+    norms,
+    tokens,
+    q_stride,
+    table_stride,
+    scale,
+    window,
+    page: tl.constexpr,
+    group: tl.constexpr,
+    size: tl.constexpr,
+    windowed: tl.constexpr,
+    split: tl.constexpr,
+    tile: tl.constexpr,
+    heads: tl.constexpr,
+    columns: tl.constexpr,
+    block: tl.constexpr,
+    interpreted: tl.constexpr,
+):
+    """One program per token, key head and part of the cells that the token sees.
+
+    With a ``tile`` above 1, adjacent tokens of a row that see one cell more each are computed
+    together, by the program of the first; a tile ends at a multiple of ``tile`` cells. ``group``
+    query heads share a key head. ``heads``, ``columns`` and ``block`` are the powers of 2 for
+    ``group``, ``size`` and the cells that are read at a time. Scores are powers of 2: ``scale`` has
+    the factor log2(e).
+
+    Without ``split``: out [T, Hq, D]. Else each program has a part of the cells, and writes its
+    result to parts [T, Hq, S, D] and the logarithm of its weights' sum to norms [T, Hq, S].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = tl.load(rows + token)
+    length = tl.load(lengths + token)
+    place = tl.arange(0, tile * heads)
+    offset, within = place // heads, place % heads
+    member = token + offset
+    inside = within < group
+    end = length
+    seen_by = length + offset
+    if tile > 1:
+        if (length % tile != 0) & _together(rows, lengths, token - 1, row, length - 1, token > 0):
+            return
+        inside = inside & (member < tokens) & (seen_by // tile == length // tile)
+        inside = _together(rows, lengths, member, row, seen_by, inside)
+        end = tl.max(tl.where(inside, seen_by, 0), 0)
+    begin = tl.zeros_like(end)
+    if windowed:
+        begin = tl.maximum(length - window, 0)
+    each = tl.cdiv(tl.cdiv(end - begin, tl.num_programs(2)), block) * block
+    first = begin + tl.program_id(2) * each
+    last = tl.minimum(first + each, end)
+
+    column = tl.arange(0, columns)
+    known = column < size
+    query = member * q_stride + (head * group + within) * size
+    asked = tl.load(
+        q + query[:, None] + column[None, :], mask=inside[:, None] & known[None, :], other=0.0
+    )
+    cell_stride = tl.num_programs(1) * size
+    own = head * size + column
+    table = tables + row * table_stride
+    peak, total, mixed = _attended(
+        *(asked, keys + own, values + own, table, known, first, last, seen_by),
+        *(cell_stride, scale, window, page, windowed, columns, block, interpreted),
+    )
+    entry = (member * tl.num_programs(1) + head) * group + within
+    if split:
+        entry = entry * tl.num_programs(2) + tl.program_id(2)
+        _store(parts, norms, entry, inside, column, size, peak, total, mixed, split)
+    else:
+        _store(out, norms, entry, inside, column, size, peak, total, mixed, split)
+
+
+@triton.jit
+def merge(parts, norms, out, size, splits: tl.constexpr, columns: tl.constexpr):
+    """One program per token and query head: its parts, weighted by the sums of their weights. A
+    part that saw no cell has a norm of minus infinity and is not read."""
+    entry = tl.program_id(0).to(tl.int64)
+    part = entry * splits + tl.arange(0, splits)
+    column = tl.arange(0, columns)
+    known = column < size
+    norm = tl.load(norms + part)
+    peak = tl.max(norm, 0)
+    weight = tl.exp2(norm - tl.where(peak == -float("inf"), 0.0, peak))
+    total = tl.sum(weight, 0)
+    result = tl.load(
+        parts + part[:, None] * size + column[None, :],
+        mask=(norm > -float("inf"))[:, None] & known[None, :],
+        other=0.0,
+    )
+    mixed = tl.sum(result * weight[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(out + entry * size + column, mixed.to(out.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def write(k, v, slots, keys, values, width, k_stride, v_stride, block: tl.constexpr):
+    """One program per token and ``block`` of its keys and values [T, width], whose tokens are
+    ``k_stride`` and ``v_stride`` elements apart; keys, values [C, width]."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * block + tl.arange(0, block)
+    inside = place < width
+    cell = tl.load(slots + token) * width + place
+    tl.store(keys + cell, tl.load(k + token * k_stride + place, mask=inside), mask=inside)
+    tl.store(values + cell, tl.load(v + token * v_stride + place, mask=inside), mask=inside)

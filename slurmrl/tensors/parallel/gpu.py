@@ -1,13 +1,38 @@
-"""Assignment of a job's GPUs to the workers of a host."""
+"""A host's GPUs: assignment to workers, driver, nearest CPUs, and faults. Torch-free.
+
+Host memory is allocated on the node of the thread that first writes it, so copies between GPU and
+host stay on that node if a worker runs on the CPUs of its GPU's NUMA node.
+
+Codes and texts of faults are those of cudaError_t in CUDA's driver_types.h and of
+cudaGetErrorString. torch raises them as AcceleratorError with ``error_code``; NCCL, cuBLAS and
+older versions of torch only quote the text. A lost GPU (Xid 79) has no code of its own: NVML and
+the driver name it in words. Errors that a kernel's own bug causes (illegal address, assert, illegal
+instruction) are not here, nor is lack of memory.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Final
 
 from slurmrl.errors import EnvironmentFailure
+
+DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
+SMI: Final = "nvidia-smi"
+TIMEOUT_S: Final = 20.0
+LEAST_DRIVER: Final = {11: 450, 12: 525, 13: 580}
+"""First branch of the driver that serves every minor version of a CUDA release (the tables "CUDA
+minor version compatibility" of NVIDIA's release notes)."""
+SYSFS: Final = Path("/sys")
+ADDRESS: Final = ("domain", "bus", "device")
 
 
 class DeviceKind(StrEnum):
@@ -83,3 +108,148 @@ def assign(visible: str, workers: int, per_worker: int, first: int = 0) -> list[
         ",".join(device.text for device in devices[index * per_worker : (index + 1) * per_worker])
         for index in range(workers)
     ]
+
+
+def driver_version() -> str | None:
+    """Return the version of the loaded driver, such as ``535.54.03``; None if none is loaded."""
+    try:
+        text = DRIVER_FILE.read_text()
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
+    return found[1] if found else "of unknown version"
+
+
+def newest_cuda(version: str) -> int | None:
+    """Return the newest CUDA release whose builds a driver of this version serves (10: none that
+    torch still supports); None if the version is unknown. A newer libcuda (the package cuda-compat)
+    counts, as nvidia-smi reports it."""
+    branch = re.match(r"\d+", version)
+    if branch is None:
+        return None
+    served = [cuda for cuda, least in LEAST_DRIVER.items() if int(branch[0]) >= least]
+    loaded = re.search(r"CUDA Version:\s*(\d+)", nvidia_smi() or "")
+    return max([10, *served, *([int(loaded[1])] if loaded else [])])
+
+
+def nvidia_smi(*arguments: str) -> str | None:
+    """Return the output of nvidia-smi; None if it is missing or fails."""
+    if shutil.which(SMI) is None:
+        return None
+    try:
+        done = subprocess.run(
+            [SMI, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def compute_capability() -> float | None:
+    """Return the lowest compute capability of this host's GPUs, 9.0 for Hopper; None if unknown."""
+    text = nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader") or ""
+    return min(map(float, re.findall(r"^\d+\.\d+$", text, re.M)), default=None)
+
+
+def processes_on(gpu: str) -> list[str]:
+    """Return what nvidia-smi says about the processes on a GPU (UUID or index): pid, name, memory.
+    In a container it sees none."""
+    text = nvidia_smi(
+        f"--id={gpu}", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"
+    )
+    lines = (line.split(", ") for line in (text or "").splitlines())
+    return [f"pid {words[0]} ({', '.join(words[1:])})" for words in lines if words[0].isdigit()]
+
+
+@dataclass(frozen=True)
+class GpuFault:
+    words: str
+    certain: bool = True
+    """Whether only hardware or driver cause it. If not, a bug in a kernel may, on every host."""
+
+
+_ECC: Final = GpuFault("uncorrectable ECC error")
+_NVLINK: Final = GpuFault("uncorrectable NVLink error")
+_GONE: Final = GpuFault("the device is lost")
+_NOT_READY: Final = GpuFault("the driver or its fabric manager is not ready")
+_MISMATCH: Final = GpuFault("the driver was exchanged")
+_CONTAINED: Final = GpuFault("contained error of memory or NVLink", certain=False)
+_LAUNCH: Final = GpuFault("unspecified launch failure", certain=False)
+_UNKNOWN: Final = GpuFault("unknown error", certain=False)
+
+CODES: Final = {
+    100: _GONE,  # cudaErrorNoDevice, of a process that has used one
+    214: _ECC,  # cudaErrorECCUncorrectable
+    220: _NVLINK,  # cudaErrorNvlinkUncorrectable
+    226: _CONTAINED,  # cudaErrorContained
+    719: _LAUNCH,  # cudaErrorLaunchFailure
+    802: _NOT_READY,  # cudaErrorSystemNotReady
+    803: _MISMATCH,  # cudaErrorSystemDriverMismatch
+    999: _UNKNOWN,  # cudaErrorUnknown
+}
+_TEXTS: Final = {
+    r"uncorrectable ECC error": _ECC,
+    r"uncorrectable NVLink error": _NVLINK,
+    r"fallen off the bus|\b(GPU|device)( is| was| has been)? lost\b": _GONE,
+    r"no CUDA-capable device is detected": _GONE,
+    r"\bXid\b": GpuFault("Xid", certain=False),
+    r"system not yet initialized": _NOT_READY,
+    r"unsupported display driver / cuda driver combination": _MISMATCH,
+    r"invalid access of peer GPU memory over nvlink or a hardware error": _CONTAINED,
+    r"unspecified launch failure": _LAUNCH,
+    r"cuda (error|failure)[^a-z]{0,8}unknown error": _UNKNOWN,
+}
+TEXTS: Final = {re.compile(text, re.IGNORECASE): fault for text, fault in _TEXTS.items()}
+
+
+def find_fault(error: BaseException) -> GpuFault | None:
+    """Return the fault that an exception reports. A code takes precedence over the text."""
+    if not isinstance(error, RuntimeError):
+        return None
+    code = getattr(error, "error_code", None)
+    return CODES.get(code) if isinstance(code, int) else find_in(str(error))
+
+
+def find_in(text: str) -> GpuFault | None:
+    """Return the fault that a text names."""
+    return next((fault for pattern, fault in TEXTS.items() if pattern.search(text)), None)
+
+
+def bind_cpus_near(gpu: object, least: int, sysfs: Path = SYSFS) -> frozenset[int] | None:
+    """Bind all threads of this process, and those that they start, to the CPUs next to a GPU.
+
+    ``gpu`` is torch's properties of it. Returns the CPUs; None if nothing changes: the CPUs are
+    unknown, this process may use fewer than ``least`` of them, or it may use no others.
+    """
+    allowed = os.sched_getaffinity(0)
+    near = frozenset(allowed & _local_cpus(gpu, sysfs))
+    if len(near) < least or near == allowed:
+        return None
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), near)
+    return near
+
+
+def _local_cpus(gpu: object, sysfs: Path) -> set[int]:
+    """Return the CPUs next to a GPU; empty where the kernel does not tell."""
+    try:
+        domain, bus, device = (getattr(gpu, f"pci_{part}_id") for part in ADDRESS)
+        address = f"{domain:04x}:{bus:02x}:{device:02x}.0"
+        text = (sysfs / "bus/pci/devices" / address / "local_cpulist").read_text()
+        return set(_cpus(text))
+    except (AttributeError, OSError, ValueError):  # an older torch has no addresses
+        return set()
+
+
+def _cpus(text: str) -> Iterator[int]:
+    """Parse a list of CPUs as the kernel prints it: ``0-3,8``."""
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)

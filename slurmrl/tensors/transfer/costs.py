@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from slurmrl.tensors.layout.layout import ITEM_BYTES
-from slurmrl.tensors.transfer.plan import MovePlan, wire_dtype
-from slurmrl.tensors.transfer.regions import PlacedLayout, regions
+from slurmrl.tensors.layout import ITEM_BYTES
+from slurmrl.tensors.transfer.plan import MovePlan, PlacedLayout, regions, wire_dtype
 
 
 @dataclass(frozen=True)

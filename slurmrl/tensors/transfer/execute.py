@@ -1,4 +1,9 @@
-"""Execution of a move: the bytes go from source storages to target storages, over NCCL or gloo."""
+"""Execution of a move: the bytes go from source storages to target storages, over NCCL or gloo.
+
+On GPUs an interval kernel of `tensors.ops.intervals` makes a copy that is strided, or one that is a
+moving average: one launch, accesses of 16 bytes and no temporary tensor. torch makes all others.
+Afterwards every copy of an element must have the same bits on both sides (`verify_move`).
+"""
 
 from __future__ import annotations
 
@@ -12,15 +17,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.errors import LayoutError
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.shard import Shard
-from slurmrl.tensors.transfer.copies import BoxCopies
-from slurmrl.tensors.transfer.plan import Cargo, MovePlan, Segment
-from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.errors import LayoutError, MoveError
+from slurmrl.tensors.layout import Box, Index, Shard, blocks
+from slurmrl.tensors.ops.intervals import Intervals, gather, scatter
+from slurmrl.tensors.ops.native.load import operators
+from slurmrl.tensors.transfer.plan import (
+    Cargo,
+    MovePlan,
+    PlacedLayout,
+    Region,
+    Segment,
+    regions,
+    wire_dtype,
+)
 
 Storages = Mapping[str, Tensor]
 """A rank's tensors by storage name; each is contiguous."""
+
+
+BLOCK = 1 << 20
+"""Elements that are converted and widened at a time."""
+SHORTEST_RUN = 256
+"""Bytes of adjacent elements from which on the kernels are used: an interval takes 16 bytes."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of an element's bytes."""
 
 
 class Holdings:
@@ -233,3 +253,173 @@ def _boxes(message: _Message) -> Iterator[tuple[Cargo, Tensor]]:
 
 def _bytes(view: Tensor) -> Tensor:
     return view.reshape(-1).view(torch.uint8)
+
+
+class BoxCopies:
+    """The copies of a move. It keeps the intervals of each form of a box, which the layers of a
+    model share, on the device."""
+
+    def __init__(self, device: torch.device, *, kernels: bool | None = None) -> None:
+        """``kernels``: whether to use the interval operators. Default: where compiled ones run on
+        the GPU."""
+        self._device = device
+        self._kernels = kernels
+        self._intervals: dict[tuple[Index, Index], Intervals] = {}
+
+    def packed(self, view: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The elements of a strided view [P], converted; None if no kernel can pack them."""
+        if view.is_contiguous() or not self._suits(view):
+            return None
+        return gather(_flat(view), self._of(view), dtype)
+
+    def write(self, target: Tensor, elements: Tensor, eta: float) -> None:
+        """Fill ``target`` with ``eta elements + (1 - eta) target``, computed in float32 (float64
+        where either is)."""
+        plain = eta == 1.0 and target.is_contiguous()
+        if not plain and elements.is_contiguous() and self._suits(target, elements):
+            scatter(_flat(target), self._of(target), elements.reshape(-1), eta)
+        elif eta == 1.0:
+            if elements.is_cuda and not target.is_cuda:
+                elements = elements.to(target.dtype)  # the GPU converts faster than the host
+            target.copy_(elements)
+        else:
+            _average(target, elements, eta)
+
+    def _suits(self, view: Tensor, *others: Tensor) -> bool:
+        if view.device.type != self._device.type or any(t.device != view.device for t in others):
+            return False
+        run, _ = _runs(tuple(view.shape), view.stride())
+        long = run * view.element_size() >= SHORTEST_RUN
+        return long and view.is_floating_point() and self._has_kernels()
+
+    def _has_kernels(self) -> bool:
+        if self._kernels is None:
+            on_gpu = self._device.type == "cuda"
+            self._kernels = on_gpu and operators(self._device, 0) is not None
+        return self._kernels
+
+    def _of(self, view: Tensor) -> Intervals:
+        key = tuple(view.shape), view.stride()
+        if key not in self._intervals:
+            run, outer = _runs(*key)
+            starts = torch.zeros(1, dtype=torch.int64)
+            for length, step in outer:
+                starts = (starts[:, None] + torch.arange(length) * step).reshape(-1)
+            pairs = torch.stack([starts, starts + run], 1)
+            self._intervals[key] = Intervals.of(pairs, view.device)
+        return self._intervals[key]
+
+
+def _flat(view: Tensor) -> Tensor:
+    """The storage from the view's first element to its last one."""
+    last = sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
+    return view.as_strided((last + 1,), (1,))
+
+
+def _runs(size: Index, strides: Index) -> tuple[int, list[tuple[int, int]]]:
+    """The length of a run of adjacent elements, and the lengths and strides of the dims that
+    repeat it, outermost first."""
+    run = 1
+    outer: list[tuple[int, int]] = []
+    for length, step in reversed([*zip(size, strides, strict=True)]):
+        if not outer and (length == 1 or step == run):
+            run *= length
+        elif length > 1:
+            outer.append((length, step))
+    return run, outer[::-1]
+
+
+def _average(target: Tensor, elements: Tensor, eta: float) -> None:
+    wide = torch.promote_types(torch.promote_types(target.dtype, elements.dtype), torch.float32)
+    for box in blocks(Box.whole(tuple(target.shape)), BLOCK):
+        old = target[box.slices]
+        new = elements[box.slices].to(old.device, wide)
+        if old.dtype == wide:
+            old.lerp_(new, eta)
+        else:
+            old.copy_(old.to(wide).lerp_(new, eta))
+
+
+@torch.no_grad()
+def verify_move(
+    source: PlacedLayout,
+    target: PlacedLayout,
+    rank: int,
+    held: Holdings,
+    taken: Holdings,
+    *,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> None:
+    """Compare the checksums of all replicas in the source and in the target, box by box, each in
+    the dtype in which it travelled. Collective over ``group``.
+
+    The comparison follows the layouts, not the plan of the move. It holds for moves that replace
+    the target, not for moving averages.
+
+    :raises LayoutError: an element of the target is on no rank.
+    :raises MoveError: on every rank, if any replica differs.
+    """
+    target.layout.check()
+    found = list(regions(source, target))
+    # the first holder's checksum of each region is what all others must have
+    expected = torch.zeros(len(found), dtype=torch.int64)
+    own: list[tuple[int, str, Tensor]] = []
+    for number, region in enumerate(found):
+        for side, value in _checksums(region, rank, source, target, held, taken):
+            own.append((number, side, value))
+            if side == "source" and rank == region.holders[0]:
+                expected[number] = value
+    expected = _summed(expected, group, device)
+    wrong = [(found[number], side) for number, side, value in own if int(value) != expected[number]]
+    failed = _summed(torch.tensor([bool(wrong)], dtype=torch.int64), group, device)
+    if wrong:
+        region, side = wrong[0]
+        raise MoveError(
+            f"after the move, {region.box} of tensor '{region.name}' on rank {rank} of the {side} "
+            f"differs from rank {region.holders[0]} of the source; {len(wrong)} boxes of this rank "
+            "differ"
+        )
+    if failed.any():
+        raise MoveError(f"after the move, tensors differ on {int(failed)} other ranks")
+
+
+def _checksums(
+    region: Region,
+    rank: int,
+    source: PlacedLayout,
+    target: PlacedLayout,
+    held: Holdings,
+    taken: Holdings,
+) -> Iterator[tuple[str, Tensor]]:
+    """The checksum of every replica of a region on this rank."""
+    specs = (side.layout.tensors[region.name] for side in (source, target))
+    dtype = getattr(torch, wire_dtype(region.name, *specs))
+    for name, ranks, holdings in (
+        ("source", region.holders, held),
+        ("target", region.takers, taken),
+    ):
+        if rank in ranks:
+            for view in holdings.views(region.name, region.box):
+                yield name, checksum(view, dtype)
+
+
+def checksum(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of (2i + 1) times the bits of the i-th element in ``dtype``, modulo 2^64: int64 [].
+    It changes if elements change, or change places."""
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    first = 0
+    for box in blocks(Box.whole(tuple(values.shape)), BLOCK):
+        block = values[box.slices].to(dtype).reshape(-1)
+        weights = torch.arange(first, first + box.count, device=values.device).mul_(2).add_(1)
+        bits = block.view(BITS[block.element_size()])
+        total += weights.mul_(bits).sum()
+        first += box.count
+    return total
+
+
+def _summed(values: Tensor, group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
+    """The sum over the group's ranks, on the host."""
+    values = values.to(device)
+    dist.all_reduce(values, group=group)
+    return values.cpu()

@@ -13,14 +13,14 @@ from slurmrl.errors import CorruptFileError, EnvironmentFailure, WeightVersionEr
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
-from slurmrl.tensors.weights.reader import VersionFiles
-from slurmrl.tensors.weights.version import (
+from slurmrl.tensors.weights.format import (
     MANIFEST,
     VersionId,
     VersionManifest,
     read_manifest,
     version_ids,
 )
+from slurmrl.tensors.weights.local_copy import VersionFiles
 
 COMPLETE = "complete"
 UNFINISHED = "unfinished"

@@ -17,12 +17,9 @@ from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import FILE_MODE, discard, make_private, pwrite_all
-from slurmrl.tensors.checkpoint.checksums import Checksum
-from slurmrl.tensors.checkpoint.tensors import CODES
-from slurmrl.tensors.layout.copy import Array
-from slurmrl.tensors.layout.layout import ITEM_BYTES, TensorSpec
-from slurmrl.tensors.weights import delta
-from slurmrl.tensors.weights.version import (
+from slurmrl.tensors.checkpoint.tensors import CODES, Checksum
+from slurmrl.tensors.layout import ITEM_BYTES, Array, TensorSpec
+from slurmrl.tensors.weights.format import (
     DELTA,
     MANIFEST,
     RAW,
@@ -32,6 +29,7 @@ from slurmrl.tensors.weights.version import (
     StoredTensor,
     VersionId,
     VersionManifest,
+    compress_delta,
     part_file,
     part_index,
     read_manifest,
@@ -154,7 +152,7 @@ class PartWriter:
             return RAW, bits.data
         if np.array_equal(base, bits):
             return SAME, memoryview(b"")
-        stored = delta.compressed(bits, base, ITEM_BYTES[dtype])
+        stored = compress_delta(bits, base, ITEM_BYTES[dtype])
         return (DELTA, memoryview(stored)) if len(stored) < bits.size else (RAW, bits.data)
 
     def _write(self, data: memoryview) -> None:
@@ -208,7 +206,7 @@ def publish(
 
 
 def digest(data: memoryview) -> str:
-    """The checksum of bytes (see `tensors.checkpoint.checksums`)."""
+    """The checksum of bytes (see `tensors.checkpoint.tensors`)."""
     found = Checksum()
     found.update(data)
     return str(found)

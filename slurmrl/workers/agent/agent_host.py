@@ -47,7 +47,7 @@ from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths, rotated
 from slurmrl.run.reports import Failure, Identity, Warned
 from slurmrl.run.worlds import MASTER
-from slurmrl.tensors.parallel import driver, gpu
+from slurmrl.tensors.parallel import gpu
 from slurmrl.watch import log_files
 from slurmrl.workers.agent import fork_environment
 from slurmrl.workers.agent.agent_leases import Leader, LeaseGuard
@@ -105,7 +105,7 @@ class Host:
         )
         self.leader = Leader(paths, self.names, self.identity, self.cluster.lease_ttl_s)
         self.presence = Presence(paths, look_s=max(LOOK_S, self.intervals.check_s))
-        capability = driver.compute_capability() if self.group.gpus_per_worker else None
+        capability = gpu.compute_capability() if self.group.gpus_per_worker else None
         defaults = fork_environment.defaults(self.plan, capability)
         self.children = Children(paths, self.group, self.identity, self.cluster, defaults)
         self.local = _is_local(paths, submission)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slurmrl.run.reports import Cause, Failure
-from slurmrl.tensors.parallel.gpu_faults import GpuFault, find_in
+from slurmrl.tensors.parallel.gpu import GpuFault, find_in
 from slurmrl.workers.agent.children import MASTER, Children, Ended, News
 from slurmrl.workers.failure import failed
 

@@ -57,27 +57,29 @@ from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.run.history.log import History
 from slurmrl.run.history.state import Commit, fold
 from slurmrl.run.paths import RunPaths
+from slurmrl.tensors.checkpoint import manifest
 from slurmrl.tensors.checkpoint.export import (
+    AS_STORED,
+    ENOUGH,
+    FLOATS,
     ExportedWeights,
+    Precision,
+    Survival,
     TokenizerFiles,
     export,
+    survival,
+    widened,
     write_folder,
     write_json,
 )
-from slurmrl.tensors.checkpoint.manifest import open_verified, read_state, until_certain, verify
-from slurmrl.tensors.checkpoint.pinned import VERSION, PinnedOrigin, is_pinned, pin
-from slurmrl.tensors.checkpoint.precision import AS_STORED, FLOATS, Precision, widened
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
-from slurmrl.tensors.checkpoint.stored import Storage, file_entries
-from slurmrl.tensors.checkpoint.tensors import DTYPES, TensorEntry
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.weights.survival import ENOUGH, Survival, survival
+from slurmrl.tensors.checkpoint.tensors import DTYPES, Storage, TensorEntry, file_entries
+from slurmrl.tensors.layout import Box
 from slurmrl.workers.master.progress import STATE
 
 ROLE = "actor"
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")
-LEFT_S = 24 * 3600.0
-"""Age at which a temporary directory counts as left over by a killed export."""
+LEFT_S = 24 * 3600.0  # older temporary directories are left over by a killed export
 Made = TypeVar("Made")
 
 
@@ -119,7 +121,7 @@ class Exporter:
         """Export a commit. Raises DamagedCheckpointError before writing."""
         _sweep(self.paths)
         model, checkpoint = self.model, self.paths.checkpoints / commit.directory
-        trained = open_verified(checkpoint, self.role)
+        trained = manifest.open_verified(checkpoint, self.role)
         if model.lora is not None and self.form == "adapter":
             tokenizer = self._tokenizer(checkpoint)
             return Exported(self._write_adapter(trained, target, model.lora, tokenizer))
@@ -142,10 +144,10 @@ class Exporter:
         """Make a model folder with links to the files of a commit; return it. Raises
         DamagedCheckpointError."""
         model, checkpoint = self.model, self.paths.checkpoints / commit.directory
-        verify(checkpoint, checksums=False)
+        manifest.verify(checkpoint, checksums=False)
         values, generation, _ = self._model_files(checkpoint)
-        origin = PinnedOrigin(
-            version=VERSION,
+        origin = manifest.PinnedOrigin(
+            version=manifest.ORIGIN_VERSION,
             trial=f"{self.paths.experiment}/{self.paths.trial}",
             step=commit.step,
             role=self.role,
@@ -159,7 +161,7 @@ class Exporter:
         tokenizer = self._tokenizer(checkpoint)
 
         def fill(folder: Path) -> None:
-            pin(checkpoint, origin, folder)
+            manifest.pin(checkpoint, origin, folder)
             write_json(folder / CONFIG, {**values, "dtype": "float32"}, REAL)
             write_json(folder / GENERATION_CONFIG, generation, REAL)
             if tokenizer is not None:
@@ -213,14 +215,14 @@ class Exporter:
         folder = self.model.tokenizer or self.config.actor.tokenizer
         if not folder:
             return None
-        state = read_state(checkpoint, STATE)
+        state = manifest.read_state(checkpoint, STATE)
         known = "chat_template" in state
         template = state["chat_template"] if known else template_file(self.config.dataset)
         return TokenizerFiles(Path(folder), template)
 
     def _stop_tokens(self, checkpoint: Path) -> list[int]:
         """Return the stop tokens of the run; those of the model files if none were committed."""
-        committed = read_state(checkpoint, STATE).get("stop_token_ids")
+        committed = manifest.read_state(checkpoint, STATE).get("stop_token_ids")
         return list(committed if committed is not None else stop_tokens(self.config))
 
 
@@ -232,7 +234,7 @@ def export_actor(paths: RunPaths, config: Config, commit: Commit) -> Exported:
     settings = config.checkpoint
     head = _head(paths, ROLE)
     exporter = Exporter(paths, config, ROLE, head, settings.export_dtype, settings.export_form)
-    return until_certain(lambda: exporter.write(commit, exporter.folder(commit.step)))
+    return manifest.until_certain(lambda: exporter.write(commit, exporter.folder(commit.step)))
 
 
 def export_step(
@@ -277,7 +279,7 @@ def pin_actor(paths: RunPaths, step: int | None) -> Path:
 
     def pinned(commit: Commit) -> Path:
         folder = paths.pinned(commit.directory)
-        return folder if is_pinned(folder) else exporter.pin(commit, folder)
+        return folder if manifest.is_pinned(folder) else exporter.pin(commit, folder)
 
     return _of_commit(paths, step, pinned, how="with @STEP")
 
@@ -286,7 +288,7 @@ def pin_to_evaluate(paths: RunPaths, commit: Commit) -> None:
     """Make such a folder for the trials of `evaluation.tasks`, in a place of its own: it is removed
     when they have ended. Raises as `pin_actor`."""
     folder = paths.checkpoint_to_evaluate(commit.directory)
-    if not is_pinned(folder):
+    if not manifest.is_pinned(folder):
         config = load_resolved(paths.config)
         exporter = Exporter(paths, config, ROLE, _head(paths, ROLE), "float32", "merged")
         exporter.pin(commit, folder)

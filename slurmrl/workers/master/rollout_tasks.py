@@ -39,7 +39,7 @@ from slurmrl.run.history.state import Lineage
 from slurmrl.run.lease import LeaseBoard
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity, RolloutsView
-from slurmrl.tensors.weights.version import VersionId
+from slurmrl.tensors.weights.format import VersionId
 from slurmrl.workers.master.task_attempts import (
     LEFT,
     LOST,

@@ -32,7 +32,7 @@ from slurmrl.run.events import EventWriter
 from slurmrl.run.history.state import Lineage
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity, RolloutTaskView
-from slurmrl.tensors.weights.version import VERSION
+from slurmrl.tensors.weights.format import VERSION
 from slurmrl.watch import published
 from slurmrl.workers.failure import failed
 from slurmrl.workers.polling import RESULTS_PER_S

@@ -27,7 +27,7 @@ from slurmrl.rollouts.sample_files import read_once, remove_settled
 from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.history.state import Lineage
 from slurmrl.run.paths import RunPaths
-from slurmrl.tensors.weights.version import VersionId
+from slurmrl.tensors.weights.format import VersionId
 from slurmrl.workers.master.task_attempts import (
     AttemptRecord,
     RolloutAttempt,

@@ -18,8 +18,8 @@ from slurmrl.errors import EnvironmentFailure, WeightVersionError
 from slurmrl.fsio.atomic import list_names, make_private_directory
 from slurmrl.fsio.calls import REAL
 from slurmrl.run.history.state import Lineage
+from slurmrl.tensors.weights.format import MANIFEST, PartIndex, VersionId, read_part, version_ids
 from slurmrl.tensors.weights.inventory import prune, remove
-from slurmrl.tensors.weights.version import MANIFEST, PartIndex, VersionId, read_part, version_ids
 from slurmrl.tensors.weights.writer import publish
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Saved, WriteVersion

@@ -26,7 +26,7 @@ from slurmrl.run.channel.bell import LOOK_S, Bell, BellAddress
 from slurmrl.run.channel.log import LogWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
-from slurmrl.tensors.weights.version import VersionId
+from slurmrl.tensors.weights.format import VersionId
 from slurmrl.workers.rollout_messages import (
     RESULT_LOG,
     Abort,

@@ -46,8 +46,8 @@ from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.parallel import device
-from slurmrl.tensors.parallel.activity import Activity
 from slurmrl.tensors.parallel.device import Accelerator
+from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers import address, distributed
 from slurmrl.workers.distributed import collective_timeout, join
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout

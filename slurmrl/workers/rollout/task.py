@@ -19,7 +19,7 @@ from slurmrl.run.channel.bell import Bell, BellAddress
 from slurmrl.run.channel.log import LogReader
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
-from slurmrl.tensors.weights.version import VersionId
+from slurmrl.tensors.weights.format import VersionId
 from slurmrl.workers.rollout.session import Key, ResultWriter, Session, TaskBell, Work
 from slurmrl.workers.rollout.task_generation import Generation, Judging
 from slurmrl.workers.rollout.task_weights import TaskWeights

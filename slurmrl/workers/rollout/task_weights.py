@@ -32,13 +32,10 @@ from slurmrl.models.model_tensors import INDEX_FILE
 from slurmrl.models.shapes import parameter_shapes, storage_of
 from slurmrl.rollouts.generation.base import WeightVersion
 from slurmrl.tensors.checkpoint.export import write_json
-from slurmrl.tensors.checkpoint.stored import file_entries
-from slurmrl.tensors.checkpoint.tensors import TensorEntry, TensorFile, write_tensors
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.copy import Array
-from slurmrl.tensors.layout.layout import TensorSpec
+from slurmrl.tensors.checkpoint.tensors import TensorEntry, TensorFile, file_entries, write_tensors
+from slurmrl.tensors.layout import Array, Box, TensorSpec
+from slurmrl.tensors.weights.format import MANIFEST, VersionId, version_ids
 from slurmrl.tensors.weights.local_copy import FILE, CopiedVersion, LocalCopy
-from slurmrl.tensors.weights.version import MANIFEST, VersionId, version_ids
 
 Stamp: TypeAlias = tuple[int, int]
 """Inode and time of a manifest: others when a version is published anew."""

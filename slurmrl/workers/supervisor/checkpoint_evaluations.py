@@ -41,7 +41,7 @@ from slurmrl.run.history.recent import recent
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.state import Commit, fold
 from slurmrl.run.paths import RunPaths
-from slurmrl.tensors.checkpoint.pinned import ORIGIN, is_pinned
+from slurmrl.tensors.checkpoint.manifest import ORIGIN, is_pinned
 from slurmrl.workers.supervisor.tasks_inside import signals_held_back, unblock
 
 logger = log.get(__name__)

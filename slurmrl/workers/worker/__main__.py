@@ -17,7 +17,7 @@ from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.hang import PendingCollective, RankProgress
 from slurmrl.run.worlds import RankId, group_of
 from slurmrl.tensors.ops.native import build
-from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers import child_process, pulse, stacks
 from slurmrl.workers.child_process import (
     PIPE_FD_OPTION,

@@ -3,7 +3,7 @@
 `checked` checks what an algorithm's interfaces return, which may be a user's own. `UpdateKept`
 measures the share of each update of the actor that the generating weights have: they may be of a
 narrower type, in which a small update disappears until several add up. Generation then samples from
-older weights, plus rounding. The share is that of exports (see `slurmrl.tensors.weights.survival`),
+older weights, plus rounding. The share is that of exports (see `tensors.checkpoint.export`),
 of an equally spaced part of this rank's weights."""
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from slurmrl.registry import resolve
 from slurmrl.rollouts.sample_files import read_group
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.run.paths import RunPaths
-from slurmrl.tensors.layout.copy import Array
-from slurmrl.tensors.parallel.activity import Activity
-from slurmrl.tensors.parallel.groups import ParallelContext
-from slurmrl.tensors.weights.survival import survival
+from slurmrl.tensors.checkpoint.export import survival
+from slurmrl.tensors.layout import Array
+from slurmrl.tensors.parallel.groups import Activity, ParallelContext
 from slurmrl.workers.messages import (
     Done,
     HeldOut,

@@ -26,8 +26,8 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure
 from slurmrl.run.worlds import TRAINERS, RankId
 from slurmrl.tensors.parallel import device
-from slurmrl.tensors.parallel.activity import Activity
-from slurmrl.tensors.parallel.gpu_faults import GpuFault, find_fault
+from slurmrl.tensors.parallel.gpu import GpuFault, find_fault
+from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers.failure import concerning, traceback_of
 from slurmrl.workers.messages import (
     FROM_WORKER,

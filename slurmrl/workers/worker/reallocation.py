@@ -16,14 +16,11 @@ import torch.distributed as dist
 from slurmrl.engines.base import Engine
 from slurmrl.errors import MoveError
 from slurmrl.plan.model import ModelPlan, Plan, Reallocation
-from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.ops.collectives import broadcast_bytes
-from slurmrl.tensors.parallel.activity import Activity
-from slurmrl.tensors.transfer.copies import BoxCopies
-from slurmrl.tensors.transfer.execute import Holdings, Mover, Storages
-from slurmrl.tensors.transfer.plan import MovePlan, plan_move
-from slurmrl.tensors.transfer.regions import PlacedLayout
-from slurmrl.tensors.transfer.verify import verify_move
+from slurmrl.tensors.parallel.groups import Activity
+from slurmrl.tensors.transfer.execute import BoxCopies, Holdings, Mover, Storages, verify_move
+from slurmrl.tensors.transfer.plan import MovePlan, PlacedLayout, plan_move
 
 Verify = Literal["first", "always", "never"]
 

@@ -29,12 +29,11 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import config_values
 from slurmrl.plan.settings import Settings
 from slurmrl.run.paths import RunPaths
-from slurmrl.tensors.checkpoint.stored import by_name
-from slurmrl.tensors.checkpoint.tensors import SavedFile, TensorEntry
-from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.checkpoint.tensors import SavedFile, TensorEntry, by_name
+from slurmrl.tensors.layout import Array
 from slurmrl.tensors.parallel.device import Accelerator
-from slurmrl.tensors.transfer.regions import PlacedLayout
-from slurmrl.tensors.weights.version import VersionId, part_file, part_index
+from slurmrl.tensors.transfer.plan import PlacedLayout
+from slurmrl.tensors.weights.format import VersionId, part_file, part_index
 from slurmrl.tensors.weights.writer import PartWriter, VersionBits
 from slurmrl.workers.messages import Saved, WriteVersion
 

@@ -42,11 +42,9 @@ from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.worlds import TRAINERS, RankId, group_of
-from slurmrl.tensors.checkpoint.manifest import until_certain, verify_share
-from slurmrl.tensors.checkpoint.pinned import is_pinned
+from slurmrl.tensors.checkpoint.manifest import is_pinned, until_certain, verify_share
 from slurmrl.tensors.parallel import device, groups
-from slurmrl.tensors.parallel.activity import Activity
-from slurmrl.tensors.parallel.groups import ParallelContext
+from slurmrl.tensors.parallel.groups import Activity, ParallelContext
 from slurmrl.workers import distributed
 from slurmrl.workers.distributed import RunStore, collective_timeout, host_group, join, wait_for_all
 from slurmrl.workers.messages import (

@@ -29,8 +29,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import CallPlan
 from slurmrl.tensors.ops.collectives import broadcast_bytes, broadcast_sized
-from slurmrl.tensors.parallel.activity import Activity
-from slurmrl.tensors.parallel.groups import ParallelContext
+from slurmrl.tensors.parallel.groups import Activity, ParallelContext
 from slurmrl.tensors.parallel.topology import ModelRanks, topology_of
 
 COMPLETIONS = "input_ids"

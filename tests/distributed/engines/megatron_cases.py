@@ -17,7 +17,7 @@ from slurmrl.engines import ENGINES
 from slurmrl.engines.base import TrainEngine
 from slurmrl.errors import UsageError
 from slurmrl.plan.dataflow import Method
-from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.parallel.groups import build
 from slurmrl.workers.worker.executor import UpdateKept
 from tests.distributed.engines.cases import batch, denominator, loss

@@ -25,7 +25,7 @@ from slurmrl.models.model_tensors import MergedCheckpoint
 from slurmrl.models.shapes import file_form
 from slurmrl.tensors.checkpoint.export import export
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
-from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout import Box
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Setup, batch
 from tests.distributed.engines.one_process import random_model

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.copy import view
-from slurmrl.tensors.layout.holders import sources
-from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.layout import Box, Layout, sources, view
 from tests.distributed.engines.cases import LENGTHS, Setup, model
 from tests.distributed.engines.megatron_cases import Case, Placed, placed
 from tests.distributed.engines.one_process import random_model

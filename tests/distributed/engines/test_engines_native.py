@@ -14,8 +14,7 @@ from slurmrl.errors import UsageError
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.tensors.parallel.groups import build
 from slurmrl.tensors.transfer.execute import Holdings, Mover
-from slurmrl.tensors.transfer.plan import plan_move
-from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.tensors.transfer.plan import PlacedLayout, plan_move
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Placed, Setup, batch, completed, loss, model
 from tests.distributed.engines.test_engines_families import FAMILIES, MOE

@@ -23,8 +23,7 @@ from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.generation.server import Patience, Running, Serving
 from slurmrl.tensors.parallel.groups import build
 from slurmrl.tensors.transfer.execute import Holdings, Mover
-from slurmrl.tensors.transfer.plan import plan_move
-from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.tensors.transfer.plan import PlacedLayout, plan_move
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Placed, Setup, batch, loss, model
 from tests.pool import RankError, RankPool

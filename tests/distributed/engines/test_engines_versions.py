@@ -14,12 +14,11 @@ from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.model_tensors import SafetensorsFolder
 from slurmrl.models.shapes import file_form
-from slurmrl.tensors.checkpoint.precision import Precision
+from slurmrl.tensors.checkpoint.export import Precision
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
-from slurmrl.tensors.checkpoint.stored import Storage, file_entries
-from slurmrl.tensors.checkpoint.tensors import TensorFile
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.weights.version import VersionId, read_part
+from slurmrl.tensors.checkpoint.tensors import Storage, TensorFile, file_entries
+from slurmrl.tensors.layout import Box
+from slurmrl.tensors.weights.format import VersionId, read_part
 from slurmrl.tensors.weights.writer import publish
 from slurmrl.workers.rollout import task_weights
 from slurmrl.workers.rollout.task_weights import TaskWeights

@@ -14,9 +14,9 @@ from slurmrl.engines.versions import OwnedTensors
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf_config import stored
 from slurmrl.models.shapes import storage_of
-from slurmrl.tensors.checkpoint.stored import Storage, by_name
-from slurmrl.tensors.layout.layout import Layout
-from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.tensors.checkpoint.tensors import Storage, by_name
+from slurmrl.tensors.layout import Layout
+from slurmrl.tensors.transfer.plan import PlacedLayout
 from slurmrl.tensors.weights.writer import PartWriter
 from tests.distributed.engines import cases, megatron_cases
 from tests.distributed.engines.cases import Setup, batch, denominator, loss

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.tensors.ops.vocab_parallel import Rows, vocab_parallel_logprobs_and_entropy
+from slurmrl.tensors.ops.logprobs import Rows, vocab_parallel_logprobs_and_entropy
 from tests.support.largest_tensor import LargestTensor
 
 

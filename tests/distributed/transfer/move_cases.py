@@ -18,13 +18,10 @@ from slurmrl.engines.base import Engine
 from slurmrl.engines.planned import planned_layout
 from slurmrl.errors import MoveError
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.tensors.layout.layout import Layout
+from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.parallel.groups import build
-from slurmrl.tensors.transfer.copies import BoxCopies
-from slurmrl.tensors.transfer.execute import Holdings, Mover
-from slurmrl.tensors.transfer.plan import Segment, plan_move
-from slurmrl.tensors.transfer.regions import PlacedLayout
-from slurmrl.tensors.transfer.verify import verify_move
+from slurmrl.tensors.transfer.execute import BoxCopies, Holdings, Mover, verify_move
+from slurmrl.tensors.transfer.plan import PlacedLayout, Segment, plan_move
 from tests.support import megatron_cpu
 from tests.support.host_memory import peak_bytes
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from slurmrl.data.sample import SequenceSample
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import CallPlan
-from slurmrl.tensors.parallel.activity import Activity
-from slurmrl.tensors.parallel.groups import build
+from slurmrl.tensors.parallel.groups import Activity, build
 from slurmrl.workers.worker.step_batch import Batch, Mail, Shares
 
 

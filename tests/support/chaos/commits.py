@@ -25,9 +25,8 @@ from slurmrl.run.history.log import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.history.writer import IncarnationWriter, begin
 from slurmrl.run.paths import RunPaths
-from slurmrl.tensors.checkpoint.checksums import checksum
 from slurmrl.tensors.checkpoint.manifest import read_state, verify
-from slurmrl.tensors.checkpoint.tensors import SavedFile
+from slurmrl.tensors.checkpoint.tensors import SavedFile, checksum
 from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.serve import _clean
 from slurmrl.workers.messages import Done, Save, Saved

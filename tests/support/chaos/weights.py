@@ -8,10 +8,10 @@ import numpy as np
 
 from slurmrl.errors import WeightVersionError
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout import Array
+from slurmrl.tensors.weights.format import VersionId, read_manifest, version_ids
 from slurmrl.tensors.weights.inventory import inventory, prune
 from slurmrl.tensors.weights.local_copy import CopiedVersion, LocalCopy
-from slurmrl.tensors.weights.version import VersionId, read_manifest, version_ids
 from slurmrl.tensors.weights.writer import PartWriter, VersionBits, publish
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Note

@@ -14,7 +14,7 @@ from slurmrl.algorithms.policy.critic import critic_loss
 from slurmrl.algorithms.policy.sections import KL
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TrainEngine
-from slurmrl.tensors.ops.gae import packed_gae
+from slurmrl.tensors.ops.scan import packed_gae
 from tests.support.host_waits import host_waits
 
 MakeWorld = Callable[..., Any]

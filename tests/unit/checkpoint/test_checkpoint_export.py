@@ -13,17 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import slurmrl.tensors.checkpoint.export as export_module
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.errors import CheckpointError, EnvironmentFailure, UnreadableInputError
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.tensors.checkpoint import precision, shards
+from slurmrl.tensors.checkpoint import shards
 from slurmrl.tensors.checkpoint.export import TokenizerFiles, export
-from slurmrl.tensors.checkpoint.rank_files import ShardHeader
-from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
 from slurmrl.tensors.checkpoint.tensors import TensorEntry
-from slurmrl.tensors.layout.box import Box, chunk
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec, chunk
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SHAPES = {"model.b": (5, 4), "model.a": (3,), "lm_head": (2, 2, 2)}
@@ -143,11 +141,11 @@ def test_an_export_holds_one_tensor_at_a_time(
     monkeypatch.setitem(globals(), "SHAPES", {f"model.{n}": (512, 512) for n in range(12)})
     tensor_bytes = 4 * 512 * 512
     write_checkpoint(tmp_path, "float32", 3)
-    for module, name in ((shards, "BLOCK_BYTES"), (precision, "BLOCK")):
+    for module, name in ((shards, "BLOCK_BYTES"), (export_module, "BLOCK")):
         monkeypatch.setattr(module, name, 2**14)
     tracemalloc.start()
     try:
-        exported(tmp_path, tmp_path / "out", precision=precision.Precision(default="bfloat16"))
+        exported(tmp_path, tmp_path / "out", precision=export_module.Precision(default="bfloat16"))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -17,14 +17,11 @@ import torch
 from slurmrl.engines.role_state import fill_saved
 from slurmrl.errors import CheckpointError, CorruptFileError, DamagedCheckpointError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.tensors.checkpoint import rank_files, shards
+from slurmrl.tensors.checkpoint import shards
 from slurmrl.tensors.checkpoint.manifest import open_verified, read_state, verify, write_manifest
-from slurmrl.tensors.checkpoint.rank_files import ShardHeader
-from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
 from slurmrl.tensors.checkpoint.tensors import SavedFile, TensorEntry
-from slurmrl.tensors.layout.box import Box, chunk
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec, chunk
 
 Damage = Callable[[dict[str, Any]], Any]
 RANKS = 5
@@ -92,7 +89,7 @@ def open_files(directory: Path) -> int:
 def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint may have more files than a process may open."""
     saved(tmp_path)
-    monkeypatch.setattr(rank_files, "MOST_OPEN", 2)
+    monkeypatch.setattr(shards, "MOST_OPEN", 2)
     checkpoint = RoleCheckpoint(tmp_path, "actor")
     for _ in range(2):
         for name in SPECS:

@@ -13,7 +13,6 @@ import pytest
 
 from slurmrl.errors import CheckpointError, DamagedCheckpointError, EnvironmentFailure
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.tensors.checkpoint.checksums import BUFFER_BYTES, Checksum, checksum
 from slurmrl.tensors.checkpoint.manifest import (
     MANIFEST,
     read_manifest,
@@ -23,7 +22,7 @@ from slurmrl.tensors.checkpoint.manifest import (
     verify_share,
     write_manifest,
 )
-from slurmrl.tensors.checkpoint.tensors import SavedFile
+from slurmrl.tensors.checkpoint.tensors import BUFFER_BYTES, Checksum, SavedFile, checksum
 
 STATE = {"cursor": [1, 20], "kl_coef": 0.1}
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from slurmrl.errors import CheckpointError
 from slurmrl.models.hf import as_array
-from slurmrl.tensors.checkpoint import precision as precision_module
-from slurmrl.tensors.checkpoint.precision import Precision
+from slurmrl.tensors.checkpoint import export as precision_module
+from slurmrl.tensors.checkpoint.export import Precision
 from slurmrl.tensors.checkpoint.tensors import TensorEntry
-from slurmrl.tensors.layout.layout import TensorSpec
+from slurmrl.tensors.layout import TensorSpec
 
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ODD = (0x3F808000, 0x3F818000, 0xBF80FFFF, 1, 0x80000000, 0x7F800000, 0xFFC00001, 0x7FFFFFFF)

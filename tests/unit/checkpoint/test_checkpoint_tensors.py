@@ -13,9 +13,8 @@ from torch import Tensor
 
 from slurmrl.errors import CheckpointError, CorruptFileError, EnvironmentFailure
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.tensors.checkpoint.checksums import checksum
-from slurmrl.tensors.checkpoint.tensors import TensorEntry, TensorFile, write_tensors
-from slurmrl.tensors.layout.layout import TensorSpec
+from slurmrl.tensors.checkpoint.tensors import TensorEntry, TensorFile, checksum, write_tensors
+from slurmrl.tensors.layout import TensorSpec
 
 TENSORS = {
     "z": torch.randn(3, 4),

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 MODULES = (
-    "slurmrl.tensors.layout.copy",
-    "slurmrl.tensors.layout.holders",
+    "slurmrl.tensors.layout",
+    "slurmrl.tensors.layout",
     "slurmrl.tensors.checkpoint.manifest",
     "slurmrl.tensors.checkpoint.shards",
     "slurmrl.tensors.checkpoint.export",

@@ -30,12 +30,9 @@ from slurmrl.run.history.state import fold
 from slurmrl.run.history.writer import begin
 from slurmrl.tensors.checkpoint import manifest as manifest_module
 from slurmrl.tensors.checkpoint.manifest import write_manifest
-from slurmrl.tensors.checkpoint.rank_files import ShardHeader
-from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
 from slurmrl.tensors.checkpoint.tensors import TensorEntry
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec
 from slurmrl.workers.master.exporting import export_actor, pin_actor
 from tests.fake_runs import FakeRun, write_config
 

@@ -33,7 +33,7 @@ from slurmrl.data.ledger import (
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import objects
 from slurmrl.run.history.state import Lineage
-from slurmrl.tensors.weights.version import VersionId
+from slurmrl.tensors.weights.format import VersionId
 
 ALL_STEPS = Lineage({1: None})
 HOLDERS = ("task-0.1", "task-1.1", "task-2.1")

@@ -18,7 +18,7 @@ from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.tensors.ops.native.recipe import Half, stem
-from slurmrl.tensors.parallel import driver
+from slurmrl.tensors.parallel import gpu
 
 
 def states(checks: list[Check]) -> dict[str, State]:
@@ -231,7 +231,7 @@ def test_the_build_advised_for_a_torch_for_cpus_fits_the_driver(
 def test_the_driver_is_read_from_the_kernel(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(driver, "VERSION", tmp_path / "version")
+    monkeypatch.setattr(gpu, "DRIVER_FILE", tmp_path / "version")
     assert software.driver(gpus=False).state is State.OK
     assert software.driver(gpus=True).state is State.FAILED
     for text in (

@@ -22,9 +22,7 @@ from slurmrl.engines.megatron.parts import (
 from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.shapes import parameter_shapes
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec
 from slurmrl.tensors.parallel.topology import ProcessTopology
 
 DENSE: dict[str, Any] = {

@@ -13,7 +13,7 @@ from slurmrl.engines.planned import planned_layout
 from slurmrl.engines.versions import owners_of
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.shapes import storage_of
-from slurmrl.tensors.checkpoint.stored import file_tensors
+from slurmrl.tensors.checkpoint.tensors import file_tensors
 
 MOE = {
     "model_type": "qwen3_moe",

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmrl.tensors.layout.box import Box, blocks, chunk, cover, flat_range
+from slurmrl.tensors.layout import Box, blocks, chunk, cover, flat_range
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
 

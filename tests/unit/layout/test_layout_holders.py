@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.holders import relative_storage, storage_of
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec, relative_storage, storage_of
 
 NAMES = st.text("ab./", max_size=6)
 

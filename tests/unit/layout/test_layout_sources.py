@@ -10,11 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmrl.errors import LayoutError
-from slurmrl.tensors.layout.box import Box, chunk, flat_range
-from slurmrl.tensors.layout.copy import Array, view
-from slurmrl.tensors.layout.holders import sources
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import Shard, row_major
+from slurmrl.tensors.layout import (
+    Array,
+    Box,
+    Layout,
+    Shard,
+    TensorSpec,
+    chunk,
+    flat_range,
+    row_major,
+    sources,
+    view,
+)
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (4, 2, 3), "d": (1, 6)}
 TENSORS = {name: TensorSpec(shape, "float32") for name, shape in SHAPES.items()}

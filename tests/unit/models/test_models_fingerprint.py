@@ -18,8 +18,7 @@ from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import build
 from slurmrl.models.hf import to_hf
 from slurmrl.models.model_tensors import MergedCheckpoint
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.layout import TensorSpec
+from slurmrl.tensors.layout import Box, TensorSpec
 from tests.unit.models.conftest import BASE, ODD
 
 LORA = Lora(rank=2, targets=("q_proj",))

@@ -19,7 +19,7 @@ from slurmrl.models.hf import read_config
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.shapes import parameter_shapes
-from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout import Box
 from tests.support.committed import CommittedTrial
 from tests.unit.models.conftest import BASE, ODD
 

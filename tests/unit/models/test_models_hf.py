@@ -17,7 +17,7 @@ from slurmrl.errors import CorruptFileError, UnreadableInputError, UsageError
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.families import FAMILIES
 from slurmrl.models.hf import TensorSource, Weights, from_hf, read_config, to_hf
-from slurmrl.tensors.layout.box import Box
+from slurmrl.tensors.layout import Box
 
 
 @pytest.fixture

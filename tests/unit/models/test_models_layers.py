@@ -10,7 +10,7 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.inference import short_forward
 from slurmrl.models.paged import PagedCache, PagedCall, PagedCore
 from slurmrl.tensors.ops.attention import Packing
-from slurmrl.tensors.ops.layer import PackedLayer
+from slurmrl.tensors.ops.products import PackedLayer
 from tests.unit.models.conftest import BASE, ODD, random_decoder
 
 PAGE, PAGES = 4, 40

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import UsageError
+from slurmrl.tensors.ops import attention
 from slurmrl.tensors.ops import attention as attention_module
-from slurmrl.tensors.ops import flash
 from slurmrl.tensors.ops.attention import (
     Packing,
     Run,
@@ -158,14 +158,14 @@ def test_an_installed_flash_attn_is_asked_first(
     module = FlashAttn("flash_attn")
     module.__spec__ = ModuleSpec("flash_attn", None)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr(flash, "fits", lambda q: True)
-    flash._has_flash_attn.cache_clear()
+    monkeypatch.setattr(attention, "flash_fits", lambda q: True)
+    attention._has_flash_attn.cache_clear()
     lengths = (5, 1, 9)
     q, k, v = random_heads(15, 4, 0), random_heads(15, 2, 1), random_heads(15, 2, 2)
     try:
         out = packed_attention(q, k, v, Packing(cu_of(lengths), 9), SCALE, window)
     finally:
-        flash._has_flash_attn.cache_clear()
+        attention._has_flash_attn.cache_clear()
     assert torch.equal(out, reference(q, k, v, lengths, window))
 
 
@@ -192,8 +192,8 @@ def test_varlen_attn_of_every_release_of_torch(
 
     kernel = {"2.11": of_211, "2.13": of_213}[release]
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    monkeypatch.setattr(flash, "fits", lambda q: True)
-    monkeypatch.setattr(flash, "_has_flash_attn", lambda: False)
+    monkeypatch.setattr(attention, "flash_fits", lambda q: True)
+    monkeypatch.setattr(attention, "_has_flash_attn", lambda: False)
     lengths = (5, 1, 9)
     q, k, v = random_heads(15, 4, 0), random_heads(15, kv_heads, 1), random_heads(15, kv_heads, 2)
     out = packed_attention(q, k, v, Packing(cu_of(lengths), 9), SCALE)
@@ -201,7 +201,7 @@ def test_varlen_attn_of_every_release_of_torch(
 
 
 def test_kernels_take_what_they_can() -> None:
-    assert not flash.fits(torch.zeros(3, 2, 64, dtype=torch.bfloat16))  # not on a GPU
+    assert not attention.flash_fits(torch.zeros(3, 2, 64, dtype=torch.bfloat16))  # not on a GPU
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

@@ -25,11 +25,10 @@ from filelock import FileLock
 
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UsageError
 from slurmrl.run.hang import RankProgress, describe
-from slurmrl.tensors.ops.gae import packed_gae
-from slurmrl.tensors.ops.native import build, load, recipe, toolchain
-from slurmrl.tensors.ops.native.recipe import Half, Recipe
-from slurmrl.tensors.ops.native.toolchain import Toolchain
-from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.ops.native import build, load, recipe
+from slurmrl.tensors.ops.native.recipe import Half, Recipe, Toolchain
+from slurmrl.tensors.ops.scan import packed_gae
+from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers.worker.__main__ import COMPILING
 from tests.support.installs import pip
 from tests.support.trials import wait_until
@@ -54,7 +53,7 @@ def host(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def made() -> Recipe:
-    return recipe.make(Half.CPU, toolchain.find())
+    return recipe.make(Half.CPU, recipe.find_toolchain())
 
 
 @pytest.fixture
@@ -76,7 +75,7 @@ def test_both_halves_compile_and_load(half: Half) -> None:
 
 
 def test_the_cuda_half_is_for_three_generations_and_later_ones() -> None:
-    flags = toolchain.find().architecture_flags()
+    flags = recipe.find_toolchain().architecture_flags()
     for number in ("80", "90"):
         assert f"-gencode=arch=compute_{number},code=sm_{number}" in flags
     newest = flags[-2].rpartition("_")[2]
@@ -85,7 +84,7 @@ def test_the_cuda_half_is_for_three_generations_and_later_ones() -> None:
 
 def test_the_library_needs_no_cuda_library() -> None:
     path = build.library(
-        recipe.make(Half.CUDA, toolchain.find()), build.cache_folder(), build.host_folder()
+        recipe.make(Half.CUDA, recipe.find_toolchain()), build.cache_folder(), build.host_folder()
     )
     said = subprocess.run(["ldd", str(path)], capture_output=True, text=True, check=True).stdout
     assert "cuda" not in said.replace(str(path), "")
@@ -109,10 +108,10 @@ def test_the_key_follows_the_sources_and_nothing_else(
 ) -> None:
     key = made.key
     monkeypatch.setattr(torch, "__version__", "9.9.9")
-    assert recipe.make(Half.CPU, toolchain.find()).key == key
+    assert recipe.make(Half.CPU, recipe.find_toolchain()).key == key
     changed = recipe.inputs(Half.CPU) | {"cpu/numbers.h": b"// changed\n"}
     monkeypatch.setattr(recipe, "inputs", lambda half: changed)
-    assert recipe.make(Half.CPU, toolchain.find()).key != key
+    assert recipe.make(Half.CPU, recipe.find_toolchain()).key != key
 
 
 def start(function: Callable[[], None]) -> BaseProcess:
@@ -244,7 +243,7 @@ def test_without_compilers_the_reason_says_how_to_get_them() -> None:
     with pytest.raises(EnvironmentFailure, match=r"no C\+\+ compiler here: install one"):
         recipe.make(Half.CPU, Toolchain(cxx="", nvcc=""))
     with pytest.raises(EnvironmentFailure, match="no nvcc here: install the CUDA toolkit"):
-        recipe.make(Half.CUDA, Toolchain(cxx=toolchain.find().cxx, nvcc=""))
+        recipe.make(Half.CUDA, Toolchain(cxx=recipe.find_toolchain().cxx, nvcc=""))
 
 
 @pytest.fixture
@@ -367,7 +366,7 @@ def run_program(folder: Path, sources: list[str], flags: list[str], made: Recipe
     """The output of a C++ program, which must succeed. It is built from sources in ``folder`` with
     sanitizers, and cached until the sources, flags or compiler change."""
     common = ["-std=c++20", "-Wall", "-Wextra", "-Werror", *SANITIZE]
-    command = [toolchain.find().cxx, *common, *flags, *sources, "-o", "{}/program"]
+    command = [recipe.find_toolchain().cxx, *common, *flags, *sources, "-o", "{}/program"]
     versions = " ".join(made.versions)
     built = subprocess.run(
         [ROOT / "scripts" / "cached", "sanitized", "--of", ".", "--with", versions, "--", *command],
@@ -437,7 +436,7 @@ def test_the_operators_build_from_the_wheel(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(installed)},
         timeout=600,
     )
-    found = toolchain.find()
+    found = recipe.find_toolchain()
     wanted = [f"{half}: {CACHE / recipe.make(half, found).key}.so" for half in Half]
     assert done.stdout.splitlines() == wanted, done.stderr
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slurmrl.tensors.ops.experts import grouped_linear
+from slurmrl.tensors.ops.products import grouped_linear
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 2), (0, 0, 7), (1, 1, 1), (0, 0, 0)])

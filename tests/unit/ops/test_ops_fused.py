@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 from slurmrl.tensors.ops import fused
-from slurmrl.tensors.ops.gated import ACTIVATIONS, gated_halves, gated_linear, gated_product
+from slurmrl.tensors.ops.elementwise import (
+    ACTIVATIONS,
+    gated_halves,
+    gated_linear,
+    gated_product,
+    rotate,
+)
 from slurmrl.tensors.ops.logprobs import gradients, logprobs_and_entropy
-from slurmrl.tensors.ops.rotary import rotate
 
 with pytest.MonkeyPatch.context() as environment:
     environment.setenv("TRITON_INTERPRET", "1")  # Triton's own functions read it on import

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmrl.errors import UsageError
-from slurmrl.tensors.ops.checks import check_vector
-from slurmrl.tensors.ops.gae import packed_gae, reference
+from slurmrl.tensors.ops.arguments import check_vector
+from slurmrl.tensors.ops.scan import gae_reference, packed_gae
 
 Sequences = list[tuple[list[float], list[float], bool]]
 """(rewards, values including the final state's, truncated) of each sequence."""
@@ -103,7 +103,7 @@ def test_it_is_the_definition(
     )
     assert all(
         torch.equal(a, b)
-        for a, b in zip((advantages, returns), reference(*packed, gamma, lam), strict=True)
+        for a, b in zip((advantages, returns), gae_reference(*packed, gamma, lam), strict=True)
     )
 
 
@@ -173,7 +173,7 @@ def test_the_number_of_threads_changes_no_bit(sequences: int, longest: int) -> N
             results.append(packed_gae(*packed, 0.99, 0.97))
     finally:
         torch.set_num_threads(threads)
-    wanted = reference(*packed, 0.99, 0.97)
+    wanted = gae_reference(*packed, 0.99, 0.97)
     for result in results:
         assert torch.equal(result[0], wanted[0])
         assert torch.equal(result[1], wanted[1])

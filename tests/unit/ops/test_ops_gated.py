@@ -13,7 +13,7 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.feed_forward import GatedMLP
 from slurmrl.tensors.ops import fused
-from slurmrl.tensors.ops.gated import ACTIVATIONS, gated_halves, gated_linear, gated_product
+from slurmrl.tensors.ops.elementwise import ACTIVATIONS, gated_halves, gated_linear, gated_product
 from slurmrl.tensors.ops.products import add_product, wide_linear, wide_product
 
 TOKENS, INNER, HIDDEN = 11, 24, 8

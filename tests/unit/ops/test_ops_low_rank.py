@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slurmrl.tensors.ops.low_rank import Dropout, low_rank_linear
+from slurmrl.tensors.ops.products import Dropout, low_rank_linear
 
 
 def drawn(tokens: int, first: int = 0, rate: float = 0.3) -> Dropout:

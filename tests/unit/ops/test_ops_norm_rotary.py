@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.tensors.ops.norm import rms_norm
-from slurmrl.tensors.ops.rotary import rotate
+from slurmrl.tensors.ops.elementwise import rms_norm, rotate
 
 
 @pytest.mark.parametrize("shape", [(7, 16), (5, 3, 8), (0, 16), (1, 1, 2)])

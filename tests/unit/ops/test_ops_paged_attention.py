@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slurmrl.tensors.ops.paged_attention import paged_attention
-from slurmrl.tensors.ops.paged_reference import reference
+from slurmrl.tensors.ops.paged_kernels import reference
 
 PAGE, PAGES, ROWS, LONGEST = 4, 90, 9, 40
 

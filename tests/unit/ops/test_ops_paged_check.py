@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.tensors.ops import paged_check, paged_launch
+from slurmrl.tensors.ops import paged_kernels
 from slurmrl.tensors.ops.paged_attention import paged_attention, reads_in_place, write_cells
-from slurmrl.tensors.ops.paged_check import Sizes, example
-from slurmrl.tensors.ops.paged_reference import reference
+from slurmrl.tensors.ops.paged_kernels import Sizes, example, reference
 
 SIZES = Sizes(torch.device("cpu"), torch.bfloat16, 4, 2, 8, 16)
 BOUNDS: dict[str, Any] = {"page": 16, "longest": 200, "scale": 0.3, "window": None}
@@ -41,11 +40,11 @@ def out_of_memory(*inputs: Tensor, **options: Any) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(paged_launch, "supported", lambda like: like.dtype == torch.bfloat16)
-    for function in (paged_check._attention_failure, paged_check._write_failure):
+    monkeypatch.setattr(paged_kernels, "supported", lambda like: like.dtype == torch.bfloat16)
+    for function in (paged_kernels._attention_failure, paged_kernels._write_failure):
         function.cache_clear()
     yield
-    for function in (paged_check._attention_failure, paged_check._write_failure):
+    for function in (paged_kernels._attention_failure, paged_kernels._write_failure):
         function.cache_clear()
 
 
@@ -67,7 +66,7 @@ def test_attention_that_is_wrong_or_fails_is_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Torch's form is, after one warning; with SLURMRL_OPS=native it is an error."""
-    monkeypatch.setattr(paged_launch, "attend", kernel)
+    monkeypatch.setattr(paged_kernels, "attend", kernel)
     inputs = example(SIZES, 200, 3)
     for _ in range(2):
         found = paged_attention(*inputs, **BOUNDS, chunk=3)
@@ -90,7 +89,7 @@ def test_attention_that_is_right_is_tried_once_for_each_kind(
         calls.append(inputs[0].shape[1])
         return right(*inputs, **options)
 
-    monkeypatch.setattr(paged_launch, "attend", counted)
+    monkeypatch.setattr(paged_kernels, "attend", counted)
     inputs, tried = example(SIZES, 200, 3), 4
     for _ in range(3):
         paged_attention(*inputs, **BOUNDS)
@@ -117,7 +116,7 @@ def test_writes_are_tried_too(
         if not failing:
             values.index_copy_(0, slots, v)
 
-    monkeypatch.setattr(paged_launch, "write", write)
+    monkeypatch.setattr(paged_kernels, "write", write)
     k, v, slots = torch.ones(2, 2, 8).bfloat16(), torch.ones(2, 2, 8).bfloat16() * 2, [3, 1]
     keys, values = torch.zeros(2, 5, 2, 8).bfloat16()
     for _ in range(2):

@@ -17,7 +17,7 @@ from slurmrl.rollouts.generation.native import decode as decode_module
 from slurmrl.rollouts.generation.native import runner as runner_module
 from slurmrl.rollouts.generation.native.schedule import Limits
 from slurmrl.rollouts.generation.native.whole import generate_by_requests
-from slurmrl.tensors.ops import paged_check, paged_launch
+from slurmrl.tensors.ops import paged_kernels
 from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells
 from tests.support.recorded_graphs import RecordedGraphs
 from tests.unit.models.conftest import BASE, ODD, random_decoder
@@ -38,13 +38,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("SLURMRL_OPS", "native")
     calls: list[tuple[int, int]] = []
-    splits_of = paged_launch._splits
+    splits_of = paged_kernels._splits
 
     def recorded(programs: int, longest: int, device: torch.device) -> int:
         calls.append((programs, splits_of(programs, longest, device)))
         return calls[-1][1]
 
-    monkeypatch.setattr(paged_launch, "_splits", recorded)
+    monkeypatch.setattr(paged_kernels, "_splits", recorded)
     return calls
 
 
@@ -122,8 +122,8 @@ def test_attention_equals_float64(
         x.to(dtype) if x.is_floating_point() else x
         for x in case(lengths, rows, heads, kv_heads, size)
     )
-    paged_check.attends(torch.device("cpu"), dtype, heads, kv_heads, size, PAGE)
-    monkeypatch.setattr(paged_launch, "_multiprocessors", lambda device: processors)
+    paged_kernels.attends(torch.device("cpu"), dtype, heads, kv_heads, size, PAGE)
+    monkeypatch.setattr(paged_kernels, "_multiprocessors", lambda device: processors)
     launched.clear()
     options: dict[str, Any] = {"page": PAGE, "longest": 300, "scale": 0.3, "window": window}
     found = paged_attention(*inputs, **options, chunk=9 if chunked else 1)
@@ -151,9 +151,9 @@ def test_many_splits_of_one_long_row(
     inputs = case((1500, 3), (0, 1), 2, 1, 16)
     options: dict[str, Any] = {"page": PAGE, "longest": 8192, "scale": 0.3, "window": None}
     paged_attention(*inputs, **options)
-    monkeypatch.setattr(paged_launch, "_multiprocessors", lambda device: MANY_PROCESSORS)
+    monkeypatch.setattr(paged_kernels, "_multiprocessors", lambda device: MANY_PROCESSORS)
     found = paged_attention(*inputs, **options)
-    assert launched[-1][1] == paged_launch.MOST_SPLITS
+    assert launched[-1][1] == paged_kernels.MOST_SPLITS
     assert (found - exact(inputs, 0.3, None)).abs().max() < 1e-5
 
 

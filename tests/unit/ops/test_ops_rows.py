@@ -9,11 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.tensors.ops import rows
-from slurmrl.tensors.ops.gated import gated_halves, gated_linear, gated_product
-from slurmrl.tensors.ops.norm import rms_norm
+from slurmrl.tensors.ops import elementwise
+from slurmrl.tensors.ops.elementwise import (
+    gated_halves,
+    gated_linear,
+    gated_product,
+    rms_norm,
+    rotate,
+)
 from slurmrl.tensors.ops.paged_attention import attend_heads
-from slurmrl.tensors.ops.rotary import rotate
 
 SIZES = (1, 15, 16, 17, 130)
 """Elements of a row: below, at and beside the 16 that are computed together."""
@@ -69,7 +73,7 @@ def cases() -> Iterator[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]]:
 
 
 def test_they_equal_the_torch_forms_in_float64() -> None:
-    assert rows.fits(torch.ones(1))
+    assert elementwise.cpu_fits(torch.ones(1))
     for name, function, inputs in cases():
         found = results(function, *inputs)
         exact = results(function, *(x.double() for x in inputs))
@@ -105,7 +109,9 @@ def test_a_rows_bits_depend_on_that_row_alone_and_on_no_number_of_threads() -> N
 
 def test_gates_of_any_size() -> None:
     gate = torch.tensor([[-1e30, -100.0, -87.5, -1e-30, 0.0, 1e-30, 87.5, 100.0, 1e30]])
-    product, gradients = rows.gated_gradient(gate, torch.ones_like(gate), torch.ones_like(gate))
+    product, gradients = elementwise.cpu_gated_gradient(
+        gate, torch.ones_like(gate), torch.ones_like(gate)
+    )
     exact = gate.double().requires_grad_()
     value = torch.nn.functional.silu(exact)
     value.sum().backward()  # type: ignore[no-untyped-call]

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slurmrl.errors import UsageError
-from slurmrl.tensors.ops.scan import discounted_returns, discounted_sums, forward_sums, reference
+from slurmrl.tensors.ops.scan import (
+    discounted_returns,
+    discounted_sums,
+    forward_sums,
+    scan_reference,
+)
 
 
 @pytest.fixture(autouse=True, params=["torch", "native"])
@@ -63,7 +68,7 @@ def test_sums_are_the_loop(
     wanted = loop(x, lengths, factor, decay, tail)
     tolerance = 1e-9 if dtype == torch.float64 else 1e-4
     torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
-    assert torch.equal(found, reference(x, offsets(lengths), factor, decay, tail))
+    assert torch.equal(found, scan_reference(x, offsets(lengths), factor, decay, tail))
 
 
 def test_a_zero_hides_what_is_behind() -> None:

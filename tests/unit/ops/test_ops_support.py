@@ -8,12 +8,13 @@ from torch import Tensor
 
 from slurmrl.tensors.ops.collectives import Group
 from slurmrl.tensors.ops.logprobs import (
+    Rows,
     logprobs_and_entropy,
     packed_logprobs_and_entropy,
     packed_logprobs_of_logits,
+    vocab_parallel_logprobs_and_entropy,
 )
-from slurmrl.tensors.ops.support import Support
-from slurmrl.tensors.ops.vocab_parallel import Rows, vocab_parallel_logprobs_and_entropy
+from slurmrl.tensors.ops.sampling import Support
 
 TOKENS, HIDDEN, VOCABULARY = 37, 12, 301
 CU_SEQLENS = torch.tensor([0, 9, 10, 37], dtype=torch.int32)
@@ -125,7 +126,7 @@ def test_ranks_with_parts_of_the_vocabulary_agree(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):  # the second time, all ranks' statistics are known
         for rank, part in enumerate(parts):
             monkeypatch.setattr(
-                "slurmrl.tensors.ops.vocab_parallel.gathered",
+                "slurmrl.tensors.ops.logprobs.gathered",
                 lambda values, group: keep(group.rank(), values),
             )
             rows = Rows(cast(Group, _Ranks(rank)), each)

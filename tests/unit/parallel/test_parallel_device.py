@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slurmrl.errors import UnusableGpuError, UsageError
-from slurmrl.tensors.parallel import device, driver
+from slurmrl.tensors.parallel import device, gpu
 
 TOO_OLD = (
     "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU "
@@ -28,7 +28,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
-    monkeypatch.setattr(device, "driver_version", lambda: "535.54.03")
+    monkeypatch.setattr(gpu, "driver_version", lambda: "535.54.03")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1234")
     return monkeypatch
 
@@ -96,15 +96,15 @@ def test_a_worker_with_a_gpu_computes_there(cuda: pytest.MonkeyPatch) -> None:
 def test_the_newest_cuda_of_a_driver(
     version: str, newest: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "nvidia_smi", lambda: None)
-    assert driver.newest_cuda(version) == newest
+    monkeypatch.setattr(gpu, "nvidia_smi", lambda: None)
+    assert gpu.newest_cuda(version) == newest
 
 
 def test_a_newer_libcuda_beside_an_older_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVIDIA's forward compatibility (cuda-compat), of which only nvidia-smi knows."""
     head = "| NVIDIA-SMI 535.54.03    Driver Version: 535.54.03    CUDA Version: 13.0     |"
-    monkeypatch.setattr(driver, "nvidia_smi", lambda: head)
-    assert driver.newest_cuda("535.54.03") == 13
+    monkeypatch.setattr(gpu, "nvidia_smi", lambda: head)
+    assert gpu.newest_cuda("535.54.03") == 13
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slurmrl.errors import UnusableGpuError
-from slurmrl.tensors.parallel import driver, gpu_memory
+from slurmrl.tensors.parallel import device, gpu
 
 GIB = 2**30
 DEVICE = torch.device("cuda", 0)
@@ -30,7 +30,7 @@ class Card:
         monkeypatch.setattr(torch.cuda, "mem_get_info", self.look)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
-        monkeypatch.setattr(driver, "nvidia_smi", lambda *words: HOLDER)
+        monkeypatch.setattr(gpu, "nvidia_smi", lambda *words: HOLDER)
 
     def look(self, device: torch.device) -> tuple[int, int]:
         held = self.held(self.now)
@@ -43,7 +43,7 @@ class Card:
 
     def wait(self, *, exclusive: bool = True) -> float:
         """How long it took."""
-        gpu_memory.wait_until_free(
+        device.wait_until_free(
             DEVICE, exclusive=exclusive, clock=lambda: self.now, sleep=self.sleep
         )
         return self.now
@@ -72,14 +72,14 @@ def test_memory_that_never_becomes_free_is_the_hosts_failure_and_its_holder_is_n
     card = Card(monkeypatch, lambda now: 37)
     with pytest.raises(UnusableGpuError) as caught:
         card.wait()
-    assert card.now == gpu_memory.WAIT_S
+    assert card.now == device.WAIT_S
     for words in ("37.0 of the GPU's 80.0 GiB are in use after 120 s", "pid 4711"):
         assert words in str(caught.value)
 
 
 def test_a_gpu_that_several_may_use_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """One's own machine: two small trials may share its GPU."""
-    assert Card(monkeypatch, lambda now: 37).wait(exclusive=False) == gpu_memory.WAIT_S
+    assert Card(monkeypatch, lambda now: 37).wait(exclusive=False) == device.WAIT_S
 
 
 def test_a_gpu_that_shares_the_hosts_memory_is_not_waited_for(

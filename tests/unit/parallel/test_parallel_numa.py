@@ -13,7 +13,7 @@ SCRIPT = """
 import os, sys, threading
 from pathlib import Path
 from types import SimpleNamespace
-from slurmrl.tensors.parallel.numa import bind_to
+from slurmrl.tensors.parallel.gpu import bind_cpus_near
 
 ready, end = threading.Event(), threading.Event()
 tid = []
@@ -25,7 +25,7 @@ thread = threading.Thread(target=run)
 thread.start()
 ready.wait()
 gpu = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
-bound = bind_to(gpu, int(sys.argv[2]), Path(sys.argv[1]))
+bound = bind_cpus_near(gpu, int(sys.argv[2]), Path(sys.argv[1]))
 child = os.popen(f"{sys.executable} -c 'import os; print(sorted(os.sched_getaffinity(0)))'").read()
 print(bound and sorted(bound), sorted(os.sched_getaffinity(tid[0])), child.strip(), sep="|")
 end.set()

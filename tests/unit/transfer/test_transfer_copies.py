@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.tensors.transfer import copies
-from slurmrl.tensors.transfer.copies import BoxCopies
+from slurmrl.tensors.transfer import execute
+from slurmrl.tensors.transfer.execute import BoxCopies
 
 CPU = torch.device("cpu")
 
@@ -64,7 +64,7 @@ def test_the_layers_of_a_model_share_intervals(monkeypatch: pytest.MonkeyPatch) 
     made = BoxCopies(CPU, kernels=True)
     layers = [torch.randn(6, 256) for _ in range(3)]
     packed = [made.packed(layer[:, 64:192], torch.float32) for layer in layers]
-    monkeypatch.setattr(copies.Intervals, "of", None)
+    monkeypatch.setattr(execute.Intervals, "of", None)
     for layer, elements in zip(layers, packed, strict=True):
         again = made.packed(layer[:, 64:192], torch.float32)
         assert again is not None

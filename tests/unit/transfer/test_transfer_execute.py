@@ -6,12 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import Shard
-from slurmrl.tensors.transfer import copies, execute, verify
-from slurmrl.tensors.transfer.plan import plan_move
-from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec
+from slurmrl.tensors.transfer import execute
+from slurmrl.tensors.transfer.plan import PlacedLayout, plan_move
 from tests.support.host_memory import peak_bytes
 
 SHAPE = (1, 96, 4096)
@@ -39,13 +36,13 @@ def test_verification_makes_no_copy_of_a_tensor(monkeypatch: pytest.MonkeyPatch)
     """Columns of a matrix are converted and summed in blocks, and have the sum of their copy."""
     columns = torch.randn(192, 8192)[:, :4096]
     copy = columns.to(torch.bfloat16).contiguous()
-    monkeypatch.setattr(verify, "BLOCK", 4096)
+    monkeypatch.setattr(execute, "BLOCK", 4096)
     found = []
-    peak = peak_bytes(lambda: found.append(verify.checksum(columns, torch.bfloat16)))
+    peak = peak_bytes(lambda: found.append(execute.checksum(columns, torch.bfloat16)))
     assert peak < 6 * 8 * 4096 < copy.nbytes // 4
-    assert found[0] == verify.checksum(copy, torch.bfloat16)
+    assert found[0] == execute.checksum(copy, torch.bfloat16)
     copy[5, [1, 2]] = copy[5, [2, 1]]
-    assert found[0] != verify.checksum(copy, torch.bfloat16)
+    assert found[0] != execute.checksum(copy, torch.bfloat16)
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
@@ -55,7 +52,7 @@ def test_conversion_and_moving_average_make_no_copy_of_a_tensor(
     source: torch.dtype, target: torch.dtype, eta: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tensor is converted and averaged in blocks of bounded size, whatever its own size is."""
-    monkeypatch.setattr(copies, "BLOCK", 4096)
+    monkeypatch.setattr(execute, "BLOCK", 4096)
     new, old = torch.randn(SHAPE).to(source), torch.randn(SHAPE).to(target)
     expected = old.double().lerp(new.double(), eta)
     assert move(new, old, eta) <= 3 * 4 * 4096 < BYTES // 16

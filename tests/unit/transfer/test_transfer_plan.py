@@ -11,11 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmrl.errors import LayoutError
-from slurmrl.tensors.layout.box import Box, chunk
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import Shard
-from slurmrl.tensors.transfer.plan import MovePlan, plan_move
-from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec, chunk
+from slurmrl.tensors.transfer.plan import MovePlan, PlacedLayout, plan_move
 
 WORLD = 6
 BUDGET = 4 * 16

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.tensors.layout.copy import Array
-from slurmrl.tensors.layout.layout import ITEM_BYTES
-from slurmrl.tensors.weights.version import VersionId, VersionManifest
+from slurmrl.tensors.layout import ITEM_BYTES, Array
+from slurmrl.tensors.weights.format import VersionId, VersionManifest
 from slurmrl.tensors.weights.writer import PartWriter, VersionBits, publish
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {

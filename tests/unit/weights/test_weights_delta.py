@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmrl.errors import WeightVersionError
-from slurmrl.tensors.weights import delta
+from slurmrl.tensors.weights.format import BLOCK_BYTES, apply_delta, compress_delta
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 8]), st.integers(0, 700))
@@ -14,20 +14,20 @@ def test_a_difference_restores_every_bit(seed: int, item_bytes: int, elements: i
     chance = np.random.default_rng(seed)
     old, new = chance.integers(0, 256, (2, elements * item_bytes), np.uint8)
     bits = old.copy()
-    delta.apply(delta.compressed(new, old, item_bytes), bits, item_bytes)
+    apply_delta(compress_delta(new, old, item_bytes), bits, item_bytes)
     assert np.array_equal(bits, new)
 
 
-@pytest.mark.parametrize("bytes_over", [-2, 0, 2, delta.BLOCK_BYTES])
+@pytest.mark.parametrize("bytes_over", [-2, 0, 2, BLOCK_BYTES])
 def test_tensors_of_several_blocks(bytes_over: int) -> None:
     chance = np.random.default_rng(0)
-    old = chance.integers(0, 256, 2 * delta.BLOCK_BYTES + bytes_over, np.uint8)
+    old = chance.integers(0, 256, 2 * BLOCK_BYTES + bytes_over, np.uint8)
     new = old.copy()
     new[chance.integers(0, old.size, 100)] ^= 3
-    stored = delta.compressed(new, old, 2)
+    stored = compress_delta(new, old, 2)
     assert len(stored) < old.size / 100
     bits = old.copy()
-    delta.apply(stored, bits, 2)
+    apply_delta(stored, bits, 2)
     assert np.array_equal(bits, new)
 
 
@@ -36,16 +36,16 @@ def test_splitting_bytes_makes_steps_of_bfloat16_smaller() -> None:
     old = chance.integers(0, 256, 1 << 20, np.uint8)
     new = old.copy()
     new[::2][chance.random(1 << 19) < 0.05] ^= 1
-    assert len(delta.compressed(new, old, 2)) < 0.95 * len(delta.compressed(new, old, 1))
+    assert len(compress_delta(new, old, 2)) < 0.95 * len(compress_delta(new, old, 1))
 
 
 @pytest.mark.parametrize("size", [98, 102, 0])
 def test_a_difference_of_another_size_is_refused(size: int) -> None:
-    stored = delta.compressed(np.ones(100, np.uint8), np.zeros(100, np.uint8), 2)
+    stored = compress_delta(np.ones(100, np.uint8), np.zeros(100, np.uint8), 2)
     with pytest.raises(WeightVersionError, match="than its tensor"):
-        delta.apply(stored, np.zeros(size, np.uint8), 2)
+        apply_delta(stored, np.zeros(size, np.uint8), 2)
 
 
 def test_what_is_no_difference_is_refused() -> None:
     with pytest.raises(WeightVersionError, match="cannot be decompressed"):
-        delta.apply(b"what is this?", np.zeros(100, np.uint8), 2)
+        apply_delta(b"what is this?", np.zeros(100, np.uint8), 2)

@@ -13,8 +13,8 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.tensors.weights.format import MANIFEST, VersionId
 from slurmrl.tensors.weights.inventory import inventory, prune
-from slurmrl.tensors.weights.version import MANIFEST, VersionId
 from tests.fake_runs import FakeRun
 from tests.unit.weights.runs import Ranks, published, random_bits
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from slurmrl.errors import EnvironmentFailure, WaitTimeoutError, WeightVersionError
 from slurmrl.fsio.calls import SystemCalls
+from slurmrl.tensors.weights.format import DELTA, MANIFEST, VersionId, read_manifest
 from slurmrl.tensors.weights.local_copy import FILE, LOCK, STATE, CopiedVersion, LocalCopy
-from slurmrl.tensors.weights.version import DELTA, MANIFEST, VersionId, read_manifest
 from tests.support.faulty import Faulty
 from tests.unit.weights.runs import SHAPES, Bits, Ranks, changed, published, random_bits
 

@@ -8,10 +8,9 @@ import pytest
 
 from slurmrl.errors import EnvironmentFailure, WeightVersionError
 from slurmrl.fsio.calls import SystemCalls
+from slurmrl.tensors.weights.format import MANIFEST, VersionId, VersionManifest, version_ids
 from slurmrl.tensors.weights.inventory import prune, remove, superseded
-from slurmrl.tensors.weights.local_copy import LocalCopy
-from slurmrl.tensors.weights.reader import VersionFiles, resolved
-from slurmrl.tensors.weights.version import MANIFEST, VersionId, VersionManifest, version_ids
+from slurmrl.tensors.weights.local_copy import LocalCopy, VersionFiles, resolved
 from tests.support.faulty import Faulty
 from tests.unit.weights.runs import Ranks, published, random_bits
 

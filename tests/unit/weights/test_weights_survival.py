@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slurmrl.tensors.layout.copy import Array
-from slurmrl.tensors.weights.survival import Survival, survival
+from slurmrl.tensors.checkpoint.export import Survival, survival
+from slurmrl.tensors.layout import Array
 
 
 def start() -> Array:

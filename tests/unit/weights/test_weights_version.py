@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.tensors.weights.version import VersionId
+from slurmrl.tensors.weights.format import VersionId
 
 
 def test_a_later_incarnation_comes_later_whatever_its_step() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, WeightVersionError
-from slurmrl.tensors.weights.version import (
+from slurmrl.tensors.weights.format import (
     DELTA,
     MANIFEST,
     RAW,

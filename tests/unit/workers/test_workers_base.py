@@ -24,9 +24,8 @@ from slurmrl.run.history.state import TrialState, fold
 from slurmrl.run.history.writer import IncarnationWriter, begin
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Failure
-from slurmrl.tensors.checkpoint.checksums import checksum
 from slurmrl.tensors.checkpoint.manifest import write_manifest
-from slurmrl.tensors.checkpoint.tensors import SavedFile
+from slurmrl.tensors.checkpoint.tensors import SavedFile, checksum
 from slurmrl.watch import published
 from slurmrl.workers.failure import describe, publish
 from slurmrl.workers.master import committer as base_module

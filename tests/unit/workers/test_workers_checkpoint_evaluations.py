@@ -16,7 +16,7 @@ from slurmrl.fsio.primitives import temporary_beside
 from slurmrl.run.history.record import Kind
 from slurmrl.run.history.state import Commit
 from slurmrl.run.paths import RunPaths
-from slurmrl.tensors.checkpoint.pinned import ORIGIN
+from slurmrl.tensors.checkpoint.manifest import ORIGIN
 from slurmrl.workers.supervisor import checkpoint_evaluations
 from slurmrl.workers.supervisor.checkpoint_evaluations import TRIES, CheckpointEvaluations
 from tests.fake_runs import FakeRun

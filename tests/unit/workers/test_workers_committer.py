@@ -21,9 +21,8 @@ from slurmrl.run.history.record import Kind
 from slurmrl.run.history.state import TrialState, fold
 from slurmrl.run.history.writer import begin
 from slurmrl.run.paths import RunPaths
-from slurmrl.tensors.checkpoint.checksums import checksum
 from slurmrl.tensors.checkpoint.manifest import read_state, verify
-from slurmrl.tensors.checkpoint.tensors import SavedFile
+from slurmrl.tensors.checkpoint.tensors import SavedFile, checksum
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.worker_channel import WorkerChannel

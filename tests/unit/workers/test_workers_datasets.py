@@ -15,7 +15,7 @@ import pytest
 from slurmrl.config.schema import Dataset
 from slurmrl.data import preparation
 from slurmrl.errors import UsageError
-from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers.distributed import RunStore
 from slurmrl.workers.messages import Preparing
 from slurmrl.workers.worker.setup import Datasets

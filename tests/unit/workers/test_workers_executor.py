@@ -26,8 +26,7 @@ from slurmrl.rewards.scores import JudgedCompletions
 from slurmrl.rollouts.sample_files import SampleWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.tensors import SavedFile
-from slurmrl.tensors.parallel.activity import Activity
-from slurmrl.tensors.parallel.groups import ParallelContext
+from slurmrl.tensors.parallel.groups import Activity, ParallelContext
 from slurmrl.tensors.parallel.topology import ProcessTopology
 from slurmrl.workers.messages import Done, LoadBatch, RunCall, Save, Saved
 from slurmrl.workers.part_files import read_parts

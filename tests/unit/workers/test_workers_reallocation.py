@@ -12,14 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.plan.model import Reallocation
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.layout import Layout, TensorSpec
-from slurmrl.tensors.layout.shard import Shard
+from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec
 from slurmrl.tensors.ops import intervals
-from slurmrl.tensors.parallel.activity import Activity
-from slurmrl.tensors.transfer.copies import BoxCopies
-from slurmrl.tensors.transfer.plan import plan_move
-from slurmrl.tensors.transfer.regions import PlacedLayout
+from slurmrl.tensors.parallel.groups import Activity
+from slurmrl.tensors.transfer.execute import BoxCopies
+from slurmrl.tensors.transfer.plan import PlacedLayout, plan_move
 from slurmrl.workers.worker import reallocation
 from slurmrl.workers.worker.reallocation import PreparedMove, Reallocations, Residence, Verify
 
@@ -65,9 +62,9 @@ def test_intervals_are_made_once_for_all_moves(monkeypatch: pytest.MonkeyPatch) 
     group = cast(dist.ProcessGroup, None)
     prepared = PreparedMove(average, (trained, averaged), (held, taken), plan, group, cpu, copies)
     scatter = mock.Mock(side_effect=intervals.scatter)
-    monkeypatch.setattr("slurmrl.tensors.transfer.copies.scatter", scatter)
+    monkeypatch.setattr("slurmrl.tensors.transfer.execute.scatter", scatter)
     prepared.run(verify=False)
-    monkeypatch.setattr("slurmrl.tensors.transfer.copies.Intervals.of", None)
+    monkeypatch.setattr("slurmrl.tensors.transfer.execute.Intervals.of", None)
     prepared.run(verify=False)
     assert scatter.call_count == 2
     torch.testing.assert_close(target[:, 64:192], 0.75 * source)

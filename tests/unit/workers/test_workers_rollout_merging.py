@@ -24,13 +24,10 @@ from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.models.model_tensors import MergedCheckpoint, SafetensorsFolder
 from slurmrl.models.shapes import parameter_shapes, storage_of
 from slurmrl.rollouts.generation.native.weights import read_weights
-from slurmrl.tensors.checkpoint.precision import Precision
-from slurmrl.tensors.checkpoint.stored import file_entries
-from slurmrl.tensors.checkpoint.tensors import TensorFile
-from slurmrl.tensors.layout.box import Box
-from slurmrl.tensors.layout.copy import Array
-from slurmrl.tensors.layout.layout import TensorSpec
-from slurmrl.tensors.weights.version import VersionId, VersionManifest, part_file, read_manifest
+from slurmrl.tensors.checkpoint.export import Precision
+from slurmrl.tensors.checkpoint.tensors import TensorFile, file_entries
+from slurmrl.tensors.layout import Array, Box, TensorSpec
+from slurmrl.tensors.weights.format import VersionId, VersionManifest, part_file, read_manifest
 from slurmrl.tensors.weights.writer import PartWriter, VersionBits, publish
 from slurmrl.workers.rollout.task_weights import ADAPTED, SHARED, MergingHost, TaskWeights
 from tests.distributed.engines.one_process import random_model

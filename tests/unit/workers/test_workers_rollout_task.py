@@ -35,8 +35,8 @@ from slurmrl.run.channel.log import LogReader, LogWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.checkpoint.tensors import TensorFile
+from slurmrl.tensors.weights.format import VersionId, part_file
 from slurmrl.tensors.weights.inventory import remove
-from slurmrl.tensors.weights.version import VersionId, part_file
 from slurmrl.tensors.weights.writer import PartWriter, publish
 from slurmrl.workers.rollout.setup import actor_config, undefined_decoder
 from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions

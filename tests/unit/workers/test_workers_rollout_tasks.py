@@ -40,7 +40,7 @@ from slurmrl.run.history.state import Lineage
 from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity
-from slurmrl.tensors.weights.version import VersionId
+from slurmrl.tensors.weights.format import VersionId
 from slurmrl.workers import address
 from slurmrl.workers.failure import publish_attempt
 from slurmrl.workers.master import serve

@@ -14,7 +14,7 @@ from slurmrl.engines.base import Engine
 from slurmrl.engines.fsdp.adapters import MergedWeights
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.precision import rounds_to
-from slurmrl.tensors.weights.survival import survival
+from slurmrl.tensors.checkpoint.export import survival
 from slurmrl.workers.worker.executor import MOST, UpdateKept
 from tests.unit.algorithms.test_algorithms_behaviour import (
     BFLOAT16_SERVER,

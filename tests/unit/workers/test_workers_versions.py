@@ -21,10 +21,10 @@ from slurmrl.fsio.calls import SystemCalls
 from slurmrl.fsio.failures import explain
 from slurmrl.run.history.state import Lineage
 from slurmrl.tensors.checkpoint.tensors import NUMPY_DTYPES, TensorEntry
-from slurmrl.tensors.layout.layout import TensorSpec
+from slurmrl.tensors.layout import TensorSpec
+from slurmrl.tensors.weights.format import VersionId, part_file, version_ids
 from slurmrl.tensors.weights.inventory import COMPLETE, inventory, remove
-from slurmrl.tensors.weights.reader import VersionFiles, resolved
-from slurmrl.tensors.weights.version import VersionId, part_file, version_ids
+from slurmrl.tensors.weights.local_copy import VersionFiles, resolved
 from slurmrl.tensors.weights.writer import VersionBits
 from slurmrl.workers.master.version_publisher import Publication, VersionPublisher, remove_leftovers
 from slurmrl.workers.master.worker_channel import WorkerChannel

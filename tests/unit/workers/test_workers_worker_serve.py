@@ -14,7 +14,7 @@ from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, RewardErr
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.reports import Failure, Identity
 from slurmrl.run.worlds import RankId
-from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers.messages import (
     FROM_WORKER,
     TO_ROLLOUT_WORKER,

@@ -19,7 +19,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import read_state, write_manifest
-from slurmrl.tensors.parallel.activity import Activity
+from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers import distributed
 from slurmrl.workers.messages import Start
 from slurmrl.workers.worker import setup
@@ -71,7 +71,7 @@ def on_gpu(
     monkeypatch.setattr(setup, "require_inputs", lambda _: None)
     monkeypatch.setattr(setup.Plan, "read", lambda _: plan)
     monkeypatch.setattr(setup.device, "choose", lambda gpus: setup.device.GPU)
-    monkeypatch.setattr(distributed.gpu_memory, "wait_until_free", lambda *_, **__: None)
+    monkeypatch.setattr(distributed.device, "wait_until_free", lambda *_, **__: None)
     monkeypatch.setattr(setup.device, "set_up", _reached)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     return gpu
@@ -83,9 +83,11 @@ def test_a_trainer_is_bound_to_its_gpus_node_and_waits_for_its_memory_before_it_
 ) -> None:
     """Bound first: host memory comes from the node of the thread that first writes it."""
     done: list[object] = []
-    monkeypatch.setattr(distributed.numa, "bind_to", lambda gpu, least: done.append((gpu, least)))
     monkeypatch.setattr(
-        distributed.gpu_memory,
+        distributed.gpu, "bind_cpus_near", lambda gpu, least: done.append((gpu, least))
+    )
+    monkeypatch.setattr(
+        distributed.device,
         "wait_until_free",
         lambda gpu, *, exclusive: done.append((gpu, exclusive)),
     )

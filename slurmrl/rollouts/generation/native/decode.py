@@ -18,9 +18,9 @@ from slurmrl import log
 from slurmrl.models.paged import PagedCall, PagedDecoder
 from slurmrl.rollouts.generation.native.rows import RowState
 from slurmrl.rollouts.generation.native.sequence import Law
+from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.attention import Packing
 from slurmrl.tensors.ops.sampling import Sampled, sample, stream_uniform
-from slurmrl.tensors.ops.upload import upload
 
 logger = log.get(__name__)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slurmrl.rollouts.generation.native.sequence import Sequence
-from slurmrl.tensors.ops.upload import upload
+from slurmrl.tensors.ops.arguments import upload
 
 UNREAD = -1
 """In place of a token that the host has not read: it is the last token of its row."""

@@ -20,10 +20,10 @@ from slurmrl.rollouts.generation.native.pages import PagePool
 from slurmrl.rollouts.generation.native.rows import UNREAD, RowState
 from slurmrl.rollouts.generation.native.schedule import Limits, Reading, Step
 from slurmrl.rollouts.generation.native.sequence import Law, Sequence
-from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout import Array
+from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.attention import Packing
 from slurmrl.tensors.ops.sampling import NONE, Sampled, joined, sample, stream_uniform
-from slurmrl.tensors.ops.upload import upload
 
 GROWTH = 1.5
 """Factor on the number of pages when there are too few."""

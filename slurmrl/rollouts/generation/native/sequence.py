@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from slurmrl.data.support import SampledSupport
 from slurmrl.rollouts.generation.base import Completion, Finish, GenerationRequest
-from slurmrl.tensors.layout.copy import Array
+from slurmrl.tensors.layout import Array
 from slurmrl.tensors.ops.sampling import stream
 
 Rank = tuple[int, int]

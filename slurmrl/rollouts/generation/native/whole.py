@@ -25,7 +25,7 @@ from slurmrl.rollouts.generation.native.batch import ContinuousBatch
 from slurmrl.rollouts.generation.native.schedule import Limits
 from slurmrl.rollouts.generation.native.sequence import Sequence
 from slurmrl.rollouts.generation.native.stops import Decode
-from slurmrl.tensors.ops.checks import wide
+from slurmrl.tensors.ops.arguments import wide
 
 
 def generate_by_requests(

@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from slurmrl.errors import SlurmrlError
-from slurmrl.tensors.ops.native import build, recipe, toolchain
+from slurmrl.tensors.ops.native import build, recipe
 from slurmrl.tensors.ops.native.recipe import Half
 
 
@@ -22,7 +22,7 @@ def main() -> int:
         metavar="{cpu,cuda}",
         help="cpu needs a C++ compiler, cuda nvcc as well (default: both)",
     )
-    tools = toolchain.find()
+    tools = recipe.find_toolchain()
     status = 0
     for half in parser.parse_args().half or list(Half):
         try:

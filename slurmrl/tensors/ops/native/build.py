@@ -48,7 +48,7 @@ to show that to people."""
 
 
 def cache_folder() -> Path:
-    """SLURMRL_OPS_CACHE, or ``slurmrl/tensors/ops`` in the user's cache folder."""
+    """SLURMRL_OPS_CACHE, or ``slurmrl/ops`` in the user's cache folder."""
     chosen = env.OPS_CACHE.get()
     if chosen:
         return Path(chosen).absolute()

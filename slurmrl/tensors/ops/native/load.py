@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slurmrl import env, log
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.tensors.ops.native import build, recipe, toolchain
+from slurmrl.tensors.ops.native import build, recipe
 from slurmrl.tensors.ops.native.recipe import Half
 
 SMALL_ELEMENTS = 2**18
@@ -71,7 +71,7 @@ def load(half: Half) -> Any:
     """
     folder = build.cache_folder()
     try:
-        wanted = recipe.make(half, toolchain.find())
+        wanted = recipe.make(half, recipe.find_toolchain())
         paths = [build.library(wanted, folder, build.host_folder())]
     except EnvironmentFailure:
         paths = build.ready_made(half, folder)

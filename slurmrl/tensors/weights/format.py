@@ -2,6 +2,12 @@
 
 Records are JSON objects with a checksum, replaced atomically. The checksum covers the content, so
 that a damaged name or shape is found as surely as damaged weights.
+
+A difference of two versions of a tensor is the XOR of the bits, split into planes and compressed.
+The tensor is treated in blocks of `BLOCK_BYTES`, which stay in a core's cache. In each block the
+first bytes of all elements come first, then the second ones, and so on: a small step of the
+optimizer changes the low bytes of few elements, and their high bytes almost never. The blocks of a
+tensor make one zstd frame. Bits are flat arrays of uint8.
 """
 
 from __future__ import annotations
@@ -13,13 +19,16 @@ from functools import cached_property, total_ordering
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
+import zstandard
+
 from slurmrl.errors import CorruptFileError, WeightVersionError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.objects import Dataclass, from_json, to_json
 from slurmrl.fsio.shapes import COUNT, FILE_NAME, INTEGER, SIZE, TEXT, Fields, FieldType, one_of
-from slurmrl.tensors.checkpoint.checksums import Checksum
-from slurmrl.tensors.layout.layout import TensorSpec
+from slurmrl.tensors.checkpoint.tensors import Checksum
+from slurmrl.tensors.layout import Array, TensorSpec
 
 _NAME = re.compile(r"(0|[1-9][0-9]{0,15})\.(0|[1-9][0-9]{0,15})")
 RAW = "raw"
@@ -28,6 +37,12 @@ DELTA = "xor-zstd"
 """The bits XOR those of the base version, compressed (see `delta`)."""
 SAME = "same"
 """Nothing is stored: the tensor has the bits that it has in the base version."""
+
+
+BLOCK_BYTES = 1 << 20
+"""Part of the format; a multiple of every item size."""
+LEVEL = 1
+"""Of zstd. Higher levels save nothing on these bits (docs/benchmarks.md)."""
 
 
 @total_ordering
@@ -79,7 +94,7 @@ class StoredTensor:
     shape: tuple[Annotated[int, SIZE], ...]
     encoding: Annotated[str, one_of(RAW, DELTA, SAME)]
     checksum: str
-    """Checksum of all bits of the tensor (see `tensors.checkpoint.checksums`)."""
+    """Checksum of all bits of the tensor (see `tensors.checkpoint.tensors`)."""
     file: str = ""
     offset: Annotated[int, SIZE] = 0
     bytes: Annotated[int, SIZE] = 0
@@ -222,3 +237,65 @@ def _checksum(content: dict[str, Any]) -> str:
 
 def _text(values: dict[str, Any]) -> str:
     return json.dumps(values, separators=(",", ":"), ensure_ascii=False)
+
+
+def compress_delta(bits: Array, base: Array, item_bytes: int) -> bytes:
+    """The compressed difference of two arrays of equal size."""
+    compressor = zstandard.ZstdCompressor(level=LEVEL).compressobj(size=bits.size)
+    pieces = []
+    for begin in range(0, bits.size, BLOCK_BYTES):
+        block = bits[begin : begin + BLOCK_BYTES] ^ base[begin : begin + BLOCK_BYTES]
+        pieces.append(compressor.compress(_split(block, item_bytes).data))
+    pieces.append(compressor.flush())
+    return b"".join(pieces)
+
+
+def apply_delta(stored: bytes | memoryview, bits: Array, item_bytes: int) -> None:
+    """Change ``bits`` in place by a difference of `compress_delta`. Raises WeightVersionError if
+    it is not of an array of this size; the bits are then unusable."""
+    buffer = np.empty(min(BLOCK_BYTES, bits.size), np.uint8)
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(stored) as reader:
+            for begin in range(0, bits.size, BLOCK_BYTES):
+                block = bits[begin : begin + BLOCK_BYTES]
+                planes = buffer[: block.size]
+                _fill(reader, planes)
+                block.view(_word(item_bytes))[...] ^= _joined(planes, item_bytes)
+            if reader.read(1):
+                raise WeightVersionError("a difference is longer than its tensor")
+    except zstandard.ZstdError as error:
+        raise WeightVersionError(f"a difference cannot be decompressed: {error}") from error
+
+
+def _split(block: Array, item_bytes: int) -> Array:
+    """The planes of a block, one after the other."""
+    words = block.view(_word(item_bytes))
+    planes = np.empty((item_bytes, words.size), np.uint8)
+    for place, plane in enumerate(planes):
+        np.right_shift(words, 8 * place, out=plane, casting="unsafe")
+    return planes.reshape(-1)
+
+
+def _joined(planes: Array, item_bytes: int) -> Array:
+    """The elements whose planes these are, as unsigned integers."""
+    *low, highest = planes.reshape(item_bytes, -1)
+    words = highest.astype(_word(item_bytes))
+    for plane in reversed(low):
+        np.left_shift(words, 8, out=words)
+        np.bitwise_or(words, plane, out=words)
+    return words
+
+
+def _word(item_bytes: int) -> str:
+    """The numpy type of elements as unsigned integers. Shifts of these are several times as fast as
+    a transposition of bytes."""
+    return f"<u{item_bytes}"
+
+
+def _fill(reader: zstandard.ZstdDecompressionReader, target: Array) -> None:
+    view = target.data
+    while view:
+        count = reader.readinto(view)
+        if not count:
+            raise WeightVersionError("a difference is shorter than its tensor")
+        view = view[count:]

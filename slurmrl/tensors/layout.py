@@ -1,0 +1,427 @@
+"""Placement of tensor elements on ranks: boxes, shards, and layouts.
+
+Hugging Face files, checkpoints of any world size and engines are all layouts, so loading, saving,
+exporting and reallocating are one operation: intersect the boxes, then copy. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slurmrl.errors import LayoutError
+
+Index = tuple[int, ...]
+
+
+Array = npt.NDArray[Any]
+ITEM_BYTES: dict[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+}
+"""Bytes of one element by dtype name (torch's names)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype name of a whole tensor."""
+
+    shape: Index
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Elements ``start <= index < start + size`` of a tensor, one entry per dim.
+
+    The box of a scalar has no dims and one element.
+    """
+
+    start: Index
+    size: Index
+
+    @staticmethod
+    def whole(shape: Index) -> Box:
+        """The box of all elements of a tensor of that shape."""
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def stop(self) -> Index:
+        return tuple(start + size for start, size in zip(self.start, self.size, strict=True))
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return prod(self.size)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def inside(self, outer: Box) -> tuple[slice, ...]:
+        """The slices of this box in an array that holds ``outer``."""
+        ahead = zip(self.start, outer.start, self.size, strict=True)
+        return tuple(slice(a - b, a - b + length) for a, b, length in ahead)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common elements; None if there are none."""
+        start = tuple(map(max, self.start, other.start))
+        size = tuple(min(a, b) - c for a, b, c in zip(self.stop, other.stop, start, strict=True))
+        return Box(start, size) if all(length > 0 for length in size) else None
+
+    def contains(self, other: Box) -> bool:
+        inside = zip(self.start, other.start, other.stop, self.stop, strict=True)
+        return all(a <= b and c <= d for a, b, c, d in inside)
+
+    def without(self, hole: Box) -> list[Box]:
+        """The elements outside ``hole`` (a box inside this one) as disjoint boxes."""
+        rest: list[Box] = []
+        start, size = list(self.start), list(self.size)
+        for dim, (low, high) in enumerate(zip(hole.start, hole.stop, strict=True)):
+            for first, last in ((start[dim], low), (high, start[dim] + size[dim])):
+                if first < last:
+                    rest.append(
+                        Box(
+                            (*start[:dim], first, *start[dim + 1 :]),
+                            (*size[:dim], last - first, *size[dim + 1 :]),
+                        )
+                    )
+            start[dim], size[dim] = low, high - low
+        return rest
+
+
+def cover(box: Box, parts: Iterable[Box]) -> tuple[list[tuple[int, Box]], list[Box]]:
+    """Take each element of ``box`` from the first part that has it.
+
+    Returns the number of each part used with the elements taken from it, and the elements that no
+    part has, all as disjoint boxes.
+    """
+    taken: list[tuple[int, Box]] = []
+    rest = [box] if box.count else []
+    for number, part in enumerate(parts):
+        if not rest:
+            break
+        remaining: list[Box] = []
+        for open_box in rest:
+            common = open_box.intersect(part)
+            if common is None:
+                remaining.append(open_box)
+            else:
+                taken.append((number, common))
+                remaining += open_box.without(common)
+        rest = remaining
+    return taken, rest
+
+
+def blocks(box: Box, most: int) -> Iterator[Box]:
+    """The box in row-major order, cut into boxes of at most ``most`` elements."""
+    if box.count <= most:
+        if box.count:
+            yield box
+        return
+    dim = next(dim for dim, length in enumerate(box.size) if length > 1)
+    rows = max(1, most * box.size[dim] // box.count)
+    ahead, behind = box.start[:dim], box.start[dim + 1 :]
+    for first in range(0, box.size[dim], rows):
+        length = min(rows, box.size[dim] - first)
+        start = (*ahead, box.start[dim] + first, *behind)
+        yield from blocks(Box(start, (*box.size[:dim], length, *box.size[dim + 1 :])), most)
+
+
+def chunk(shape: Index, parts: int, index: int) -> Box:
+    """Part ``index`` of ceil-chunks of dim 0, as FSDP2 shards a parameter; may be empty."""
+    rows = -(-shape[0] // parts)
+    first = min(rows * index, shape[0])
+    last = min(first + rows, shape[0])
+    return Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
+
+
+def flat_range(shape: Index, first: int, last: int) -> Iterator[Box]:
+    """Row-major elements ``first <= i < last`` of a tensor as boxes, in order.
+
+    A flat range of a distributed optimizer becomes shards in this way; at most
+    ``2 * dims - 1`` boxes.
+    """
+    if first >= last:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner = prod(shape[1:])
+    row, last_row = first // inner, last // inner
+    if first % inner:
+        end = min(last - row * inner, inner)
+        yield from _in_row(row, flat_range(shape[1:], first % inner, end))
+        row += 1
+    if row < last_row:
+        zeros = (0,) * (len(shape) - 1)
+        yield Box((row, *zeros), (last_row - row, *shape[1:]))
+    if last_row >= row and last % inner:
+        yield from _in_row(last_row, flat_range(shape[1:], 0, last % inner))
+
+
+def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    for box in boxes:
+        yield Box((row, *box.start), (1, *box.size))
+
+
+def view(flat: Array, offset: int, strides: Index, size: Index) -> Array:
+    """The strided box of a flat array, without a copy. Raises LayoutError if it exceeds the
+    array."""
+    span = sum((length - 1) * stride for length, stride in zip(size, strides, strict=True))
+    if offset < 0 or any(s < 0 for s in strides) or offset + span >= flat.size:
+        raise LayoutError(f"a box of size {size} at {offset} exceeds a storage of {flat.size}")
+    return np.lib.stride_tricks.as_strided(
+        flat[offset:], shape=size, strides=tuple(s * flat.itemsize for s in strides)
+    )
+
+
+def row_major(size: Index) -> Index:
+    """Strides in elements of a contiguous array of that size."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(size):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Box ``box`` of tensor ``name`` lies in ``storage`` from element ``offset`` with ``strides``.
+
+    ``name`` is the name in the safetensors files. Offsets and strides count elements; transposes
+    are made at import, so dims keep their order.
+    """
+
+    name: str
+    box: Box
+    storage: str
+    offset: int
+    strides: Index
+
+    @staticmethod
+    def contiguous(name: str, box: Box, storage: str | None = None, offset: int = 0) -> Shard:
+        """A shard that fills its own storage in row-major order."""
+        return Shard(name, box, storage or name, offset, row_major(box.size))
+
+    def offset_of(self, box: Box) -> int:
+        """Storage offset of the first element of a box inside this shard's box."""
+        ahead = zip(box.start, self.box.start, self.strides, strict=True)
+        return self.offset + sum((a - b) * stride for a, b, stride in ahead)
+
+    def to_json(self) -> list[Any]:
+        return [
+            self.name,
+            list(self.box.start),
+            list(self.box.size),
+            self.storage,
+            self.offset,
+            list(self.strides),
+        ]
+
+    @staticmethod
+    def from_json(values: list[Any]) -> Shard:
+        name, start, size, storage, offset, strides = values
+        return Shard(name, Box(tuple(start), tuple(size)), storage, offset, tuple(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBox:
+    """Box ``box``, which each of ``ranks`` holds in a storage, from element ``offset`` with
+    ``strides``. ``storage`` is relative to the tensor's name, see `storage_of`."""
+
+    ranks: tuple[int, ...]
+    box: Box
+    storage: str
+    offset: int
+    strides: Index
+
+    @staticmethod
+    def contiguous(ranks: tuple[int, ...], box: Box) -> HeldBox:
+        """A part that fills a storage with the tensor's own name."""
+        return HeldBox(ranks, box, "", 0, row_major(box.size))
+
+    def shard(self, name: str) -> Shard:
+        return Shard(name, self.box, storage_of(name, self.storage), self.offset, self.strides)
+
+    def to_json(self) -> list[Any]:
+        box = self.box
+        return [self.ranks, box.start, box.size, self.storage, self.offset, self.strides]
+
+    @staticmethod
+    def from_json(values: list[Any]) -> HeldBox:
+        ranks, start, size, storage, offset, strides = values
+        if not len(start) == len(size) == len(strides):
+            raise ValueError(f"a box from {start} of size {size} with strides {strides}")
+        if not ranks:
+            raise ValueError(f"a box from {start} of size {size} on no rank")
+        box = Box(tuple(start), tuple(size))
+        return HeldBox(tuple(ranks), box, storage, offset, tuple(strides))
+
+
+Source = tuple[HeldBox, Box]
+"""A part of a tensor, and the elements that are taken from it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Holders:
+    """The parts of a tensor on all ranks; hashed by identity."""
+
+    parts: tuple[HeldBox, ...]
+
+    @cached_property
+    def by_rank(self) -> Mapping[int, tuple[HeldBox, ...]]:
+        found: dict[int, list[HeldBox]] = defaultdict(list)
+        for part in self.parts:
+            for rank in part.ranks:
+                found[rank].append(part)
+        return {rank: tuple(parts) for rank, parts in found.items()}
+
+
+@lru_cache(maxsize=1024)  # layers repeat the same boxes
+def sources(holders: Holders, box: Box) -> tuple[Source, ...]:
+    """The parts that make up a box, each with the elements to take from it. Raises LayoutError if
+    an element is missing."""
+    taken, rest = cover(box, (part.box for part in holders.parts))
+    if rest:
+        raise LayoutError(f"no rank holds {rest[0]}")
+    return tuple((holders.parts[number], common) for number, common in taken)
+
+
+def storage_of(name: str, relative: str) -> str:
+    """The storage of a tensor: ``""`` stands for its own name, ``/s`` for ``s``, and any other for
+    itself after the prefix of the tensor's name (``exp_avg/`` of moments)."""
+    if relative.startswith("/"):
+        return relative[1:]
+    return _prefix(name) + relative if relative else name
+
+
+def relative_storage(name: str, storage: str) -> str:
+    """The inverse of `storage_of`."""
+    if storage == name:
+        return ""
+    prefix = _prefix(name)
+    relative = storage.removeprefix(prefix)
+    if not storage.startswith(prefix) or relative.startswith("/") or not relative:
+        return f"/{storage}"
+    return relative
+
+
+def _prefix(name: str) -> str:
+    return name[: name.rfind("/") + 1]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """All tensors, and for each the holders of its parts among ranks 0 to ``ranks - 1``; replicas
+    are allowed."""
+
+    tensors: Mapping[str, TensorSpec]
+    holders: Mapping[str, Holders]
+    ranks: int
+
+    @staticmethod
+    def of(tensors: Mapping[str, TensorSpec], shards: Sequence[Sequence[Shard]]) -> Layout:
+        """The layout in which each rank r holds ``shards[r]``. Raises LayoutError for an unknown
+        tensor."""
+        rows: dict[int, list[int]] = {}
+        for rank, row in enumerate(shards):
+            rows.setdefault(id(row), []).append(rank)  # replicas may share one row
+        ranks: dict[str, dict[HeldBox, list[int]]] = {name: {} for name in tensors}
+        for alike in rows.values():
+            for shard in shards[alike[0]]:
+                if shard.name not in ranks:
+                    raise LayoutError(
+                        f"rank {alike[0]} holds a shard of unknown tensor '{shard.name}'"
+                    )
+                storage = relative_storage(shard.name, shard.storage)
+                part = HeldBox((), shard.box, storage, shard.offset, shard.strides)
+                ranks[shard.name].setdefault(part, []).extend(alike)
+        shared: dict[tuple[HeldBox, ...], Holders] = {}
+        holders = {}
+        for name, parts in ranks.items():
+            held = tuple(replace(part, ranks=tuple(sorted({*by}))) for part, by in parts.items())
+            holders[name] = shared.setdefault(held, Holders(held))
+        return Layout(tensors, holders, len(shards))
+
+    def held_by(self, rank: int) -> tuple[Shard, ...]:
+        """The shards of a rank, in the order of the tensors."""
+        return tuple(
+            part.shard(name)
+            for name, holders in self.holders.items()
+            for part in holders.by_rank.get(rank, ())
+        )
+
+    def by_name(self) -> dict[str, list[tuple[int, Shard]]]:
+        """(rank, shard) pairs of each tensor, in rank order."""
+        holders: dict[str, list[tuple[int, Shard]]] = {name: [] for name in self.tensors}
+        for rank, shard in self.all_shards():
+            holders[shard.name].append((rank, shard))
+        return holders
+
+    def all_shards(self) -> Iterator[tuple[int, Shard]]:
+        for rank in range(self.ranks):
+            for shard in self.held_by(rank):
+                yield rank, shard
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, in which tensors that are held alike share an entry too."""
+        numbers = {holders: n for n, holders in enumerate(dict.fromkeys(self.holders.values()))}
+        return {
+            "ranks": self.ranks,
+            "tensors": {
+                name: [spec.shape, spec.dtype, numbers[self.holders[name]]]
+                for name, spec in self.tensors.items()
+            },
+            "holders": [[part.to_json() for part in holders.parts] for holders in numbers],
+        }
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Layout:
+        """Raises LookupError, TypeError or ValueError for values that `to_json` does not make."""
+        ranks = values["ranks"]
+        made = [Holders(tuple(map(HeldBox.from_json, parts))) for parts in values["holders"]]
+        if any(not 0 <= r < ranks for all_ in made for part in all_.parts for r in part.ranks):
+            raise ValueError(f"a rank beyond the {ranks} ranks")
+        dims = [{len(part.box.size) for part in each.parts} for each in made]
+        tensors, holders = {}, {}
+        for name, (shape, dtype, number) in values["tensors"].items():
+            tensors[name] = TensorSpec(tuple(shape), dtype)
+            holders[name] = made[number]
+            if not dims[number] <= {len(shape)}:
+                raise ValueError(f"a box of other dims than '{name}' of shape {shape}")
+        return Layout(tensors, holders, ranks)
+
+    def check(self) -> None:
+        """Check that every part lies inside its tensor and that every element is held by a rank.
+
+        Raises LayoutError naming the tensor and the box.
+        """
+        for name, holders in self.holders.items():
+            whole = Box.whole(self.tensors[name].shape)
+            for part in holders.parts:
+                if not whole.contains(part.box):
+                    raise LayoutError(
+                        f"rank {part.ranks[0]}: {part.box} lies outside '{name}' of shape "
+                        f"{whole.size}"
+                    )
+            _, missing = cover(whole, (part.box for part in holders.parts))
+            if missing:
+                raise LayoutError(f"no rank holds {missing[0]} of tensor '{name}'")

@@ -1,0 +1,340 @@
+"""Triton kernels for key-value caches in pages: their launches, torch form and comparison.
+
+The first use of each kind on a device is compared with the torch form, since nobody would notice a
+wrong completion.
+
+T tokens, R rows, N pages of a row, C cells of the cache, Hq query heads, Hkv key and value heads, D
+head size, M cells that a token may see.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slurmrl import env, log
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.tensors.ops.attention import cache_bias, cached_attention
+from slurmrl.tensors.ops.fused import DTYPES
+from slurmrl.tensors.ops.native.load import Choice
+
+TILE_BYTES = 128
+"""Bytes of the elements at one place of all queries, of adjacent tokens of a row and heads that
+share a key head, that a program computes."""
+LEAST_ROWS = 16
+"""Least side of a matrix that tensor cores multiply."""
+MOST_CELLS = 128
+"""Most cells that a program reads at a time."""
+BLOCK_BYTES = 16 * 2**10
+"""Keys that a program reads at a time, so that several programs fit on a multiprocessor."""
+PROGRAMS = 4
+"""Programs for each multiprocessor, from which on rows are not split further."""
+MOST_SPLITS = 64
+WRITTEN = 1024
+"""Elements of a token that a program writes."""
+LOG2_E = 1.0 / math.log(2.0)
+
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+"""Largest difference of results that are about 1."""
+SHORT, LONG = MOST_CELLS - 3, 2 * MOST_CELLS + 40
+"""Lengths of rows that are not split, and of rows that are."""
+BOUND = MOST_SPLITS * MOST_CELLS
+"""A bound of lengths with which rows are split as far as possible."""
+CHUNK = 7
+WINDOW = 50
+GATHERED_CELLS = 2**16
+"""Cells that are copied at a time."""
+MULTIPLE = 8
+"""A multiple of this many cells is read: torch's kernels copy biases of other lengths."""
+
+
+def supported(like: Tensor) -> bool:
+    """Whether there are kernels for tensors of this dtype and device."""
+    return like.dtype in DTYPES and (like.is_cuda or env.TRITON_INTERPRET.get())
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    *,
+    page: int,
+    longest: int,
+    chunk: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """See ``paged_attention.paged_attention``. Nothing waits for the device, and what is launched
+    depends on shapes and numbers only, not on the tensors' content."""
+    if q.stride(1) != q.shape[2] or q.stride(2) != 1:
+        q = q.contiguous()
+    tensors = (q, keys, values, tables.contiguous(), rows.contiguous(), lengths.contiguous())
+    out: Tensor = _attend(*tensors, page, longest, chunk, scale, window or 0)
+    return out
+
+
+@torch.library.custom_op("slurmrl::paged_attention", mutates_args=())
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    page: int,
+    longest: int,
+    chunk: int,
+    scale: float,
+    window: int,
+) -> Tensor:
+    (tokens, all_heads, size), kv_heads = q.shape, keys.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not tokens:
+        return out
+    group = all_heads // kv_heads
+    heads = _power(group)
+    width = q.element_size()
+    tile = max(1, TILE_BYTES // width // heads) if chunk > 1 else 1
+    heads = max(heads, LEAST_ROWS // tile)
+    columns = max(LEAST_ROWS, _power(size))
+    seen = min(longest, window) if window else longest
+    splits = _splits(-(-tokens // tile) * kv_heads, seen, q.device)
+    parts = norms = out
+    if splits > 1:
+        parts = torch.empty((tokens, all_heads, splits, size), dtype=torch.float32, device=q.device)
+        norms = torch.empty((tokens, all_heads, splits), dtype=torch.float32, device=q.device)
+    kernels = _kernels()
+    kernels.attend[(tokens, kv_heads, splits)](
+        *(q, keys, values, tables, rows, lengths, out, parts, norms),
+        *(tokens, q.stride(0), tables.shape[1], scale * LOG2_E, window),
+        page=page,
+        group=group,
+        size=size,
+        windowed=window > 0,
+        split=splits > 1,
+        tile=tile,
+        heads=heads,
+        columns=columns,
+        block=_block(columns * width),
+        interpreted=env.TRITON_INTERPRET.get(),
+        num_warps=2 * width,
+        num_stages=2,
+    )
+    if splits > 1:
+        kernels.merge[(tokens * all_heads,)](
+            parts, norms, out, size, splits=splits, columns=columns, num_warps=4
+        )
+    return out
+
+
+def write(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """See ``paged_attention.write_cells``."""
+    width = keys.shape[1] * keys.shape[2]
+    k, v = (_rows(x) for x in (k, v))
+    _write(keys, values, slots.contiguous(), k, v, width)
+
+
+@torch.library.custom_op("slurmrl::write_cells", mutates_args=("keys", "values"))
+def _write(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor, width: int) -> None:
+    if not k.shape[0]:
+        return
+    grid = (k.shape[0], -(-width // WRITTEN))
+    strides = (k.stride(0), v.stride(0))
+    _kernels().write[grid](k, v, slots, keys, values, width, *strides, block=WRITTEN)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [T, Hkv, D] with each token's elements side by side; a part of a wider tensor is not
+    copied."""
+    side_by_side = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    return x if side_by_side else x.contiguous()
+
+
+def _block(bytes_per_cell: int) -> int:
+    """Cells that a program reads at a time."""
+    return max(LEAST_ROWS, min(MOST_CELLS, _power(BLOCK_BYTES // bytes_per_cell)))
+
+
+def _splits(programs: int, longest: int, device: torch.device) -> int:
+    """Parts into which the cells of each token are divided, a power of 2: enough for all
+    multiprocessors, but not for less than a block each."""
+    wanted = -(-PROGRAMS * _multiprocessors(device) // programs)
+    most = min(MOST_SPLITS, max(1, longest // MOST_CELLS))
+    return 1 << (min(wanted, most).bit_length() - 1)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # the interpreter
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _power(number: int) -> int:
+    """The least power of 2 that is not below a number."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _kernels() -> Any:
+    """The module of the kernels, which imports Triton."""
+    return importlib.import_module("slurmrl.tensors.ops.triton_kernels")
+
+
+class Sizes(NamedTuple):
+    """What kernels are compiled for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    size: int
+    page: int
+
+
+def attends(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, page: int
+) -> bool:
+    """Whether attention by kernels can be used for these sizes.
+
+    Raises EnvironmentFailure with SLURMRL_OPS=native if it cannot.
+    """
+    sizes = Sizes(device, dtype, heads, kv_heads, size, page)
+    return _chosen(lambda: _attention_failure(sizes), device)
+
+
+def writes(device: torch.device, dtype: torch.dtype) -> bool:
+    """The same for writes of keys and values."""
+    return _chosen(lambda: _write_failure(device, dtype), device)
+
+
+def _chosen(failure: Callable[[], str], device: torch.device) -> bool:
+    choice = Choice(env.OPS.get())
+    if choice is Choice.TORCH:
+        return False
+    reason = failure()
+    if reason and choice is Choice.NATIVE:
+        raise EnvironmentFailure(f"kernels for pages cannot be used on {device}: {reason}")
+    return not reason
+
+
+@cache
+def _attention_failure(sizes: Sizes) -> str:
+    """Why attention cannot be used; empty if it can. Warns once."""
+    return _tried(
+        lambda: _wrong_attention(sizes),
+        f"Attention over pages copies the key-value cache, which is slower, with {sizes.heads} "
+        f"query and {sizes.kv_heads} key heads of {sizes.size} in {sizes.dtype} on {sizes.device}",
+    )
+
+
+@cache
+def _write_failure(device: torch.device, dtype: torch.dtype) -> str:
+    return _tried(
+        lambda: _wrong_writes(device, dtype),
+        f"Keys and values are written by pure torch in {dtype} on {device}",
+    )
+
+
+def _tried(wrong: Callable[[], str], consequence: str) -> str:
+    try:
+        reason = wrong()
+    except Exception as error:  # noqa: BLE001 - Triton, compilers and drivers raise any type
+        reason = f"{type(error).__name__}: {error}"
+    if reason:
+        log.get(__name__).warning("%s. The kernel cannot be used: %s", consequence, reason)
+    return reason
+
+
+@torch.no_grad()
+def _wrong_attention(sizes: Sizes) -> str:
+    """What is wrong with the kernels' results, by a computation on the host: single tokens and
+    chunks, rows that are split and that are not, with and without a window."""
+    for longest, bound, chunk, window in (
+        (LONG, BOUND, 1, None),
+        (SHORT, SHORT, 1, WINDOW),
+        (LONG, LONG, CHUNK, None),
+        (SHORT, SHORT, CHUNK, WINDOW),
+    ):
+        inputs = example(sizes, longest, chunk)
+        page, scale = sizes.page, sizes.size**-0.5
+        bounds: dict[str, Any] = {"page": page, "longest": bound, "chunk": chunk}
+        there = tuple(x.to(sizes.device) for x in inputs)
+        found = attend(*there, **bounds, scale=scale, window=window).float().cpu()
+        exact = tuple(x.float() if x.is_floating_point() else x for x in inputs)
+        settings: tuple[Any, ...] = (page, longest, scale, window)
+        wanted = reference(*exact, *settings)
+        error = float((found - wanted).abs().max())
+        if not error <= TOLERANCE[sizes.dtype]:
+            return (
+                f"for up to {longest} cells, chunks of {chunk} and a window of {window} its "
+                f"results differ from torch's by {error:.3g}"
+            )
+    return ""
+
+
+def example(sizes: Sizes, longest: int, chunk: int) -> tuple[Any, ...]:
+    """q, keys, values, tables, rows and lengths of random tokens, in host memory: single ones of
+    several rows, and ``chunk`` of one row."""
+    _, dtype, heads, kv_heads, size, page = sizes
+    draw = torch.Generator().manual_seed(longest + chunk)
+    single = (1, page, page + 1, longest)
+    behind = tuple(range(longest - chunk + 1, longest + 1)) if chunk > 1 else ()
+    lengths = torch.tensor((*single, *behind))
+    rows = torch.tensor((*range(len(single)), *[len(single)] * len(behind)))
+    pages = -(-longest // page)
+    tables = torch.randperm((len(single) + 1) * pages, generator=draw).view(-1, pages)
+    cells = (tables.numel() * page, kv_heads, size)
+    shapes = ((len(rows), heads, size), cells, cells)
+    q, keys, values = (torch.randn(shape, generator=draw).to(dtype) for shape in shapes)
+    return q, keys, values, tables, rows, lengths
+
+
+@torch.no_grad()
+def _wrong_writes(device: torch.device, dtype: torch.dtype) -> str:
+    both = torch.randn((5, 4, 24), generator=torch.Generator().manual_seed(1)).to(dtype)
+    slots, cells = torch.tensor([7, 0, 3, 8, 4]), torch.zeros((9, 2, 24), dtype=dtype)
+    keys, values = cells.to(device, copy=True), cells.to(device, copy=True)
+    there = both.to(device)
+    write(keys, values, slots.to(device), there[:, :2], there[:, 2:])
+    for found, wanted in ((keys, both[:, :2]), (values, both[:, 2:])):
+        if not torch.equal(found.cpu(), cells.index_copy(0, slots, wanted)):
+            return "it writes other numbers than torch"
+    return ""
+
+
+def reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    page: int,
+    longest: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """``paged_attention.paged_attention`` in torch: copies each token's cells."""
+    seen = min(-(-longest // MULTIPLE) * MULTIPLE, tables.shape[1] * page)
+    pages = tables[:, : -(-seen // page)]
+    places = torch.arange(page, device=tables.device)
+    cells = (pages[:, :, None] * page + places).flatten(1)[:, :seen]
+    each = max(1, GATHERED_CELLS // seen)
+    parts = []
+    for first in range(0, q.shape[0], each):
+        part = slice(first, first + each)
+        own = cells[rows[part]]
+        bias = cache_bias(lengths[part], seen, window, q.dtype)
+        k, v = (x[own].transpose(1, 2) for x in (keys, values))
+        parts.append(cached_attention(q[part], k, v, bias, scale))
+    return torch.cat(parts)
