@@ -30,64 +30,60 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "init": Command("slurmrl.cli.init:init", "Write a first configuration, or a site profile."),
-    "examples": Command("slurmrl.cli.examples:examples", "List or copy the examples."),
+    "init": Command("slurmrl.cli.site:init", "Write a first configuration, or a site profile."),
+    "examples": Command("slurmrl.cli.site:list_examples", "List or copy the examples."),
     "submit": Command("slurmrl.cli.submit:submit", "Check a configuration and start its trial."),
-    "eval": Command(
-        "slurmrl.cli.evaluate:evaluate", "Evaluate a checkpoint in a trial of its own."
-    ),
+    "eval": Command("slurmrl.cli.submit:evaluate", "Evaluate a checkpoint in a trial of its own."),
     "bundle": Command(
-        "slurmrl.cli.bundle:bundle", "Make one archive for a cluster without a network."
+        "slurmrl.cli.site:bundle", "Make one archive for a cluster without a network."
     ),
-    "plan": Command("slurmrl.cli.plan:plan", "Show what would run where, without submitting."),
+    "plan": Command("slurmrl.cli.planning:plan", "Show what would run where, without submitting."),
     "try-reward": Command(
-        "slurmrl.cli.try_reward:try_reward", "Score some completions with a configuration's reward."
+        "slurmrl.cli.datasets:try_reward", "Score some completions with a configuration's reward."
     ),
     "data": Command(
-        "slurmrl.cli.data:data", "Show and check a configuration's data as the model sees it."
+        "slurmrl.cli.datasets:data", "Show and check a configuration's data as the model sees it."
     ),
-    "graph": Command(
-        "slurmrl.cli.graph:graph", "Show the calls of a step and the data between them."
-    ),
-    "status": Command("slurmrl.cli.status:status", "Show the state of trials."),
-    "plot": Command("slurmrl.cli.plot:plot", "Draw metrics of trials in the terminal."),
-    "samples": Command("slurmrl.cli.samples:samples", "Print completions and their rewards."),
+    "status": Command("slurmrl.cli.trial_status:status", "Show the state of trials."),
+    "plot": Command("slurmrl.cli.charts:plot", "Draw metrics of trials in the terminal."),
+    "samples": Command("slurmrl.cli.logs:samples", "Print completions and their rewards."),
     "compare": Command(
-        "slurmrl.cli.compare:compare", "Show where the settings and metrics of two trials differ."
+        "slurmrl.cli.charts:compare", "Show where the settings and metrics of two trials differ."
     ),
     "report": Command(
-        "slurmrl.cli.report:report", "Write an HTML file about trials: curves, story, samples."
+        "slurmrl.cli.charts:report", "Write an HTML file about trials: curves, story, samples."
     ),
-    "events": Command("slurmrl.cli.events:events", "Print the events of a trial in order."),
+    "events": Command("slurmrl.cli.logs:events", "Print the events of a trial in order."),
     "checkpoints": Command(
-        "slurmrl.cli.checkpoints:checkpoints", "List and verify a trial's checkpoints."
+        "slurmrl.cli.saved_models:checkpoints", "List and verify a trial's checkpoints."
     ),
     "weights": Command(
-        "slurmrl.cli.weights:weights", "List and verify the weight versions of a trial."
+        "slurmrl.cli.saved_models:weights", "List and verify the weight versions of a trial."
     ),
     "export": Command(
-        "slurmrl.cli.export:export", "Export a checkpoint's model in Hugging Face format."
+        "slurmrl.cli.saved_models:export", "Export a checkpoint's model in Hugging Face format."
     ),
     "logs": Command("slurmrl.cli.logs:logs", "Print the output of a trial's processes."),
-    "stacks": Command("slurmrl.cli.stacks:stacks", "Print the Python stacks of a running trial."),
-    "names": Command(
-        "slurmrl.cli.names:names", "Show the name store of a trial: keys, values, owners."
-    ),
-    "stop": Command("slurmrl.cli.stop:stop", "Stop a trial at the next step, with a commit."),
-    "cancel": Command("slurmrl.cli.submit:cancel", "Cancel a trial and its jobs at once."),
-    "rm": Command("slurmrl.cli.rm:rm", "Remove trials with all their files."),
-    "resume": Command("slurmrl.cli.resume:resume", "Continue a trial from its last commit."),
-    "scale": Command("slurmrl.cli.scale:scale", "Change how many rollout tasks of a trial run."),
-    "doctor": Command("slurmrl.cli.doctor:doctor", "Check whether trials can run here."),
+    "stacks": Command("slurmrl.cli.control:stacks", "Print the Python stacks of a running trial."),
+    "stop": Command("slurmrl.cli.control:stop", "Stop a trial at the next step, with a commit."),
+    "cancel": Command("slurmrl.cli.control:cancel", "Cancel a trial and its jobs at once."),
+    "rm": Command("slurmrl.cli.control:rm", "Remove trials with all their files."),
+    "resume": Command("slurmrl.cli.control:resume", "Continue a trial from its last commit."),
+    "scale": Command("slurmrl.cli.control:scale", "Change how many rollout tasks of a trial run."),
+    "doctor": Command("slurmrl.cli.site:doctor", "Check whether trials can run here."),
     "train-tokenizer": Command(
-        "slurmrl.cli.train_tokenizer:train_tokenizer", "Train a tokenizer on the texts of datasets."
+        "slurmrl.cli.datasets:train_tokenizer", "Train a tokenizer on the texts of datasets."
     ),
     "completion": Command(
         "slurmrl.cli.completion:completion", "Print the script that completes in your shell."
     ),
 }
 
-
+REMOVED = {
+    "graph": "slurmrl plan CONFIG --graph shows the calls of a step",
+    "names": "slurmrl status TRIAL shows the processes of a trial and their heartbeats",
+}
+"""Commands of earlier releases, and what replaces each."""
 BEGINNING = """\b
 Begin with:
   slurmrl init site          once on a cluster: partition, account, folder of runs
@@ -125,6 +121,8 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
+        if name in REMOVED:
+            raise click.UsageError(f"the command '{name}' was removed: {REMOVED[name]}", ctx)
         if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
             raise click.UsageError(f"no command '{name}'; {near(name, list(COMMANDS))}", ctx)
         return super().resolve_command(ctx, args)

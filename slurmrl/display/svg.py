@@ -8,8 +8,8 @@ from statistics import fmean
 from typing import Final, NamedTuple
 from xml.sax.saxutils import escape
 
-from slurmrl.display.columns import table
-from slurmrl.display.document import Document, Flow, Grid, Legend, Lines, Node, Table, elide
+from slurmrl.display.blocks import Document, Flow, Grid, Legend, Lines, Node, Table, elide
+from slurmrl.display.terminal import table
 
 COLOURS: Final = ("#4477aa", "#ee6677", "#228833", "#aa8800", "#66ccee", "#aa3377")
 """For series, in order of appearance (Tol's bright palette)."""

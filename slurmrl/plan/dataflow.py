@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 
-from slurmrl.display.document import Document, Flow, Legend, Node, NodeLine
+from slurmrl.display.blocks import Document, Flow, Legend, Node, NodeLine
 from slurmrl.errors import GraphError
 from slurmrl.registry import near
 
@@ -274,8 +274,8 @@ def values(
     models: Mapping[str, str],
     warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The graph as ``slurmrl graph --json`` prints it. ``models`` maps the names of the plan's
-    models to their layouts."""
+    """Return the graph that ``slurmrl plan --graph --json`` prints. ``models`` maps the names of
+    the plan's models to their layouts."""
     return {
         "models": dict(models),
         "dataset": list(dataset_keys),

@@ -24,7 +24,7 @@ from math import inf
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from slurmrl.display.words import exit_words
+from slurmrl.display.terminal import exit_words
 from slurmrl.errors import EnvironmentFailure, UnreadableInputError, UsageError, WorkerDiedError
 
 PR_SET_PDEATHSIG = 1

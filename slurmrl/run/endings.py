@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slurmrl.display.words import exit_words, first_line, plain
+from slurmrl.display.terminal import exit_words, first_line, plain
 from slurmrl.run.reports import Cause, Failure, Hang, Report, Warned
 
 HOST_LOSSES = (Cause.LOST_HOST, Cause.GPU_FAULT)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
-from slurmrl.display.words import age, plain
+from slurmrl.display.terminal import age, plain
 from slurmrl.fsio.shapes import COUNT, SECONDS, FieldType
 from slurmrl.run.worlds import TRAINERS
 

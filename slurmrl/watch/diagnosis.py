@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from slurmrl.display.words import age, first_line, plain
+from slurmrl.display.terminal import age, first_line, plain
 from slurmrl.fsio.space import LEAST_BYTES
 from slurmrl.run.history.record import END_OF_DATASET
 from slurmrl.run.worlds import TRAINERS

@@ -1,7 +1,7 @@
 """What a list of trials shows: the status of many trials, and ``overview.json`` of ended ones.
 
 `collect` costs one look at each run directory, one query per scheduler and one wait for all
-heartbeats. `name_entries` waits for leases in the same way.
+heartbeats.
 
 ``overview.json`` saves a reader work and is never the truth. It names the number of history
 records and the size of the metrics that it was made from. Records are never removed, so a reader
@@ -24,14 +24,13 @@ from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlurmrlError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.shapes import INTEGER, NUMBER, SECONDS, SIZE, TEXT, Fields, one_of, table
-from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run.history.log import History
 from slurmrl.run.history.recent import recent
-from slurmrl.run.lease import LeaseBoard, read_counter
+from slurmrl.run.lease import read_counter
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, TaskState
 from slurmrl.watch.diagnosis import diagnose
-from slurmrl.watch.snapshot import GLANCE, STORY, TrialSnapshot, newest_submission, read
+from slurmrl.watch.snapshot import GLANCE, STORY, TrialSnapshot, read
 from slurmrl.watch.status import ENDS, assemble
 
 logger = log.get(__name__)
@@ -255,52 +254,3 @@ def _overview_status(paths: RunPaths, kept: dict[str, Any]) -> dict[str, Any]:
         "diagnosis": findings[0].text,
         "findings": [finding._asdict() for finding in findings],
     }
-
-
-def name_entries(
-    paths: RunPaths,
-    prefix: str,
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> list[dict[str, Any]]:
-    """Return one object per key below ``prefix``: ``key``, ``value``, ``owner`` (a lease, or null),
-    ``alive`` (whether the lease moved during this call; null without an owner) and ``lease_age_s``
-    (how long the lease was seen not to move). Clocks of other hosts are not trusted, so the call
-    takes up to 1.5 heartbeats if a lease does not move.
-    """
-    entries = FileNameStore(paths.names).entries(prefix)
-    owners = sorted({entry.owner for entry in entries.values() if entry.owner})
-    ages = _lease_ages(paths, owners, sleep, clock)
-    return [
-        {
-            "key": key,
-            "value": entry.value,
-            "owner": entry.owner or None,
-            "alive": ages[entry.owner] is None if entry.owner else None,
-            "lease_age_s": (ages[entry.owner] or 0.0) if entry.owner else None,
-        }
-        for key, entry in entries.items()
-    ]
-
-
-def _lease_ages(
-    paths: RunPaths,
-    owners: list[str],
-    sleep: Callable[[float], None],
-    clock: Callable[[], float],
-) -> dict[str, float | None]:
-    """Return how long each lease was seen not to move; None for those that moved."""
-    submission = newest_submission(paths)
-    longest_s = HEARTBEATS * (submission.heartbeat_s if submission is not None else 0.0)
-    board = LeaseBoard(paths.leases, ttl_s=float("inf"), look_s=0.0, clock=clock)
-    first = {owner: board.view(owner).counter for owner in owners}
-    ages: dict[str, float | None] = dict.fromkeys(owners, 0.0)
-    end = clock() + longest_s
-    while owners and clock() < end:
-        sleep(LOOK_S)
-        for owner in owners:
-            view = board.view(owner)
-            ages[owner] = view.age_s if view.counter == first[owner] else None
-        owners = [owner for owner in owners if ages[owner] is not None]
-    return ages

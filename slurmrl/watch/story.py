@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from slurmrl.display.words import first_line, plain
+from slurmrl.display.terminal import first_line, plain
 from slurmrl.run.endings import Ending, JobTag, failure_words
 from slurmrl.run.events import Event
 from slurmrl.run.history.record import Kind

@@ -23,7 +23,7 @@ from typing import IO
 from typing_extensions import Buffer
 
 from slurmrl import log
-from slurmrl.display.words import signal_name
+from slurmrl.display.terminal import signal_name
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.workers import stacks

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from slurmrl.cli import render
+from slurmrl.cli import status_text
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump
 from slurmrl.desk import snapshot
@@ -73,7 +73,6 @@ COMMANDS = (
     ("events", "add/1", "--json"),
     ("logs", "add/1"),
     ("logs", "add/1", "--incarnation", "1"),
-    ("names", "add/1"),
     ("checkpoints", "add/1"),
     ("export", "add/1", "--out", "exported"),
     ("resume", "add/1", "--dry-run"),
@@ -376,8 +375,8 @@ def _running(paths: RunPaths) -> None:
         [paths], lambda kind: fake, detailed=True, sleep=lambda s: None, clock=lambda: next(clock)
     )
     json.dumps(statuses)
-    render.one(statuses[0], 80)
-    render.many(statuses, 80)
+    status_text.one(statuses[0], 80)
+    status_text.many(statuses, 80)
 
 
 def _cut(paths: RunPaths) -> None:

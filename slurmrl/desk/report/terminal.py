@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import plotext
 
 from slurmrl.desk.report.contents import Curve
-from slurmrl.display.words import plain
+from slurmrl.display.terminal import plain
 
 COLOURS = ("blue", "orange", "green", "magenta", "cyan", "red", "yellow", "gray")
 MARKERS = ("braille", "x", "o", "*", "+", "#", "@", "%")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from slurmrl import log, package
-from slurmrl.display.words import exit_words
+from slurmrl.display.terminal import exit_words
 from slurmrl.fsio.atomic import open_log
 from slurmrl.fsio.failures import explain
 from slurmrl.rollouts.generation.warden import LIST, remove_shared

@@ -21,7 +21,7 @@ from typing import IO
 from slurmrl import env, log
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema.rollout import Tasks
-from slurmrl.display.words import signal_name
+from slurmrl.display.terminal import signal_name
 from slurmrl.errors import (
     EnvironmentFailure,
     NameExistsError,

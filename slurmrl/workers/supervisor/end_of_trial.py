@@ -27,7 +27,7 @@ from slurmrl import child, log
 from slurmrl.config import source
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Cluster
-from slurmrl.display.words import first_line
+from slurmrl.display.terminal import first_line
 from slurmrl.errors import SlurmrlError
 from slurmrl.fsio import atomic, variables
 from slurmrl.run.history.recent import recent

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slurmrl.algorithms.reward_model_schema import INTERFACE
-from slurmrl.cli.checkpoints import size
 from slurmrl.cli.main import main
+from slurmrl.cli.saved_models import size
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.errors import DamagedCheckpointError
 from slurmrl.fsio.calls import SystemCalls

@@ -113,7 +113,7 @@ def waiting(root: Path, scheduler: FakeScheduler) -> FakeRun:
 def watch(monkeypatch: pytest.MonkeyPatch, *happenings: Any, arguments: Any = ()) -> int:
     """``status add/1 --watch``; at each pause the next thing happens."""
     waits = iter(happenings)
-    monkeypatch.setattr("slurmrl.cli.follow.time.sleep", lambda seconds: next(waits)())
+    monkeypatch.setattr("slurmrl.cli.following.time.sleep", lambda seconds: next(waits)())
     return main(["status", "add/1", "--watch", *arguments])
 
 
@@ -205,7 +205,7 @@ def test_pauses_grow_while_nothing_changes(
         if len(pauses) == 12:
             waiting.end(Kind.CANCELLED)
 
-    monkeypatch.setattr("slurmrl.cli.follow.time.sleep", sleep)
+    monkeypatch.setattr("slurmrl.cli.following.time.sleep", sleep)
     assert main(["status", "add/1", "--watch"]) == 0
     assert pauses[0] <= 1.0
     assert 20 <= max(pauses) <= 30
@@ -298,7 +298,7 @@ def test_following_events_ends_with_the_trial(
         run.end(Kind.CANCELLED)
 
     waits = iter([new_file, half, rest])
-    monkeypatch.setattr("slurmrl.cli.follow.time.sleep", lambda seconds: next(waits)())
+    monkeypatch.setattr("slurmrl.cli.following.time.sleep", lambda seconds: next(waits)())
     assert main(["events", "add/1", "-f", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["writer"], one["kind"]) for one in lines] == [
@@ -343,7 +343,7 @@ def test_following_prints_what_is_added_once_and_ends_with_the_trial(
         lambda: run.end(Kind.CANCELLED),
     ]
     waits = iter(happenings)
-    monkeypatch.setattr("slurmrl.cli.follow.time.sleep", lambda seconds: next(waits)())
+    monkeypatch.setattr("slurmrl.cli.following.time.sleep", lambda seconds: next(waits)())
     assert main(["logs", "add/1", "-f"]) == 0
     lines = ["first", "half", "second attempt", "last without end"]
     assert capsys.readouterr().out.splitlines() == lines
@@ -371,7 +371,7 @@ def test_following_survives_a_directory_that_does_not_answer(
         waiting.end(Kind.CANCELLED, reason="the end")
 
     waits = iter([hide, lambda: None, show])
-    monkeypatch.setattr("slurmrl.cli.follow.time.sleep", lambda seconds: next(waits)())
+    monkeypatch.setattr("slurmrl.cli.following.time.sleep", lambda seconds: next(waits)())
     assert main([words[0], "add/1", words[1]]) == 0
     captured = capsys.readouterr()
     assert captured.err.count("cannot read the trial, trying again: ") == 1
@@ -386,7 +386,7 @@ def test_following_ends_when_the_trial_is_removed(
     words: tuple[str, str],
 ) -> None:
     waits = iter([lambda: shutil.rmtree(waiting.paths.run)])
-    monkeypatch.setattr("slurmrl.cli.follow.time.sleep", lambda seconds: next(waits)())
+    monkeypatch.setattr("slurmrl.cli.following.time.sleep", lambda seconds: next(waits)())
     assert main([words[0], "add/1", words[1]]) == 2
     assert "add/1" in capsys.readouterr().err
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmrl.cli import doctor as command
+from slurmrl.cli import site as command
 from slurmrl.cli.main import main
 from slurmrl.desk.doctor import examine
 from slurmrl.desk.doctor.check import Check, failed, ok, warning

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from slurmrl.cli import live
-from slurmrl.cli.live import TrialFollower, View, exit_code
+from slurmrl.cli import following
+from slurmrl.cli.following import TrialFollower, View, exit_code
 from slurmrl.desk.live import Jobs
 from slurmrl.run.history.record import Kind
 from slurmrl.scheduler.base import JobState
@@ -61,8 +61,8 @@ class Scene:
 
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    monkeypatch.setattr(live, "POLL_S", {"local": 0.01})
-    monkeypatch.setattr(live, "SHARED_POLL_S", 0.01)
+    monkeypatch.setattr(following, "POLL_S", {"local": 0.01})
+    monkeypatch.setattr(following, "SHARED_POLL_S", 0.01)
     return Scene(tmp_path)
 
 
@@ -95,7 +95,7 @@ def test_the_processes_of_an_ended_local_trial_are_waited_for(scene: Scene) -> N
 def test_processes_that_stay_are_not_waited_for_without_end(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "LEAVE_S", 0.05)
+    monkeypatch.setattr(following, "LEAVE_S", 0.05)
     scene.run.end(Kind.FINISHED, step=6, reason="r")
     assert scene.follow()["state"] == "COMPLETED"
 

@@ -89,6 +89,16 @@ def test_every_command_has_root_and_debug(command: str, capsys: pytest.CaptureFi
     assert "--debug" in output
 
 
+@pytest.mark.parametrize(
+    ("name", "replacement"), [("graph", "slurmrl plan CONFIG --graph"), ("names", "slurmrl status")]
+)
+def test_removed_command_names_its_replacement(
+    name: str, replacement: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "add/1"]) == 2
+    assert f"the command '{name}' was removed: {replacement}" in capsys.readouterr().err
+
+
 def test_the_summary_of_a_command_says_what_its_own_help_says(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -276,10 +276,10 @@ def test_the_graph_is_shown_as_text_json_and_svg(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, path = str(write_config(tmp_path)), tmp_path / "g.svg"
-    code, out, err = run(capsys, "graph", config)
+    code, out, err = run(capsys, "plan", config, "--graph")
     assert (code, err) == (0, "")
     assert "actor_train: train_step of actor\n  <- input_ids (dataset)" in out
-    code, out, _ = run(capsys, "graph", config, "--json", "--svg", str(path))
+    code, out, _ = run(capsys, "plan", config, "--graph", "--json", "--svg", str(path))
     found = json.loads(out)
     assert found["edges"] == [
         {"from": "dataset", "to": "actor_train", "keys": ["input_ids", "prompt_mask"]}
@@ -292,11 +292,11 @@ def test_the_graph_of_an_evaluation_needs_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(write_config(tmp_path))
-    code, _, err = run(capsys, "graph", config, "--evaluation")
+    code, _, err = run(capsys, "plan", config, "--evaluation")
     assert code == 2
     assert "has no evaluation section" in err
     data = f"evaluation.dataset={{type: prompt, path: {tmp_path / 'data.jsonl'}}}"
-    code, out, err = run(capsys, "graph", config, "--evaluation", data, "reward.name=exact_match")
+    code, out, err = run(capsys, "plan", config, "--evaluation", data, "reward.name=exact_match")
     assert code == 0
     assert "reward_inf" in out
     assert "never read" not in err, "no cause for a warning"

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from slurmrl.cli import render
-from slurmrl.cli.live import PlainView, curve, picture, remaining
+from slurmrl.cli import status_text
+from slurmrl.cli.following import PlainView, curve, picture, remaining
 from tests.fake_runs import FakeRun
 from tests.fake_status import incarnation, pending, rollouts, status, timing
 
@@ -16,7 +16,7 @@ from tests.fake_status import incarnation, pending, rollouts, status, timing
     [(0.41234567, "0.4123"), (1234.5, "1,234"), (12, "12"), (None, "-"), (1e-5, "1e-05")],
 )
 def test_numbers(value: Any, text: str) -> None:
-    assert render.number(value) == text
+    assert status_text.number(value) == text
 
 
 @pytest.mark.parametrize(
@@ -24,20 +24,20 @@ def test_numbers(value: Any, text: str) -> None:
     [(None, ""), (0.4, "0 s"), (119, "119 s"), (120, "2 min"), (9000, "2.5 h"), (2e5, "2.3 d")],
 )
 def test_ages(seconds: float | None, text: str) -> None:
-    assert render.age(seconds) == text
+    assert status_text.age(seconds) == text
 
 
 def test_many_trials_in_columns() -> None:
     two = [status(), pending("Priority", "other jobs come first")]
     hour_later = 1_003_600.0
-    assert render.many(two, now=hour_later).splitlines() == [
+    assert status_text.many(two, now=hour_later).splitlines() == [
         "TRIAL  STATE    AGE     STEP   REWARD  TOKENS/S  COMMIT                DIAGNOSIS",
         "add/1  RUNNING  60 min  12/60  0.4123  1,234     step 10, 3.3 min ago  "
         "2 s a step, about 96 s left",
         "add/1  PENDING  60 min  0/60   -       -         none yet              "
         "pending for 3 h (Priority): other jobs come first",
     ]
-    assert render.many(two, 80, now=hour_later).splitlines() == [
+    assert status_text.many(two, 80, now=hour_later).splitlines() == [
         "TRIAL  STATE    AGE     STEP   REWARD  TOKENS/S  COMMIT",
         "add/1  RUNNING  60 min  12/60  0.4123  1,234     step 10, 3.3 min ago",
         "    2 s a step, about 96 s left",
@@ -50,7 +50,7 @@ def test_rollout_tasks() -> None:
     """How many there are and how fast, how old the samples were, and what was lost; an empty
     section says nothing."""
     shown = status(rollouts=rollouts())
-    lines = render.one(shown).splitlines()
+    lines = status_text.one(shown).splitlines()
     assert [line.strip() for line in lines if line.startswith("  ")][4:7] == [
         "rollouts       1 of 4 tasks, 812.4 tokens/s; the trainers wait for groups of rollout "
         "tasks: 3 of 8",
@@ -65,17 +65,17 @@ def test_rollout_tasks() -> None:
     ]
     task = rollouts()["tasks"][0]
     many = status(rollouts=rollouts(tasks=[task] * 20))
-    assert sum(line.startswith("rollout/0") for line in render.one(many).splitlines()) == 8
-    assert "and 12 more" in render.one(many)
+    assert sum(line.startswith("rollout/0") for line in status_text.one(many).splitlines()) == 8
+    assert "and 12 more" in status_text.one(many)
     counts: dict[str, Any] = {name: {} for name in ("trained", "finished", "dropped", "refused")}
     nothing = rollouts(tasks=[], waits_for="", damaged=0, given_back=0, lost=0, **counts)
-    assert "rollouts     0 of 4 tasks\n" in (text := render.one(status(rollouts=nothing)))
+    assert "rollouts     0 of 4 tasks\n" in (text := status_text.one(status(rollouts=nothing)))
     assert "by age" not in text
     assert "not trained" not in text
 
 
 def test_one_trial() -> None:
-    assert render.one(status()).splitlines() == [
+    assert status_text.one(status()).splitlines() == [
         "add/1  RUNNING  step 12/60",
         "  2 s a step, about 96 s left",
         "  reward 0.4123  tokens_per_s 1,234",
@@ -97,7 +97,7 @@ def test_nothing_is_wider_than_the_terminal() -> None:
     words = "jobs of higher priority are ahead of it; " * 3
     waits = pending("Priority", words, incarnations=[incarnation(1, how=words)])
     for one in (waits, status(state="FAILED", reason=words)):
-        for text in (render.one(one, 80), render.many([one, one], 80)):
+        for text in (status_text.one(one, 80), status_text.many([one, one], 80)):
             assert max(map(len, text.splitlines())) <= 80
 
 
@@ -109,12 +109,12 @@ def tasks(count: int, **changes: Any) -> list[dict[str, Any]]:
 def test_hosts_in_the_same_state_share_a_line_where_they_are_many() -> None:
     late = {**tasks(13)[12], "lease_age_s": 7.0, "state": "FAILED"}
     groups = [{"name": "trainer", "links_left": 0, "tasks": [*tasks(12), late]}]
-    assert render.one(status(groups=groups)).splitlines()[9:11] == [
+    assert status_text.one(status(groups=groups)).splitlines()[9:11] == [
         "trainer/0-11  41_1  n0,n1,n2 +9  RUNNING  1        0 s ago",
         "trainer/12    41_1  n12          FAILED   1        7 s ago",
     ]
     groups[0]["tasks"] = tasks(3, state="PENDING", host=None, lease_age_s=None, reason="Resources")
-    text = render.one(status(groups=groups))
+    text = status_text.one(status(groups=groups))
     assert "trainer/0-2  41_1  -     PENDING  1        -          Resources\n" in text
 
 
@@ -122,12 +122,12 @@ def test_a_terminal_gets_no_control_characters() -> None:
     text = "rank 1: \x1b[2J\x07"
     one = status(state="FAILED", reason=text, traceback=f"{text}\n\tx\n")
     one["findings"] = [{"code": "failed", "text": text}]
-    assert render.one(one).replace("\n", "").isprintable()
+    assert status_text.one(one).replace("\n", "").isprintable()
 
 
 def test_all_findings_are_shown() -> None:
     found = [{"code": "signal_lead", "text": "x"}, {"code": "running", "text": "running, y"}]
-    text = render.one(status(diagnosis="x", findings=found))
+    text = status_text.one(status(diagnosis="x", findings=found))
     assert text.splitlines()[1:3] == ["  x", "  also: running, y"]
 
 
@@ -135,24 +135,24 @@ def test_all_findings_are_shown() -> None:
     ("hosts", "text"), [([], "-"), (["a"], "a"), ([f"n{i}" for i in range(9)], "n0,n1,n2 +6")]
 )
 def test_long_host_lists_are_cut(hosts: list[str], text: str) -> None:
-    assert text in render.one(status(incarnations=[incarnation(1, hosts=hosts)]))
+    assert text in status_text.one(status(incarnations=[incarnation(1, hosts=hosts)]))
 
 
 def test_a_failed_trial_says_why() -> None:
     failed = status(state="FAILED", reason="rank 1: NaN\nmore", traceback="Trace\n  x\n")
-    text = render.one(failed)
+    text = status_text.one(failed)
     assert "Trace\n  x\n\nFix the cause, then: slurmrl resume add/1 (add --update-code if" in text
-    assert render.note(status(state="FAILED", reason="rank 1: NaN\nmore")) == "rank 1: NaN"
+    assert status_text.note(status(state="FAILED", reason="rank 1: NaN\nmore")) == "rank 1: NaN"
 
 
 def test_a_waiting_trial_says_what_for() -> None:
-    assert render.note(pending("Resources")) == "waits: Resources"
-    assert render.note(pending("")) == "waits"
+    assert status_text.note(pending("Resources")) == "waits: Resources"
+    assert status_text.note(pending("")) == "waits"
 
 
 def test_doubts_are_said() -> None:
-    assert render.note(status(unconfirmed=True)) == "unconfirmed: no heartbeat seen"
-    assert render.note(status(problem="squeue did not answer", unconfirmed=True)) == (
+    assert status_text.note(status(unconfirmed=True)) == "unconfirmed: no heartbeat seen"
+    assert status_text.note(status(problem="squeue did not answer", unconfirmed=True)) == (
         "squeue did not answer"
     )
 
@@ -171,7 +171,7 @@ def test_doubts_are_said() -> None:
     ],
 )
 def test_what_is_said_at_the_end(changes: dict[str, Any], words: list[str]) -> None:
-    text = render.conclusion(status(**changes), " --root /r")
+    text = status_text.conclusion(status(**changes), " --root /r")
     assert all(word in text for word in words), text
 
 
@@ -189,7 +189,7 @@ def test_the_picture_shows_it_all(one: dict[str, Any]) -> None:
     console.print(picture(one))
     console.file.close()
     text = console.export_text()
-    for part in (one["trial"], one["state"], render.progress(one), render.commit(one)):
+    for part in (one["trial"], one["state"], status_text.progress(one), status_text.commit(one)):
         assert part in text
     assert one["phase"] == "running" or one["diagnosis"].strip() in text
 
@@ -270,7 +270,7 @@ def test_rates_are_shown_with_their_confidence_intervals() -> None:
         "eval/reward/high": None,
     }
     shown = "eval/pass@8 0.5 (0.42 to 0.58)  eval/margin -0.5 (-1 to -0.1)"
-    assert render.metrics(values) == f"reward 1  eval/reward 0.5  {shown}"
+    assert status_text.metrics(values) == f"reward 1  eval/reward 0.5  {shown}"
 
 
 def test_what_a_suite_has_measured_is_shown_as_that_of_an_evaluation() -> None:
@@ -283,4 +283,4 @@ def test_what_a_suite_has_measured_is_shown_as_that_of_an_evaluation() -> None:
         "eval/a/reward/high": 0.6,
     }
     wanted = "reward 0.5  eval/gsm8k/reward 0.25  eval/a/reward 0.5 (0.4 to 0.6)"
-    assert render.metrics(values) == wanted
+    assert status_text.metrics(values) == wanted

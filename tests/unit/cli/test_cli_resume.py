@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import slurmrl
+from slurmrl.cli.control import OTHER
 from slurmrl.cli.main import main
-from slurmrl.cli.resume import OTHER
 from slurmrl.errors import UsageError
 from tests.fake_runs import write_config
 

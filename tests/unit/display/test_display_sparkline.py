@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmrl.display.sparkline import sparkline
+from slurmrl.display.terminal import sparkline
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def test_the_command(
 
 
 def test_hosts_that_say_the_same_share_a_row() -> None:
-    from slurmrl.cli.doctor import _together
+    from slurmrl.cli.site import _together
     from slurmrl.desk.doctor.check import ok, warning
 
     hosts = [f"n{index}" for index in range(6)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.cli import render
+from slurmrl.cli import status_text
 from slurmrl.run.history.record import Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch import overview
@@ -33,7 +33,7 @@ def shown(paths: RunPaths, look: Callable[..., list[dict[str, Any]]]) -> tuple[s
         raise error
 
     [status] = look([paths], lambda kind: FakeScheduler(), unreadable=unreadable)
-    return render.many([status], now=0.0), status["findings"]
+    return status_text.many([status], now=0.0), status["findings"]
 
 
 def finished_without_learning(run: FakeRun) -> None:

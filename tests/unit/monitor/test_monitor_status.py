@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.cli import render
+from slurmrl.cli import status_text
 from slurmrl.fsio import objects
 from slurmrl.run import keys
 from slurmrl.run.history.record import END_OF_DATASET, Kind
@@ -105,7 +105,7 @@ def test_rollout_tasks_have_their_own_last_error(run: FakeRun) -> None:
     assert (first, third) == ("NonZeroExitCode", "JobArrayTaskLimit")
     assert second.startswith("rank 0: ValueError: second xxx")
     assert (len(second), second[-1]) == (200, "…")
-    assert second in render.one(status)
+    assert second in status_text.one(status)
     assert (
         "the last one (rollout/1 on n7) failed: rank 0: ValueError: second" in status["diagnosis"]
     )
@@ -416,7 +416,7 @@ def test_a_pass_that_ends_before_its_limit_has_the_steps_of_its_dataset(tmp_path
     run.end(Kind.FINISHED, step=6, reason=END_OF_DATASET)
     status = look(run)
     assert (status["step"], status["total_steps"], status["diagnosis"]) == (6, 6, "finished")
-    assert render.progress(status) == "6/6"
+    assert status_text.progress(status) == "6/6"
     run.resume()
     run.submission(2, total_steps=200)
     assert look(run)["total_steps"] == 200

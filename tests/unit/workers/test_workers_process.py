@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.display.words import signal_name
+from slurmrl.display.terminal import signal_name
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.run.channel.pipe import Connection
@@ -114,7 +114,7 @@ def test_command_that_cannot_be_executed(tmp_path: Path) -> None:
 PARENT = """
 import os, sys, time
 from pathlib import Path
-from slurmrl.display.words import signal_name
+from slurmrl.display.terminal import signal_name
 from slurmrl.fsio import atomic
 from slurmrl.workers import child_process
 with atomic.open_log(Path(sys.argv[1])) as output:

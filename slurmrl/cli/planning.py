@@ -1,21 +1,37 @@
-"""``slurmrl plan``."""
+"""``slurmrl plan``: what would run where, or the graph of a step."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from slurmrl.cli import completion
-from slurmrl.cli.options import common, examples
+from slurmrl.cli.options import common, examples, json_option
+
+if TYPE_CHECKING:
+    from slurmrl.display.blocks import Document
+
+
+class Shown(NamedTuple):
+    """What the command prints."""
+
+    values: dict[str, Any]
+    """As JSON."""
+    document: Document
+    """As text or SVG."""
+    warnings: Sequence[str] = ()
+    """Printed below it."""
 
 
 @click.command(
     epilog=examples(
         "slurmrl plan grpo.yaml",
         "slurmrl plan grpo.yaml actor.backend=fsdp:d8 --svg plan.svg",
+        "slurmrl plan grpo.yaml --graph",
         "slurmrl plan megatron:d2p2t4 --json",
     )
 )
@@ -26,7 +42,7 @@ from slurmrl.cli.options import common, examples
     type=click.Choice(["auto", "local", "slurm"]),
     help="Plan for this scheduler. Default: cluster.scheduler; auto is slurm on a cluster.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @click.option(
     "--table", "as_table", is_flag=True, help="Print tables (the default), in addition to --svg."
 )
@@ -35,6 +51,17 @@ from slurmrl.cli.options import common, examples
     "with_moves",
     is_flag=True,
     help="Also show what each reallocation moves: bytes per link and per rank, memory, messages.",
+)
+@click.option(
+    "--graph",
+    "with_graph",
+    is_flag=True,
+    help="Show the calls of a step, the keys that pass between them, their models and hooks.",
+)
+@click.option(
+    "--evaluation",
+    is_flag=True,
+    help="Show the graph of an evaluation (of its first suite), not of a training step.",
 )
 @click.option("--svg", type=click.Path(path_type=Path), help="Write the plan to this SVG file.")
 @common
@@ -45,6 +72,8 @@ def plan(
     as_json: bool,
     as_table: bool,
     with_moves: bool,
+    with_graph: bool,
+    evaluation: bool,
     svg: Path | None,
     root: str | None,
 ) -> int:
@@ -59,32 +88,32 @@ def plan(
 
     if as_json and as_table:
         raise click.UsageError("--json and --table exclude each other")
+    graph = with_graph or evaluation
+    if graph and (with_moves or scheduler):
+        raise click.UsageError("--graph excludes --moves and --scheduler")
     if _is_allocation(target):
-        if overrides or scheduler or with_moves:
+        if overrides or scheduler or with_moves or graph:
             raise click.UsageError(
-                "overrides, --scheduler and --moves are not allowed with an allocation"
+                "overrides, --scheduler, --moves and --graph are not allowed with an allocation"
             )
-        from slurmrl.plan.plan_document import allocation_document
-        from slurmrl.plan.resolve.spellings import explain
-
-        made = explain(target)
-        shown = allocation_document(made)
+        shown = _allocation(target)
+    elif graph:
+        shown = _graph(target, overrides, root, evaluation=evaluation)
     else:
-        from slurmrl.plan.plan_document import document
-
-        made = _report(Path(target), overrides, scheduler, root, with_moves=with_moves)
-        shown = document(made)
+        shown = _plan(Path(target), overrides, scheduler, root, with_moves=with_moves)
     if svg is not None:
         from slurmrl.display import svg as picture
 
-        svg.write_text(picture.render(shown), encoding="utf-8")
+        svg.write_text(picture.render(shown.document), encoding="utf-8")
     if as_json:
-        click.echo(json.dumps(made))
+        click.echo(json.dumps(shown.values))
     elif as_table or with_moves or svg is None:
-        from slurmrl.display import text
+        from slurmrl.display import blocks
 
-        click.echo(text.render(shown))
-    return 2 if any(not line.endswith(LATER) for line in made.get("missing", ())) else 0
+        click.echo(blocks.as_text(shown.document))
+    for line in [] if as_json else shown.warnings:
+        click.echo(f"warning: {line}", err=True)
+    return 2 if any(not line.endswith(LATER) for line in shown.values.get("missing", ())) else 0
 
 
 def _is_allocation(target: str) -> bool:
@@ -94,14 +123,22 @@ def _is_allocation(target: str) -> bool:
     return not names_file and not Path(target).exists()
 
 
-def _report(
+def _allocation(target: str) -> Shown:
+    from slurmrl.plan.plan_document import allocation_document
+    from slurmrl.plan.resolve.spellings import explain
+
+    made = explain(target)
+    return Shown(made, allocation_document(made))
+
+
+def _plan(
     path: Path,
     overrides: tuple[str, ...],
     scheduler: str | None,
     root: str | None,
     *,
     with_moves: bool,
-) -> dict[str, Any]:
+) -> Shown:
     from slurmrl.desk import own_code
     from slurmrl.desk.proposal import kept
     from slurmrl.desk.submit import refusal
@@ -109,6 +146,7 @@ def _report(
     from slurmrl.plan import precision, resources
     from slurmrl.plan.build import make_plan
     from slurmrl.plan.dataflow import unread
+    from slurmrl.plan.plan_document import document
     from slurmrl.plan.plan_values import report
     from slurmrl.plan.settings import Settings, load_settings
     from slurmrl.scheduler import choose
@@ -142,4 +180,32 @@ def _report(
         from slurmrl.engines.planned import moves
 
         made["moves"] = list(moves(settings, planned))
-    return made
+    return Shown(made, document(made))
+
+
+def _graph(config: str, overrides: tuple[str, ...], root: str | None, *, evaluation: bool) -> Shown:
+    """Return the calls of a step and the keys that pass between them."""
+    from slurmrl.desk.trials import chosen_root
+    from slurmrl.errors import UsageError
+    from slurmrl.plan.build import make_plan
+    from slurmrl.plan.dataflow import DATASET_KEYS, document, unread, values
+    from slurmrl.plan.settings import load_settings
+
+    settings = load_settings(
+        Path(config), overrides, root=chosen_root(root), scheduler="local", planning=True
+    )
+    planned = make_plan(settings, scheduler="local")
+    dataset = settings.config.dataset
+    calls = planned.calls
+    if evaluation:
+        if settings.config.evaluation is None:
+            raise UsageError(f"{config} has no evaluation section")
+        if not settings.config.trainers_evaluate:
+            raise UsageError(f"{config}: trials of their own evaluate, see evaluation.tasks")
+        suite, own = next(iter(settings.config.evaluations.items()))
+        calls, dataset = planned.evaluation(suite), own.held_out
+    warnings = unread(calls, dataset.kind, evaluation=evaluation)
+    models = {name: model.backend for name, model in planned.models.items()}
+    graph = values(calls, DATASET_KEYS[dataset.kind], models, warnings)
+    title = f"{planned.experiment}/{planned.trial}{' evaluation' if evaluation else ''}"
+    return Shown(graph, document(title, graph), [f"key {line}" for line in warnings])

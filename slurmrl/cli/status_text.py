@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from slurmrl.display.columns import hanging, table
-from slurmrl.display.words import age, first_line, plain
+from slurmrl.display.terminal import age, first_line, hanging, plain, table
 
 Status = Mapping[str, Any]
 

@@ -1,29 +1,37 @@
-"""Watching a submitted trial until it ends: progress in place in a terminal, as lines elsewhere."""
+"""Following trials: read, wait, read again, until the end; and the view of a submitted trial."""
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from enum import Enum
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import click
 
-from slurmrl.cli import render
-from slurmrl.cli.follow import Interrupts, Seen, follow, polled_query
+from slurmrl.backoff import Backoff
+from slurmrl.cli import status_text
 from slurmrl.desk.live import Jobs
-from slurmrl.display.sparkline import sparkline
-from slurmrl.display.words import age, plain
-from slurmrl.errors import EnvironmentFailure
+from slurmrl.display.terminal import age, plain, sparkline
+from slurmrl.errors import EnvironmentFailure, OwnershipError, UnknownNameError
+from slurmrl.fsio import atomic
+from slurmrl.run.history.recent import recent
 from slurmrl.run.metrics import read_latest
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler.base import TaskState
+from slurmrl.scheduler import make
+from slurmrl.scheduler.base import JobIds, Scheduler, SchedulerPoll, TaskState
 from slurmrl.watch.snapshot import read
 from slurmrl.watch.status import assemble
 
+FIRST_S, LONGEST_S = 0.3, 5.0
+"""Pauses between two looks: after news, and when nothing has changed for long."""
+SLICE_S = 0.1
+"""A pause that Ctrl-C must end is slept in slices of this length."""
 CURVE_STEPS, CURVE_WIDTH = 400, 40
 """Newest steps of the curve that the live view draws, and its columns."""
 MOST_LINES = 100
@@ -34,9 +42,122 @@ SHARED_POLL_S = 10.0
 """The same where scheduler and directory are shared with other users."""
 LEAVE_S = 15.0
 """How long to wait for the processes of an ended local trial to exit."""
-
 EXIT_CODES = {"COMPLETED": 0, "FAILED": 1}
 INTERRUPTED = 130
+
+
+class Seen(Enum):
+    """The result of one look."""
+
+    NEWS = "news"
+    NOTHING_NEW = "nothing new"
+    END = "end"
+
+
+class Interrupts:
+    """Counts Ctrl-C instead of raising KeyboardInterrupt in the middle of a look."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.handled = 0
+
+    def __enter__(self) -> Interrupts:
+        self._before = signal.signal(signal.SIGINT, self._add)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    @property
+    def pending(self) -> bool:
+        return self.count > self.handled
+
+    def _add(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def follow(
+    look: Callable[[], Seen],
+    first_s: float = FIRST_S,
+    longest_s: float = LONGEST_S,
+    *,
+    on_interrupt: Callable[[int], bool] | None = None,
+    interrupts: Interrupts | None = None,
+    sleep: Callable[[float], None] | None = None,
+) -> None:
+    """Call ``look`` until it returns END. Pauses grow from ``first_s`` to ``longest_s`` while there
+    is no news. A directory or a scheduler that does not answer is reported once and tried again.
+
+    Ctrl-C raises KeyboardInterrupt as usual. With ``on_interrupt`` it ends the pause instead, and
+    that is called with the number of interrupts so far; it returns whether to stop following.
+    ``interrupts``: those that the caller counts already.
+    """
+    sleep = sleep or time.sleep
+    backoff = Backoff(first_s, longest_s)
+    problem: str | None = None
+    with ExitStack() as stack:
+        if on_interrupt is not None and interrupts is None:
+            interrupts = stack.enter_context(Interrupts())
+        while True:
+            seen, before = Seen.NOTHING_NEW, problem
+            try:
+                seen, problem = look(), None
+            except OwnershipError:
+                raise  # waiting does not change this
+            except EnvironmentFailure as error:
+                problem = str(error)
+                if problem != before:
+                    click.echo(f"cannot read the trial, trying again: {problem}", err=True)
+            if seen is Seen.END:
+                return
+            if seen is Seen.NEWS:
+                backoff.reset()
+            _pause(backoff.next_s(), interrupts, sleep)
+            if on_interrupt is not None and interrupts is not None and interrupts.pending:
+                interrupts.handled = interrupts.count
+                if on_interrupt(interrupts.count):
+                    return
+
+
+def _pause(seconds: float, interrupts: Interrupts | None, sleep: Callable[[float], None]) -> None:
+    if interrupts is None:
+        sleep(seconds)
+        return
+    deadline = time.monotonic() + seconds
+    while not interrupts.pending and time.monotonic() < deadline:
+        sleep(min(SLICE_S, seconds))
+
+
+def has_ended(paths: RunPaths) -> bool:
+    """Whether the history ends the trial. Ask before reading what its processes wrote: then
+    nothing that they wrote before the end is missed. Raises UnknownNameError for a removed trial.
+    """
+    try:
+        atomic.read(paths.identity)
+    except FileNotFoundError:
+        trial = f"{paths.experiment}/{paths.trial}"
+        raise UnknownNameError(f"trial {trial} was removed: {paths.run} is gone") from None
+    return recent(paths.history, exports=False).end is not None
+
+
+def polled_query(kind: str, scheduler: Scheduler) -> Callable[[JobIds], list[TaskState]]:
+    """Return a query for use at every look: a shared scheduler is asked far less often than that,
+    and its last answer is returned in between."""
+    return scheduler.query if kind == "local" else SchedulerPoll(kind, scheduler).query
+
+
+class PolledScheduler:
+    """A scheduler that is asked seldom, however often a command looks at the run directories."""
+
+    def __init__(self, kind: str) -> None:
+        scheduler = make(kind)
+        self.recover = scheduler.recover
+        self.query = polled_query(kind, scheduler)
 
 
 class TrialFollower:
@@ -91,7 +212,7 @@ class TrialFollower:
 
     def _is_over(self, state: str) -> bool:
         """An ended local trial is over when its processes have exited, or LEAVE_S later."""
-        if state in render.LIVES:
+        if state in status_text.LIVES:
             return False
         self._leave_at = self._leave_at or time.monotonic() + LEAVE_S
         active = any(task.state.active for task in self._tasks)
@@ -118,7 +239,7 @@ def exit_code(status: dict[str, Any]) -> int:
 class View(AbstractContextManager["View"]):
     """Shows nothing: the base class, and the view of ``--json``."""
 
-    def update(self, status: render.Status) -> None:
+    def update(self, status: status_text.Status) -> None:
         """Show a new status."""
 
     def note(self, text: str) -> None:
@@ -143,10 +264,10 @@ class PlainView(View):
         self._earlier = self._incarnation = earlier
         self._printed: dict[str, str] = {}
 
-    def update(self, status: render.Status) -> None:
+    def update(self, status: status_text.Status) -> None:
         if status["incarnation"] != self._incarnation:
             self._begin(status)
-        lives = status["state"] in render.LIVES
+        lives = status["state"] in status_text.LIVES
         if lives:
             self._print_state(status)
         if status["incarnation"] > self._earlier:
@@ -154,22 +275,22 @@ class PlainView(View):
         if not lives:  # after the last steps
             self._print_state(status)
 
-    def _print_state(self, status: render.Status) -> None:
-        self._print_once("state", f"{status['state']} {render.note(status)}".strip())
+    def _print_state(self, status: status_text.Status) -> None:
+        self._print_once("state", f"{status['state']} {status_text.note(status)}".strip())
 
-    def _print_progress(self, status: render.Status) -> None:
+    def _print_progress(self, status: status_text.Status) -> None:
         for line in read_latest(RunPaths(Path(status["run"])).metrics, MOST_LINES):
             if line["step"] > self._step:
                 self._step = line["step"]
-                where = f"step {render.progress({**status, 'step': line['step']})}"
-                self._write(f"{where}  {render.metrics(line)}".rstrip())
+                where = f"step {status_text.progress({**status, 'step': line['step']})}"
+                self._write(f"{where}  {status_text.metrics(line)}".rstrip())
         if status["checkpoint"] is not None:
             self._print_once("commit", f"committed step {status['checkpoint']['step']}")
 
     def note(self, text: str) -> None:
         self._write(text)
 
-    def _begin(self, status: render.Status) -> None:
+    def _begin(self, status: status_text.Status) -> None:
         """Steps after the last commit are repeated, and printed again."""
         committed = status["checkpoint"]["step"] if status["checkpoint"] else -1
         self._step = min(self._step, committed) if self._step >= 0 else committed
@@ -203,7 +324,7 @@ class LiveView(View):
     ) -> None:
         self._live.stop()
 
-    def update(self, status: render.Status) -> None:
+    def update(self, status: status_text.Status) -> None:
         lines = read_latest(RunPaths(Path(status["run"])).metrics, CURVE_STEPS)
         self._live.update(picture(status, lines))
 
@@ -211,7 +332,7 @@ class LiveView(View):
         self._live.console.print(text, highlight=False, markup=False)
 
 
-def picture(status: render.Status, lines: Sequence[Mapping[str, Any]] = ()) -> Any:
+def picture(status: status_text.Status, lines: Sequence[Mapping[str, Any]] = ()) -> Any:
     """Return the rich renderable of a running trial. ``lines``: its newest metrics."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
@@ -222,24 +343,24 @@ def picture(status: render.Status, lines: Sequence[Mapping[str, Any]] = ()) -> A
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
         ProgressBar(total=total, completed=min(status["step"], total), width=40),
-        Text(f"step {render.progress(status)}"),
+        Text(f"step {status_text.progress(status)}"),
         Text(remaining(status)),
     )
     head = f"{status['trial']}  {status['state']}"
     finding = status["findings"][0]
     why = "" if finding["code"] == "running" else plain(finding["text"])
-    commit = f"commit: {render.commit(status)}"
+    commit = f"commit: {status_text.commit(status)}"
     if status["incarnation"] > 1:
         commit += f"   incarnation {status['incarnation']}"
-    rollouts = f"rollouts: {shown}" if (shown := render.rollouts(status)) else ""
-    texts = (why, render.metrics(status["metrics"]), curve(lines), commit, rollouts)
+    rollouts = f"rollouts: {shown}" if (shown := status_text.rollouts(status)) else ""
+    texts = (why, status_text.metrics(status["metrics"]), curve(lines), commit, rollouts)
     return Group(Text(head, style="bold"), bar, *(Text(text) for text in texts if text))
 
 
 def curve(lines: Sequence[Mapping[str, Any]]) -> str:
     """Return ``reward ▁▂▄▆█ 0.12 to 0.41, steps 1 to 60``: the first metric of a progress line that
     two of the lines have; empty without one. Evaluations are too few for a curve of their own."""
-    for name in sorted(render.SHOWN, key=lambda name: name.startswith("eval/")):
+    for name in sorted(status_text.SHOWN, key=lambda name: name.startswith("eval/")):
         points = [
             (line["step"], float(value))
             for line in lines
@@ -248,12 +369,12 @@ def curve(lines: Sequence[Mapping[str, Any]]) -> str:
         if len(points) > 1:
             (first, before), (last, now) = points[0], points[-1]
             bars = sparkline([value for _, value in points], CURVE_WIDTH)
-            values = f"{render.number(before)} to {render.number(now)}"
+            values = f"{status_text.number(before)} to {status_text.number(now)}"
             return f"{name} {bars} {values}, steps {first} to {last}"
     return ""
 
 
-def remaining(status: render.Status) -> str:
+def remaining(status: status_text.Status) -> str:
     """Return the step time and the time left at that pace."""
     step_s, left_s = status["timing"]["step_s"], status["timing"]["left_s"]
     return f"{step_s:.3g} s/step, {age(left_s)} left" if step_s and left_s else ""

@@ -1,15 +1,54 @@
-"""Aligned text: cut to the width of a terminal, whole lines in a pipe."""
+"""Text for people: times, ends of processes, error lines, tables, bars."""
 
 from __future__ import annotations
 
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
+from itertools import pairwise
 
+UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 GAP = "  "
 LEAST = 28
 """Least columns for wrapped text; with fewer left it continues on the next line, further left."""
 BELOW = "    "
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def age(seconds: float | None) -> str:
+    """Return ``40 s``, ``2.5 min``, ``3 h``: two digits are enough for people."""
+    if seconds is None:
+        return ""
+    for unit, size in UNITS:
+        if seconds >= 2 * size:
+            value = seconds / size
+            shown = f"{value:.1f}".removesuffix(".0") if value < 9.95 else f"{value:.0f}"
+            return f"{shown} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGKILL``, or ``signal 40`` for a signal without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def exit_words(code: int) -> str:
+    """Return ``SIGKILL`` or ``exited with code 7``. ``code`` is negative for a signal."""
+    return signal_name(-code) if code < 0 else f"exited with code {code}"
+
+
+def first_line(text: object) -> str:
+    """Return the first line of an error's text, which may come from a damaged file."""
+    return plain(str(text or "").strip().partition("\n")[0])
+
+
+def plain(text: str) -> str:
+    """Return the text on one line, without control characters."""
+    return "".join(c if c.isprintable() else " " for c in text).strip()
 
 
 def width() -> int | None:
@@ -56,3 +95,16 @@ def _wrap(indent: str, text: str, width: int) -> list[str]:
         break_on_hyphens=False,
     )
     return wrapper.wrap(text)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return one bar for each value, or for each of ``width`` ranges of more values their mean."""
+    from statistics import fmean  # slow to import
+
+    count = min(width, len(values))
+    edges = [number * len(values) // count for number in range(count + 1)]
+    means = [fmean(values[a:b]) for a, b in pairwise(edges)]
+    least, span = min(means), max(means) - min(means)
+    if not span:
+        return BARS[len(BARS) // 2] * count
+    return "".join(BARS[round((mean - least) / span * (len(BARS) - 1))] for mean in means)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slurmrl.cli import completion, render
-from slurmrl.cli.follow import PolledScheduler, Seen, follow
+from slurmrl.cli import completion, status_text
+from slurmrl.cli.following import PolledScheduler, Seen, follow
 from slurmrl.cli.options import common, examples, json_option
-from slurmrl.display import columns
-from slurmrl.display.words import plain
+from slurmrl.display import terminal
+from slurmrl.display.terminal import plain
 
 if TYPE_CHECKING:
     from slurmrl.errors import SlurmrlError
@@ -151,8 +151,10 @@ def _text(wanted: _Wanted, statuses: Sequence[dict[str, Any]], as_json: bool) ->
     if not statuses:
         states = f" {' or '.join(wanted.states)}" if wanted.states else ""
         return f"no{states} trials in {wanted.root}{'' if states else ' yet'}"
-    width = columns.width()
-    return render.one(statuses[0], width) if wanted.single else render.many(statuses, width)
+    width = terminal.width()
+    return (
+        status_text.one(statuses[0], width) if wanted.single else status_text.many(statuses, width)
+    )
 
 
 class _Watch:
@@ -204,13 +206,13 @@ class Rest:
 
 
 def _is_over(status: dict[str, Any]) -> bool:
-    return status["state"] not in render.LIVES and not status.get("problem")
+    return status["state"] not in status_text.LIVES and not status.get("problem")
 
 
 def _line(status: dict[str, Any]) -> str:
     """Return ``16:02:29  add/1  RUNNING  step 12/60  2.9 s a step, about 107 s left``."""
     parts = (time.strftime("%H:%M:%S"), status["trial"], status["state"])
-    return "  ".join([*parts, f"step {render.progress(status)}", plain(status["diagnosis"])])
+    return "  ".join([*parts, f"step {status_text.progress(status)}", plain(status["diagnosis"])])
 
 
 def _footer() -> str:
@@ -228,7 +230,7 @@ def _gist(status: dict[str, Any]) -> tuple[object, ...]:
         status["state"],
         status["step"],
         checkpoint.get("step"),
-        status["reason"] if ended else render.note(status),
+        status["reason"] if ended else status_text.note(status),
         [finding["code"] for finding in status["findings"]],
         [] if ended else [(row["number"], row["how"]) for row in status["incarnations"]],
     )

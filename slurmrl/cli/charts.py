@@ -1,0 +1,256 @@
+"""Commands that show metrics of trials: plot, compare, report."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from slurmrl.cli import completion
+from slurmrl.cli.following import PolledScheduler, Seen, follow
+from slurmrl.cli.options import common, examples, json_option
+from slurmrl.cli.status_text import SHOWN, number
+from slurmrl.cli.trial_status import Rest
+from slurmrl.display import terminal
+from slurmrl.display.terminal import plain
+
+if TYPE_CHECKING:
+    from slurmrl.desk.report.comparison import Comparison, Point
+    from slurmrl.desk.report.contents import Curve
+    from slurmrl.run.paths import RunPaths
+    from slurmrl.watch.overview import SchedulerFactory
+
+
+PIPE_WIDTH = 100
+"""Columns where there is no terminal."""
+HEIGHT = 16
+FIRST_S, LONGEST_S = 5.0, 60.0
+"""Pauses of ``report --watch``."""
+
+
+@click.command(
+    epilog=examples(
+        "slurmrl plot grpo/1 reward", "slurmrl plot grpo/1 grpo/2 reward 'eval/*' --smooth 0.9"
+    )
+)
+@click.argument(
+    "words",
+    nargs=-1,
+    required=True,
+    metavar="EXPERIMENT/TRIAL... [METRIC...]",
+    shell_complete=completion.trials,
+)
+@click.option(
+    "--smooth",
+    type=click.FloatRange(0.0, 1.0, max_open=True),
+    default=0.0,
+    metavar="WEIGHT",
+    help="Draw moving averages; the weight of what came before, such as 0.9.",
+)
+@common
+def plot(words: tuple[str, ...], smooth: float, root: str | None) -> int:
+    """Draw metrics in the terminal, those of several trials in one chart. METRIC is a name or a
+    pattern such as 'eval/*'; without one, the metrics of the progress line are drawn."""
+    from slurmrl.desk import trials
+    from slurmrl.desk.report.contents import Curve
+    from slurmrl.desk.report.curves import curves, smoothed, thinned
+    from slurmrl.desk.report.terminal import chart
+    from slurmrl.run import evaluated
+
+    chosen, patterns = _split(trials.root_folder(root), words)
+    found = {
+        f"{paths.experiment}/{paths.trial}": curves(evaluated.lines_of(paths)) for paths in chosen
+    }
+    for place, name in enumerate(_names(found, patterns)):
+        drawn = {
+            trial: thinned(Curve(x=own[name].x, y=smoothed(own[name].y, smooth)))
+            for trial, own in found.items()
+            if name in own
+        }
+        click.echo("\n" if place else "", nl=False)
+        click.echo(
+            chart(
+                name,
+                drawn,
+                width=terminal.width() or PIPE_WIDTH,
+                height=HEIGHT,
+                coloured=sys.stdout.isatty(),
+            )
+        )
+    return 0
+
+
+def _split(root: Path, words: Sequence[str]) -> tuple[list[RunPaths], Sequence[str]]:
+    """Return the trials that the command line begins with, and the metrics behind them."""
+    from slurmrl.desk import trials
+    from slurmrl.errors import UnknownNameError, UsageError
+
+    chosen = [trials.find(root, words[0])]
+    for place, word in enumerate(words[1:], 1):
+        try:
+            chosen.append(trials.find(root, word))
+        except (UsageError, UnknownNameError):  # a metric
+            return chosen, words[place:]
+    return chosen, ()
+
+
+def _names(found: Mapping[str, Mapping[str, Curve]], patterns: Sequence[str]) -> Collection[str]:
+    """Return the metrics to draw. Raises UnknownNameError for a pattern that none of the trials
+    has a metric for."""
+    from slurmrl.errors import UnknownNameError
+    from slurmrl.registry import near
+
+    known = list(dict.fromkeys(name for own in found.values() for name in own))
+    if not known:
+        raise UnknownNameError(f"{', '.join(found)}: there are no metrics yet")
+    names: dict[str, None] = {}
+    for pattern in patterns or [name for name in SHOWN if name in known]:
+        matching = [name for name in known if fnmatchcase(name, pattern)]
+        if not matching:
+            raise UnknownNameError(f"no metric '{pattern}'; {near(pattern, known)}")
+        names |= dict.fromkeys(matching)
+    return names
+
+
+@click.command(
+    epilog=examples("slurmrl compare grpo/1 grpo/2", "slurmrl compare grpo/1 grpo/2 --json")
+)
+@click.argument("one", metavar="EXPERIMENT/TRIAL", shell_complete=completion.trials)
+@click.argument("two", metavar="EXPERIMENT/TRIAL", shell_complete=completion.trials)
+@json_option
+@common
+def compare(one: str, two: str, as_json: bool, root: str | None) -> int:
+    """Show the settings in which two trials differ, and the metrics that both have: their values at
+    the last step of both, and the least and the greatest value with its step. For a section that
+    one trial lacks it shows what the other sets."""
+    from dataclasses import asdict
+
+    from slurmrl.desk import trials
+    from slurmrl.desk.report.collect import settings
+    from slurmrl.desk.report.comparison import Comparison, shared
+    from slurmrl.desk.report.curves import curves
+    from slurmrl.desk.report.settings import differences
+    from slurmrl.run import evaluated
+
+    folder = trials.root_folder(root)
+    pair = [trials.find(folder, name) for name in (one, two)]
+    first, second = (curves(evaluated.lines_of(paths)) for paths in pair)
+    found = Comparison(differences([settings(paths) for paths in pair]), shared(first, second))
+    click.echo(json.dumps(asdict(found)) if as_json else _text(found, one, two))
+    return 0
+
+
+def _text(found: Comparison, one: str, two: str) -> str:
+    width = terminal.width()
+    settings = [("SETTING", one, two)]
+    settings += [(key, *_values(a, b)) for key, (a, b) in found.settings.items()]
+    parts = [
+        terminal.table(settings, width) if found.settings else ["all settings are the same"],
+        _metrics(found, one, two, width) if found.metrics else ["no metric is in both trials"],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _metrics(found: Comparison, one: str, two: str, width: int | None) -> list[str]:
+    """Return a line for each metric, at the last step that both trials have; first those of a
+    progress line, then the others by name. A last line names the metrics that are constant and
+    the same in both."""
+    rows: list[tuple[str, ...]] = [
+        ("METRIC", "STEP", one, two, f"{one} FROM, TO", f"{two} FROM, TO")
+    ]
+    same = []
+    for name in sorted(found.metrics, key=lambda name: (_place(name), name)):
+        first, second = found.metrics[name]
+        if first.is_constant and second.is_constant and first.least.value == second.least.value:
+            same.append(plain(name))
+            continue
+        step = "-" if first.common is None else str(first.common.step)
+        values = [number(each.common and each.common.value) for each in (first, second)]
+        ranges = [f"{_at(each.least)}, {_at(each.greatest)}" for each in (first, second)]
+        rows.append((plain(name), step, *values, *ranges))
+    lines = terminal.table(rows, width) if len(rows) > 1 else []
+    return [*lines, *([f"the same at every step of both: {', '.join(same)}"] if same else [])]
+
+
+def _place(name: str) -> int:
+    return SHOWN.index(name) if name in SHOWN else len(SHOWN) + name.startswith("time/")
+
+
+def _at(point: Point) -> str:
+    return f"{number(point.value)} at {point.step}"
+
+
+def _values(one: Any, two: Any) -> tuple[str, str]:
+    if not isinstance(one, dict) and not isinstance(two, dict):
+        return _shown(one), _shown(two)
+    first, second = ("absent" if each is None else _section(each) for each in (one, two))
+    return first, second
+
+
+def _section(settings: dict[str, Any]) -> str:
+    """What is set in a section that the other trial lacks."""
+    return ", ".join(f"{plain(key)}: {_shown(value)}" for key, value in settings.items()) or "{}"
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else plain(value if isinstance(value, str) else json.dumps(value))
+
+
+@click.command(
+    epilog=examples("slurmrl report grpo/1", "slurmrl report grpo/1 grpo/2 --output both.html")
+)
+@click.argument(
+    "names",
+    nargs=-1,
+    required=True,
+    metavar="EXPERIMENT/TRIAL...",
+    shell_complete=completion.trials,
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The file. Default: report.html in the run directory of a single trial, report.html here "
+    "for several.",
+)
+@click.option("--watch", is_flag=True, help="Write it again until no trial runs or waits.")
+@common
+def report(names: tuple[str, ...], output: Path | None, watch: bool, root: str | None) -> int:
+    """Write one HTML file about trials: curves, story, time, checkpoints, samples, settings. It
+    needs no network and no server."""
+    from slurmrl.desk import trials
+
+    folder = trials.root_folder(root)
+    chosen = [trials.find(folder, name) for name in dict.fromkeys(names)]
+    file = output or (chosen[0].report if len(chosen) == 1 else Path("report.html"))
+    if watch:
+        schedulers, rest = functools.cache(PolledScheduler), Rest()
+
+        def look() -> Seen:
+            statuses = _write(chosen, file.absolute(), schedulers)
+            return Seen.END if rest.begins(statuses) else Seen.NOTHING_NEW
+
+        follow(look, FIRST_S, LONGEST_S)
+    else:
+        _write(chosen, file.absolute())
+    click.echo(file)
+    return 0
+
+
+def _write(
+    chosen: Sequence[RunPaths], file: Path, schedulers: SchedulerFactory | None = None
+) -> list[dict[str, Any]]:
+    from slurmrl.desk.report import page
+    from slurmrl.desk.report.collect import collect
+    from slurmrl.scheduler import make
+    from slurmrl.watch.overview import collect as collect_statuses
+
+    statuses = collect_statuses(chosen, schedulers or make, detailed=True)
+    pairs = zip(chosen, statuses, strict=True)
+    page.write(file, [collect(paths, status) for paths, status in pairs])
+    return statuses

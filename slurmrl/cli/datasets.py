@@ -1,0 +1,292 @@
+"""Commands about data before a trial: data, try-reward, train-tokenizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from slurmrl.cli import completion
+from slurmrl.cli.options import common, examples, json_option
+from slurmrl.display.terminal import table
+
+if TYPE_CHECKING:
+    from slurmrl.desk.inspection import DataCounts, DataReport, DataSample, Tried
+
+
+ROWS = 3
+TITLES = ("source", "rows", "too long", "tokens", "trained on", "longest", "path")
+MARKS = ("⟦", "⟧")
+"""Around targets where there are no colours."""
+REWARD_ROWS = 8
+SHOWN_CHARACTERS = 40
+VOCABULARY = 2048
+LEAST = 258
+"""One token for each byte, and the two special ones."""
+
+
+@click.group()
+def data() -> None:
+    """Show and check the data of a configuration as the model sees it."""
+
+
+@data.command(
+    epilog=examples(
+        "slurmrl data show sft.yaml",
+        "slurmrl data show grpo.yaml --rows 1 dataset.chat_template=true",
+    )
+)
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
+@click.option(
+    "--rows",
+    type=click.IntRange(min=1),
+    default=ROWS,
+    show_default=True,
+    metavar="N",
+    help="Number of rows of each source, from the first.",
+)
+@json_option
+@common
+def show(
+    config: Path, overrides: tuple[str, ...], rows: int, as_json: bool, root: str | None
+) -> int:
+    """Print some samples of CONFIG as the model sees them, with all special tokens. Tokens that are
+    trained on are green, or between ⟦ and ⟧ where there are no colours."""
+    report = _report(config, overrides, root)
+    for sample in report.samples(rows):
+        if as_json:
+            click.echo(json.dumps(asdict(sample)))
+        else:
+            _print(sample)
+    report.finish()
+    return 0
+
+
+@data.command(epilog=examples("slurmrl data check sft.yaml", "slurmrl data check sft.yaml --json"))
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
+@json_option
+@common
+def check(config: Path, overrides: tuple[str, ...], as_json: bool, root: str | None) -> int:
+    """Read and tokenise all data of CONFIG, as its run would, and name the lines that cannot be
+    used. The exit code is 2 if there are any."""
+    report = _report(config, overrides, root)
+    counts = list(report.counts())
+    if as_json:
+        for each in counts:
+            click.echo(json.dumps(asdict(each)))
+    elif counts:
+        click.echo("\n".join(table([TITLES, *map(_row, counts)])))
+        _warn(counts)
+    report.finish()
+    return 0
+
+
+def _report(config: Path, overrides: tuple[str, ...], root: str | None) -> DataReport:
+    from slurmrl.desk import own_code, trials
+    from slurmrl.desk.checks.run import Code
+    from slurmrl.desk.inspection import DataReport, described
+    from slurmrl.plan.settings import load_settings
+
+    settings = load_settings(
+        config, overrides, root=trials.chosen_root(root), planning=True, data=True
+    )
+    found = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
+    code = Code(paths=found.paths)
+    return DataReport(described(settings, code), code)
+
+
+def _row(counts: DataCounts) -> tuple[str, ...]:
+    numbers = (counts.rows, counts.left_out, counts.tokens, counts.targets, counts.longest)
+    return (counts.source, *map(str, numbers), counts.path)
+
+
+def _warn(counts: list[DataCounts]) -> None:
+    for each in counts:
+        if each.equal_pairs:
+            what = "pairs whose chosen and rejected answers are the same: they teach nothing"
+            click.echo(f"warning: {each.source}: {each.equal_pairs} {what}", err=True)
+        for remark in each.remarks:
+            click.echo(f"warning: {each.source}: {remark}", err=True)
+
+
+def _print(sample: DataSample) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(f"{sample.where}  id {sample.id}", style="bold"))
+    for runs in sample.sequences:
+        text = Text()
+        for run in runs:
+            opening, closing = MARKS if run.target and console.color_system is None else ("", "")
+            text.append(f"{opening}{run.text}{closing}", style="green" if run.target else "")
+        targets = sum(run.tokens for run in runs if run.target)
+        total = sum(run.tokens for run in runs)
+        console.print(text)
+        console.print(Text(f"{total} tokens, {targets} of them trained on", style="dim"))
+    console.print()
+
+
+@click.command(
+    epilog=examples(
+        "slurmrl try-reward grpo.yaml",
+        r"slurmrl try-reward grpo.yaml --completion 'so it is \boxed{72}'",
+        "slurmrl try-reward grpo.yaml --completions samples.jsonl --rows 100",
+    )
+)
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
+@click.option(
+    "--rows",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of rows, from the first. Default: "
+    f"{REWARD_ROWS}; 1 with --completion; all of a --completions file.",
+)
+@click.option(
+    "--completion",
+    "completions",
+    multiple=True,
+    metavar="TEXT",
+    help="Score this text. Repeatable. Default: score each row's own answer.",
+)
+@click.option(
+    "--completions",
+    "file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Score the completions of a JSONL file, such as 'slurmrl samples --json' prints. Each "
+    "object has completion, and id unless the file is in the order of the rows.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time limit.",
+)
+@json_option
+@common
+def try_reward(
+    config: Path,
+    overrides: tuple[str, ...],
+    rows: int | None,
+    completions: tuple[str, ...],
+    file: Path | None,
+    timeout: float,
+    as_json: bool,
+    root: str | None,
+) -> int:
+    """Score some completions with the reward of CONFIG and print scores and times.
+
+    The reward runs in a separate process on this machine, without Slurm, models or a GPU.
+    """
+    from slurmrl.desk import inspection as trying
+    from slurmrl.desk import own_code
+    from slurmrl.desk.inspection import Selection
+    from slurmrl.desk.trials import chosen_root
+    from slurmrl.plan.settings import load_settings
+
+    if file is not None and completions:
+        raise click.UsageError("--completion and --completions exclude each other")
+    settings = load_settings(
+        config, overrides, root=chosen_root(root), scheduler="local", planning=True, data=True
+    )
+    code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
+    data = trying.RewardData(settings)
+    default = None if file is not None else 1 if completions else REWARD_ROWS
+    path = None if file is None else str(file.absolute())
+    tried = trying.try_reward(data, Selection(rows or default, completions, path), code, timeout)
+    click.echo(json.dumps(_object(tried)) if as_json else _text(tried, data.reward.title))
+    return 0
+
+
+def _object(tried: Tried) -> dict[str, object]:
+    """``{"items": [{"line", "id", "completion", "answer", "score"}, …], "mean": …, "stats": …,
+    "made_s": …, "scored_s": …}``"""
+    return {**asdict(tried), "mean": _mean(tried)}
+
+
+def _mean(tried: Tried) -> float | None:
+    """The mean over the completions that have a score; None if none has."""
+    scores = [item.score for item in tried.items if item.score is not None]
+    return sum(scores) / len(scores) if scores else None
+
+
+def _number(score: float | None, form: str) -> str:
+    return "none" if score is None else format(score, form)
+
+
+def _text(tried: Tried, name: str) -> str:
+    rows = [
+        (str(item.line), _number(item.score, "g"), _short(item.completion), _short(item.answer))
+        for item in tried.items
+    ]
+    stats = "".join(f", {key} {value:.4g}" for key, value in tried.stats.items())
+    return "\n".join(
+        [
+            *table([("LINE", "SCORE", "COMPLETION", "ANSWER"), *rows]),
+            f"{name}: mean {_number(_mean(tried), '.4g')} of {len(rows)} completions{stats}",
+            f"{tried.scored_s:.2f} s to score them, {tried.made_s:.2f} s to import the reward",
+        ]
+    )
+
+
+def _short(text: str) -> str:
+    """Return the text on one line. A long one loses its beginning: the answer is at the end."""
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN_CHARACTERS else f"…{line[-SHOWN_CHARACTERS:]}"
+
+
+@click.command(
+    "train-tokenizer",
+    epilog=examples(
+        "slurmrl train-tokenizer train.jsonl --key prompt --key answer --output tokenizer",
+        "slurmrl train-tokenizer a.jsonl b.parquet --key text --vocabulary 8192 --output tokenizer",
+    ),
+)
+@click.argument(
+    "files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE..."
+)
+@click.option(
+    "--key",
+    "keys",
+    multiple=True,
+    required=True,
+    metavar="KEY",
+    help="Key of the rows whose text is used. Repeatable.",
+)
+@click.option(
+    "--vocabulary",
+    type=click.IntRange(min=LEAST),
+    default=VOCABULARY,
+    show_default=True,
+    metavar="N",
+    help="Most tokens.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FOLDER",
+    shell_complete=completion.folders,
+    help="New folder for the tokenizer.",
+)
+def train_tokenizer(
+    files: tuple[Path, ...], keys: tuple[str, ...], vocabulary: int, output: Path
+) -> int:
+    """Train a tokenizer on the texts of datasets: byte-level BPE, in Hugging Face form.
+
+    For models that are trained from nothing (actor.architecture); a model with weights has one.
+    """
+    from slurmrl.data.tokenizer import make_tokenizer
+
+    make_tokenizer(files, keys, vocabulary, output)
+    click.echo(f"tokenizer of at most {vocabulary} tokens in {output}")
+    return 0
