@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 from slurmrl.cli.main import main
-from slurmrl.cli.submit import carry_out_all
+from slurmrl.cli.submit import carry_out
 from slurmrl.config.schema import Lora
 from slurmrl.data.tokenizer import save_tokenizer, vocabulary
 from slurmrl.desk import input_checks, own_code
@@ -435,7 +435,7 @@ def test_the_trials_of_several_suites_have_their_checkpoint_compared_once(
     proposals = [cast(Proposal, SimpleNamespace(check=checked)) for _ in range(3)]
     monkeypatch.setattr("slurmrl.cli.submit.show", lambda *_, **__: 0)
     monkeypatch.setattr("slurmrl.desk.submit.rehearse", lambda _: None)
-    assert carry_out_all(proposals, check_s=1.0, dry_run=True, wait=None, as_json=False) == 0
+    assert carry_out(proposals, check_s=1.0, dry_run=True, wait=None, as_json=False) == 0
     assert known == [set(), {"checkpoint"}, {"checkpoint"}]
 
 
