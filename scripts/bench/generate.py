@@ -2,15 +2,13 @@
 """Compare the speed of generation on one CPU thread (tokens per second of CPU time), or on a GPU.
 
 scripts/bench/generate.py [--model small|medium] [--requests 16 128 512] [--n 1 8] [--seed 0]
-    [--engines native whole slab padded transformers continuous trl sglang vllm]
+    [--engines native padded transformers continuous trl sglang vllm]
     [--trl-python PYTHON] [--sglang-python PYTHON] [--vllm-python PYTHON]
 scripts/bench/generate.py --gpu [--model 0.5b|1.5b] [--requests 1 64 256]
-    [--engines whole slab continuous]
+    [--engines whole continuous]
 scripts/bench/generate.py --floors
 
-native        the native engine: continuous batching over a paged cache, for single requests
-whole         the same for a whole batch: generation of the trainers' world
-slab          a whole batch with all rows at once, in one slab
+native        the native engine: continuous batching over a paged cache
 padded        a plain loop around transformers: prompts padded on the left, rows stay to the end
 transformers  transformers' generate() on one padded batch
 continuous    transformers' generate_batch(), continuous batching over a paged cache
@@ -81,38 +79,6 @@ def native(case: Case) -> Run:
         return Made(sum(new), engine.read - sum(new) + len(new))
 
     return lambda case: asyncio.run(run(case))
-
-
-def whole(case: Case) -> Run:
-    from slurmrl.rollouts.generation.native.schedule import Limits
-    from slurmrl.rollouts.generation.native.whole import generate_by_requests
-
-    return _trainers(case, generate_by_requests, limits=Limits())
-
-
-def slab(case: Case) -> Run:
-    from slurmrl.models.generate import generate
-
-    return _trainers(case, generate)
-
-
-def _trainers(case: Case, generate: Callable[..., Any], **more: Any) -> Run:
-    import torch
-
-    from slurmrl.models.generate import GenerationOptions
-
-    decoder = own_decoder(case)
-    options = GenerationOptions(max_new_tokens=LIMIT, stop_token_ids=tuple(stops(case)))
-
-    def run(case: Case) -> Made:
-        texts = prompts(case)
-        cu = torch.tensor([0, *map(len, texts)]).cumsum(0).to(torch.int32)
-        flat = torch.tensor([token for text in texts for token in text])
-        keys = torch.arange(case.requests * case.n)
-        out = generate(decoder, flat, cu, options, seed=case.seed, step=0, keys=keys, **more)
-        return Made(int((out.lengths - out.prompt_lengths).sum()), None)
-
-    return run
 
 
 def _left_padded(case: Case) -> tuple[Any, Any]:
@@ -209,8 +175,6 @@ def continuous(case: Case) -> Run:
 
 ENGINES: dict[str, Callable[[Case], Run]] = {
     "native": native,
-    "whole": whole,
-    "slab": slab,
     "padded": padded,
     "transformers": transformers,
     "continuous": continuous,

@@ -8,9 +8,10 @@ out.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from generation import SIZES, Case, own_decoder, reference
@@ -76,34 +77,35 @@ def prompts(case: Case) -> list[list[int]]:
 
 
 def whole(case: Case, device: str) -> Generate:
-    """Whole batches as requests: attention reads pages, decode is CUDA graphs."""
-    from slurmrl.rollouts.generation.native.schedule import Limits
-    from slurmrl.rollouts.generation.native.whole import generate_by_requests
-
-    return _trainers(case, device, generate_by_requests, limits=Limits(step_tokens=8192))
-
-
-def slab(case: Case, device: str) -> Generate:
-    from slurmrl.models.generate import generate
-
-    return _trainers(case, device, generate, prefill_tokens=8192)
-
-
-def _trainers(case: Case, device: str, generate: Callable[..., Any], **more: Any) -> Generate:
+    """Requests of the native engine: attention reads pages, decode is CUDA graphs."""
     from slurmrl.models.generate import GenerationOptions
-    from slurmrl.models.inference import join_matrices
+    from slurmrl.rollouts.generation.base import GenerationRequest
+    from slurmrl.rollouts.generation.native.rollout import NativeRollout
+    from slurmrl.rollouts.generation.native.schedule import Limits
 
     decoder = own_decoder(case).to(device, torch.bfloat16)
-    join_matrices(decoder)
+    limits = Limits(step_tokens=8192)
+
+    async def drawn(case: Case, options: GenerationOptions) -> int:
+        engine = NativeRollout(decoder, limits=limits, version="0.1", turns=False, support=False)
+        asked = [
+            GenerationRequest(
+                request_id=str(number),
+                prompt=tuple(prompt),
+                keys=(number,),
+                seed=case.seed,
+                step=0,
+                options=options,
+            )
+            for number, prompt in enumerate(prompts(case))
+        ]
+        answers = await asyncio.gather(*map(engine.submit, asked))
+        return sum(len(made.tokens) for (made,) in answers)
 
     @torch.no_grad()
     def run(case: Case, new_tokens: int) -> None:
-        ends = PROMPT * torch.arange(case.requests + 1, dtype=torch.int32)
-        ids = torch.tensor(prompts(case)).flatten().to(device)
-        keys = torch.arange(case.requests, device=device)
-        options = GenerationOptions(max_new_tokens=new_tokens)
-        out = generate(decoder, ids, ends, options, seed=case.seed, step=0, keys=keys, **more)
-        assert int((out.lengths - out.prompt_lengths).sum()) == case.requests * new_tokens
+        made = asyncio.run(drawn(case, GenerationOptions(max_new_tokens=new_tokens)))
+        assert made == case.requests * new_tokens
 
     return run
 
@@ -133,7 +135,6 @@ def continuous(case: Case, device: str) -> Generate:
 
 ENGINES: dict[str, Callable[[Case, str], Generate]] = {
     "whole": whole,
-    "slab": slab,
     "continuous": continuous,
 }
 

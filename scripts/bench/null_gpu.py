@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.base import Engine
 from slurmrl.models.config import ModelConfig, forward_flops, train_flops
 from slurmrl.models.generate import GenerationOptions
 from tests.null_gpu import cases, device
 from tests.null_gpu.roofline import PEAK_FLOPS_PER_S, Roofline
 from tests.null_gpu.values import SmallValues
+from tests.support.generated import generated
 
 RANKS = 8
 GIB = 2**30
@@ -73,7 +73,7 @@ def training(architecture: dict[str, Any], sequences: int, mode: str) -> tuple[F
 
 def prefill(architecture: dict[str, Any], rows: int) -> tuple[Figures, Roofline]:
     engine = cases.engine(architecture, trained=False)
-    run = partial(generated, engine, rows, PROMPT["prefill"], 1)
+    run = partial(generate, engine, rows, PROMPT["prefill"], 1)
     found = measured(run)
     roofline = traced(run)
     work = forward_flops(ModelConfig.from_hf(architecture), [PROMPT["prefill"]] * rows)
@@ -83,7 +83,7 @@ def prefill(architecture: dict[str, Any], rows: int) -> tuple[Figures, Roofline]
 def decode(architecture: dict[str, Any], rows: int) -> tuple[Figures, Roofline]:
     """Per token of all rows together."""
     engine = cases.engine(architecture, trained=False)
-    few, more = (partial(generated, engine, rows, PROMPT["decode"], new) for new in (FEW, MORE))
+    few, more = (partial(generate, engine, rows, PROMPT["decode"], new) for new in (FEW, MORE))
     few()
     counts = [measured(run) for run in (few, more)]
     rooflines = [traced(run) for run in (few, more)]
@@ -96,14 +96,14 @@ def decode(architecture: dict[str, Any], rows: int) -> tuple[Figures, Roofline]:
     return found, rooflines[1]
 
 
-def generated(engine: Engine, rows: int, prompt: int, new_tokens: int) -> None:
+def generate(engine: Any, rows: int, prompt: int, new_tokens: int) -> None:
     names = [f"item{index}" for index in range(rows)]
     ids = torch.arange(rows * prompt) % 100
     sample = SequenceSample(
         tuple(names), {"prompt_ids": [[prompt]] * rows}, data={"prompt_ids": ids}
     )
     options = GenerationOptions(max_new_tokens=new_tokens, stop_token_ids=(151645,))
-    engine.generate(sample, options, seed=1, step=1, keys=torch.arange(rows))
+    generated(engine, sample, options, seed=1, step=1, keys=torch.arange(rows))
 
 
 def measured(run: Callable[[], object]) -> Figures:

@@ -9,8 +9,9 @@ first token of a sequence; ``values[t]`` is the value after reading token t.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,10 +21,8 @@ from torch import Tensor
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.models.generate import GenerationOptions, GenerationOutput
 from slurmrl.models.hf_config import HFConfig
-from slurmrl.rollouts.generation.base import RolloutEngine
-from slurmrl.rollouts.generation.native.stops import Decode
+from slurmrl.rollouts.generation.base import Decode, RolloutEngine
 from slurmrl.tensors.checkpoint.shards import RoleSnapshot
 from slurmrl.tensors.checkpoint.tensors import SavedFile
 from slurmrl.tensors.layout import Layout
@@ -41,6 +40,9 @@ Veto = Callable[[Mapping[str, float]], bool]
 OutputFn = Callable[[Outputs, SequenceSample], Outputs]
 """(outputs of whole sequences, the micro-batch) -> per-token results, each [T]."""
 
+Served = RolloutEngine | None
+"""What a rank gets of an engine that serves requests; None: it submits none."""
+
 TOKENS = "input_ids"
 PROMPTS = "prompt_ids"
 
@@ -49,6 +51,28 @@ def spaced(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
     """Return equally spaced elements of each tensor, at most about ``most`` in all."""
     every = sum(each.numel() for each in tensors) // most | 1  # odd, so not a column of matrices
     return [each.detach().reshape(-1)[::every] for each in tensors]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions:
+    """How an engine of the trainers' world serves requests. Servers have options of their own."""
+
+    rows: int = 256
+    """Most sequences that are extended at a time; further ones wait."""
+    cache_bytes: int | None = None
+    """Most memory of a rank for keys and values. Default: on a GPU most of the free memory,
+    elsewhere what the sequences need."""
+    decode: Decode | None = None
+    """Turns token ids into text, for stop strings."""
+    turns: bool = True
+    """Whether a request may continue the sequence of an earlier one. Without turns all requests
+    are submitted at once."""
+    support: bool = True
+    """Whether log-probabilities are under the tokens that top-k and top-p leave, instead of under
+    the whole distribution, as training computes them."""
+    settled: Callable[[], Awaitable[None]] | None = None
+    """Returns when no request will be submitted before an earlier one is answered. Engines that
+    compute requests in rounds wait for it. Default: at once."""
 
 
 class Engine(ABC):
@@ -200,48 +224,16 @@ class TrainEngine(Engine):
 
 
 class GenerateEngine(Engine):
-    """An engine that generates for a whole batch at once."""
+    """An engine of the trainers' world that serves requests, on each data-parallel rank by
+    itself."""
 
     @abstractmethod
-    def generate(
-        self,
-        sample: SequenceSample,
-        options: GenerationOptions,
-        *,
-        seed: int,
-        step: int,
-        keys: Tensor,
-        decode: Decode | None = None,
-    ) -> GenerationOutput:
-        """Continue the prompts of key ``prompt_ids``, each once for each of its ``keys``. These
-        [S] int64, side by side for one prompt, identify each sequence's random stream, so that the
-        draws do not depend on the ranks' shares of a batch. ``decode`` turns token ids into text,
-        for stop strings."""
+    def serving(self, version: str, options: ServingOptions) -> AbstractContextManager[Served]:
+        """Serve requests with the current weights, whose name is ``version``, while entered.
+        Collective: every rank of the model enters and leaves, with requests or without.
 
+        Of the ranks that have the same samples, the leader gets the engine. The others get None:
+        they compute what the leader serves as they enter, until it leaves. Without
+        ``options.turns`` they may get an engine, too; then all of them submit the same requests.
 
-class ServingEngine(GenerateEngine):
-    """An engine of the trainers' world whose data-parallel ranks may also serve single requests,
-    each by itself."""
-
-    @property
-    @abstractmethod
-    def serves_requests(self) -> bool:
-        """Whether this model can."""
-
-    @abstractmethod
-    def serving(
-        self,
-        version: str,
-        *,
-        rows: int,
-        cache_bytes: int | None = None,
-        decode: Decode | None = None,
-    ) -> AbstractContextManager[RolloutEngine | None]:
-        """An engine that serves requests with the weights of now, whose name is ``version``, while
-        entered. It extends up to ``rows`` sequences at a time; further ones wait. Their keys and
-        values take no more than ``cache_bytes`` of this rank's memory (default: on a GPU most of
-        what is free, elsewhere what they need). ``decode`` is as for `generate`. Collective.
-
-        Of the ranks that have the same samples the leader gets the engine. The others compute with
-        it as they enter, until the leader leaves, and get None. Raises UsageError where the model
-        cannot."""
+        Raises UsageError for options that the model does not support."""

@@ -7,31 +7,30 @@ import os
 import secrets
 import shutil
 import threading
-from array import array
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.config.schema.model import Model
-from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import SampledSupport
-from slurmrl.engines.base import PROMPTS, GenerateEngine
+from slurmrl.engines.base import GenerateEngine, Served, ServingOptions
 from slurmrl.engines.fsdp.parameters import constant_specs, whole_shapes
 from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.initial_weights import model_config
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import build
-from slurmrl.models.generate import GenerationOptions, GenerationOutput
 from slurmrl.models.parallel.boxes import TensorSplit
-from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.rollouts.generation.native.stops import Decode
+from slurmrl.rollouts.generation.base import (
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    WeightVersion,
+)
 from slurmrl.rollouts.generation.process import HostFolder
 from slurmrl.rollouts.generation.server import Running, Serving
 from slurmrl.rollouts.generation.servers import (
@@ -44,7 +43,7 @@ from slurmrl.rollouts.generation.servers import (
 from slurmrl.rollouts.generation.sglang import SglangServer
 from slurmrl.rollouts.generation.vllm import VllmServer
 from slurmrl.rollouts.generation.whole_weights import WholeWeights
-from slurmrl.tensors.layout import Array, Layout
+from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.ops.collectives import broadcast_bytes
 from slurmrl.tensors.parallel.groups import ParallelContext
 
@@ -53,13 +52,56 @@ REPORT_S = 5.0
 """Between two reports of a server that starts."""
 
 
+class DistantEngine(RolloutEngine):
+    """An engine whose loop runs in another thread. Its requests get a prefix, which distinguishes
+    them from those of other incarnations and runs on the same server."""
+
+    def __init__(self, engine: RolloutEngine, loop: asyncio.AbstractEventLoop, prefix: str) -> None:
+        self._engine, self._loop, self._prefix = engine, loop, prefix
+
+    @property
+    def version(self) -> str | None:
+        return self._engine.version
+
+    def submit(self, request: GenerationRequest) -> asyncio.Future[tuple[Completion, ...]]:
+        return self._there(self._served(request))
+
+    async def _served(self, request: GenerationRequest) -> tuple[Completion, ...]:
+        name = self._named(request.request_id)
+        return await self._engine.submit(replace(request, request_id=name))
+
+    def abort(self, request_id: str) -> None:
+        self._loop.call_soon_threadsafe(self._engine.abort, self._named(request_id))
+
+    async def pause(self) -> None:
+        await self._there(self._engine.pause())
+
+    async def resume(self) -> None:
+        await self._there(self._engine.resume())
+
+    async def update_weights(self, version: WeightVersion) -> None:
+        await self._there(self._engine.update_weights(version))
+
+    async def health(self) -> None:
+        await self._there(self._engine.health())
+
+    async def close(self) -> None:
+        await self._there(self._engine.close())
+
+    def _named(self, request_id: str) -> str:
+        return f"{self._prefix}-{request_id}"
+
+    def _there(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
 class ServerEngine(GenerateEngine):
     """Servers of one kind that generate for the data-parallel ranks of ``context``: one of their
     own for each, or some that run already.
 
     Moves fill tensors of this process. Before the next generation, the leader of each copy writes
     them with those of its tensor ranks into a folder from which the servers read them, and all of
-    them free the tensors. Then the leader sends the requests, and the others get its results.
+    them free the tensors. Then the leader sends the requests.
     """
 
     kind: type[ServerKind]
@@ -205,40 +247,19 @@ class ServerEngine(GenerateEngine):
             self._run(self._servers.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def generate(
-        self,
-        sample: SequenceSample,
-        options: GenerationOptions,
-        *,
-        seed: int,
-        step: int,
-        keys: Tensor,
-        decode: Decode | None = None,
-    ) -> GenerationOutput:
-        """See `GenerateEngine`; the servers decode text by themselves."""
+    @contextmanager
+    def serving(self, version: str, options: ServingOptions) -> Iterator[Served]:
+        """See `GenerateEngine`; the servers decode text by themselves. Only the leader of a copy
+        gets an engine, and no rank waits for another one."""
         if self._moved:
-            self._install(step)
+            self._install(version)
         assert not self._away, "weights move to a server that sleeps before it generates"
         if self._servers is None:
-            return self._share(None, options)
-        prompts = _prompts(sample)
-        copies = len(keys) // max(len(prompts), 1)
-        requests = [
-            GenerationRequest(
-                request_id=f"{self._token}-{step}-{index}",
-                prompt=prompt,
-                keys=tuple(keys[index * copies : (index + 1) * copies].tolist()),
-                seed=seed,
-                step=step,
-                options=options,
-            )
-            for index, prompt in enumerate(prompts)
-        ]
-        completions = self._run(_complete(self._servers, requests))
-        output = _output(requests, completions, self.context.device, options)
-        return self._share(output, options)
+            yield None
+        else:
+            yield DistantEngine(self._servers.engine, self._loop, self._token)
 
-    def _install(self, step: int) -> None:
+    def _install(self, version: str) -> None:
         """Hand the tensors to the servers. Collective over the ranks of the copy."""
         self.context.activity.phase(f"handing the weights to the {self.kind.name} server")
         tensors, self._tensors, self._moved = self._tensors, {}, False
@@ -248,12 +269,11 @@ class ServerEngine(GenerateEngine):
             self._free(tensors)
             return
         self._updates += 1
-        name = f"{step}.{self._updates}.{self._token}"
+        name = f"{version}.{self._updates}.{self._token}"
         folder = self._servers.folder / name
         self._weights.write(tensors, folder)
         self._free(tensors)
-        version = WeightVersion(name=name, folder=folder)
-        self._run(self._servers.install(version))
+        self._run(self._servers.install(WeightVersion(name=name, folder=folder)))
         self._remove_installed()
         self._installed = folder
 
@@ -270,112 +290,8 @@ class ServerEngine(GenerateEngine):
             torch.cuda.empty_cache()
         self._meet()
 
-    def _share(
-        self, output: GenerationOutput | None, options: GenerationOptions
-    ) -> GenerationOutput:
-        """The leader's output on all ranks of the copy. Collective."""
-        if self.tensor_ranks > 1:
-            group, device = self.context.group("tp"), self.context.device
-            shared = _broadcast(output, group, device)
-            if options.support:
-                shared = replace(shared, support=_broadcast_support(output, group, device))
-            if options.experts:
-                rows = _broadcast_experts(output, len(shared.tokens), group, device)
-                experts = np.split(rows, shared.lengths.cumsum(0).tolist())[:-1]
-                shared = replace(shared, experts=experts)
-            return shared
-        assert output is not None, "a rank without others is the leader"
-        return output
-
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-async def _complete(
-    servers: Servers, requests: Sequence[GenerationRequest]
-) -> list[tuple[Completion, ...]]:
-    return await asyncio.gather(*map(servers.engine.submit, requests))
-
-
-def _prompts(sample: SequenceSample) -> list[tuple[int, ...]]:
-    tokens, ends = sample.tensor(PROMPTS).tolist(), sample.cu_seqlens(PROMPTS).tolist()
-    return [tuple(tokens[begin:end]) for begin, end in pairwise(ends)]
-
-
-def _output(
-    requests: Sequence[GenerationRequest],
-    completions: Sequence[Sequence[Completion]],
-    device: torch.device,
-    options: GenerationOptions,
-) -> GenerationOutput:
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    sizes: list[tuple[int, int]] = []
-    finished: list[bool] = []
-    supports = SampledSupport()
-    experts: list[Array] = []
-    for request, drawn in zip(requests, completions, strict=True):
-        for completion in drawn:
-            tokens += (*request.prompt, *completion.tokens)
-            logprobs += (*(0.0 for _ in request.prompt), *completion.logprobs)
-            prompt = len(request.prompt)
-            sizes.append((prompt + len(completion.tokens), prompt))
-            finished.append(completion.finish == "stop")
-            if completion.support is not None:
-                supports.skip(prompt)
-                supports.extend(completion.support)
-            if completion.experts is not None:
-                experts.append(completion.experts)
-    both = torch.tensor(sizes, dtype=torch.int64).view(-1, 2)
-    return GenerationOutput(
-        torch.tensor(tokens, dtype=torch.int64, device=device),
-        both[:, 0].contiguous(),
-        both[:, 1].contiguous(),
-        torch.tensor(logprobs, dtype=torch.float32, device=device),
-        torch.tensor(finished, dtype=torch.bool),
-        supports if options.support else None,
-        experts if options.experts else None,
-    )
-
-
-def _broadcast(
-    output: GenerationOutput | None, group: dist.ProcessGroup, device: torch.device
-) -> GenerationOutput:
-    """The output of the group's first rank, which alone has one."""
-    sizes = torch.zeros(2, dtype=torch.int64, device=device)
-    if output is not None:
-        sizes.copy_(torch.tensor([len(output.tokens), len(output.lengths)]))
-    dist.broadcast(sizes, group=group, group_src=0)
-    tokens, sequences = sizes.tolist()
-    numbers = torch.empty(tokens + 3 * sequences, dtype=torch.int64, device=device)
-    logprobs = torch.empty(tokens, dtype=torch.float32, device=device)
-    if output is not None:
-        rest = (output.lengths, output.prompt_lengths, output.finished.long())
-        numbers.copy_(torch.cat([output.tokens.cpu(), *rest]))
-        logprobs.copy_(output.logprobs)
-    for values in (numbers, logprobs):
-        dist.broadcast(values, group=group, group_src=0)
-    lengths, prompt_lengths, finished = numbers[tokens:].cpu().view(3, sequences)
-    return GenerationOutput(numbers[:tokens], lengths, prompt_lengths, logprobs, finished.bool())
-
-
-def _broadcast_support(
-    output: GenerationOutput | None, group: dist.ProcessGroup, device: torch.device
-) -> SampledSupport:
-    own = SampledSupport() if output is None else output.support
-    assert own is not None, "the leader's output has what the options ask for"
-    both = (broadcast_bytes(values.tobytes(), group, device) for values in (own.sizes, own.ids))
-    return SampledSupport(*(array("i", each) for each in both))
-
-
-def _broadcast_experts(
-    output: GenerationOutput | None, tokens: int, group: dist.ProcessGroup, device: torch.device
-) -> Array:
-    """int16 [tokens, experts of all blocks]"""
-    own = [] if output is None else output.experts
-    assert own is not None, "the leader's output has what the options ask for"
-    shared = broadcast_bytes(b"".join(rows.tobytes() for rows in own), group, device)
-    return np.frombuffer(shared, np.int16).reshape(tokens, len(shared) // 2 // max(tokens, 1))
 
 
 class SglangEngine(ServerEngine):

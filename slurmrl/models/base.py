@@ -7,8 +7,7 @@ T packed tokens, S sequences, h hidden size, V vocabulary. A decoder may be buil
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
@@ -18,29 +17,6 @@ from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.recompute import Recompute
 from slurmrl.tensors.ops.arguments import OnHost
 from slurmrl.tensors.ops.sampling import Support
-
-
-class DecodeSession(Protocol):
-    """A batch of rows that a decoder extends token by token."""
-
-    @property
-    def lengths(self) -> Tensor:
-        """[S] tokens read so far of each row."""
-        ...
-
-    def prompts(self, input_ids: Tensor) -> Tensor:
-        """Read the packed prompts [T]. Return the logits [S, V] after each prompt."""
-        ...
-
-    def next(self, tokens: Tensor, alive: Tensor, longest: int) -> Tensor:
-        """Read one more token [S] of each row; then no row has more than ``longest``. Return the
-        logits [S, V] after it. Rows that are not ``alive`` [S] do not advance, and their logits
-        are meaningless."""
-        ...
-
-    def keep(self, rows: Tensor) -> None:
-        """Continue with these rows only, in this order; a row may occur several times."""
-        ...
 
 
 class PackedModel(nn.Module, ABC):
@@ -92,13 +68,6 @@ class PackedModel(nn.Module, ABC):
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Values [T] in the dtype of ``logprobs``. A model split over ranks needs ``cu_seqlens``
         [S+1]."""
-
-    @abstractmethod
-    def session(
-        self, lengths: Sequence[int], new_tokens: int, prefill_tokens: int
-    ) -> DecodeSession:
-        """A session for prompts of ``lengths`` and up to ``new_tokens`` more tokens of each. Whole
-        prompts of together ``prefill_tokens`` are read at a time; a longer one by itself."""
 
     def constants(self) -> dict[str, Tensor]:
         """Tensors by name that no optimizer step changes but that checkpoints and exports include.

@@ -8,7 +8,7 @@ T packed tokens, S sequences, h hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Protocol, cast
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from slurmrl.models.attention import Attention, AttentionCore, PackedCore, split_core
-from slurmrl.models.base import DecodeSession, PackedModel
+from slurmrl.models.base import PackedModel
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.models.decode_session import decode_session
 from slurmrl.models.experts import Balance, Recorded, Replayed, SparseMLP
 from slurmrl.models.feed_forward import GatedMLP, RMSNorm
 from slurmrl.models.packed import inverse, length_order, packed_positions
@@ -286,20 +285,6 @@ class Decoder(PackedModel):
             return values
         assert cu_seqlens is not None, "a split model needs cu_seqlens"
         return split_values(self.split, values, cu_seqlens)
-
-    def session(
-        self, lengths: Sequence[int], new_tokens: int, prefill_tokens: int
-    ) -> DecodeSession:
-        self.config.check_length(max(lengths) + new_tokens)
-        return decode_session(
-            self,
-            self.config,
-            lengths,
-            new_tokens,
-            prefill_tokens,
-            self.head_weight(),
-            self.split,
-        )
 
     def _balance(self) -> Balance | None:
         """The load-balancing loss. Tensor ranks have the same tokens and sum their gradients of the

@@ -142,8 +142,10 @@ class HFModel(PackedModel):
         values = wide_linear(features, score.weight).squeeze(-1)
         return values if score.bias is None else values + score.bias
 
-    def session(self, lengths: Sequence[int], new_tokens: int, prefill_tokens: int) -> HFSession:
-        self._made.check_length(max(lengths) + new_tokens)
+    def session(self, lengths: Sequence[int], longest: int, prefill_tokens: int) -> HFSession:
+        """A session for prompts of ``lengths``, which get up to ``longest`` tokens in all. Whole
+        prompts of together ``prefill_tokens`` are read at a time; a longer one by itself."""
+        self._made.check_length(longest)
         return HFSession(self, self.inner.config, lengths, prefill_tokens)
 
 

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 class HFSession:
-    """The ``DecodeSession`` of transformers' models. Prompts are padded on the left to the longest
-    one, and the padding counts towards ``prefill_tokens``."""
+    """A batch of rows that a model extends token by token; ``lengths`` [S] are the tokens read of
+    each. Prompts are padded on the left to the longest one, and the padding counts towards
+    ``prefill_tokens``."""
 
     def __init__(
         self, model: HFModel, settings: Any, lengths: Sequence[int], prefill_tokens: int
@@ -40,6 +41,7 @@ class HFSession:
         self._mask = self.lengths.new_zeros((rows, 0))
 
     def prompts(self, input_ids: Tensor) -> Tensor:
+        """Read the packed prompts [T]. Return the logits [S, V] after each prompt."""
         tokens, longest = input_ids.shape[0], int(self._prompts.max())
         cu_seqlens = torch.cat([self._prompts.new_zeros(1), self._prompts.cumsum(0)])
         places = packed_rows(cu_seqlens, tokens)
@@ -61,7 +63,9 @@ class HFSession:
         self._cache, self._mask = _joined(caches), mask
         return torch.cat(logits)
 
-    def next(self, tokens: Tensor, alive: Tensor, longest: int) -> Tensor:
+    def next(self, tokens: Tensor, alive: Tensor) -> Tensor:
+        """Read one more token [S] of each row. Return the logits [S, V] after it. Rows that are
+        not ``alive`` [S] do not advance, and their logits are meaningless."""
         logits = self._read(
             tokens[:, None], self._mask.new_ones((len(tokens), 1)), self.lengths[:, None]
         )
@@ -69,6 +73,7 @@ class HFSession:
         return logits
 
     def keep(self, rows: Tensor) -> None:
+        """Continue with these rows only, in this order; a row may occur several times."""
         self.lengths, self._mask = self.lengths[rows], self._mask[rows]
         # Layers of convolutions or linear attention lack `batch_select_indices`, or select half.
         self._cache.reorder_cache(cast(torch.LongTensor, rows))

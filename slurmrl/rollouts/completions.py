@@ -51,6 +51,14 @@ class Completions:
         """Whether it did, and no limit ended the episode."""
         self._last_written = -1
 
+    @staticmethod
+    def of_turn(prompt: Sequence[int], completion: Completion) -> Completions:
+        """Return the completions of an episode that is over after its first turn."""
+        made = Completions(prompt)
+        made.wrote(completion)
+        made.finished = made.stopped
+        return made
+
     def read(self, tokens: Sequence[int]) -> None:
         """Add tokens that the policy reads before its next turn. It is not trained on them."""
         added = _checked(tokens)

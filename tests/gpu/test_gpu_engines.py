@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from slurmrl.config.schema.model import Model
 from slurmrl.engines import ENGINES
-from slurmrl.models.generate import GenerationOptions, generate
+from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import to_hf
 from slurmrl.tensors.parallel.groups import ParallelContext, build
 from tests.distributed.engines.cases import Placed, batch, denominator, loss, model, prompts
@@ -21,6 +21,7 @@ from tests.distributed.engines.test_engines_contract import plain_decoder
 from tests.distributed.engines.test_engines_families import MOE
 from tests.distributed.engines.test_engines_families import plain_decoder as with_experts
 from tests.distributed.engines.test_engines_megatron import outputs_of
+from tests.support.generated import generate, generated
 
 pytestmark = [
     pytest.mark.skipif(
@@ -134,7 +135,7 @@ def test_completions_are_those_of_a_cpu(
         step=0,
         keys=keys,
     )
-    found = engine.generate(prompts(sample), options, seed=3, step=0, keys=keys)
+    found = generated(engine, prompts(sample), options, seed=3, step=0, keys=keys)
     assert torch.equal(found.lengths.cpu(), wanted.lengths)
     assert torch.equal(found.tokens.cpu(), wanted.tokens)
     assert torch.allclose(found.logprobs.cpu(), wanted.logprobs, atol=1e-4)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.generate import GenerationOptions, generate
+from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.paged import attends_in_place
 from slurmrl.rollouts.generation.native.schedule import Limits
-from slurmrl.rollouts.generation.native.whole import generate_by_requests
 from slurmrl.tensors.ops import paged_kernels
 from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells
 from slurmrl.tensors.ops.paged_kernels import Sizes, example, reference
+from tests.support.generated import generate
 from tests.unit.models.conftest import BASE, ODD, random_decoder
 
 pytestmark = pytest.mark.skipif(
@@ -115,7 +115,7 @@ def test_writes_are_those_of_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-windows", "mixtral-windows", "gpt2"])
-def test_whole_batches_are_those_of_one_slab(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_completions_do_not_depend_on_limits(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """In float32, with prompts that are read in parts, preempted rows, and CUDA graphs, none of
     which is given up."""
     decoder = random_decoder(ModelConfig.from_hf({**BASE, **ODD[name]}), 0).cuda()
@@ -128,8 +128,8 @@ def test_whole_batches_are_those_of_one_slab(name: str, caplog: pytest.LogCaptur
     limits = Limits(rows=16, step_tokens=24, page_tokens=4, cache_tokens=400)
     assert attends_in_place(decoder, limits.page_tokens)
     with caplog.at_level(logging.WARNING), torch.no_grad():
-        found = generate_by_requests(decoder, ids, ends, options, limits=limits, **draws)
-        wanted = generate(decoder, ids, ends, options, **draws)
+        found = generate(decoder, ids, ends, options, limits=limits, **draws)
+        wanted = generate(decoder, ids, ends, options, limits=Limits(), **draws)
     assert not caplog.records
     assert torch.equal(found.tokens, wanted.tokens)
     assert torch.equal(found.lengths, wanted.lengths)

@@ -12,6 +12,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.models.generate import GenerationOptions
 from tests.null_gpu import cases, device
 from tests.null_gpu.values import SmallValues
+from tests.support.generated import generated
 
 LAYERS = 4
 FOUR_LAYERS = {**cases.QWEN_1_5B, "num_hidden_layers": LAYERS}
@@ -56,7 +57,7 @@ def test_a_token_of_generation() -> None:
             data={"prompt_ids": torch.arange(LENGTH * SEQUENCES) % 100},
         )
         options = GenerationOptions(max_new_tokens=new_tokens, stop_token_ids=(151645,))
-        engine.generate(sample, options, seed=1, step=1, keys=torch.arange(SEQUENCES))
+        generated(engine, sample, options, seed=1, step=1, keys=torch.arange(SEQUENCES))
 
     generate(FEW)
     with device.counted() as few, device.waits() as sites_of_few:

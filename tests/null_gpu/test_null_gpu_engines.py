@@ -15,12 +15,13 @@ from slurmrl.algorithms.rollout.recorded import add_experts
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs, TrainEngine
 from slurmrl.models.config import Head
-from slurmrl.models.generate import GenerationOptions, GenerationOutput
+from slurmrl.models.generate import GenerationOptions
 from slurmrl.tensors.parallel.groups import ParallelContext
 from tests.distributed.engines.cases import Placed
 from tests.distributed.engines.megatron_cases import placed
 from tests.null_gpu import cases
 from tests.null_gpu.values import SmallValues
+from tests.support.generated import GenerationOutput, generated
 
 LENGTHS = (33, 64, 64, 20)
 NEW_TOKENS = 12
@@ -79,7 +80,7 @@ def test_no_tensor_is_on_a_wrong_device(
         stats = engine.train_batch(sample, loss, float(sum(LENGTHS)))
         assert stats["skipped"] == 0.0  # else the optimizer did nothing
         if head == "lm" and kind != "megatron":
-            found = generated(engine, sample)
+            found = made(engine, sample)
             assert found.lengths.tolist() == [length + NEW_TOKENS for length in LENGTHS]
 
 
@@ -92,7 +93,7 @@ def test_one_of_two_ranks_has_no_tensor_on_a_wrong_device(kind: str) -> None:
         assert stats["denominator"] == 2 * sum(LENGTHS)
         engine.forward(sample.only(["input_ids"]))
         if kind != "megatron":
-            generated(engine, sample)
+            made(engine, sample)
 
 
 PAIR = (0, 1)
@@ -142,7 +143,7 @@ def test_the_first_of_two_ranks_of_a_model_has_no_tensor_on_a_wrong_device(
             assert outputs or kind == "megatron p2"
             assert engine.snapshot() is not None
         if name == "fsdp":
-            found = generated(engine, sample)
+            found = made(engine, sample)
             assert found.lengths.tolist() == [length + NEW_TOKENS for length in lengths]
 
 
@@ -164,7 +165,7 @@ def answer_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "_gathered", renumbered)
 
 
-def generated(engine: TrainEngine, sample: SequenceSample) -> GenerationOutput:
+def made(engine: TrainEngine, sample: SequenceSample) -> GenerationOutput:
     prompts = SequenceSample(
         sample.ids,
         {"prompt_ids": sample.lengths["input_ids"]},
@@ -172,4 +173,4 @@ def generated(engine: TrainEngine, sample: SequenceSample) -> GenerationOutput:
     )
     options = GenerationOptions(max_new_tokens=NEW_TOKENS)
     keys = torch.arange(sample.bs)
-    return engine.generate(prompts, options, seed=1, step=1, keys=keys)
+    return generated(engine, prompts, options, seed=1, step=1, keys=keys)

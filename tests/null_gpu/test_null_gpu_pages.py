@@ -16,6 +16,7 @@ from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells
 from slurmrl.tensors.ops.paged_kernels import Sizes, example
 from tests.null_gpu import cases, device
 from tests.null_gpu.values import SmallValues
+from tests.support.generated import generated
 
 LAYERS = 4
 FOUR_LAYERS = {**cases.QWEN_1_5B, "num_hidden_layers": LAYERS}
@@ -96,7 +97,7 @@ def test_a_token_of_a_whole_batch(
             data={"prompt_ids": torch.arange(PROMPT * ROWS) % 100},
         )
         options = GenerationOptions(max_new_tokens=new_tokens, stop_token_ids=(151645,))
-        engine.generate(sample, options, seed=1, step=1, keys=torch.arange(ROWS))
+        generated(engine, sample, options, seed=1, step=1, keys=torch.arange(ROWS))
 
     generate(FEW)
     with device.counted() as few, device.waits() as sites_of_few:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slurmrl.algorithms.base import Stats
+from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.runner import EpisodeOutcome
 from slurmrl.rollouts.sample_group import SampleGroup
 
@@ -24,14 +25,14 @@ class Totals:
     """Tokens that it read between its turns."""
     finished: int
     turns: int
-    failed: int
+    failed: int = 0
     """Episodes."""
-    tool_calls: int
-    tool_failures: int
+    tool_calls: int = 0
+    tool_failures: int = 0
 
     @staticmethod
-    def of_outcomes(outcomes: Sequence[EpisodeOutcome]) -> Totals:
-        ended = [outcome.completions for outcome in outcomes]
+    def of_completions(ended: Sequence[Completions]) -> Totals:
+        """The sums of completions that did not fail, and that called no tools."""
         written = sum(sum(each.written) for each in ended)
         return Totals(
             completions=len(ended),
@@ -40,6 +41,12 @@ class Totals:
             read=sum(len(each.tokens) for each in ended) - written,
             finished=sum(each.finished for each in ended),
             turns=sum(each.turns for each in ended),
+        )
+
+    @staticmethod
+    def of_outcomes(outcomes: Sequence[EpisodeOutcome]) -> Totals:
+        return replace(
+            Totals.of_completions([outcome.completions for outcome in outcomes]),
             failed=sum(bool(outcome.failure) for outcome in outcomes),
             tool_calls=sum(outcome.tool_calls for outcome in outcomes),
             tool_failures=sum(outcome.tool_failures for outcome in outcomes),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -17,6 +17,8 @@ from slurmrl.data.support import SampledSupport
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.tensors.layout import Array
 
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens included."""
 Finish: TypeAlias = Literal["stop", "length", "aborted"]
 """A stop token or stop string, the limit of new tokens or of the context, `RolloutEngine.abort`."""
 

@@ -25,6 +25,7 @@ from slurmrl.models.generate import GenerationOptions
 from slurmrl.tensors.ops.arguments import OnHost
 from slurmrl.tensors.parallel.groups import ParallelContext, build
 from tests.support import megatron_cpu
+from tests.support.generated import generated
 
 ARCHITECTURE = {
     "model_type": "qwen3",
@@ -265,7 +266,7 @@ def completed(
     found: dict[str, list[Any]] = {}
     for step in range(2):
         keys = torch.tensor(share, dtype=torch.int64)
-        out = engine.generate(sample, options, seed=3, step=step, keys=keys)
+        out = generated(engine, sample, options, seed=3, step=step, keys=keys)
         lengths = out.lengths.tolist()
         for name, tokens, logp in zip(
             sample.ids, out.tokens.split(lengths), out.logprobs.split(lengths), strict=True
@@ -329,7 +330,7 @@ def saved_after_failed_generation(setup: Setup, folder: Path) -> tuple[str, str,
     unusable = GenerationOptions(max_new_tokens=2, min_new_tokens=1, stop_token_ids=(10**6,))
     message = ""
     try:
-        engine.generate(sample, unusable, seed=0, step=0, keys=keys)
+        generated(engine, sample, unusable, seed=0, step=0, keys=keys)
     except (RuntimeError, IndexError) as error:
         message = str(error)
     after, expected = (e.save(folder)[0].checksum for e in (engine, fresh))

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.algorithms.rollout.recorded import add_experts, add_support
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import EXPERTS, SampledSupport
 from slurmrl.engines.base import Outputs
-from slurmrl.engines.server_engine import ServerEngine
 from slurmrl.models.experts import UNKNOWN
-from slurmrl.models.generate import GenerationOptions, GenerationOutput
-from slurmrl.tensors.parallel.groups import build
 from tests.distributed.engines import megatron_cases
 from tests.distributed.engines.cases import (
     ARCHITECTURE,
-    Placed,
     Setup,
     batch,
     denominator,
@@ -109,30 +102,3 @@ def marked(recorded: list[list[list[int]]], experts: int) -> list[list[int]]:
 
     found = torch.tensor(recorded, dtype=torch.int16)
     return marks(torch.ones(len(found), dtype=torch.bool), found, experts).int().tolist()
-
-
-def shared() -> GenerationOutput:
-    """What a rank knows of the output of a server that another one asks."""
-    context = build(
-        [Placed("actor", (0, 1), {"tp": 2})], rank=dist.get_rank(), device=torch.device("cpu")
-    )["actor"]
-    engine: Any = SimpleNamespace(tensor_ranks=2, context=context)
-    options = GenerationOptions(max_new_tokens=2, top_k=3, support=True, experts=True)
-    output = None
-    if context.is_leader:
-        support = SampledSupport()
-        support.skip(1)
-        support.add([4, 7])
-        support.skip(1)
-        sizes = torch.tensor([2, 1])
-        rows = np.arange(9, dtype=np.int16).reshape(3, 3)
-        output = GenerationOutput(
-            torch.tensor([5, 7, 6]),
-            sizes,
-            torch.tensor([1, 1]),
-            torch.zeros(3),
-            sizes > 1,
-            support,
-            [rows[:2], rows[2:]],
-        )
-    return ServerEngine._share(engine, output, options)

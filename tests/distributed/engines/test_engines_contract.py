@@ -15,12 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from slurmrl.engines.initial_weights import init_tensor
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder, build
-from slurmrl.models.generate import GenerationOptions, generate
+from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import to_hf
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, model
 from tests.pool import RankPool
+from tests.support.generated import generate
 
 HERE = "tests.distributed.engines.cases"
 SPLITS: dict[str, list[list[int]]] = {

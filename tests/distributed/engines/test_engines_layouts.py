@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slurmrl.engines.initial_weights import init_tensor
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.generate import GenerationOptions, generate
+from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, Setup, batch, model
@@ -25,6 +25,7 @@ from tests.distributed.engines.one_process import (
 from tests.distributed.engines.test_engines_contract import value_model
 from tests.distributed.engines.test_engines_families import FAMILIES, plain_decoder
 from tests.pool import RankError, RankPool
+from tests.support.generated import generate
 
 CASES = "tests.distributed.engines.cases"
 HERE = "tests.distributed.engines.layout_cases"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +14,10 @@ from torch import Tensor
 
 from slurmrl.algorithms.rollout.interface import RolloutInterface
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.base import LossFn, Outputs
+from slurmrl.engines.base import LossFn, Outputs, ServingOptions
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
+from slurmrl.rollouts.generation.base import RolloutEngine
+from slurmrl.rollouts.generation.native.rollout import NativeRollout
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import batch, model, prompts
 from tests.distributed.engines.mixed_cases import ROLES, Step, context, replay
@@ -66,11 +69,9 @@ class OneProcess:
         own |= {"skipped": 0.0, "vetoed": 0.0}
         return {**{name: value.item() for name, value in stats.items()}, **own}
 
-    def generate(
-        self, sample: SequenceSample, options: GenerationOptions, *, decode: Any, **draws: Any
-    ) -> GenerationOutput:
-        ids, cu_seqlens = sample.tensor("prompt_ids"), sample.cu_seqlens("prompt_ids")
-        return generate(self.decoder, ids, cu_seqlens, options, **draws)
+    @contextmanager
+    def serving(self, version: str, options: ServingOptions) -> Iterator[RolloutEngine]:
+        yield NativeRollout(self.decoder, version=version, own=False, turns=False, support=False)
 
     def onload(self) -> None: ...
 

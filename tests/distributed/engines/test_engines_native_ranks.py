@@ -16,9 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurmrl.engines.fsdp import generation as generation_module
+from slurmrl.engines.base import ServingOptions
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models import generate as generate_module
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import to_hf
@@ -42,6 +41,7 @@ from tests.distributed.engines.cases import (
     prompts,
 )
 from tests.pool import RankError, RankPool
+from tests.support.generated import generated
 from tests.unit.models.conftest import random_decoder
 
 HERE = "tests.distributed.engines.test_engines_native_ranks"
@@ -356,7 +356,7 @@ def leaving(setup: Setup) -> str:
     engine: Any = make(setup)
     caught = ""
     try:
-        with engine.serving("0.1", rows=4) as rollout:
+        with engine.serving("0.1", ServingOptions(rows=4)) as rollout:
             if rollout is not None:
                 raise RunFailedError("an episode's own error")
     except RunFailedError as error:
@@ -385,19 +385,17 @@ def whole_batch(setup: Setup) -> tuple[list[Any], list[Any]]:
     try:
         for _ in range(2):
             calls: list[int] = []
-            out = engine.generate(sample, options, seed=3, step=0, keys=torch.arange(30))
+            out = generated(engine, sample, options, seed=3, step=0, keys=torch.arange(30))
             results.append([calls, out.tokens.tolist(), out.logprobs.tolist()])
     finally:
         PagedDecoder.logits = read  # type: ignore[method-assign]
     return results[0], results[1]
 
 
-def disagreeing(setup: Setup, way: str, token: int) -> None:
-    """A whole batch, of which the second rank draws another token at one place. ``way`` is how an
-    engine generates: in pages or in a slab."""
+def disagreeing(setup: Setup, token: int) -> None:
+    """A whole batch, of which the second rank samples another token at one place."""
     engine: Any = make(setup)
-    module: Any = {"pages": decode_module, "slab": generate_module}[way]
-    sample, draws = module.sample, count()
+    sample, draws = decode_module.sample, count()
 
     def other_token(*args: Any, **options: Any) -> Any:
         drawn = sample(*args, **options)
@@ -405,62 +403,25 @@ def disagreeing(setup: Setup, way: str, token: int) -> None:
             drawn.tokens[0] = token
         return drawn
 
-    module.sample = other_token
-    generation_module._pages_pay = lambda *_: way == "pages"
+    decode_module.sample = other_token  # type: ignore[assignment]
     options = GenerationOptions(max_new_tokens=8, stop_token_ids=(3, 4))
     try:
-        engine.generate(prompts(batch()), options, seed=3, step=0, keys=torch.arange(30))
+        generated(engine, prompts(batch()), options, seed=3, step=0, keys=torch.arange(30))
     finally:
-        module.sample, generation_module._pages_pay = sample, PAGES_PAY
-
-
-PAGES_PAY = generation_module._pages_pay
+        decode_module.sample = sample
 
 
 @pytest.mark.parametrize("token", [3, 32], ids=["stop", "other"])
-@pytest.mark.parametrize("way", ["pages", "slab"])
 @pytest.mark.parametrize("layout", ["t2", "c2"])
 def test_ranks_that_draw_different_tokens_of_a_whole_batch_end(
-    ranks: RankPool, layout: str, way: str, token: int
+    ranks: RankPool, layout: str, token: int
 ) -> None:
     """All of them, before one computes with fewer rows than another, which would hang, and before
     anything is trained on what they do not share."""
     with pytest.raises(RankError) as caught:
-        ranks(2, f"{HERE}:disagreeing", LAYOUTS[layout], way, token)
+        ranks(2, f"{HERE}:disagreeing", LAYOUTS[layout], token)
     message = "RunFailedError: rank 1 of a model that is split has drawn other tokens"
     assert str(caught.value).count(message) == 2
-
-
-def copied_on_one_rank(setup: Setup) -> tuple[int, list[int]]:
-    """A whole batch, where attention of the second rank cannot read pages in place: the calls of
-    the paged decoder, and the completions."""
-    engine: Any = make(setup)
-    generation_module.attends_in_place = lambda *_: dist.get_rank() == 0
-    options = GenerationOptions(max_new_tokens=8, stop_token_ids=(3, 4))
-    read, calls = PagedDecoder.logits, count()
-
-    def counted(self: PagedDecoder, *args: Any) -> Any:
-        next(calls)
-        return read(self, *args)
-
-    PagedDecoder.logits = counted  # type: ignore[method-assign]
-    try:
-        out = engine.generate(prompts(batch()), options, seed=3, step=0, keys=torch.arange(30))
-    finally:
-        generation_module.attends_in_place = ATTENDS_IN_PLACE
-        PagedDecoder.logits = read  # type: ignore[method-assign]
-    return next(calls), out.tokens.tolist()
-
-
-ATTENDS_IN_PLACE = generation_module.attends_in_place
-
-
-def test_ranks_agree_on_how_they_generate(ranks: RankPool) -> None:
-    """One that cannot use the kernel for pages would wait for the others' collectives, and they
-    for its own."""
-    whole = Setup(model=model(), split=[range(10)])
-    (((_, wanted, _), _),) = ranks(1, f"{HERE}:whole_batch", whole)
-    assert ranks(2, f"{HERE}:copied_on_one_rank", LAYOUTS["t2"]) == [(0, wanted)] * 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -18,6 +18,7 @@ from tests.distributed.engines.cases import Setup, batch, denominator, loss, mod
 from tests.distributed.engines.megatron_cases import Case, placed
 from tests.distributed.engines.test_engines_megatron import BUDGET, EVEN, MOE, grid
 from tests.pool import RankPool
+from tests.support.generated import generated
 
 FSDP = {
     "d2": Setup(model=model(architecture=EVEN), split=[[0, 1], [2, 3]]),
@@ -80,8 +81,8 @@ def refusals(case: Setup | Case, folder: Path) -> tuple[dict[str, str], float]:
     }
     if isinstance(case, Setup):
         keys, options = torch.arange(sample.bs), GenerationOptions(max_new_tokens=2)
-        calls["generate"] = lambda: engine.generate(
-            prompts(batch()), options, seed=0, step=0, keys=keys
+        calls["generate"] = lambda: generated(
+            engine, prompts(batch()), options, seed=0, step=0, keys=keys
         )
     said = {}
     engine.offload()

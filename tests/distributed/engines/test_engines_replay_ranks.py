@@ -165,11 +165,3 @@ def assert_same(found: Any, wanted: Any) -> None:
         assert (outputs[name] - values).abs().max() < 2e-5, name
     for name in ("loss", "grad_norm"):
         assert stats[name] == pytest.approx(wanted_stats[name], rel=1e-5)
-
-
-def test_ranks_that_share_a_server_have_its_supports_and_experts(ranks: RankPool) -> None:
-    for found in ranks(2, "tests.distributed.engines.replay_cases:shared"):
-        support = found.support
-        assert (list(support.sizes), list(support.ids)) == ([0, 2, 0], [4, 7])
-        experts = [rows.tolist() for rows in found.experts]
-        assert experts == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8]]]

@@ -27,6 +27,7 @@ from slurmrl.tensors.transfer.plan import PlacedLayout, plan_move
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Placed, Setup, batch, loss, model
 from tests.pool import RankError, RankPool
+from tests.support.generated import generated
 from tests.support.stand_ins import Started, python
 
 HERE = "tests.distributed.engines.test_engines_servers"
@@ -74,7 +75,8 @@ def drawn(servers: ServerEngine, prompts: tuple[tuple[int, ...], ...], step: int
         [f"item{index}" for index in range(len(prompts))],
         {"prompt_ids": torch.tensor([token for prompt in prompts for token in prompt])},
     )
-    output = servers.generate(
+    output = generated(
+        servers,
         sample,
         GenerationOptions(max_new_tokens=5),
         seed=3,

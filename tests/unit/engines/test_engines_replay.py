@@ -14,15 +14,14 @@ from slurmrl.algorithms.rollout.recorded import add_experts, add_support
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import SampledSupport
 from slurmrl.engines import microbatch
-from slurmrl.engines.fsdp import generation as generation_module
+from slurmrl.engines.base import ServingOptions
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.engines.lockstep import LockstepEngine
 from slurmrl.errors import UsageError
-from slurmrl.models.generate import GenerationOptions, GenerationOutput
-from slurmrl.rollouts.generation.base import Completion, GenerationRequest
+from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import Completion, GenerationRequest, RolloutEngine
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
 from slurmrl.rollouts.generation.native.schedule import Limits
-from slurmrl.rollouts.policy import Waiting
+from tests.support.generated import GenerationOutput, generated
 from tests.unit.engines.test_engines_rollout_native import (
     TIGHT,
     decoder_of,
@@ -100,13 +99,6 @@ def test_requests_get_the_tokens_that_each_one_was_drawn_from(late: bool) -> Non
     assert alone[0].support == found[0].support
 
 
-def generated(
-    model: FSDPEngine, monkeypatch: pytest.MonkeyPatch, *, pages: bool
-) -> GenerationOutput:
-    monkeypatch.setattr(generation_module, "attends_in_place", lambda *_: pages)
-    return model.generate(sample("prompt_ids"), OPTIONS, seed=1, step=2, keys=torch.arange(12))
-
-
 def replayed(output: GenerationOutput) -> SequenceSample:
     """The completions of a generation, two of each prompt."""
     rows = output.lengths.view(-1, 2).tolist()
@@ -126,15 +118,12 @@ def drawn(output: GenerationOutput) -> Tensor:
 
 
 @pytest.mark.parametrize("implementation", ["builtin", "hf"])
-def test_training_computes_what_generation_drew_from(
-    implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By pages and by one slab for all rows, whatever micro-batches there are."""
+def test_training_computes_what_generation_drew_from(implementation: str) -> None:
+    """Whatever micro-batches there are."""
     model = engine(implementation=implementation, max_tokens_per_microbatch=40)
-    outputs = [generated(model, monkeypatch, pages=pages) for pages in (True, False)]
-    assert torch.equal(outputs[0].tokens, outputs[1].tokens)
-    assert outputs[0].support == outputs[1].support
-    (output, _), batch = outputs, replayed(outputs[0])
+    draws: dict[str, Any] = {"seed": 1, "step": 2, "keys": torch.arange(12)}
+    output = generated(model, sample("prompt_ids"), OPTIONS, **draws)
+    batch = replayed(output)
     new = drawn(output)
     found = model.forward(batch, temperature=0.7)["logp"]
     assert (found - output.logprobs)[new].abs().max() < 1e-5
@@ -167,23 +156,22 @@ def test_completions_that_share_their_beginning_keep_their_own_supports(
     assert (apart[20:24] - apart[44:]).abs().min() > 1e-3
 
 
-def test_turns_of_whole_batches_have_their_supports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine that answers requests by whole batches cuts them as it cuts the tokens."""
-    monkeypatch.setattr(generation_module, "attends_in_place", lambda *_: False)
-    model, waiting = engine(), Waiting()
-    lockstep = LockstepEngine(model, "1.1")
+def test_turns_of_rounds_have_their_supports() -> None:
+    """The engine that answers requests in rounds cuts them as it cuts the tokens."""
+    model = engine(implementation="hf")
     texts = prompts(4)
     sizes = (3, 12, 5, 7)
 
-    async def run() -> list[Completion]:
+    async def run(served: RolloutEngine) -> list[Completion]:
         made = [
-            lockstep.submit(_request(text, index, size))
+            served.submit(_request(text, index, size))
             for index, (text, size) in enumerate(zip(texts, sizes, strict=True))
         ]
         return [completion for (completion,) in await asyncio.gather(*made)]
 
-    found = lockstep.run(run, waiting.settled)
-    assert found is not None
+    with model.serving("1.1", ServingOptions()) as served:
+        assert served is not None
+        found = asyncio.run(run(served))
     batch = SequenceSample.grouped(
         [[len(text) + len(made.tokens)] for text, made in zip(texts, found, strict=True)],
         [str(n) for n in range(4)],
@@ -301,7 +289,7 @@ def test_whole_batches_are_replayed_with_their_experts() -> None:
     were drawn, outputs do."""
     model = experts_engine()
     options = GenerationOptions(max_new_tokens=9, temperature=0.7, experts=True)
-    output = model.generate(sample("prompt_ids"), options, seed=1, step=2, keys=torch.arange(6))
+    output = generated(model, sample("prompt_ids"), options, seed=1, step=2, keys=torch.arange(6))
     assert output.experts is not None
     rows = [[length] for length in output.lengths.tolist()]
     names = [str(n) for n in range(6)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.generate import GenerationOptions, generate
+from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.models.paged import PagedCall, PagedDecoder, cell_bytes
 from slurmrl.models.parallel.split import WHOLE
@@ -26,6 +26,7 @@ from slurmrl.rollouts.generation.native.rollout import NativeRollout
 from slurmrl.rollouts.generation.native.schedule import Limits
 from slurmrl.rollouts.generation.native.stops import ends_with_stop
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy
+from tests.support.generated import generate, generated
 from tests.unit.models.conftest import BASE, ODD, hf_model, random_decoder
 
 STOP = 3
@@ -188,7 +189,8 @@ def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
     found, _ = served(from_hf(tmp_path), requests, SMALL)
     compared = 0
     for text, completion in zip(texts, found, strict=True):
-        result = model.generate(
+        result = generated(
+            model,
             torch.tensor([text]),
             max_new_tokens=12,
             do_sample=False,

@@ -1,4 +1,4 @@
-"""Whole batches by the native request engine, against generation with one slab for all rows."""
+"""Whole batches by the native request engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -16,17 +15,15 @@ import torch
 from torch import Tensor
 
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.fsdp import generation as generation_module
-from slurmrl.engines.lockstep import LockstepEngine
+from slurmrl.engines.base import ServingOptions
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
+from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.paged import PagedCache
 from slurmrl.rollouts.generation.base import Completion, GenerationRequest, RolloutEngine
 from slurmrl.rollouts.generation.native.schedule import Limits
-from slurmrl.rollouts.generation.native.whole import generate_by_requests
-from slurmrl.rollouts.policy import Waiting
+from tests.support.generated import GenerationOutput, generate, generated
 from tests.unit.engines.test_engines_rollout_native import letters
 from tests.unit.engines.test_engines_waits import engine, sample
 from tests.unit.models.conftest import BASE, ODD, random_decoder
@@ -55,7 +52,7 @@ def by_requests(
     limits: Limits = USUAL,
 ) -> GenerationOutput:
     draws: dict[str, Any] = {"seed": 1, "step": 2, "keys": keys}
-    return generate_by_requests(decoder, *prompts(count), options, limits=limits, **draws)
+    return generate(decoder, *prompts(count), options, limits=limits, **draws)
 
 
 def assert_same(found: GenerationOutput, wanted: GenerationOutput) -> None:
@@ -79,12 +76,14 @@ def assert_same(found: GenerationOutput, wanted: GenerationOutput) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-windows", "mixtral-windows", "gpt2"])
-def test_it_generates_what_the_whole_batch_does(name: str, changes: dict[str, Any], n: int) -> None:
-    """With more sequences than rows, prompts longer than a call, and log-probabilities of the whole
-    distribution, as training computes them."""
+def test_completions_do_not_depend_on_the_limits(
+    name: str, changes: dict[str, Any], n: int
+) -> None:
+    """With more sequences than rows, and prompts longer than a call."""
     decoder, keys = decoder_of(name), torch.arange(12 * n) * 7919 - 40
     options = GenerationOptions(**{"max_new_tokens": 20, **changes})
-    wanted = generate(decoder, *prompts(12), options, seed=1, step=2, keys=keys)
+    ample = Limits(rows=64, step_tokens=1024)
+    wanted = by_requests(decoder, options, keys, limits=ample)
     assert_same(by_requests(decoder, options, keys), wanted)
 
 
@@ -139,25 +138,19 @@ def test_arguments_are_checked_before_anything_is_computed() -> None:
     decoder, options = decoder_of("gpt2"), GenerationOptions(max_new_tokens=8)
     draws: dict[str, Any] = {"seed": 0, "step": 0, "limits": USUAL}
     none, ids = torch.zeros(0, dtype=torch.int64), torch.arange(4, 14)
-    output = generate_by_requests(
-        decoder, none, torch.zeros(1, dtype=torch.int32), options, keys=none, **draws
-    )
+    output = generate(decoder, none, torch.zeros(1, dtype=torch.int32), options, keys=none, **draws)
     assert output.tokens.shape == output.lengths.shape == output.logprobs.shape == (0,)
 
-    def refused(ends: list[int], keys: int, options: GenerationOptions, message: str) -> None:
+    def refused(ends: list[int], options: GenerationOptions, message: str) -> None:
         cu_seqlens = torch.tensor(ends, dtype=torch.int32)
+        keys = torch.arange(len(ends) - 1)
         with pytest.raises(UsageError, match=message):
-            generate_by_requests(
-                decoder, ids, cu_seqlens, options, keys=torch.arange(keys), **draws
-            )
+            generate(decoder, ids, cu_seqlens, options, keys=keys, **draws)
 
-    refused([0, 4, 4, 10], 3, options, "empty prompt")
-    refused([0, 4, 10], 3, options, "3 keys for 2 prompts")
-    refused([0, 10], 1, GenerationOptions(max_new_tokens=55), r"of 65 tokens .* for 64")
+    refused([0, 4, 4, 10], options, "empty prompt")
+    refused([0, 10], GenerationOptions(max_new_tokens=55), r"of 65 tokens .* for 64")
     strings = GenerationOptions(max_new_tokens=8, stop_strings=("x",))
-    refused([0, 10], 1, strings, "has stop strings, but the engine has no tokenizer")
-    with pytest.raises(UsageError, match="not stop strings"):
-        generate(decoder, *prompts(2), strings, seed=0, step=0, keys=torch.arange(2))
+    refused([0, 10], strings, "has stop strings, but the engine has no tokenizer")
 
 
 def test_a_diverged_model_is_named() -> None:
@@ -168,19 +161,14 @@ def test_a_diverged_model_is_named() -> None:
         by_requests(decoder, GenerationOptions(max_new_tokens=3), torch.arange(12))
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_stop_strings_end_completions_of_a_whole_batch(
-    in_place: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever in tokens they are, with any cache; and single requests draw the same bits, whether
-    they are served one by one or all at once."""
+def test_stop_strings_end_completions_of_a_whole_batch() -> None:
+    """Wherever in tokens they are; and requests of single completions get the same bits."""
     model, batch = engine(), sample("prompt_ids")
     keys = torch.arange(4 * len(batch.ids))
     options = GenerationOptions(max_new_tokens=30, stop_strings=("ab", "cccd", "hhij", "ff"))
     draws: dict[str, Any] = {"seed": 1, "step": 1, "keys": keys}
-    free = model.generate(batch, GenerationOptions(max_new_tokens=30), **draws)
-    monkeypatch.setattr(generation_module, "attends_in_place", lambda decoder, page: in_place)
-    found = model.generate(batch, options, **draws, decode=letters)
+    free = generated(model, batch, GenerationOptions(max_new_tokens=30), **draws)
+    found = generated(model, batch, options, **draws, decode=letters)
     drawn, whole = new_tokens(found), new_tokens(free)
     stopped = [first_stop(tokens.tolist(), options.stop_strings) for tokens in whole]
     assert 5 < sum(map(bool, stopped)) < len(stopped)
@@ -188,24 +176,18 @@ def test_stop_strings_end_completions_of_a_whole_batch(
         assert torch.equal(tokens, all_tokens[:wanted])
     assert found.finished.tolist() == list(map(bool, stopped))
 
-    with model.serving("1.0", rows=8, decode=letters) as served:
+    with model.serving("1.0", ServingOptions(rows=8, decode=letters)) as served:
         assert served is not None
         answers = asyncio.run(answered(served, batch, options, keys))
     assert [answer.tokens for answer in answers] == [tuple(each.tolist()) for each in drawn]
     assert [answer.finish == "stop" for answer in answers] == found.finished.tolist()
-    logprobs = [value for answer in answers for value in answer.logprobs]
-    assert logprobs == [value for value in found.logprobs.tolist() if value]
-
-    generating = partial(model.generate, decode=letters)  # as servers do with their own tokenizer
-    monkeypatch.setattr(model, "generate", generating)
-    lockstep = LockstepEngine(model, "1.0")
-    together = lockstep.run(lambda: answered(lockstep, batch, options, keys), Waiting().settled)
-    assert together == answers
+    logprobs = torch.tensor([value for answer in answers for value in answer.logprobs])
+    assert torch.equal(logprobs, found.logprobs[found.logprobs != 0])
 
 
-def test_completions_of_a_whole_batch_have_their_own_limits() -> None:
+def test_requests_of_a_round_have_their_own_limits() -> None:
     """The last turns of episodes have fewer tokens left, perhaps fewer than the least number."""
-    model, batch = engine(), sample("prompt_ids")
+    model, batch = engine(implementation="hf"), sample("prompt_ids")
     stops = tuple(range(3, 20))
     limits = [
         GenerationOptions(max_new_tokens=most, min_new_tokens=min(4, most), stop_token_ids=stops)
@@ -213,22 +195,23 @@ def test_completions_of_a_whole_batch_have_their_own_limits() -> None:
     ]
     requests = requests_of(batch, limits, range(len(limits)))
 
-    async def asked(served: RolloutEngine) -> list[tuple[Completion, ...]]:
-        return list(await asyncio.gather(*map(served.submit, requests)))
+    def asked(*requests: GenerationRequest) -> list[Completion]:
+        async def run() -> list[tuple[Completion, ...]]:
+            assert served is not None
+            return await asyncio.gather(*map(served.submit, requests))
 
-    lockstep = LockstepEngine(model, "1.0")
-    together = lockstep.run(lambda: asked(lockstep), Waiting().settled)
-    with model.serving("1.0", rows=8) as served:
-        assert served is not None
-        alone = asyncio.run(asked(served))
-    assert together is not None
-    assert [(each.tokens, each.finish) for (each,) in together] == [
-        (each.tokens, each.finish) for (each,) in alone
+        with model.serving("1.0", ServingOptions()) as served:
+            return [made for (made,) in asyncio.run(run())]
+
+    together = asked(*requests)
+    alone = [made for request in requests for made in asked(request)]
+    assert [(each.tokens, each.finish) for each in together] == [
+        (each.tokens, each.finish) for each in alone
     ]
+    assert {each.finish for each in together} == {"stop", "length"}
     other = replace(requests[1], options=GenerationOptions(max_new_tokens=9, min_new_tokens=3))
-    requests[:] = [requests[1], replace(other, request_id="other")]
     with pytest.raises(UsageError, match="differ in sampling options"):
-        lockstep.run(lambda: asked(lockstep), Waiting().settled)
+        asked(requests[1], replace(other, request_id="other"))
 
 
 def new_tokens(output: GenerationOutput) -> list[Tensor]:
@@ -269,27 +252,3 @@ async def answered(
     requests = requests_of(batch, [options] * len(keys), keys.tolist())
     futures = map(served.submit, requests)
     return [completion for (completion,) in await asyncio.gather(*futures)]
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_engines_use_it_where_attention_reads_pages(
-    in_place: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Elsewhere they generate with one slab for all rows; the samples are the same."""
-    calls: list[int] = []
-
-    def recorded(*arguments: Any, **options: Any) -> GenerationOutput:
-        calls.append(1)
-        return generate_by_requests(*arguments, **options)
-
-    model, batch = engine(), sample("prompt_ids")
-    options = GenerationOptions(max_new_tokens=9, stop_token_ids=(STOP,))
-    draws: dict[str, Any] = {"seed": 1, "step": 1, "keys": torch.arange(2 * len(batch.ids))}
-    wanted = model.generate(batch, options, **draws)
-    monkeypatch.setattr(generation_module, "generate_by_requests", recorded)
-    monkeypatch.setattr(generation_module, "attends_in_place", lambda decoder, page: in_place)
-    assert_same(model.generate(batch, options, **draws), wanted)
-    assert len(calls) == in_place
-    empty = SequenceSample.from_default([], [], {"prompt_ids": torch.zeros(0, dtype=torch.int64)})
-    none = model.generate(empty, options, seed=1, step=1, keys=torch.zeros(0, dtype=torch.int64))
-    assert none.tokens.shape == (0,)

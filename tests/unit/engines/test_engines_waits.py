@@ -4,6 +4,7 @@ of generation, but never for a micro-batch, a layer or a token."""
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,14 +12,15 @@ import torch
 
 from slurmrl.config.schema import Model
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.fsdp import generation as generation_module
+from slurmrl.engines.base import ServingOptions
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.models import generate as generate_module
 from slurmrl.models import inference as inference_module
 from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation import hf as hf_module
 from slurmrl.rollouts.generation.base import GenerationRequest
 from slurmrl.tensors.parallel.groups import ParallelContext
 from slurmrl.tensors.parallel.topology import ProcessTopology
+from tests.support.generated import generated
 from tests.support.host_waits import host_waits
 
 ARCHITECTURE = {
@@ -78,22 +80,28 @@ def test_micro_batches_and_layers_wait_for_nothing(head: str, mode: str, budget:
 
 
 @pytest.mark.parametrize("stops", [(), tuple(range(10, 30))])
-def test_generation_reads_what_has_ended_every_few_tokens(
+def test_rounds_read_what_has_ended_every_few_tokens(
     stops: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the whole batch has one slab for its cache."""
-    monkeypatch.setattr(generation_module, "attends_in_place", lambda decoder, page: False)
-    monkeypatch.setitem(generate_module.CHECK_TOKENS, "cpu", 8)
-    model, batch = engine(), sample("prompt_ids")
+    monkeypatch.setitem(hf_module.CHECK_TOKENS, "cpu", 8)
+    model, batch = engine(implementation="hf"), sample("prompt_ids")
     options = GenerationOptions(
         max_new_tokens=36, min_new_tokens=20, top_k=20, top_p=0.9, stop_token_ids=stops
     )
-    keys = torch.arange(len(LENGTHS))
-    with host_waits([*model._state().values(), batch.tensor("prompt_ids"), keys]) as waits:
-        output = model.generate(batch, options, seed=1, step=1, keys=keys)
+    keys, held = torch.arange(len(LENGTHS)), [*model._state().values()]
+    check, waited = hf_module._Batch._check, []
+
+    def counted(self: Any) -> Any:
+        waited.append(len(waits))
+        return check(self)
+
+    monkeypatch.setattr(hf_module._Batch, "_check", counted)
+    with host_waits(held) as waits:
+        output = generated(model, batch, options, seed=1, step=1, keys=keys)
     tokens = int((output.lengths - output.prompt_lengths).max())
     assert bool(output.finished.any()) == bool(stops)
-    assert 1 <= len(waits) <= -(-tokens // 8), waits
+    assert len(waited) == -(-tokens // 8)
+    assert {after - before for before, after in pairwise(waited)} == {1}, waits
 
 
 def test_requests_wait_only_for_what_an_earlier_call_has_drawn(
@@ -104,11 +112,11 @@ def test_requests_wait_only_for_what_an_earlier_call_has_drawn(
     monkeypatch.setattr(inference_module, "packable", lambda weight: False)
     model, batch, keys = engine(), sample("prompt_ids"), torch.arange(len(LENGTHS))
     options = GenerationOptions(max_new_tokens=12, top_k=20, stop_token_ids=(10, 11))
-    output = model.generate(batch, options, seed=1, step=1, keys=keys)
+    output = generated(model, batch, options, seed=1, step=1, keys=keys)
     texts = batch.tensor("prompt_ids").split(LENGTHS)
 
     async def served() -> list[tuple[int, ...]]:
-        with model.serving("1.0", rows=256) as rollout:
+        with model.serving("1.0", ServingOptions()) as rollout:
             rollout._batch._late = True
             requests = [
                 GenerationRequest(

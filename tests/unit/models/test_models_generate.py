@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models import cache as cache_module
-from slurmrl.models import generate as generate_module
-from slurmrl.models.attention import AttentionCore
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
+from slurmrl.models.generate import GenerationOptions
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy
+from tests.support.generated import GenerationOutput, generate
 
 STOP = 3
 
@@ -126,82 +124,6 @@ def test_a_row_does_not_depend_on_its_batch(small_decoder: Callable[..., Decoder
     assert rows(apart) == [together[i] for i in mixed]
 
 
-@pytest.mark.parametrize("fraction", [-1.0, 1.0])
-def test_compaction_changes_nothing(
-    fraction: float, small_decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoder, sequences = small_decoder(), prompts(30)
-    options = GenerationOptions(max_new_tokens=25, stop_token_ids=(STOP, 4, 5))
-    usual = run(decoder, sequences, options)
-    monkeypatch.setattr(generate_module, "KEEP_FRACTION", fraction)
-    other = run(decoder, sequences, options)
-    assert torch.equal(usual.tokens, other.tokens)
-    assert torch.equal(usual.finished, other.finished)
-    assert (usual.logprobs - other.logprobs).abs().max() < 1e-5
-    assert len(set(usual.lengths.tolist())) > 5
-
-
-@pytest.mark.parametrize("interval", [2, 8, 100])
-def test_checking_for_ended_rows_every_few_tokens_changes_nothing(
-    interval: int, small_decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows that ended between two checks are cut where they would have ended with one for each
-    token, and a batch that the host believes alive at its limit is complete."""
-    decoder, sequences = small_decoder("qwen2-windows"), prompts(30)
-    options = GenerationOptions(max_new_tokens=25, min_new_tokens=1, stop_token_ids=(STOP, 4, 5))
-    usual = run(decoder, sequences, options)
-    monkeypatch.setitem(generate_module.CHECK_TOKENS, "cpu", interval)
-    other = run(decoder, sequences, options)
-    assert torch.equal(usual.tokens, other.tokens)
-    assert torch.equal(usual.lengths, other.lengths)
-    assert torch.equal(usual.finished, other.finished)
-    assert (usual.logprobs - other.logprobs).abs().max() < 1e-5
-    ended = (usual.lengths - usual.prompt_lengths)[usual.finished]
-    assert len(set(ended.tolist())) > 5
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen2-windows", "mixtral", "gpt2"])
-@pytest.mark.parametrize("tokens", [1, 12, 40])
-def test_prompts_may_be_read_in_parts(
-    tokens: int,
-    name: str,
-    small_decoder: Callable[..., Decoder],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Reading whole prompts of a few tokens at a time gives the same completions, and no layer sees
-    more tokens at once (or one longer prompt)."""
-    decoder, sequences = small_decoder(name), prompts(30)
-    options = GenerationOptions(max_new_tokens=6, stop_token_ids=(STOP,))
-    usual = run(decoder, sequences, options)
-    reads: list[int] = []
-    read = decoder.run_unhooked
-
-    def recorded(ids: Tensor, positions: Tensor, core: AttentionCore) -> Tensor:
-        if isinstance(core, cache_module.PrefillCore):
-            reads.append(len(ids))
-        return read(ids, positions, core)
-
-    monkeypatch.setattr(decoder, "run_unhooked", recorded)
-    other = run(decoder, sequences, options, prefill_tokens=tokens)
-    assert torch.equal(usual.tokens, other.tokens)
-    assert (usual.logprobs - other.logprobs).abs().max() < 1e-5
-    assert sum(reads) == sum(map(len, sequences))
-    assert max(reads) <= max(tokens, *map(len, sequences))
-    assert len(reads) > 3
-
-
-def test_a_growing_cache_changes_nothing(
-    small_decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoder, sequences = small_decoder(), prompts(5)
-    options = GenerationOptions(max_new_tokens=30)
-    roomy = run(decoder, sequences, options)
-    monkeypatch.setattr(cache_module, "FIRST_ROOM_TOKENS", 1)
-    tight = run(decoder, sequences, options)
-    assert torch.equal(roomy.tokens, tight.tokens)
-    assert torch.equal(roomy.lengths, roomy.prompt_lengths + 30)
-
-
 def test_draws_follow_seed_step_and_key(small_decoder: Callable[..., Decoder]) -> None:
     decoder, sequences = small_decoder(), [torch.tensor([7, 8, 9])] * 4
     options = GenerationOptions(max_new_tokens=8)
@@ -230,8 +152,6 @@ def test_a_prompt_with_several_keys_is_continued_once_for_each(
     assert torch.equal(output.prompt_lengths, wanted.prompt_lengths)
     assert torch.equal(output.finished, wanted.finished)
     torch.testing.assert_close(output.logprobs, wanted.logprobs, rtol=1e-5, atol=1e-5)
-    with pytest.raises(UsageError, match="20 keys for 7 prompts: expected 1 or more keys for each"):
-        run(decoder, sequences, options, keys=keys[:20])
 
 
 def test_stop_tokens_end_rows(small_decoder: Callable[..., Decoder]) -> None:

@@ -9,11 +9,12 @@ import torch
 
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head
-from slurmrl.models.generate import GenerationOptions, generate
+from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_head import only_multiplies
 from slurmrl.models.hf_model import HFModel, refuse_dropout
 from slurmrl.tensors.ops import logprobs
+from tests.support.generated import generate
 from tests.support.largest_tensor import LargestTensor
 
 SIZES = {"vocab_size": 37, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

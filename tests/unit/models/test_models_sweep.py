@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from slurmrl.models.families import FAMILIES
-from slurmrl.models.generate import GenerationOptions, generate
+from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import from_hf, to_hf
+from tests.support.generated import generate
 
 CONFIGS = 6
 """Configs per family."""

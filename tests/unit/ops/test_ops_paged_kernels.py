@@ -12,13 +12,13 @@ from torch import Tensor
 
 from slurmrl.models import inference
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.generate import GenerationOptions, GenerationOutput
+from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.generation.native import decode as decode_module
 from slurmrl.rollouts.generation.native import runner as runner_module
 from slurmrl.rollouts.generation.native.schedule import Limits
-from slurmrl.rollouts.generation.native.whole import generate_by_requests
 from slurmrl.tensors.ops import paged_kernels
 from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells
+from tests.support.generated import GenerationOutput, generate
 from tests.support.recorded_graphs import RecordedGraphs
 from tests.unit.models.conftest import BASE, ODD, random_decoder
 
@@ -177,9 +177,7 @@ def generated(name: str, options: GenerationOptions, limits: Limits) -> Generati
     ids = torch.randint(4, 37, (int(lengths.sum()),), generator=draw)
     decoder = random_decoder(ModelConfig.from_hf({**BASE, **ODD[name]}), 0)
     keys = torch.arange(6)
-    return generate_by_requests(
-        decoder, ids, ends, options, seed=1, step=2, keys=keys, limits=limits
-    )
+    return generate(decoder, ids, ends, options, seed=1, step=2, keys=keys, limits=limits)
 
 
 @pytest.mark.parametrize(("name", "graphs"), [("qwen3", True), ("qwen2-windows", False)])

@@ -9,13 +9,13 @@ from zlib import crc32
 
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.decoder import Decoder
-from slurmrl.rollouts.generation.base import GenerationRequest
+from slurmrl.rollouts.generation.base import Decode, GenerationRequest
 from slurmrl.rollouts.generation.native.memory import bounded
 from slurmrl.rollouts.generation.native.pages import PagePool
 from slurmrl.rollouts.generation.native.runner import Drawn, Runner
 from slurmrl.rollouts.generation.native.schedule import Limits, Schedule
 from slurmrl.rollouts.generation.native.sequence import Sequence
-from slurmrl.rollouts.generation.native.stops import Decode, ends_with_stop
+from slurmrl.rollouts.generation.native.stops import ends_with_stop
 
 
 class ContinuousBatch:
@@ -33,7 +33,8 @@ class ContinuousBatch:
         turns: bool = True,
         late: bool | None = None,
     ) -> None:
-        """``context`` is the most tokens of a sequence, prompt included; None for no limit.
+        """``context`` is the most tokens of a sequence, prompt included, at which it ends. None: a
+        request that may become longer than the model's positions is refused.
         ``decode`` is needed for stop strings. ``support``: see ``Runner``. Without ``turns``, the
         cache does not grow to keep what later prompts might begin with. With ``late``, the tokens
         of a call are read while the next one runs (default: on a GPU)."""
@@ -43,6 +44,7 @@ class ContinuousBatch:
         self._runner = Runner(decoder, limits, self._pool, support=support)
         self._limits, self._context, self._decode = limits, context, decode
         self._vocabulary = decoder.config.vocab_size
+        self._check_length = decoder.config.check_length
         self._late = decoder.head_weight().is_cuda if late is None else late
         self._unread: list[Drawn] = []
         self._ended: list[Sequence] = []
@@ -141,6 +143,8 @@ class ContinuousBatch:
                 f"model's context of {self._context} tokens"
             )
         wanted = prompt + request.options.max_new_tokens
+        if self._context is None:
+            self._check_length(wanted)
         limit = wanted if self._context is None else min(wanted, self._context)
         pages, page = self._limits.pages, self._limits.page_tokens
         if pages is not None and -(-limit // page) > pages:

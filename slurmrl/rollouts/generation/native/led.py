@@ -1,8 +1,10 @@
 """Continuous batching on the ranks of a model that is split.
 
 Each rank has a batch of its own. What a batch does depends on the calls of its methods and on the
-tokens drawn only, and every rank draws the same tokens, because all have the whole logits. So the
-leader sends what it calls, in one broadcast for each call of the model, and the others repeat it.
+sampled tokens only, and every rank samples the same tokens, because all have the whole logits. So
+the leader sends its calls, in one broadcast for each call of the model, and the others repeat them.
+Where all ranks know the requests beforehand, each makes the calls by itself, and they compare the
+sampled tokens.
 """
 
 from __future__ import annotations
@@ -18,23 +20,34 @@ from slurmrl.rollouts.generation.native.batch import ContinuousBatch
 from slurmrl.rollouts.generation.native.peers import Call, Peers, other_tokens
 from slurmrl.rollouts.generation.native.schedule import Limits
 from slurmrl.rollouts.generation.native.sequence import Sequence
-from slurmrl.rollouts.generation.native.stops import Decode
+
+COMPARED_CALLS = {"cpu": 1, "cuda": 8}
+"""Calls of the model, by type of device, between two comparisons. Each waits for a GPU."""
+
+
+class ComparedBatch(ContinuousBatch):
+    """The batch of each rank where all ranks add the same requests."""
+
+    def __init__(self, decoder: Decoder, limits: Limits, peers: Peers, **options: Any) -> None:
+        super().__init__(decoder, limits, **options)
+        self._peers, self._calls = peers, 0
+        self._every = COMPARED_CALLS[peers.device.type]
+
+    def step(self) -> list[Sequence]:
+        """See `ContinuousBatch`. Raises RunFailedError if the ranks have sampled other tokens."""
+        ended = super().step()
+        self._calls += 1
+        if self._calls % self._every == 0 or not self.busy:
+            self._peers.compare(self.drawn, self.checksum)
+        return ended
 
 
 class LedBatch(ContinuousBatch):
     """The batch of the leader."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        limits: Limits,
-        peers: Peers,
-        *,
-        context: int | None,
-        decode: Decode | None,
-    ) -> None:
+    def __init__(self, decoder: Decoder, limits: Limits, peers: Peers, **options: Any) -> None:
         """The arguments of `ContinuousBatch` are the same on all ranks."""
-        super().__init__(decoder, limits, context=context, decode=decode)
+        super().__init__(decoder, limits, **options)
         self._peers = peers
         self._unsent: list[Call] = []
         self._together = True

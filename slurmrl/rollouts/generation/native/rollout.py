@@ -7,22 +7,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 from slurmrl.errors import CorruptFileError, RunFailedError, UsageError
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.inference import join_matrices
 from slurmrl.rollouts.generation.base import (
     Completion,
+    Decode,
     GenerationRequest,
     RolloutEngine,
     WeightVersion,
 )
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
-from slurmrl.rollouts.generation.native.led import LedBatch, RepeatedBatch
+from slurmrl.rollouts.generation.native.led import ComparedBatch, LedBatch, RepeatedBatch
 from slurmrl.rollouts.generation.native.peers import Peers
 from slurmrl.rollouts.generation.native.schedule import Limits
 from slurmrl.rollouts.generation.native.sequence import Sequence
-from slurmrl.rollouts.generation.native.stops import Decode
 from slurmrl.rollouts.generation.native.weights import read_weights
 
 Completions = tuple[Completion, ...]
@@ -60,6 +61,8 @@ class NativeRollout(RolloutEngine):
         own: bool = True,
         peers: Peers | None = None,
         stale_cache: bool = False,
+        turns: bool = True,
+        support: bool = True,
     ) -> None:
         """``version`` names the decoder's weights; without it requests wait for ``update_weights``.
         ``context`` is the most tokens of a sequence (default: ``max_position_embeddings``);
@@ -67,18 +70,16 @@ class NativeRollout(RolloutEngine):
         the engine's ``own`` are moved in memory. ``peers`` are the ranks of a decoder that is
         split: each makes an engine with the same arguments, the leader's serves, and the others
         call ``follow``. ``stale_cache``: over an update, requests in flight keep what older
-        weights have computed."""
+        weights have computed. Without ``turns``, no request continues an earlier one's sequence,
+        a request beyond the model's positions is refused, and all ``peers`` serve the same
+        requests. ``support``: see ``Runner``."""
         assert peers is not None or decoder.split.whole, "ranks of a split decoder compute together"
         if own:
             join_matrices(decoder)
-        limits, most = limits or Limits(), decoder.config.max_positions
-        context = most if context is None else context
-        if peers is not None and peers.leads:
-            self._batch: ContinuousBatch = LedBatch(
-                decoder, limits, peers, context=context, decode=decode
-            )
-        else:
-            self._batch = ContinuousBatch(decoder, limits, context=context, decode=decode)
+        if context is None and turns:
+            context = decoder.config.max_positions
+        options: dict[str, Any] = {"context": context, "decode": decode, "turns": turns}
+        self._batch = _batch(decoder, limits or Limits(), peers, support=support, **options)
         self._peers = peers
         self._decoder = decoder
         self._jobs: dict[str, _Job] = {}
@@ -90,7 +91,7 @@ class NativeRollout(RolloutEngine):
         self._fresh = True
         """Whether no token was drawn since the last update of the weights."""
         self._stepped = asyncio.Event()
-        if version is not None and (peers is None or peers.leads):
+        if version is not None and (peers is None or peers.leads or not turns):
             self._batch.renew(version)
 
     @property
@@ -225,7 +226,9 @@ class NativeRollout(RolloutEngine):
     def _check(self, task: asyncio.Task[None]) -> None:
         """Fail what is in flight if the model's calls have failed."""
         error = None if task.cancelled() else task.exception()
-        if error is not None:
+        if isinstance(error, RunFailedError):
+            self._fail(error)
+        elif error is not None:
             failure = RunFailedError(f"the native engine failed: {error}")
             failure.__cause__ = error
             self._fail(failure)
@@ -260,3 +263,16 @@ class NativeRollout(RolloutEngine):
         """End a request whose future was cancelled."""
         if future.cancelled() and request_id in self._jobs:
             self._batch.abort(self._jobs.pop(request_id).sequences)
+
+
+def _batch(
+    decoder: Decoder, limits: Limits, peers: Peers | None, *, turns: bool, **options: Any
+) -> ContinuousBatch:
+    """The batch of a rank."""
+    if peers is None:
+        return ContinuousBatch(decoder, limits, turns=turns, **options)
+    if not turns:
+        return ComparedBatch(decoder, limits, peers, turns=turns, **options)
+    if peers.leads:
+        return LedBatch(decoder, limits, peers, turns=turns, **options)
+    return ContinuousBatch(decoder, limits, turns=turns, **options)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens included."""
+from slurmrl.rollouts.generation.base import Decode
+
 MARGIN = 4
 """Tokens that are decoded before the longest possible match: tokenizers treat the first token of a
 text differently."""

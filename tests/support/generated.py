@@ -1,0 +1,167 @@
+"""Whole batches of prompts, generated through the contract of request engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from slurmrl.tensors.layout.copy import Array
+from torch import Tensor
+
+from slurmrl.data.sample import SequenceSample
+from slurmrl.data.support import SampledSupport
+from slurmrl.engines.base import PROMPTS, GenerateEngine, ServingOptions
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import Completion, Decode, GenerationRequest, RolloutEngine
+from slurmrl.rollouts.generation.hf import HFRollout
+from slurmrl.rollouts.generation.native.rollout import NativeRollout
+from slurmrl.rollouts.generation.native.schedule import Limits
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """Prompts with their completions, in the prompts' order; those of one prompt side by side."""
+
+    tokens: Tensor
+    """[T] packed: each prompt followed by its new tokens."""
+    lengths: Tensor
+    """[S] int64, prompt and new tokens."""
+    prompt_lengths: Tensor
+    """[S] int64."""
+    logprobs: Tensor
+    """[T], 0 on prompt tokens."""
+    finished: Tensor
+    """[S] bool: ended with a stop token or stop string."""
+    support: SampledSupport | None = None
+    """Of all T tokens; empty on prompt tokens."""
+    experts: list[Array] | None = None
+    """Of each sequence."""
+
+
+def generated(
+    engine: GenerateEngine,
+    sample: SequenceSample,
+    options: GenerationOptions,
+    *,
+    seed: int,
+    step: int,
+    keys: Tensor,
+    decode: Decode | None = None,
+) -> GenerationOutput:
+    """Completions of the prompts of ``sample``, on all ranks that have it. Collective."""
+    ids, ends = sample.tensor(PROMPTS), sample.cu_seqlens(PROMPTS)
+    asked = requests(ids, ends, options, seed=seed, step=step, keys=keys)
+    how = ServingOptions(decode=decode, turns=False, support=options.support)
+    found: list[Any] = [None]
+    with engine.serving("1.0", how) as served:
+        if served is not None:
+            found = [asyncio.run(_answers(served, asked))]
+    if how_many(engine) > 1:
+        dist.broadcast_object_list(found, group=engine.context.group("data"), group_src=0)
+    return output(asked, found[0], options, ids.device, torch.float32)
+
+
+def how_many(engine: GenerateEngine) -> int:
+    """Ranks that have the same sample."""
+    groups = getattr(engine.context, "groups", {})
+    return dist.get_world_size(engine.context.group("data")) if "data" in groups else 1
+
+
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    options: GenerationOptions,
+    *,
+    seed: int,
+    step: int,
+    keys: Tensor,
+    limits: Limits | None = None,
+    prefill_tokens: int | None = None,
+) -> GenerationOutput:
+    """Completions by a model alone: each prompt's keys lie side by side."""
+    asked = requests(input_ids, cu_seqlens, options, seed=seed, step=step, keys=keys)
+    tokens = prefill_tokens or len(input_ids)
+
+    async def run() -> list[tuple[Completion, ...]]:
+        if not isinstance(model, Decoder):
+            return await _answers(HFRollout(model, "1.0", tokens), asked)
+        how: dict[str, Any] = {"own": False, "turns": False, "support": options.support}
+        sizes = limits or Limits(step_tokens=max(256, prefill_tokens or 2048))
+        return await _answers(NativeRollout(model, limits=sizes, version="1.0", **how), asked)
+
+    dtype = next(model.parameters()).dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return output(asked, asyncio.run(run()), options, input_ids.device, wide)
+
+
+def requests(
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    options: GenerationOptions,
+    *,
+    seed: int,
+    step: int,
+    keys: Tensor,
+) -> list[GenerationRequest]:
+    tokens, streams = input_ids.tolist(), keys.tolist()
+    cuts = list(pairwise(cu_seqlens.tolist()))
+    count = len(streams) // max(len(cuts), 1)
+    return [
+        GenerationRequest(
+            request_id=f"{number:07}",
+            prompt=tuple(tokens[start:stop]),
+            keys=tuple(streams[number * count : (number + 1) * count]),
+            seed=seed,
+            step=step,
+            options=options,
+        )
+        for number, (start, stop) in enumerate(cuts)
+    ]
+
+
+async def _answers(
+    engine: RolloutEngine, asked: Sequence[GenerationRequest]
+) -> list[tuple[Completion, ...]]:
+    return await asyncio.gather(*map(engine.submit, asked))
+
+
+def output(
+    asked: Sequence[GenerationRequest],
+    answers: Sequence[Sequence[Completion]],
+    options: GenerationOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> GenerationOutput:
+    rows = [
+        (request.prompt, made)
+        for request, answer in zip(asked, answers, strict=True)
+        for made in answer
+    ]
+    support = SampledSupport()
+    for prompt, made in rows:
+        support.skip(len(prompt))
+        support.extend(made.support or SampledSupport())
+    sizes = torch.tensor([[len(p) + len(made.tokens), len(p)] for p, made in rows]).view(-1, 2)
+    logprobs = [value for p, made in rows for value in (*[0.0] * len(p), *made.logprobs)]
+    return GenerationOutput(
+        tokens=torch.tensor(
+            [token for p, made in rows for token in (*p, *made.tokens)],
+            dtype=torch.int64,
+            device=device,
+        ),
+        lengths=sizes[:, 0].long().contiguous(),
+        prompt_lengths=sizes[:, 1].long().contiguous(),
+        logprobs=torch.tensor(logprobs, dtype=dtype, device=device),
+        finished=torch.tensor([made.finish == "stop" for _, made in rows], dtype=torch.bool),
+        support=support if options.support else None,
+        experts=[made.experts for _, made in rows if made.experts is not None]
+        if options.experts
+        else None,
+    )
