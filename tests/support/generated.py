@@ -16,10 +16,10 @@ from torch import Tensor
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import SampledSupport
 from slurmrl.engines.base import PROMPTS, GenerateEngine, ServingOptions
+from slurmrl.engines.hf_rollout import HFRollout
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.generation.base import Completion, Decode, GenerationRequest, RolloutEngine
-from slurmrl.rollouts.generation.hf import HFRollout
 from slurmrl.rollouts.generation.native.rollout import NativeRollout
 from slurmrl.rollouts.generation.native.schedule import Limits
 

@@ -10,9 +10,9 @@ import torch
 
 from slurmrl.engines.base import GenerateEngine, Served, ServingOptions
 from slurmrl.engines.fsdp.sharding import Shards
+from slurmrl.engines.hf_rollout import HFRollout
 from slurmrl.engines.host import Offload
 from slurmrl.models.decoder import Decoder
-from slurmrl.rollouts.generation.hf import HFRollout
 from slurmrl.rollouts.generation.native.peers import Peers
 from slurmrl.rollouts.generation.native.rollout import NativeRollout
 from slurmrl.rollouts.generation.native.schedule import Limits
