@@ -324,17 +324,22 @@ def reference(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """``paged_attention.paged_attention`` in torch: copies each token's cells."""
+    """``paged_attention.paged_attention`` in torch: copies each token's pages."""
     seen = min(-(-longest // MULTIPLE) * MULTIPLE, tables.shape[1] * page)
     pages = tables[:, : -(-seen // page)]
-    places = torch.arange(page, device=tables.device)
-    cells = (pages[:, :, None] * page + places).flatten(1)[:, :seen]
+    slabs = [x[: len(x) // page * page].view(-1, page, *x.shape[1:]) for x in (keys, values)]
     each = max(1, GATHERED_CELLS // seen)
     parts = []
     for first in range(0, q.shape[0], each):
         part = slice(first, first + each)
-        own = cells[rows[part]]
+        own = pages[rows[part]]
         bias = cache_bias(lengths[part], seen, window, q.dtype)
-        k, v = (x[own].transpose(1, 2) for x in (keys, values))
+        k, v = (_cells(slab, own)[:, :seen].transpose(1, 2) for slab in slabs)
         parts.append(cached_attention(q[part], k, v, bias, scale))
     return torch.cat(parts)
+
+
+def _cells(slab: Tensor, pages: Tensor) -> Tensor:
+    """Copy pages [T, N] of a slab [pages, page, Hkv, D]: [T, M, Hkv, D]. (``index_select`` copies a
+    page at once; indexing copies number by number.)"""
+    return slab.index_select(0, pages.flatten()).view(len(pages), -1, *slab.shape[2:])
