@@ -71,10 +71,8 @@ class HFRollout(RolloutEngine):
 
     def submit(self, request: GenerationRequest) -> Answer:
         future: Answer = asyncio.get_running_loop().create_future()
-        if not request.prompt:
-            future.set_exception(UsageError(f"request {request.request_id} has an empty prompt"))
-        elif request.request_id in self._waiting:
-            future.set_exception(UsageError(f"request {request.request_id} is in flight already"))
+        if fault := self._fault(request):
+            future.set_exception(UsageError(f"request {request.request_id} {fault}"))
         else:
             self._waiting[request.request_id] = request, future
             self._serve()
@@ -103,6 +101,18 @@ class HFRollout(RolloutEngine):
         if self._task is not None:
             self._task.cancel()
         self._fail(RunFailedError("the engine was closed"))
+
+    def _fault(self, request: GenerationRequest) -> str:
+        """Return why a request can never be served, or ""."""
+        faults = {
+            "has an empty prompt": not request.prompt,
+            "is in flight already": request.request_id in self._waiting,
+            "has stop strings, which models of transformers cannot find": bool(
+                request.options.stop_strings
+            ),
+            "asks for experts, which models of transformers do not record": request.options.experts,
+        }
+        return next((fault for fault, holds in faults.items() if holds), "")
 
     def _serve(self) -> None:
         """Have a task that computes rounds while requests wait."""

@@ -214,6 +214,29 @@ def test_requests_of_a_round_have_their_own_limits() -> None:
         asked(requests[1], replace(other, request_id="other"))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop_strings": ("x",)}, "has stop strings, which models of transformers cannot find"),
+        ({"experts": True}, "asks for experts, which models of transformers do not record"),
+    ],
+)
+def test_request_of_a_transformers_model_is_refused_with_options_that_it_lacks(
+    options: dict[str, Any], message: str
+) -> None:
+    wanted = GenerationOptions(max_new_tokens=3, **options)
+    batch = sample("prompt_ids")
+    with pytest.raises(UsageError, match=message):
+        generated(
+            engine(implementation="hf"),
+            batch,
+            wanted,
+            seed=0,
+            step=0,
+            keys=torch.arange(len(batch.ids)),
+        )
+
+
 def new_tokens(output: GenerationOutput) -> list[Tensor]:
     whole = output.tokens.tensor_split(output.lengths.cumsum(0)[:-1])
     begins = output.prompt_lengths.tolist()
