@@ -177,7 +177,7 @@ def _common(requests: Sequence[GenerationRequest]) -> GenerationOptions:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SampledPart:
     """The tokens that the rows of the batch sampled between two checks."""
 
     rows: list[int]
@@ -217,7 +217,7 @@ class _Batch:
         """Tokens that each row that is alive has sampled."""
         self._samples: list[Sampled] = []
         """Since the last check."""
-        self._parts: list[_Part] = []
+        self._parts: list[_SampledPart] = []
         self._finite = torch.ones((), dtype=torch.bool, device=device)
         self._counts = torch.zeros_like(self._keys)
         """New tokens of each row in the batch, as ``_alive`` and ``_ended``."""
@@ -293,7 +293,7 @@ class _Batch:
         alive, counts, ended = (values[first : first + size] for first in range(0, 3 * size, size))
         for row, count, stopped in zip(self._rows, counts, ended, strict=True):
             self._new[row], self._stopped[row] = count, bool(stopped)
-        self._parts.append(_Part(self._rows, self._samples))
+        self._parts.append(_SampledPart(self._rows, self._samples))
         self._samples = []
         return [place for place, unfinished in enumerate(alive) if unfinished]
 
@@ -332,7 +332,7 @@ class _Batch:
             for row, new in enumerate(self._new)
         ]
 
-    def _add_supports(self, part: _Part, supports: list[SampledSupport]) -> None:
+    def _add_supports(self, part: _SampledPart, supports: list[SampledSupport]) -> None:
         for each in part.samples:
             assert each.support is not None, "it was asked for"
             for row, ids in zip(part.rows, each.support.tolist(), strict=True):
