@@ -23,8 +23,8 @@ from slurmrl.rollouts.generation.base import (
     RolloutEngine,
     WeightVersion,
 )
+from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.sampling import NONE, Sampled, keyed_uniform, sample
-from slurmrl.tensors.ops.upload import upload
 
 if TYPE_CHECKING:
     from slurmrl.models.hf_model import HFModel

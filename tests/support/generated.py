@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from slurmrl.tensors.layout.copy import Array
 from torch import Tensor
 
 from slurmrl.data.sample import SequenceSample
@@ -22,6 +21,7 @@ from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.generation.base import Completion, Decode, GenerationRequest, RolloutEngine
 from slurmrl.rollouts.generation.native.rollout import NativeRollout
 from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.tensors.layout import Array
 
 
 @dataclass(frozen=True)
