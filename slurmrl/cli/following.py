@@ -23,7 +23,6 @@ from slurmrl.fsio import atomic
 from slurmrl.run.history.recent import recent
 from slurmrl.run.metrics import read_latest
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import make
 from slurmrl.scheduler.base import JobIds, Scheduler, SchedulerPoll, TaskState
 from slurmrl.watch.snapshot import read
 from slurmrl.watch.status import assemble
@@ -155,6 +154,8 @@ class PolledScheduler:
     """A scheduler that is asked seldom, however often a command looks at the run directories."""
 
     def __init__(self, kind: str) -> None:
+        from slurmrl.scheduler import make
+
         scheduler = make(kind)
         self.recover = scheduler.recover
         self.query = polled_query(kind, scheduler)
