@@ -9,7 +9,7 @@ import torch
 
 from slurmrl.data.sample import SequenceSample
 from slurmrl.models.generate import GenerationOptions
-from slurmrl.rollouts.generation.native import whole as whole_module
+from slurmrl.rollouts.generation.native import rollout as rollout_module
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
 from slurmrl.tensors.ops import paged_kernels
 from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells
@@ -77,8 +77,11 @@ def ranks() -> Iterator[None]:
 def test_a_token_of_a_whole_batch(
     trusted: None, ranks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole batches on a GPU are served as requests. Without graphs, each call launches a few
-    kernels for each layer, and the host waits for what the call before has drawn."""
+    """Whole batches on a GPU are served as requests.
+
+    Without graphs, each call launches a few kernels for each layer, and the host waits for what the
+    call before has drawn.
+    """
     made: list[ContinuousBatch] = []
 
     class Recorded(ContinuousBatch):
@@ -87,7 +90,7 @@ def test_a_token_of_a_whole_batch(
             self._runner._decode._capture = None
             made.append(self)
 
-    monkeypatch.setattr(whole_module, "ContinuousBatch", Recorded)
+    monkeypatch.setattr(rollout_module, "ContinuousBatch", Recorded)
     engine = cases.engine(FOUR_LAYERS, trained=False)
 
     def generate(new_tokens: int) -> None:

@@ -82,7 +82,7 @@ def test_what_follows_a_job_does_not_wait_for_sinks(
         return 0
 
     monkeypatch.setattr(supervisor, "run", run)
-    monkeypatch.setattr(supervisor.overview, "keep", lambda _: order.append("keep"))
+    monkeypatch.setattr(supervisor.overview, "keep_overview", lambda _: order.append("keep"))
     for name in ("announce", "write_report", "hand_over_results"):
         monkeypatch.setattr(supervisor, name, lambda _, name=name: order.append(name))
     monkeypatch.setattr(supervisor.log, "configure", lambda _: None)
