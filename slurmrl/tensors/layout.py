@@ -11,17 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slurmrl.errors import LayoutError
 
+if TYPE_CHECKING:  # at run time numpy is imported where arrays are made: `submit` makes none
+    import numpy.typing as npt
+
 Index = tuple[int, ...]
-
-
-Array = npt.NDArray[Any]
+Array: TypeAlias = "npt.NDArray[Any]"
 ITEM_BYTES: dict[str, int] = {
     "float64": 8,
     "float32": 4,
@@ -182,14 +180,16 @@ def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
 
 
 def view(flat: Array, offset: int, strides: Index, size: Index) -> Array:
-    """The strided box of a flat array, without a copy. Raises LayoutError if it exceeds the
-    array."""
+    """The strided box of a flat array, without a copy.
+
+    Raises LayoutError if it exceeds the array.
+    """
     span = sum((length - 1) * stride for length, stride in zip(size, strides, strict=True))
     if offset < 0 or any(s < 0 for s in strides) or offset + span >= flat.size:
         raise LayoutError(f"a box of size {size} at {offset} exceeds a storage of {flat.size}")
-    return np.lib.stride_tricks.as_strided(
-        flat[offset:], shape=size, strides=tuple(s * flat.itemsize for s in strides)
-    )
+    from numpy.lib.stride_tricks import as_strided
+
+    return as_strided(flat[offset:], shape=size, strides=tuple(s * flat.itemsize for s in strides))
 
 
 def row_major(size: Index) -> Index:
@@ -245,7 +245,8 @@ class Shard:
 @dataclass(frozen=True, slots=True)
 class HeldBox:
     """Box ``box``, which each of ``ranks`` holds in a storage, from element ``offset`` with
-    ``strides``. ``storage`` is relative to the tensor's name, see `storage_of`."""
+    ``strides``. ``storage`` is relative to the tensor's name, see `storage_of`.
+    """
 
     ranks: tuple[int, ...]
     box: Box
@@ -297,8 +298,10 @@ class Holders:
 
 @lru_cache(maxsize=1024)  # layers repeat the same boxes
 def sources(holders: Holders, box: Box) -> tuple[Source, ...]:
-    """The parts that make up a box, each with the elements to take from it. Raises LayoutError if
-    an element is missing."""
+    """The parts that make up a box, each with the elements to take from it.
+
+    Raises LayoutError if an element is missing.
+    """
     taken, rest = cover(box, (part.box for part in holders.parts))
     if rest:
         raise LayoutError(f"no rank holds {rest[0]}")
@@ -307,7 +310,8 @@ def sources(holders: Holders, box: Box) -> tuple[Source, ...]:
 
 def storage_of(name: str, relative: str) -> str:
     """The storage of a tensor: ``""`` stands for its own name, ``/s`` for ``s``, and any other for
-    itself after the prefix of the tensor's name (``exp_avg/`` of moments)."""
+    itself after the prefix of the tensor's name (``exp_avg/`` of moments).
+    """
     if relative.startswith("/"):
         return relative[1:]
     return _prefix(name) + relative if relative else name
@@ -331,7 +335,8 @@ def _prefix(name: str) -> str:
 @dataclass(frozen=True, eq=False)
 class Layout:
     """All tensors, and for each the holders of its parts among ranks 0 to ``ranks - 1``; replicas
-    are allowed."""
+    are allowed.
+    """
 
     tensors: Mapping[str, TensorSpec]
     holders: Mapping[str, Holders]
@@ -339,8 +344,10 @@ class Layout:
 
     @staticmethod
     def of(tensors: Mapping[str, TensorSpec], shards: Sequence[Sequence[Shard]]) -> Layout:
-        """The layout in which each rank r holds ``shards[r]``. Raises LayoutError for an unknown
-        tensor."""
+        """The layout in which each rank r holds ``shards[r]``.
+
+        Raises LayoutError for an unknown tensor.
+        """
         rows: dict[int, list[int]] = {}
         for rank, row in enumerate(shards):
             rows.setdefault(id(row), []).append(rank)  # replicas may share one row

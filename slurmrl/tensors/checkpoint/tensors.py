@@ -27,8 +27,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from slurmrl.errors import CheckpointError, CorruptFileError
 from slurmrl.fsio import documents
 from slurmrl.fsio.atomic import is_absent
@@ -178,6 +176,8 @@ class TensorFile:
             self._map = self._mapped()
             if len(self._map) != self._size:
                 raise CorruptFileError(f"{self.path} has changed while it was read")
+        import numpy as np
+
         dtype = np.dtype(NUMPY_DTYPES[spec.dtype])
         return np.frombuffer(self._map, dtype, prod(spec.shape), self._data + self.begins[name])
 
@@ -198,7 +198,7 @@ def _parts(entries: list[TensorEntry], metadata: Mapping[str, str]) -> Iterable[
         expected = prod(entry.spec.shape) * ITEM_BYTES[entry.spec.dtype]
         assert data.flags.c_contiguous, entry.name
         assert data.nbytes == expected, entry.name
-        raw = data.reshape(-1).view(np.uint8).data
+        raw = data.reshape(-1).view("u1").data
         for begin in range(0, raw.nbytes, CHUNK_BYTES):
             yield raw[begin : begin + CHUNK_BYTES]
 
@@ -342,7 +342,8 @@ def file_entries(
     storage: Storage,
 ) -> list[TensorEntry]:
     """The tensors to write for these parameters; ``read`` provides a box of a parameter on
-    demand."""
+    demand.
+    """
     return [
         TensorEntry(name, tensor.spec, partial(assembled, read, tensor))
         for name, tensor in file_tensors(parameters, storage).items()
@@ -351,6 +352,8 @@ def file_entries(
 
 def assembled(read: Callable[[str, Box], Array], tensor: FileTensor) -> Array:
     """The elements of a file's tensor, of which ``read`` provides those of its parameters."""
+    import numpy as np
+
     arrays = []
     for name, spec, stored in tensor.shards:
         box = stored.of(spec.shape)
