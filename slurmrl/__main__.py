@@ -1,5 +1,7 @@
-"""The command ``slurmrl``, also as ``python -m slurmrl``. Nothing is imported before Ctrl-C is
-handled."""
+"""The command ``slurmrl``, also as ``python -m slurmrl``.
+
+Nothing is imported before Ctrl-C is handled.
+"""
 
 from __future__ import annotations
 

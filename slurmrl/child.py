@@ -51,8 +51,9 @@ def run(
     shown: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> ChildEnd:
-    """Run a command without input. Discard its standard output; ``shown`` errors go to the errors
-    of this process.
+    """Run a command without input.
+
+    Discard its standard output; ``shown`` errors go to the errors of this process.
 
     Raises OSError for a command that cannot be executed.
     """
@@ -71,8 +72,9 @@ def run(
 
 
 class ChildRequest:
-    """A request to a module that calls `answer`. Iterating starts the child and yields its replies
-    as they come; `ended` is set afterwards.
+    """A request to a module that calls `answer`.
+
+    Iterating starts the child and yields its replies as they come; `ended` is set afterwards.
 
     Iterating raises OSError where no process can be started.
     """
@@ -126,8 +128,10 @@ class ChildRequest:
 
 
 def answer(replies: Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]]) -> None:
-    """Answer the `ChildRequest` that started this process. Other output, of the processes that it
-    starts too, goes to standard error."""
+    """Answer the `ChildRequest` that started this process.
+
+    Other output, of the processes that it starts too, goes to standard error.
+    """
     request = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
         os.dup2(2, 1)

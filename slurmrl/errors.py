@@ -15,8 +15,10 @@ class SlurmrlError(Exception):
 
 
 class RunFailedError(SlurmrlError, RuntimeError):
-    """The run itself failed (a call raised, or there was no progress). ``args[1]`` is optional: its
-    `failure`."""
+    """The run itself failed (a call raised, or there was no progress).
+
+    ``args[1]`` is optional: its `failure`.
+    """
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
@@ -24,7 +26,8 @@ class RunFailedError(SlurmrlError, RuntimeError):
     @property
     def failure(self) -> object:
         """The `run.reports.Failure` to publish, where the raiser knows more than the message;
-        else None."""
+        else None.
+        """
         return self.args[1] if len(self.args) > 1 else None
 
 
@@ -124,8 +127,11 @@ class UnusableRowError(RewardError):
 
 
 class AllocationError(UsageError):
-    """An allocation string is not valid. ``args``: the message, and for a string that was refused
-    while it was read `position` and `reason`."""
+    """An allocation string is not valid.
+
+    ``args``: the message, and for a string that was refused while it was read `position` and
+    `reason`.
+    """
 
     @property
     def position(self) -> int | None:
@@ -223,8 +229,10 @@ class CheckpointError(SlurmrlError, RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A committed checkpoint was changed after it was written. ``args``: the message, the name of
-    its directory in ``checkpoints/``, and `may_pass`."""
+    """A committed checkpoint was changed after it was written.
+
+    ``args``: the message, the name of its directory in ``checkpoints/``, and `may_pass`.
+    """
 
     @property
     def directory(self) -> str:

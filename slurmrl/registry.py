@@ -23,6 +23,7 @@ def resolve(reference: str) -> Any:
 
 def import_own(what: str, reference: str) -> Any:
     """The attribute that a user names as ``module:attribute``; ``what`` names its kind in messages.
+
     Exceptions raised inside the module propagate, except FAULTS.
 
     :raises UsageError: the module has no such attribute, has a fault, or is not Python.
@@ -56,13 +57,15 @@ def import_own(what: str, reference: str) -> Any:
 
 def describe(error: BaseException) -> str:
     """Return ``KeyError: 'x' (my_rewards.py:12)``: the error and its last line in the user's
-    code."""
+    code.
+    """
     return f"{type(error).__name__}: {error}{_line_of(error)}"
 
 
 def _import(error: ImportError) -> str:
     """Return what an import lacks and where the user's code wants it, without the path of a file
-    that is not the user's."""
+    that is not the user's.
+    """
     text = str(error)
     if error.path and _is_of_others(error.path):
         text = text.removesuffix(f" ({error.path})")
@@ -70,8 +73,10 @@ def _import(error: ImportError) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the last line in the user's code, in parentheses; empty if there is none. Libraries
-    count only if no other file is left."""
+    """Return the last line in the user's code, in parentheses; empty if there is none.
+
+    Libraries count only if no other file is left.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     files = [each for each in frames if not _is_of_others(each.filename)]
     libraries = tuple(map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
@@ -88,7 +93,8 @@ def _is_of_others(file: str) -> bool:
 
 def near(name: str, known: list[str], likeness: float = 0.6) -> str:
     """Return a hint for a misspelt name: the closest match of at least this ``likeness`` (0 to 1),
-    if any, and the whole list."""
+    if any, and the whole list.
+    """
     import difflib  # only for errors: it takes a while
 
     close = difflib.get_close_matches(name, known, n=1, cutoff=likeness)
@@ -97,8 +103,10 @@ def near(name: str, known: list[str], likeness: float = 0.6) -> str:
 
 
 class Registry:
-    """The implementations of one kind. Unknown names raise and list the known ones; registering a
-    name twice raises too."""
+    """The implementations of one kind.
+
+    Unknown names raise and list the known ones; registering a name twice raises too.
+    """
 
     def __init__(self, kind: str, entries: dict[str, str]) -> None:
         self.kind = kind

@@ -12,7 +12,8 @@ COMMIT_FILE: Final = "commit.txt"
 
 def built_commit() -> str:
     """The commit that an installed package was built from, with ``+changes`` if the checkout had
-    any; empty where it is unknown, and in a checkout, which may change."""
+    any; empty where it is unknown, and in a checkout, which may change.
+    """
     try:
         return package.read(COMMIT_FILE).decode("ascii", errors="replace").strip()
     except OSError:

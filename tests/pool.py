@@ -219,7 +219,8 @@ def serve(descriptor: int) -> None:
 
 def execute(job: Job, connection: Connection) -> None:
     """Answer the job; leave its group at once if it failed, else when the parent releases this
-    rank. Raises EOFError if the parent ends before."""
+    rank. Raises EOFError if the parent ends before.
+    """
     gc.freeze()  # what is here now stays, so that only what the job makes is looked through
     answer = attempt(job)
     if answer.error:

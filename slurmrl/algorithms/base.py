@@ -1,5 +1,7 @@
-"""The contract between an algorithm's code and the workers that execute its calls. Torch-free, so
-that a user's schema and interface can share a file."""
+"""The contract between an algorithm's code and the workers that execute its calls.
+
+Torch-free, so that a user's schema and interface can share a file.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +62,11 @@ class CallContext:
 
 @dataclass(frozen=True)
 class CallResult:
-    """The result of a call. ``stats`` of generate and inference are this rank's (sum, count), which
-    are added up over the data-parallel ranks. Those of train_step are global means, the same on
-    every rank, as (mean, 1)."""
+    """The result of a call.
+
+    ``stats`` of generate and inference are this rank's (sum, count), which are added up over the
+    data-parallel ranks. Those of train_step are global means, the same on every rank, as (mean, 1).
+    """
 
     sample: SequenceSample | None = None
     """The call's output keys for the ids of its input."""
@@ -82,8 +86,10 @@ class CallResult:
 
 
 class Interface(ABC):  # noqa: B024 - each interface implements some of the methods
-    """An algorithm's code for one or more calls. It is constructed without arguments, once for each
-    call and process, and has no state that a resumed training would need.
+    """An algorithm's code for one or more calls.
+
+    It is constructed without arguments, once for each call and process, and has no state that a
+    resumed training would need.
 
     ``engine`` is None for a call without a role. Each data-parallel rank gets its own items,
     possibly none, and methods may contain collectives.

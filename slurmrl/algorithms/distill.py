@@ -30,9 +30,12 @@ class DistillInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """``teacher_logprobs`` of all tokens, at the sampling temperature. Reports their mean over
-        response tokens, and that of log(p / p_teacher) with p as in generation, in an evaluation
-        also the sum of the latter and the response tokens of each completion."""
+        """``teacher_logprobs`` of all tokens, at the sampling temperature.
+
+        Reports their mean over response tokens, and that of log(p / p_teacher) with p as in
+        generation, in an evaluation also the sum of the latter and the response tokens of each
+        completion.
+        """
         assert engine is not None
         outputs = engine.forward(sample.only([TOKENS]), temperature=_temperature(context))
         logp = outputs["logp"]

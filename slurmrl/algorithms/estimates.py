@@ -1,5 +1,6 @@
 """What the results of an evaluation amount to: means over the items and estimates from several
-completions of each prompt (pass@k, maj@k), with 95 % confidence intervals. Torch-free."""
+completions of each prompt (pass@k, maj@k), with 95 % confidence intervals. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class ConfidenceInterval(NamedTuple):
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """The probability that at least one of ``k`` completions, drawn without replacement from ``n``
     of which ``correct`` are correct, is correct: 1 - C(n - c, k) / C(n, k), an unbiased estimate
-    for k independent completions (Chen et al. 2021, arXiv 2107.03374, eq. 1)."""
+    for k independent completions (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    """
     if not 0 < k <= n or not 0 <= correct <= n:
         raise ValueError(f"pass@{k} of {correct} correct completions of {n}")
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
@@ -124,7 +126,8 @@ def _binomials(
     sizes: Collection[int], probability: NDArray[np.float64]
 ) -> dict[int, NDArray[np.float64]]:
     """For each size: the probabilities of each number of successes, first axis, by Pascal's rule,
-    whose sums of positive terms lose no accuracy."""
+    whose sums of positive terms lose no accuracy.
+    """
     row, rows = np.ones((1, *probability.shape)), {}
     edge = np.zeros_like(row)
     for size in range(1, max(sizes) + 1):
@@ -146,7 +149,8 @@ def attempt_rates(
     correct: Sequence[bool], votes: Sequence[str | None], sizes: Sequence[int]
 ) -> dict[str, float]:
     """pass@k of a prompt's completions for each k of ``sizes``, and maj@k for each but the
-    first."""
+    first.
+    """
     passed = {f"pass@{k}": pass_at_k(len(correct), sum(correct), k) for k in sizes}
     agreed = zip(sizes[1:], majorities(votes, correct, sizes[1:]), strict=True)
     return passed | {f"maj@{k}": share for k, share in agreed}
@@ -154,7 +158,8 @@ def attempt_rates(
 
 def vote_of(completion: str, pattern: str | None) -> str | None:
     """The answer that a completion votes for: the last match of ``pattern`` (its group, if it has
-    one), else the whole text, without surrounding white space; None without a match."""
+    one), else the whole text, without surrounding white space; None without a match.
+    """
     if pattern is None:
         return completion.strip()
     matches = list(re.finditer(pattern, completion))
@@ -165,8 +170,10 @@ def vote_of(completion: str, pattern: str | None) -> str | None:
 
 
 def wilson(mean: float, count: int) -> ConfidenceInterval:
-    """The 95 % score interval of a proportion (Wilson 1927) from ``count`` independent values. It
-    is wider than needed for values between 0 and 1, whose variance is at most mean (1 - mean)."""
+    """The 95 % score interval of a proportion (Wilson 1927) from ``count`` independent values.
+
+    It is wider than needed for values between 0 and 1, whose variance is at most mean (1 - mean).
+    """
     if count < 1 or not 0.0 <= mean <= 1.0:
         raise ValueError(f"a mean of {mean} from {count} values")
     square = Z_95 * Z_95
@@ -188,7 +195,8 @@ def of_completions(
 ) -> Summary:
     """``avg@n`` (the mean reward) and, with a ``pass_score``, ``pass@k`` and ``maj@k``, as means
     over the prompts. Completions without a score are not in the mean, and their prompts have no
-    rates."""
+    rates.
+    """
     sizes = subset_sizes(n) if pass_score is not None else ()
     scores = []
     for record in records:
@@ -210,7 +218,8 @@ def of_completions(
 def of_preferences(records: Iterable[Record]) -> Summary:
     """``accuracy`` (the share of pairs whose chosen answer scores higher; a tie counts as wrong)
     and ``margin`` (chosen less rejected), as means over the prompts of the means over their
-    pairs."""
+    pairs.
+    """
     scores = []
     for record in records:
         margins = [
@@ -280,14 +289,16 @@ def _rewards(score: Record) -> list[float | None]:
 
 def mean(values: Sequence[float]) -> Estimate:
     """The mean of independent values, with the normal interval from their standard deviation; NaN
-    bounds for a single value."""
+    bounds for a single value.
+    """
     return ratio(values, [1.0] * len(values))
 
 
 def ratio(values: Sequence[float], weights: Sequence[float]) -> Estimate:
     """The ratio of two sums over independent items, with the normal interval from the standard
     deviation of its linearisation ``value - ratio * weight`` (Cochran 1977, eq. 6.13). NaN if the
-    weights are all zero, or where a sum overflows."""
+    weights are all zero, or where a sum overflows.
+    """
     count, total = len(values), _sum(weights)
     center = _sum(values) / total if total else math.nan
     if count < 2 or not total:

@@ -34,7 +34,8 @@ class KTOInterface(Interface):
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """One update with the mean loss of all answers, after the KL divergence of the whole batch
-        has been estimated."""
+        has been estimated.
+        """
         assert engine is not None
         kto = cast(KTO, context.settings.algorithm)
         kl = batch_kl(engine, sample)
@@ -64,7 +65,8 @@ class KTOInterface(Interface):
 
 def batch_kl(engine: TrainEngine, sample: SequenceSample) -> float:
     """The estimate of KL(p || p_ref) over the batch of all ranks: the mean of log(p / p_ref) of the
-    mismatched answers, at least 0 (Ethayarajh et al. 2024, section 4.1)."""
+    mismatched answers, at least 0 (Ethayarajh et al. 2024, section 4.1).
+    """
     mismatched = nth_sequences(sample, MISMATCHED)
     logp = engine.forward(mismatched.only([TOKENS]))["logp"]
     ratios = answer_logprobs(logp, mismatched) - mismatched.tensor("ref_logps").to(logp.device)
@@ -127,10 +129,12 @@ def _means(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def answer_losses(logratios: Tensor, desirable: Tensor, kl: float, kto: KTO) -> Tensor:
-    """[S]: lambda_y - v(x, y) (Ethayarajh et al. 2024, eq. 8) from log(p / p_ref) of the answers
-    and their labels (bool), both [S]. The value v of a desirable answer is
-    lambda_D s(beta (logratio - kl)), that of an undesirable one lambda_U s(beta (kl - logratio)).
-    No gradient passes through the reference point ``kl``."""
+    """[S]: lambda_y - v(x, y) (Ethayarajh et al. 2024, eq.
+
+    8) from log(p / p_ref) of the answers and their labels (bool), both [S]. The value v of a
+    desirable answer is lambda_D s(beta (logratio - kl)), that of an undesirable one lambda_U s(beta
+    (kl - logratio)). No gradient passes through the reference point ``kl``.
+    """
     sign = torch.where(desirable, 1.0, -1.0).to(logratios.dtype)
     weight = torch.where(desirable, kto.desirable_weight, kto.undesirable_weight)
     value = torch.sigmoid(kto.beta * sign * (logratios - kl))
@@ -139,7 +143,8 @@ def answer_losses(logratios: Tensor, desirable: Tensor, kl: float, kto: KTO) -> 
 
 def on_their_side(logratios: Tensor, desirable: Tensor, kl: float) -> Tensor:
     """[S], bool: whether the log-ratio of an answer is beyond the reference point ``kl`` on the
-    side of its label; a tie is not."""
+    side of its label; a tie is not.
+    """
     return torch.where(desirable, logratios > kl, logratios < kl)
 
 
@@ -147,7 +152,8 @@ def answer_stats(
     logps: Tensor, logratios: Tensor, desirable: Tensor, kl: float, kto: KTO
 ) -> dict[str, Tensor]:
     """Sums of the implied rewards and log-probabilities of desirable (``chosen``) and undesirable
-    (``rejected``) answers, their numbers, and how many answers are on their side of ``kl``."""
+    (``rejected``) answers, their numbers, and how many answers are on their side of ``kl``.
+    """
     right = on_their_side(logratios, desirable, kl).sum()
     stats: dict[str, Tensor] = {"right": right.to(logps.dtype)}
     for name, mask in (("chosen", desirable), ("rejected", ~desirable)):

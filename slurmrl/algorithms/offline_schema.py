@@ -62,8 +62,9 @@ class Generate(AlgorithmSchema):
 
 
 class Evaluate(AlgorithmSchema):
-    """Evaluation of a model on a whole dataset, in `results.jsonl` and `summary.json`. Nothing is
-    trained.
+    """Evaluation of a model on a whole dataset, in `results.jsonl` and `summary.json`.
+
+    Nothing is trained.
 
     With `measure: completions`, `rollout.n` completions of each prompt are judged by the reward:
     `avg@n`, `pass@k` and `maj@k`, with 95 % confidence intervals.

@@ -53,7 +53,8 @@ class PairInterface(Interface):
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """The loss and the metrics of held-out pairs, with the scores of each item; no output
-        keys."""
+        keys.
+        """
         assert engine is not None
         outputs = engine.forward(sample.only([TOKENS]))
         batch = sample.to(next(iter(outputs.values())).device)
@@ -92,7 +93,8 @@ def split_pairs(values: Tensor) -> PairValues:
 def tied(values: Tensor, sample: SequenceSample) -> Tensor:
     """Return the values [S] with those of rejected answers that equal the chosen ones replaced by
     these. A model gives equal sequences values that differ by rounding, which depends on the
-    micro-batch; their margin has to be 0."""
+    micro-batch; their margin has to be 0.
+    """
     cuts = sample.cu_seqlens(TOKENS).long()
     lengths = cuts.diff().view(-1, 2)
     alike = lengths[:, 0] == lengths[:, 1]
@@ -109,7 +111,8 @@ def tied(values: Tensor, sample: SequenceSample) -> Tensor:
 
 def pair_weights(sample: SequenceSample, like: Tensor) -> Tensor:
     """[P]: 1 / (the number of pairs of the pair's item), on the device and in the dtype of
-    ``like``."""
+    ``like``.
+    """
     counts = [len(item) // 2 for item in sample.lengths[TOKENS]]
     return like.new_tensor([1.0 / count for count in counts for _ in range(count)])
 
@@ -117,7 +120,8 @@ def pair_weights(sample: SequenceSample, like: Tensor) -> Tensor:
 def pair_stats(weights: Tensor, scores: PairValues) -> dict[str, Tensor]:
     """Sums over the items: the mean ``accuracies`` (the share of pairs whose chosen answer scores
     higher; a tie counts as wrong) and ``margins`` of each item's pairs, and the mean scores of its
-    ``chosen`` and ``rejected`` answers."""
+    ``chosen`` and ``rejected`` answers.
+    """
     margins = scores.chosen - scores.rejected
     return {
         "chosen": (weights * scores.chosen).sum(),

@@ -74,8 +74,10 @@ def score_loss(
     *,
     read: ScoreReader = last_values,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The engine's loss function: outputs {values} [T], of which ``read`` takes the scores. Sums
-    over the items."""
+    """The engine's loss function: outputs {values} [T], of which ``read`` takes the scores.
+
+    Sums over the items.
+    """
     scores = split_pairs(tied(read(outputs["values"], batch), batch))
     weights = pair_weights(batch, scores.chosen)
     loss = (weights * pair_losses(scores, options)).sum()
@@ -90,8 +92,10 @@ def score_loss(
 
 
 def pair_losses(scores: PairValues, options: RewardModel) -> Tensor:
-    """[P]: -log s(chosen - rejected) (Ouyang et al. 2022, eq. 1), plus the squared sum of both
-    scores times ``center_coef`` (Eisenstein et al. 2023, eq. 2)."""
+    """[P]: -log s(chosen - rejected) (Ouyang et al. 2022, eq.
+
+    1), plus the squared sum of both scores times ``center_coef`` (Eisenstein et al. 2023, eq. 2).
+    """
     losses = -logsigmoid(scores.chosen - scores.rejected)
     if options.center_coef:
         losses = losses + options.center_coef * (scores.chosen + scores.rejected).square()
@@ -113,8 +117,10 @@ def turn_end_values(values: Tensor, sample: SequenceSample, stops: Sequence[int]
 
 
 def turn_ends(sample: SequenceSample, stops: Sequence[int]) -> Tensor:
-    """[S]: the places in [T] at which generation would have ended the last turn. A sequence without
-    a token of the model, of a failed episode, ends with its last one."""
+    """[S]: the places in [T] at which generation would have ended the last turn.
+
+    A sequence without a token of the model, of a failed episode, ends with its last one.
+    """
     ids, read = sample.tensor(TOKENS), sample.tensor(READ)
     cuts = sample.cu_seqlens(TOKENS).long().to(ids.device)
     place = torch.arange(len(ids), device=ids.device)
@@ -134,7 +140,8 @@ def turn_ends(sample: SequenceSample, stops: Sequence[int]) -> Tensor:
 
 def whole_conversations(sample: SequenceSample, context: CallContext) -> SequenceSample:
     """The tokens of completions as the end of whole conversations: with what the chat template of
-    the dataset puts after the end of a turn. Truncated completions stay as they are."""
+    the dataset puts after the end of a turn. Truncated completions stay as they are.
+    """
     sample = sample.only([TOKENS, READ])
     end = template_end(context)
     if end is None or not end.after:
@@ -156,7 +163,8 @@ def whole_conversations(sample: SequenceSample, context: CallContext) -> Sequenc
 
 def template_end(context: CallContext) -> TurnEnd | None:
     """How the chat template of the dataset ends a turn; None without one, or if the template
-    refuses a plain conversation. Of several sources the first one with a template decides."""
+    refuses a plain conversation. Of several sources the first one with a template decides.
+    """
     config = next((part for part in context.dataset.parts.values() if part.is_chat), None)
     if config is None:
         return None

@@ -43,7 +43,8 @@ class RuleRewardInterface(Interface):
         """``rewards`` [S] float32, one for each completion: what the reward function gives its last
         turn, and what an episode's turns have earned; NaN where it could not judge the completion.
         A failed episode is not judged, nor is what a rollout task has judged. The sample carries
-        the dataset's metadata."""
+        the dataset's metadata.
+        """
         groups = [context.stored(name).judged if context.stored else None for name in sample.ids]
         reward = self._prepare(context) if any(group is None for group in groups) else None
         questions = Questions.about(sample, context)
@@ -124,7 +125,8 @@ def score_records(
 ) -> dict[str, Record]:
     """The lines of an evaluation about its prompts, by id: all rewards, their mean, and the
     ``evaluation.rates``. ``counts`` are the numbers of completions of each prompt. Completions
-    without a score are not in the mean, and their prompts have no rates."""
+    without a score are not in the mean, and their prompts have no rates.
+    """
     sizes, limit, pattern = evaluation.attempts, evaluation.pass_score, evaluation.vote_pattern
     records: dict[str, Record] = {}
     for name, end, count in zip(names, accumulate(counts), counts, strict=True):
@@ -161,7 +163,8 @@ def _texts(
 ) -> list[dict[str, Any]]:
     """Return rows of the samples table: at least `logging.samples` completions, all of a prompt
     side by side and numbered by their ``index``; with the parts of the reward, the texts of
-    their tokens and the turns of episodes."""
+    their tokens and the turns of episodes.
+    """
     finished = sample.tensor("finished").tolist()
     counts = sample.sequence_counts("input_ids")
     logging = context.settings.config.logging
@@ -191,7 +194,8 @@ def _texts(
 
 def _rendered(sample: SequenceSample, item: int, number: int, tokenizer: Any) -> dict[str, str]:
     """Return the prompt as the policy reads it, system prompt and template included, as field
-    ``rendered``; nothing where the tokens have no other text than the prompt."""
+    ``rendered``; nothing where the tokens have no other text than the prompt.
+    """
     start, stop = sample.cu_seqlens("input_ids")[number : number + 2].tolist()
     written = (~sample.tensor("prompt_mask")[start:stop]).nonzero()
     end = start + int(written[0]) if len(written) else stop
@@ -237,7 +241,8 @@ class Questions:
 
     def answered(self, judge: Judge) -> JudgedCompletions:
         """What the judge says; it is not asked about completions without a token, which score 0:
-        their episodes have failed."""
+        their episodes have failed.
+        """
         asked = [place for place, tokens in enumerate(self.extras["token_ids"]) if tokens]
         found = judge(self.of(asked)) if asked else JudgedCompletions()
         return found.spread(asked, len(self.completions))
@@ -250,7 +255,8 @@ def decode_completions(
     sample: SequenceSample, tokens: Sequence[Sequence[int]], context: CallContext
 ) -> list[str]:
     """The text of each completion, without special tokens and without the stop token that ended it
-    (which need not be a special token). A stop string that ended it is part of the text."""
+    (which need not be a special token). A stop string that ended it is part of the text.
+    """
     finished, stops = sample.tensor("finished").tolist(), context.stop_token_ids
     tokenizer: Any = context.tokenizer
     kept = (
@@ -286,7 +292,8 @@ def _extras(
 
 def _places(sample: SequenceSample, context: CallContext) -> list[str]:
     """Source line of each completion: ``data.jsonl:17 (sample 17@0)``; with ``, index 2`` if the
-    sample has several."""
+    sample has several.
+    """
     path = context.dataset.title
     return [
         f"{path}:{line} (sample {name}{f', index {place}' if count > 1 else ''})"
@@ -299,7 +306,8 @@ def _places(sample: SequenceSample, context: CallContext) -> list[str]:
 
 def last_turns(sample: SequenceSample) -> list[list[int]]:
     """The tokens of each completion's last turn, with the stop token that ended it; none of a
-    failed episode."""
+    failed episode.
+    """
     ids, read = sample.tensor("input_ids").tolist(), sample.tensor("prompt_mask").tolist()
     cuts = sample.cu_seqlens("input_ids").tolist()
     turns = []

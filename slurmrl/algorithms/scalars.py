@@ -54,7 +54,8 @@ class NoScalars(ScalarController):
 
 class PolicyScalars(ScalarController):
     """The scalars of policy gradients: the KL coefficient ``kl_coef``, and with ``value_norm`` the
-    moments of the returns, which the critic's training reports after each step."""
+    moments of the returns, which the critic's training reports after each step.
+    """
 
     def __init__(self, algorithm: Any) -> None:
         super().__init__(algorithm)
@@ -88,7 +89,8 @@ def adaptation(kl: float, n: int, target: float, horizon: float) -> float:
     change the KL coefficient: proportional control in log space (Ziegler et al. 2019, "Fine-tuning
     language models from human preferences", section 2.2), in which too large a KL raises the
     coefficient. A step of more than ``horizon`` completions counts as that many: beyond five times
-    as many, a small KL would make the coefficient negative."""
+    as many, a small KL would make the coefficient negative.
+    """
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return 1.0 + error * min(n / horizon, 1.0)
 
@@ -134,7 +136,8 @@ class ReturnMoments:
 
     def exponential(self, mean: float, square: float, decay: float) -> ReturnMoments:
         """After a further batch, with the weight 1 - ``decay`` (van Hasselt et al. 2016, "Learning
-        values across many orders of magnitude", without the change of weights)."""
+        values across many orders of magnitude", without the change of weights).
+        """
         return self._joined(decay * self.weight, 1.0 - decay, mean, square)
 
     def moving(self, mean: float, square: float, count: float) -> ReturnMoments:

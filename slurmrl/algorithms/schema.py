@@ -93,7 +93,8 @@ class AlgorithmSchema(Section, ABC):
     @property
     def minibatches(self) -> int:
         """Minibatches per batch: consecutive parts of equal numbers of items, one optimizer step
-        each."""
+        each.
+        """
         return 1
 
     def sequences_per_item(self, config: Config) -> int:
@@ -107,7 +108,8 @@ class AlgorithmSchema(Section, ABC):
 
     def why_unused(self, role: str) -> str:
         """Why the algorithm does not use a model with these settings, and which setting would use
-        it, for a message."""
+        it, for a message.
+        """
         if role == REWARD_MODEL:
             return "only a reward named 'model' that judges completions uses it"
         return f"algorithm {getattr(self, 'name', type(self).__name__)} does not use this model"
@@ -123,7 +125,8 @@ class AlgorithmSchema(Section, ABC):
     def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
         """The metrics that the scores of an evaluation's items (`CallResult.records`) become:
         ``eval/<name>``, with the ends of its confidence interval, ``/low`` and ``/high``. By
-        default those of judged completions. Called only with ``config.evaluation``."""
+        default those of judged completions. Called only with ``config.evaluation``.
+        """
         evaluation = config.evaluation
         assert evaluation is not None, "the caller evaluates"
         if not any("rewards" in call.outputs for call in self.evaluation_calls(config)):
@@ -133,7 +136,8 @@ class AlgorithmSchema(Section, ABC):
 
     def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
         """Settings anywhere in the configuration that exclude each other with this algorithm: their
-        key and the message."""
+        key and the message.
+        """
         return ()
 
     def notes(self, config: Config) -> Iterable[str]:
@@ -142,7 +146,8 @@ class AlgorithmSchema(Section, ABC):
 
     def summarize(self, config: Config, records: Iterable[Record]) -> Summary | None:
         """What the lines of the trial's results amount to, written next to them and into the
-        metrics of the last step. None: nothing."""
+        metrics of the last step. None: nothing.
+        """
         return None
 
     def refill(self) -> Refill:
@@ -207,8 +212,11 @@ def routes(algorithm: Algorithm, config: Config) -> tuple[str, ...]:
 
 
 def generate_call(config: Config, *, also: tuple[str, ...] = ()) -> Call:
-    """The actor completes prompts. ``prompt_mask`` is True on all tokens that it did not write.
-    ``also``: further outputs, such as `supports`."""
+    """The actor completes prompts.
+
+    ``prompt_mask`` is True on all tokens that it did not write. ``also``: further outputs, such as
+    `supports`.
+    """
     turns = config.rollout.episode.has_turns
     return Call(
         name="actor_gen",
@@ -231,7 +239,8 @@ def generate_call(config: Config, *, also: tuple[str, ...] = ()) -> Call:
 
 def reward_calls(config: Config) -> tuple[Call, ...]:
     """The calls that judge completions: the configured reward, after the model that it uses, if
-    any."""
+    any.
+    """
     judge = reward_call(config)
     if config.reward is None or not config.reward.uses_model:
         return (judge,)
@@ -248,8 +257,10 @@ def reward_calls(config: Config) -> tuple[Call, ...]:
 
 
 def reward_call(config: Config) -> Call:
-    """A rule judges completions; it needs the metadata of the dataset's items. What the turns of an
-    episode have earned is part of the reward."""
+    """A rule judges completions; it needs the metadata of the dataset's items.
+
+    What the turns of an episode have earned is part of the reward.
+    """
     turns = (TURN_REWARDS,) if config.rollout.episode.has_turns else ()
     return Call(
         name="reward_inf",

@@ -55,13 +55,15 @@ class Sequences:
 
     def means(self, x: Tensor, mask: Tensor) -> Tensor:
         """[T]: at each token, the mean of x [T] over the tokens of its sequence that ``mask``
-        selects; 0 in a sequence that has none."""
+        selects; 0 in a sequence that has none.
+        """
         counts = self.totals(mask.to(x.dtype)).clamp(min=1.0)
         return self.totals(torch.where(mask, x, 0.0)) / counts
 
     def maxima(self, x: Tensor, mask: Tensor) -> Tensor:
         """[T]: at each token, the largest of x [T] among the tokens of its sequence that ``mask``
-        selects; -inf in a sequence that has none."""
+        selects; -inf in a sequence that has none.
+        """
         selected = torch.where(mask, x, float("-inf"))
         found = selected.new_full((self.count,), float("-inf"))
         return self.spread(found.scatter_reduce(0, self.index, selected, "amax"))
@@ -69,7 +71,9 @@ class Sequences:
 
 def sequence_sums(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[S]: the sums of ``values`` [T] over the tokens of each sequence that ``mask`` [T] selects.
-    ``cu_seqlens`` [S+1] is in host memory."""
+
+    ``cu_seqlens`` [S+1] is in host memory.
+    """
     lengths = cu_seqlens.diff().long().to(values.device)
     numbers = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
     return values.new_zeros(len(lengths)).index_add(0, numbers, torch.where(mask, values, 0.0))
@@ -99,8 +103,10 @@ def row_id(sample_id: str) -> str:
 
 
 def nth_sequences(sample: SequenceSample, nth: int) -> SequenceSample:
-    """The sample with only the ``nth`` sequence of each item. Keys with fewer sequences an item are
-    left out."""
+    """The sample with only the ``nth`` sequence of each item.
+
+    Keys with fewer sequences an item are left out.
+    """
     lengths: Lengths = {}
     data: dict[str, Tensor | None] = {}
     for key, rows in sample.lengths.items():
@@ -128,8 +134,11 @@ def train_on_batch(
     *,
     temperature: float = 1.0,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Make one optimizer step. Return what every training step reports, and the sums of the loss
-    function's statistics over all ranks, with the ``denominator``'s."""
+    """Make one optimizer step.
+
+    Return what every training step reports, and the sums of the loss function's statistics over all
+    ranks, with the ``denominator``'s.
+    """
     result = engine.train_batch(sample, loss_fn, denominator, temperature=temperature)
     means = {key: result[key] for key in ("loss", "grad_norm", "lr", "skipped")}
     return {key: mean for key, mean in means.items() if isfinite(mean)}, result

@@ -41,7 +41,8 @@ class SFTInterface(Interface):
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """The held-out ``loss`` per answer token, with the log-probability and the number of tokens
-        of each answer; no output keys."""
+        of each answer; no output keys.
+        """
         assert engine is not None
         outputs = engine.forward(sample.only(["input_ids"]))
         logp, ends = outputs["logp"], sample.cu_seqlens("input_ids")
@@ -71,7 +72,8 @@ def cross_entropy(logp: Tensor, mask: Tensor) -> Tensor:
 def rows_of(sample: SequenceSample, context: CallContext) -> list[dict[str, Any]]:
     """Rows of the samples table: the first `logging.samples` sequences, of which the completion
     begins with the first token of an answer, with the tokens outside of the loss. None in most
-    steps."""
+    steps.
+    """
     kept = context.settings.config.logging
     if context.step > FIRST and context.step % EVERY:
         return []

@@ -13,8 +13,9 @@ INTERFACE = "slurmrl.algorithms.sft:SFTInterface"
 
 
 class SFT(AlgorithmSchema):
-    """Supervised fine-tuning: cross entropy of the answers' tokens, given the prompts. In
-    conversations all turns of the assistant are answers.
+    """Supervised fine-tuning: cross entropy of the answers' tokens, given the prompts.
+
+    In conversations all turns of the assistant are answers.
 
     Evaluation on held-out prompts generates completions and judges them with the reward; on
     held-out prompt-answer pairs or conversations, it computes the loss.

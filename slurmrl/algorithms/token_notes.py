@@ -35,7 +35,8 @@ class Noted(NamedTuple):
 
 def kept(counts: Sequence[int], settings: Logging) -> Iterator[Noted]:
     """Yield the completions of a rank's first items until there are ``settings.samples``; an item
-    is kept with all of its completions. ``counts``: completions of each item."""
+    is kept with all of its completions. ``counts``: completions of each item.
+    """
     sequence = 0
     for item, count in enumerate(counts):
         if sequence >= settings.samples:
@@ -55,7 +56,8 @@ def token_notes(
 ) -> list[dict[str, Any]]:
     """Return whether the losses leave the tokens [R] out (``masked``), and the ``values`` by name,
     of which each tensor [T] has an entry for every token of the sample. ``trained`` [S] bool: the
-    completions that are in the losses."""
+    completions that are in the losses.
+    """
     chosen = list(noted(sample.sequence_counts("input_ids"), settings))
     if not chosen:
         return []
@@ -77,7 +79,8 @@ def token_notes(
 
 def token_texts(sample: SequenceSample, settings: Logging, tokenizer: Any) -> list[dict[str, Any]]:
     """Return fields of the rows of the kept completions: the texts of the tokens [R], special ones
-    included, and how many more there are."""
+    included, and how many more there are.
+    """
     chosen = list(noted(sample.sequence_counts("input_ids"), settings))
     if not chosen:
         return []
@@ -106,8 +109,11 @@ def _span(read: Sequence[float], start: int, stop: int, settings: Logging) -> tu
 
 
 def pieces(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Return a text for each token; together they are the text of all. A token that ends within a
-    character has an empty one, and the token that completes the character has the whole."""
+    """Return a text for each token; together they are the text of all.
+
+    A token that ends within a character has an empty one, and the token that completes the
+    character has the whole.
+    """
     texts: list[str] = []
     known, first = 0, 0
     for stop in range(1, len(ids) + 1):

@@ -55,8 +55,11 @@ FIRST_S, LONGEST_S = 5.0, 60.0
 )
 @common
 def plot(words: tuple[str, ...], smooth: float, root: str | None) -> int:
-    """Draw metrics in the terminal, those of several trials in one chart. METRIC is a name or a
-    pattern such as 'eval/*'; without one, the metrics of the progress line are drawn."""
+    """Draw metrics in the terminal, those of several trials in one chart.
+
+    METRIC is a name or a pattern such as 'eval/*'; without one, the metrics of the progress line
+    are drawn.
+    """
     from slurmrl.desk import trials
     from slurmrl.desk.report.contents import Curve
     from slurmrl.desk.report.curves import curves, smoothed, thinned
@@ -101,8 +104,10 @@ def _split(root: Path, words: Sequence[str]) -> tuple[list[RunPaths], Sequence[s
 
 
 def _names(found: Mapping[str, Mapping[str, Curve]], patterns: Sequence[str]) -> Collection[str]:
-    """Return the metrics to draw. Raises UnknownNameError for a pattern that none of the trials
-    has a metric for."""
+    """Return the metrics to draw.
+
+    Raises UnknownNameError for a pattern that none of the trials has a metric for.
+    """
     from slurmrl.errors import UnknownNameError
     from slurmrl.registry import near
 
@@ -128,7 +133,8 @@ def _names(found: Mapping[str, Mapping[str, Curve]], patterns: Sequence[str]) ->
 def compare(one: str, two: str, as_json: bool, root: str | None) -> int:
     """Show the settings in which two trials differ, and the metrics that both have: their values at
     the last step of both, and the least and the greatest value with its step. For a section that
-    one trial lacks it shows what the other sets."""
+    one trial lacks it shows what the other sets.
+    """
     from dataclasses import asdict
 
     from slurmrl.desk import trials
@@ -160,7 +166,8 @@ def _text(found: Comparison, one: str, two: str) -> str:
 def _metrics(found: Comparison, one: str, two: str, width: int | None) -> list[str]:
     """Return a line for each metric, at the last step that both trials have; first those of a
     progress line, then the others by name. A last line names the metrics that are constant and
-    the same in both."""
+    the same in both.
+    """
     rows: list[tuple[str, ...]] = [
         ("METRIC", "STEP", one, two, f"{one} FROM, TO", f"{two} FROM, TO")
     ]
@@ -221,8 +228,10 @@ def _shown(value: Any) -> str:
 @click.option("--watch", is_flag=True, help="Write it again until no trial runs or waits.")
 @common
 def report(names: tuple[str, ...], output: Path | None, watch: bool, root: str | None) -> int:
-    """Write one HTML file about trials: curves, story, time, checkpoints, samples, settings. It
-    needs no network and no server."""
+    """Write one HTML file about trials: curves, story, time, checkpoints, samples, settings.
+
+    It needs no network and no server.
+    """
     from slurmrl.desk import trials
 
     folder = trials.root_folder(root)

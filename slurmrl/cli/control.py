@@ -117,7 +117,8 @@ def resume(
 
 def _exec_own_slurmrl(paths: RunPaths) -> None:
     """Replace this process by the trial's own slurmrl if that differs: the version that reads the
-    configuration, plan and batch scripts later must write them."""
+    configuration, plan and batch scripts later must write them.
+    """
     from slurmrl.desk import snapshot
     from slurmrl.scheduler.job_environment import of_snapshot
 
@@ -137,8 +138,10 @@ def _exec_own_slurmrl(paths: RunPaths) -> None:
 @click.option("--wait", is_flag=True, help="Return when their jobs have ended.")
 @common
 def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
-    """Stop trials at the next step: they commit, and their jobs end. `slurmrl resume` continues
-    them. `slurmrl cancel` ends them at once, without a commit."""
+    """Stop trials at the next step: they commit, and their jobs end.
+
+    `slurmrl resume` continues them. `slurmrl cancel` ends them at once, without a commit.
+    """
     from slurmrl.desk import stopping, trials
 
     folder = trials.root_folder(root)
@@ -195,7 +198,8 @@ def scale(trial: str, tasks: int, as_json: bool, root: str | None) -> int:
 def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> int:
     """Print what the ranks of a running trial are doing: the Python stacks of all threads and the
     newest collectives of each rank, or of RANK only. Without RANK, the stacks of the master and of
-    the agents as well."""
+    the agents as well.
+    """
     from slurmrl.desk import trials
     from slurmrl.errors import EnvironmentFailure, UsageError
     from slurmrl.scheduler import make
@@ -224,8 +228,10 @@ def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> 
 @trials_argument
 @common
 def cancel(names: tuple[str, ...], root: str | None) -> int:
-    """End trials and their jobs at once. Their checkpoints stay, steps after the last one are lost.
-    `slurmrl stop` commits them first."""
+    """End trials and their jobs at once.
+
+    Their checkpoints stay, steps after the last one are lost. `slurmrl stop` commits them first.
+    """
     from slurmrl.desk import trials
     from slurmrl.desk.live import cancel as cancel_trial
     from slurmrl.desk.live import uncommitted
@@ -250,8 +256,11 @@ def cancel(names: tuple[str, ...], root: str | None) -> int:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @common
 def rm(names: tuple[str, ...], yes: bool, root: str | None) -> int:
-    """Remove trials with all their files: checkpoints, exports, metrics, logs. Nothing is removed
-    if one of them has a job, or if the configuration of another trial names its files."""
+    """Remove trials with all their files: checkpoints, exports, metrics, logs.
+
+    Nothing is removed if one of them has a job, or if the configuration of another trial names its
+    files.
+    """
     from slurmrl.desk import removing, trials
 
     folder = trials.root_folder(root)

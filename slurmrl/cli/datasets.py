@@ -54,8 +54,10 @@ def data() -> None:
 def show(
     config: Path, overrides: tuple[str, ...], rows: int, as_json: bool, root: str | None
 ) -> int:
-    """Print some samples of CONFIG as the model sees them, with all special tokens. Tokens that are
-    trained on are green, or between ⟦ and ⟧ where there are no colours."""
+    """Print some samples of CONFIG as the model sees them, with all special tokens.
+
+    Tokens that are trained on are green, or between ⟦ and ⟧ where there are no colours.
+    """
     report = _report(config, overrides, root)
     for sample in report.samples(rows):
         if as_json:
@@ -73,7 +75,8 @@ def show(
 @common
 def check(config: Path, overrides: tuple[str, ...], as_json: bool, root: str | None) -> int:
     """Read and tokenise all data of CONFIG, as its run would, and name the lines that cannot be
-    used. The exit code is 2 if there are any."""
+    used. The exit code is 2 if there are any.
+    """
     report = _report(config, overrides, root)
     counts = list(report.counts())
     if as_json:
@@ -209,7 +212,8 @@ def try_reward(
 
 def _object(tried: Tried) -> dict[str, object]:
     """``{"items": [{"line", "id", "completion", "answer", "score"}, …], "mean": …, "stats": …,
-    "made_s": …, "scored_s": …}``"""
+    "made_s": …, "scored_s": …}``
+    """
     return {**asdict(tried), "mean": _mean(tried)}
 
 

@@ -89,8 +89,10 @@ def follow(
     interrupts: Interrupts | None = None,
     sleep: Callable[[float], None] | None = None,
 ) -> None:
-    """Call ``look`` until it returns END. Pauses grow from ``first_s`` to ``longest_s`` while there
-    is no news. A directory or a scheduler that does not answer is reported once and tried again.
+    """Call ``look`` until it returns END.
+
+    Pauses grow from ``first_s`` to ``longest_s`` while there is no news. A directory or a scheduler
+    that does not answer is reported once and tried again.
 
     Ctrl-C raises KeyboardInterrupt as usual. With ``on_interrupt`` it ends the pause instead, and
     that is called with the number of interrupts so far; it returns whether to stop following.
@@ -133,8 +135,10 @@ def _pause(seconds: float, interrupts: Interrupts | None, sleep: Callable[[float
 
 
 def has_ended(paths: RunPaths) -> bool:
-    """Whether the history ends the trial. Ask before reading what its processes wrote: then
-    nothing that they wrote before the end is missed. Raises UnknownNameError for a removed trial.
+    """Whether the history ends the trial.
+
+    Ask before reading what its processes wrote: then nothing that they wrote before the end is
+    missed. Raises UnknownNameError for a removed trial.
     """
     try:
         atomic.read(paths.identity)
@@ -146,7 +150,8 @@ def has_ended(paths: RunPaths) -> bool:
 
 def polled_query(kind: str, scheduler: Scheduler) -> Callable[[JobIds], list[TaskState]]:
     """Return a query for use at every look: a shared scheduler is asked far less often than that,
-    and its last answer is returned in between."""
+    and its last answer is returned in between.
+    """
     return scheduler.query if kind == "local" else SchedulerPoll(kind, scheduler).query
 
 
@@ -188,7 +193,8 @@ class TrialFollower:
 
     def run(self) -> dict[str, Any]:
         """Return the last status: of an ended or interrupted trial, or of one on Slurm that the
-        user stopped watching. Raises KeyboardInterrupt if that was before the first look."""
+        user stopped watching. Raises KeyboardInterrupt if that was before the first look.
+        """
         follow(
             self._look,
             self._poll_s,
@@ -257,7 +263,8 @@ class View(AbstractContextManager["View"]):
 
 class PlainView(View):
     """Prints a line for each step, each change of state and each commit of the incarnations after
-    number ``earlier``."""
+    number ``earlier``.
+    """
 
     def __init__(self, earlier: int = 0, write: Callable[[str], Any] = click.echo) -> None:
         self._write = write
@@ -360,7 +367,8 @@ def picture(status: status_text.Status, lines: Sequence[Mapping[str, Any]] = ())
 
 def curve(lines: Sequence[Mapping[str, Any]]) -> str:
     """Return ``reward ▁▂▄▆█ 0.12 to 0.41, steps 1 to 60``: the first metric of a progress line that
-    two of the lines have; empty without one. Evaluations are too few for a curve of their own."""
+    two of the lines have; empty without one. Evaluations are too few for a curve of their own.
+    """
     for name in sorted(status_text.SHOWN, key=lambda name: name.startswith("eval/")):
         points = [
             (line["step"], float(value))

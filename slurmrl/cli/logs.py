@@ -131,7 +131,8 @@ def logs(
     root: str | None,
 ) -> int:
     """Print the output of a trial's processes (default: of the newest trial) in the order of their
-    clocks: of the newest attempts and of the batch process."""
+    clocks: of the newest attempts and of the batch process.
+    """
     from slurmrl.watch import log_files
     from slurmrl.watch.log_files import newest, serving
 
@@ -226,7 +227,8 @@ def events(
     root: str | None,
 ) -> int:
     """Print the events of a trial's processes in the order of their clocks: starts, commits,
-    warnings, failures and ends."""
+    warnings, failures and ends.
+    """
     paths = chosen_trial(root, trial)
     printer = _EventPrinter(paths, since or 0.0, kind, last, as_json=as_json)
 
@@ -293,7 +295,8 @@ def _nothing(events: Sequence[dict[str, Any]]) -> str:
 
 def lines(event: dict[str, Any], columns: int, terminal: int | None) -> list[str]:
     """Return ``11-21 16:02:29.3  commit  step=10  seconds=0.4  (master.1)``: the reader's local
-    time, the kind in so many columns, all other values that are not empty, and the writer."""
+    time, the kind in so many columns, all other values that are not empty, and the writer.
+    """
     rest = {key: value for key, value in event.items() if key not in COMMON_KEYS}
     shown = {key: text for key, value in rest.items() if (text := _shown(value))}
     values = [*(f"{key}={text}" for key, text in shown.items()), f"({plain(event['writer'])})"]
@@ -338,7 +341,8 @@ def samples(
     root: str | None,
 ) -> int:
     """Print completions of a step with their prompts and rewards, of those that a trial keeps
-    (logging.samples)."""
+    (logging.samples).
+    """
     from slurmrl.desk.report.samples import of_step
 
     paths = chosen_trial(root, trial)

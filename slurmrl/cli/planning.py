@@ -118,7 +118,8 @@ def plan(
 
 def _is_allocation(target: str) -> bool:
     """Existing files and paths that look like files are configurations, so that a mistyped file is
-    reported as missing."""
+    reported as missing.
+    """
     names_file = target.endswith((".yaml", ".yml")) or "/" in target
     return not names_file and not Path(target).exists()
 

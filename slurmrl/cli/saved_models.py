@@ -34,8 +34,10 @@ VERSION_HEADINGS = ("VERSION", "AGE", "CONTENT", "SIZE", "READS", "STATE")
 @json_option
 @common
 def checkpoints(trial: str, verify: bool, as_json: bool, root: str | None) -> int:
-    """List and verify a trial's checkpoints. The exit code is 1 if one that the trial could resume
-    from is damaged or cannot be read."""
+    """List and verify a trial's checkpoints.
+
+    The exit code is 1 if one that the trial could resume from is damaged or cannot be read.
+    """
     from dataclasses import asdict
 
     from slurmrl.desk import trials
@@ -92,9 +94,11 @@ def size(count: int) -> str:
 @json_option
 @common
 def weights(trial: str, verify: bool, as_json: bool, root: str | None) -> int:
-    """List the weight versions that a trial has published for its rollout hosts. READS is the
-    number of versions that a host without a copy reads. Those of a LoRA actor hold its adapters
-    alone. The exit code is 1 if one is broken."""
+    """List the weight versions that a trial has published for its rollout hosts.
+
+    READS is the number of versions that a host without a copy reads. Those of a LoRA actor
+    hold only its adapters. The exit code is 1 if one is broken.
+    """
     from dataclasses import asdict
 
     from slurmrl.desk import trials

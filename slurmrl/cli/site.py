@@ -319,8 +319,11 @@ def _row(group: Sequence[Check]) -> tuple[str, str, str, str]:
 
 
 def _together(checks: Sequence[Check]) -> list[list[Check]]:
-    """Hosts with equal results share a row. So do more than MOST_HOSTS that pass a check and differ
-    only in numbers; their row shows the slowest."""
+    """Hosts with equal results share a row.
+
+    So do more than MOST_HOSTS that pass a check and differ only in numbers; their row shows the
+    slowest.
+    """
     groups: dict[tuple[str, ...], list[Check]] = {}
     names = [one.name for one in checks if one.state == "ok"]
     for one in checks:
@@ -383,7 +386,8 @@ def bundle(
 ) -> None:
     """Write CONFIG and all that it names into one archive, which `slurmrl submit` takes on a
     cluster without a network: models, datasets, your code, and wheels of slurmrl and what it needs.
-    Repositories of the hub are fetched now."""
+    Repositories of the hub are fetched now.
+    """
     from slurmrl.desk.bundle.make import make_bundle
 
     made = make_bundle(

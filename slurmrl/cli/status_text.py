@@ -89,7 +89,8 @@ def commit(status: Status) -> str:
 
 def note(status: Status) -> str:
     """Return why the trial failed, why it waits, or why its status is uncertain: one line without
-    ages, possibly empty."""
+    ages, possibly empty.
+    """
     if status["state"] in ("FAILED", "CANCELLED"):
         return first_line(status["reason"])
     if status.get("problem"):
@@ -106,8 +107,10 @@ def note(status: Status) -> str:
 
 
 def many(statuses: Sequence[Status], width: int | None = None, now: float | None = None) -> str:
-    """Return one line per trial; in a narrow terminal the diagnosis goes below it. ``now``: seconds
-    since the epoch."""
+    """Return one line per trial; in a narrow terminal the diagnosis goes below it.
+
+    ``now``: seconds since the epoch.
+    """
     named = {
         heading: metric
         for heading, metric in COLUMNS.items()

@@ -48,8 +48,9 @@ def submit(
     new: bool,
     root: str | None,
 ) -> int:
-    """Check CONFIG, plan its trial, snapshot configuration, plan and code, and start it. CONFIG may
-    also be an archive that `slurmrl bundle` made.
+    """Check CONFIG, plan its trial, snapshot configuration, plan and code, and start it.
+
+    CONFIG may also be an archive that `slurmrl bundle` made.
 
     An existing trial that was interrupted, failed or cancelled continues from its last commit if
     its configuration is the same.
@@ -137,8 +138,9 @@ def evaluate(
 
 
 def look_over(proposal: Proposal, timeout_s: float | None, compared: set[str]) -> Sequence[Finding]:
-    """Check what the run will read and print the findings. None checks only what takes no time.
-    ``compared``: see `slurmrl.desk.checks.run.check`.
+    """Check what the run will read and print the findings.
+
+    None checks only what takes no time. ``compared``: see `slurmrl.desk.checks.run.check`.
 
     Raises ConfigError for findings that would make the run fail.
     """
@@ -166,7 +168,8 @@ def carry_out(
 ) -> int:
     """Check (``check_s`` None: only what takes no time) and start trials, or show what a
     ``dry_run`` would start. All are checked before the first one starts, and none starts after one
-    that was watched and did not finish."""
+    that was watched and did not finish.
+    """
     from slurmrl.desk.submit import rehearse
 
     compared: set[str] = set()  # the trials of several suites have one checkpoint
@@ -208,8 +211,10 @@ def _interrupts(watch: bool) -> AbstractContextManager[Interrupts | None]:
 def _watch(
     submitted: Submitted, jobs: Jobs, said: dict[str, Any] | None, interrupts: Interrupts
 ) -> int:
-    """``said`` is printed as JSON together with the last status; None prints for people. Ctrl-C
-    since the submission began counts: it would leave behind a run that nobody watches."""
+    """``said`` is printed as JSON together with the last status; None prints for people.
+
+    Ctrl-C since the submission began counts: it would leave behind a run that nobody watches.
+    """
     from slurmrl.cli import status_text
     from slurmrl.cli.following import TrialFollower, exit_code, make_view
 
@@ -278,8 +283,10 @@ def show(
     *,
     as_json: bool,
 ) -> int:
-    """Print what would be submitted, and the batch scripts. ``outlook``: where the trial is, if it
-    exists."""
+    """Print what would be submitted, and the batch scripts.
+
+    ``outlook``: where the trial is, if it exists.
+    """
     from slurmrl.run.leave import shortened
 
     complete = outlook is not None and outlook.complete

@@ -76,7 +76,8 @@ def status(
     root: str | None,
 ) -> int:
     """Show the state of all trials, of some of them or those of some experiments, or of one trial
-    in detail. AGE is the time since the trial was submitted or resumed last."""
+    in detail. AGE is the time since the trial was submitted or resumed last.
+    """
     from slurmrl.desk import trials
 
     wanted = _Wanted(trials.root_folder(root), names, states, order)
@@ -130,7 +131,8 @@ def _collect(
     wanted: _Wanted, schedulers: SchedulerFactory | None = None, *, whole: bool
 ) -> list[dict[str, Any]]:
     """Return the objects of the chosen trials; in a list those that are not ``whole`` have only
-    what it shows."""
+    what it shows.
+    """
     from slurmrl.scheduler import make
     from slurmrl.watch.overview import collect, glance
 
@@ -158,8 +160,10 @@ def _text(wanted: _Wanted, statuses: Sequence[dict[str, Any]], as_json: bool) ->
 
 
 class _Watch:
-    """Redraws in a terminal. Elsewhere it prints a line for each trial that has changed; as JSON,
-    the whole object."""
+    """Redraws in a terminal.
+
+    Elsewhere it prints a line for each trial that has changed; as JSON, the whole object.
+    """
 
     def __init__(self, wanted: _Wanted, *, as_json: bool) -> None:
         self._wanted = wanted
@@ -194,7 +198,8 @@ class _Watch:
 class Rest:
     """Tells when nothing will happen by itself: each trial has ended, or the scheduler says twice
     in a row that no job of it is left. (The history is read first, and a trial may end before the
-    scheduler is asked.)"""
+    scheduler is asked.)
+    """
 
     def __init__(self) -> None:
         self._rested = False

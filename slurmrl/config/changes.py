@@ -102,8 +102,10 @@ class Difference(NamedTuple):
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """Settings that keep a trial that began with ``old`` from continuing with ``new``. One line for
-    each, ``actor.optimizer.lr: 1e-05 in the trial, 3e-05 now``; empty if they agree."""
+    """Settings that keep a trial that began with ``old`` from continuing with ``new``.
+
+    One line for each, ``actor.optimizer.lr: 1e-05 in the trial, 3e-05 now``; empty if they agree.
+    """
     differing = _differing(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
     return [
         f"{key}: {before} in the trial, {now} now"
@@ -158,7 +160,8 @@ WHERE: Final = ("backend", "gpus", "model")
 def follow_actor(config: Config, overrides: Sequence[str]) -> list[str]:
     """Add overrides that move the critic and the reference along with the actor, if they had the
     actor's layout and the overrides set none for them; and a layout for another number of rollout
-    tasks."""
+    tasks.
+    """
     added = _for_other_tasks(config, overrides)
     if not _moves("actor", overrides):
         return [*added, *overrides]
@@ -183,7 +186,8 @@ def _for_other_tasks(config: Config, overrides: Sequence[str]) -> list[str]:
 
 def keep_precision(old: Config, new: Config, source: Source) -> list[str]:
     """Return overrides that keep the data types of a trial that began with ``old`` where the
-    configuration sets none: the default depends on the hosts and on slurmrl's version."""
+    configuration sets none: the default depends on the hosts and on slurmrl's version.
+    """
     overrides = []
     for role in old.roles:
         before, now = old.find_model(role), new.find_model(role)
@@ -205,7 +209,8 @@ def _moves(role: str, overrides: Sequence[str]) -> bool:
 
 def consequences(old: Config, new: Config) -> list[str]:
     """Describe what a changed layout preserves and what it does not, as lines for the user; empty
-    if the layout is the same."""
+    if the layout is the same.
+    """
     changed = changes(old, new, LAYOUT)
     if new.rollout.tasks is not None:  # their number is no matter of the trainers' layout
         changed = [change for change in changed if not change.key.startswith("rollout.")]
@@ -238,7 +243,8 @@ def moved_schedules(
     """Describe how the learning rates of the ``trained`` roles change when the trial resumes after
     ``step``, as lines for the user; empty if they do not change. The numbers of ``trained`` are
     steps at the start of the run in which a role is not trained yet; each further step has
-    ``optimizer_steps`` optimizer steps."""
+    ``optimizer_steps`` optimizer steps.
+    """
     lines = []
     old_steps, new_steps = old.total_steps or 0, new.total_steps or 0
     for role, untrained_steps in trained.items():

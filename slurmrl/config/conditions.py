@@ -74,8 +74,11 @@ class Frequency:
         self._time_s = now_s
 
     def check(self, step: int, epochs: int, now_s: float) -> bool:
-        """True when due. ``step`` and ``epochs`` are numbers of completed ones; ``now_s`` is any
-        monotonic clock in seconds."""
+        """True when due.
+
+        ``step`` and ``epochs`` are numbers of completed ones; ``now_s`` is any monotonic clock in
+        seconds.
+        """
         due = (
             (self.every_steps is not None and step - self._step >= self.every_steps)
             or (self.every_epochs is not None and epochs - self._epoch >= self.every_epochs)

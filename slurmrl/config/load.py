@@ -58,7 +58,8 @@ def load(
 ) -> Source:
     """Read a file, put a site ``profile`` under it, perhaps ``derive`` another configuration of
     both, and apply the overrides. Raises ConfigError if a file cannot be read; ``parse`` reports
-    all other problems, which are collected in ``problems``."""
+    all other problems, which are collected in ``problems``.
+    """
     source = read(path)
     if profile is not None:
         put_under(source, profile)
@@ -79,8 +80,11 @@ def load_profile(path: Path) -> Profile:
 
 
 def put_under(source: Source, profile: Path) -> None:
-    """Give a configuration the values of a site profile that it does not set itself. A profile with
-    problems only adds these. Raises ConfigError and OwnershipError if it cannot be read."""
+    """Give a configuration the values of a site profile that it does not set itself.
+
+    A profile with problems only adds these. Raises ConfigError and OwnershipError if it cannot be
+    read.
+    """
     below, _ = _read_profile(profile)
     source.profile = profile
     source.problems += below.problems
@@ -166,8 +170,11 @@ def validate(
 
 
 def load_resolved(path: Path) -> Config:
-    """Read back what ``dump`` wrote. Raises ConfigError for its content, and EnvironmentFailure
-    where the file system does not give it."""
+    """Read back what ``dump`` wrote.
+
+    Raises ConfigError for its content, and EnvironmentFailure where the file system does not give
+    it.
+    """
     try:
         return parse(load(path))
     except ConfigError as error:
@@ -188,7 +195,8 @@ def dump(config: Config) -> str:
 
 def _writable(value: Any) -> Any:
     """The values with lists for tuples, and with quotes around texts that need them: those with
-    line breaks of YAML 1.1 or control characters."""
+    line breaks of YAML 1.1 or control characters.
+    """
     if isinstance(value, dict):
         return {_writable(key): _writable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -256,7 +264,8 @@ def paths_in(model: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, 
 
 def _located(text: str, source: Source, key: KeyPath, *, may_be_hub: bool) -> str:
     """The absolute path, or the repository of the hub; ``org/name`` is one if there is no such
-    path."""
+    path.
+    """
     if not text or (may_be_hub and text.startswith(hub.PREFIX)):
         return text
     if scheme := re.match(r"([a-z][a-z0-9+.-]*)://", text, re.IGNORECASE):
@@ -290,11 +299,13 @@ _KEY: Final = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 
 
 def apply_overrides(source: Source, overrides: Sequence[str]) -> None:
-    """Apply each override; the last one of a key wins. A value is parsed as YAML, so ``a.b=[1, 2]``
-    is a list and ``a.b=`` is null; a whole section replaces the file's. A setting that is a text
-    takes the characters as they stand: ``trial=007``, ``dataset.prompt_template={question}``. Only
-    null clears it, and quotes around the whole are removed. Errors are added to the source's
-    problems."""
+    """Apply each override; the last one of a key wins.
+
+    A value is parsed as YAML, so ``a.b=[1, 2]`` is a list and ``a.b=`` is null; a whole section
+    replaces the file's. A setting that is a text takes the characters as they stand: ``trial=007``,
+    ``dataset.prompt_template={question}``. Only null clears it, and quotes around the whole are
+    removed. Errors are added to the source's problems.
+    """
     for text in overrides:
         key, equals, value = text.partition("=")
         key = key.strip()
@@ -367,7 +378,8 @@ def as_written(
     schema: type[BaseModel], values: Any, source: Source, prefix: KeyPath
 ) -> tuple[Any, list[Problem]]:
     """Return a copy of the values at ``prefix`` in which a number of a string setting is its own
-    text (``trial: 007``), and ``~`` and variables of a path are replaced, with the problems."""
+    text (``trial: 007``), and ``~`` and variables of a path are replaced, with the problems.
+    """
     problems: list[Problem] = []
     return _written(schema, values, source, prefix, problems), problems
 

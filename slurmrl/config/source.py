@@ -1,5 +1,7 @@
-"""A YAML file as plain values, with the line of each key. YAML 1.2: ``1:00:00`` and ``no`` are
-strings, ``3e-4`` is a number."""
+"""A YAML file as plain values, with the line of each key.
+
+YAML 1.2: ``1:00:00`` and ``no`` are strings, ``3e-4`` is a number.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,10 @@ class Source:
     """Whether a trial wrote the file. Its paths are absolute, and a dollar sign is part of them."""
 
     def where(self, key_path: KeyPath) -> str:
-        """``ppo.yaml:12`` or ``command line``. A missing key has the location of its
-        nearest enclosing section."""
+        """``ppo.yaml:12`` or ``command line``.
+
+        A missing key has the location of its nearest enclosing section.
+        """
         for length in range(len(key_path), 0, -1):
             mark = self.marks.get(key_path[:length])
             if mark is not None:
@@ -87,7 +91,8 @@ class Source:
 
     def folder(self, key_path: KeyPath) -> Path:
         """The base of a relative path at this key: the folder of the file that has it, or the
-        current directory for the command line."""
+        current directory for the command line.
+        """
         if self.where(key_path) == COMMAND_LINE:
             return Path.cwd()
         file = self.profile if self.profile and self.is_of_profile(key_path) else self.path

@@ -13,15 +13,18 @@ DOUBLING = "write {{ and }} for braces in the text"
 @dataclass(frozen=True)
 class Template:
     """Literal texts with a field between any two: ``literals`` has one entry more than
-    ``fields``."""
+    ``fields``.
+    """
 
     literals: tuple[str, ...]
     fields: tuple[str, ...]
 
     @staticmethod
     def parse(text: str) -> Template:
-        """``{name}`` is a field; ``{{`` and ``}}`` are braces. Raises UsageError for an
-        unbalanced brace, an empty name, and a text without fields."""
+        """``{name}`` is a field; ``{{`` and ``}}`` are braces.
+
+        Raises UsageError for an unbalanced brace, an empty name, and a text without fields.
+        """
         literals, fields, at = [""], [], 0
         while at < len(text):
             if text[at : at + 2] in ("{{", "}}"):

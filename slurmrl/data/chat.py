@@ -1,5 +1,6 @@
 """Chat templates: the text of a conversation, which parts of it the assistant writes, and how its
-turns end. Torch-free, except for what transformers imports."""
+turns end. Torch-free, except for what transformers imports.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +70,11 @@ class ChatTemplate:
         return text
 
     def conversation(self, messages: Sequence[Message], tools: Any) -> MarkedText:
-        """The text of a whole conversation. A turn begins after the generation prompt, and ends
-        with what the template puts after it, except white space after a special token."""
+        """The text of a whole conversation.
+
+        A turn begins after the generation prompt, and ends with what the template puts after it,
+        except white space after a special token.
+        """
         messages = self._whole(messages)
         text = whole = self._render(messages, tools)
         self._require_all(messages, tools)
@@ -116,7 +120,8 @@ class ChatTemplate:
     def around_messages(self, roles: Sequence[str]) -> list[str]:
         """What the template puts between the text of the assistant's turn and that of a message
         behind it, between this and each further message of these ``roles``, and between the last
-        one and the next turn of the assistant."""
+        one and the next turn of the assistant.
+        """
         texts = [f"{OTHER_TEXT} {number}." for number in range(len(roles))]
         messages: list[Message] = [
             ASKED,
@@ -159,7 +164,8 @@ class ChatTemplate:
 
     def _open(self, message: Message) -> Message:
         """A message of the assistant without the token that ends a turn, which the template adds,
-        at its end."""
+        at its end.
+        """
         content = message.get("content")
         if message["role"] != ASSISTANT or not isinstance(content, str):
             return message
@@ -169,7 +175,8 @@ class ChatTemplate:
     @cached_property
     def _joins_parts(self) -> bool:
         """Whether the parts of a content must be one string: the template reads strings, and does
-        not read parts in the same way."""
+        not read parts in the same way.
+        """
         text = self._shown(OTHER_TEXT)
         parts = self._shown([{"type": "text", "text": OTHER_TEXT}])
         return OTHER_TEXT in text and parts != text
@@ -213,7 +220,8 @@ class ChatTemplate:
 
     def _opening(self, text: str, tools: Any) -> int:
         """The beginning of the assistant's turn in the text of a conversation that begins with it:
-        after the generation prompt, which an empty conversation need not have."""
+        after the generation prompt, which an empty conversation need not have.
+        """
         said = {"role": ASSISTANT, "content": TURN_TEXT}
         asked = self._render([ASKED], tools, generate=True)
         answered = self._render([ASKED, said], tools).partition(TURN_TEXT)[0]
@@ -236,7 +244,8 @@ class ChatTemplate:
         alone: str,
     ) -> int:
         """The end of a turn of which the template leaves out the start once others follow (its
-        reasoning): the longest end of the turn alone that is in the text at its place."""
+        reasoning): the longest end of the turn alone that is in the text at its place.
+        """
         following = next(
             (at for at in range(place + 1, len(messages)) if messages[at]["role"] == ASSISTANT),
             None,
@@ -322,7 +331,8 @@ class ChatTemplate:
 
 def stop_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that end what the actor writes: the end-of-text token, and those that end a turn
-    in the chat templates of the datasets. Raises ConfigError, UnreadableInputError."""
+    in the chat templates of the datasets. Raises ConfigError, UnreadableInputError.
+    """
     parts = [part for each in config.datasets().values() for part in each.parts.values()]
     templates = [ChatTemplate(part, tokenizer) for part in parts if part.is_chat]
     tokens = [token for template in templates for token in template.turn_end.tokens]
@@ -331,8 +341,10 @@ def stop_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def template_file(config: DatasetConfig) -> str | None:
-    """Return the template in the file that the configuration names; None without a file. Raises
-    ConfigError, UnreadableInputError."""
+    """Return the template in the file that the configuration names; None without a file.
+
+    Raises ConfigError, UnreadableInputError.
+    """
     if not isinstance(config.chat_template, str):
         return None
     try:

@@ -68,8 +68,9 @@ class SampleRows(Protocol):
 
 
 class TokenizedDataset:
-    """The usable rows of a file, in its order: those within the length limits. A row's sample id is
-    ``<id>@<epoch>``, after ``<name>/`` in a dataset of several sources.
+    """The usable rows of a file, in its order: those within the length limits.
+
+    A row's sample id is ``<id>@<epoch>``, after ``<name>/`` in a dataset of several sources.
 
     An item has all sequences of its row, under the keys ``input_ids`` and ``prompt_mask`` (bool,
     False on the targets).
@@ -129,7 +130,8 @@ class TokenizedDataset:
 class PromptDataset(TokenizedDataset):
     """Key ``prompt_ids``; metadata ``prompt`` (see `Prompts.text`), ``answer`` (the text under
     ``answer_key``, or ""), ``row`` (the whole row, with its answer under ``answer``) and ``line``
-    (its number in the file)."""
+    (its number in the file).
+    """
 
     token_key = "prompt_ids"
 
@@ -151,7 +153,8 @@ class PromptDataset(TokenizedDataset):
 
 class LabelledDataset(TokenizedDataset):
     """Key ``desirable`` (bool) has the label of each item, whose sequences are its answer and a
-    mismatched one (see `types.kto`)."""
+    mismatched one (see `types.kto`).
+    """
 
     def _sample(self, rows: Sequence[PreparedRow], ids: tuple[str, ...]) -> SequenceSample:
         sample = super()._sample(rows, ids)

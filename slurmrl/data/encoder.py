@@ -1,5 +1,7 @@
 """Token ids of texts and conversations, with the tokenizer and the chat template of a dataset.
-Torch-free, except for what transformers imports."""
+
+Torch-free, except for what transformers imports.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,16 @@ class Encoder:
 
     def answers(self, texts: Sequence[str], prompts: Sequence[list[int] | str]) -> list[list[int]]:
         """Return the tokens of texts that continue prompts, given as tokens or as why there are
-        none."""
+        none.
+        """
         ends = [None if isinstance(ids, str) else ids[-1] for ids in prompts]
         return self._continuations.ids(texts, ends)
 
     def chat_prompts(self, chats: Sequence[Chat]) -> list[list[int] | str]:
-        """The tokens of prompts as the chat template renders them, or why it cannot. The template
-        decides about the begin-of-text token."""
+        """The tokens of prompts as the chat template renders them, or why it cannot.
+
+        The template decides about the begin-of-text token.
+        """
         assert self.chat is not None
         texts: list[str] = []
         reasons: dict[int, str] = {}
@@ -70,7 +75,8 @@ class Encoder:
 
     def conversations(self, chats: Sequence[Chat]) -> list[RowTokens | str]:
         """The tokens of whole conversations with the assistant's turns as targets, or why there are
-        none."""
+        none.
+        """
         assert self.chat is not None
         marked: list[MarkedText | str] = []
         for messages, tools in chats:
@@ -97,8 +103,11 @@ class Encoder:
     def _masked(
         self, ids: list[int], offsets: Sequence[tuple[int, int]], marked: MarkedText
     ) -> RowTokens | str:
-        """Mark the tokens inside the targets. A token that is only partly inside leaves no right
-        answer: in generation the context would have other tokens."""
+        """Mark the tokens inside the targets.
+
+        A token that is only partly inside leaves no right answer: in generation the context would
+        have other tokens.
+        """
         spans = iter(marked.targets)
         first, last = next(spans, (0, 0))
         targets = []
@@ -138,7 +147,8 @@ class Continuations:
         self, texts: Sequence[str], after: Sequence[int | None], *, literal: bool = False
     ) -> list[list[int]]:
         """Return the token ids of each text behind a context that ends with the token ``after``
-        (None: any ordinary token). ``literal`` reads names of special tokens as ordinary text."""
+        (None: any ordinary token). ``literal`` reads names of special tokens as ordinary text.
+        """
         if not texts:
             return []
         rows = self._tokens(texts, literal)

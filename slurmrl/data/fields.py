@@ -19,8 +19,11 @@ MOST_LEVELS: Final = 8
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
-    """The value under ``key``, or ABSENT. A key that is not in the row is a path: ``a.b`` is
-    ``row["a"]["b"]``, and a number is a place in a list."""
+    """The value under ``key``, or ABSENT.
+
+    A key that is not in the row is a path: ``a.b`` is ``row["a"]["b"]``, and a number is a place in
+    a list.
+    """
     if key in row:
         return row[key]
     value: Any = row

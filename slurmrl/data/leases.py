@@ -31,7 +31,8 @@ USED_STEPS: Final = 8
 class Admission:
     """Bounds how far rollouts may run ahead of training, by the rule of AReaL: with weights of a
     version, items are generated for the next ``max_staleness + 1`` steps and no more. A step uses
-    more items than its batch has where a filter drops some."""
+    more items than its batch has where a filter drops some.
+    """
 
     max_staleness: int
     """Steps from the oldest weights that made a token to the weights that are trained with it."""
@@ -45,10 +46,11 @@ class Admission:
     def room(
         self, *, version: int, step: int, leased: int, finished: int, in_flight: int, used: int
     ) -> int:
-        """How many more items may be leased. ``version`` is the step of the weights that the tasks
-        can have now, ``step`` the last one trained. ``leased`` items are with tasks, others are
-        ``finished`` or ``in_flight``. Steps that follow the next one are expected to use ``used``
-        items, at least a batch.
+        """How many more items may be leased.
+
+        ``version`` is the step of the weights that the tasks can have now, ``step`` the last one
+        trained. ``leased`` items are with tasks, others are ``finished`` or ``in_flight``. Steps
+        that follow the next one are expected to use ``used`` items, at least a batch.
 
         AReaL counts the trained items, here ``step * batch_size``: steps that were left with fewer
         by a filter, or by another batch size before a restart, neither give room nor take it.
@@ -71,9 +73,12 @@ class _Held:
 
 
 class SampleLedger(Ledger):
-    """Begins with all items queued, or from the record of a commit. Leases of then hold on: the
-    master confirms their holders, or loses them. Samples of then are finished, also those that were
-    in flight, unless they are rolled back; the items of these are queued again."""
+    """Begins with all items queued, or from the record of a commit.
+
+    Leases of then hold on: the master confirms their holders, or loses them. Samples of then are
+    finished, also those that were in flight, unless they are rolled back; the items of these are
+    queued again.
+    """
 
     def __init__(
         self, incarnation: int, lineage: Lineage, record: LedgerRecord | None = None
@@ -151,7 +156,9 @@ class SampleLedger(Ledger):
 
     def lease(self, count: int, holder: str, oldest: str) -> LeasedItems:
         """Lease the first queued items to a holder that has the weights of the version ``oldest``.
-        Raises ValueError as `take`."""
+
+        Raises ValueError as `take`.
+        """
         items = self._dequeue(count)
         self._granted += 1
         lease = f"{self._incarnation}.{self._granted}"
@@ -160,8 +167,11 @@ class SampleLedger(Ledger):
         return LeasedItems(lease=lease, holder=holder, items=tuple(items), oldest=oldest)
 
     def finish(self, lease: str, sample: StoredGroup) -> bool:
-        """Take the sample of a leased item. Returns whether it counts (see `refused`). The item of
-        a sample that is rolled back is queued again."""
+        """Take the sample of a leased item.
+
+        Returns whether it counts (see `refused`). The item of a sample that is rolled back is
+        queued again.
+        """
         if not self._release(lease, sample.item):
             self.refused[LATE] += 1
             return False
@@ -178,8 +188,10 @@ class SampleLedger(Ledger):
         return returned
 
     def redo(self, sample: StoredGroup) -> bool:
-        """Queue the item of a finished sample again that cannot be read. Returns whether the sample
-        waited for a step; others are left alone."""
+        """Queue the item of a finished sample again that cannot be read.
+
+        Returns whether the sample waited for a step; others are left alone.
+        """
         if self._finished.get(sample.item) != sample:
             return False
         self._unfinish(sample.item)
@@ -237,7 +249,8 @@ class SampleLedger(Ledger):
 
     def expected(self, count: int, admission: Admission) -> int:
         """Items that a step probably uses for ``count`` trained ones, at least as many: the fewest
-        that one of the last steps has used for its batch. Too many would become stale."""
+        that one of the last steps has used for its batch. Too many would become stale.
+        """
         batch = admission.batch_size
         fewest = min(self._used_by, default=batch)
         used = max(batch, min(fewest, admission.filter_rounds * batch))
@@ -255,8 +268,10 @@ class SampleLedger(Ledger):
         self._used += len(dropped)
 
     def give_back(self, items: Iterable[int]) -> None:
-        """Items in flight that have samples are finished again; others are queued again. Raises as
-        `train`."""
+        """Items in flight that have samples are finished again; others are queued again.
+
+        Raises as `train`.
+        """
         items = list(items)
         samples = [self._in_use[item] for item in items if item in self._in_use]
         super().give_back(items)

@@ -82,8 +82,10 @@ class LeasedItems:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredGroup:
-    """Where the samples of an item are, and what decides about their use. Result logs, the ledger
-    and `LoadBatch` hold it."""
+    """Where the samples of an item are, and what decides about their use.
+
+    Result logs, the ledger and `LoadBatch` hold it.
+    """
 
     item: Number
     task: Annotated[str, FILE_NAME] = ""
@@ -102,8 +104,10 @@ class StoredGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerRecord:
-    """A ledger in a commit. All items from ``settled`` to ``next`` that are in no field are queued
-    again."""
+    """A ledger in a commit.
+
+    All items from ``settled`` to ``next`` that are in no field are queued again.
+    """
 
     settled: Number = 0
     """All items before this one are trained or dropped."""
@@ -146,7 +150,8 @@ class LedgerRecord:
 
 class Ledger:
     """Begins with all items queued, or from the record of a commit: what was in flight, leased or
-    finished then is queued again."""
+    finished then is queued again.
+    """
 
     def __init__(self, record: LedgerRecord | None = None) -> None:
         record = record or LedgerRecord()
@@ -187,8 +192,11 @@ class Ledger:
         return taken
 
     def train(self, items: Iterable[int], step: int) -> None:
-        """Count items in flight as trained at a step. Raises ValueError, before any change, for an
-        item that is not in flight: it would be trained twice."""
+        """Count items in flight as trained at a step.
+
+        Raises ValueError, before any change, for an item that is not in flight: it would be trained
+        twice.
+        """
         self._trained.update(dict.fromkeys(self._landed(items), step))
         self._settle()
 

@@ -134,8 +134,11 @@ SHOWN = 60
 
 
 def wrong_text(value: Any) -> str:
-    """Why a value is not a text; "" if it is. Other values are never converted to strings: their
-    Python form (``None``, ``True``, ``[{'role': …``) is not what the user meant."""
+    """Why a value is not a text; "" if it is.
+
+    Other values are never converted to strings: their Python form (``None``, ``True``, ``[{'role':
+    …``) is not what the user meant.
+    """
     if not isinstance(value, str):
         return f"must be a string, but is {kind_of(value)}{_advice(value)}"
     try:
@@ -203,8 +206,10 @@ def _missing(messages: Sequence[Message], tools: Any, rendered: Rendered) -> str
 
 
 def _reasoning(messages: Sequence[Message], tools: Any, rendered: Rendered) -> str:
-    """Look for the reasoning of the last trained message that has some. Templates may drop it as
-    soon as other messages follow, so none does."""
+    """Look for the reasoning of the last trained message that has some.
+
+    Templates may drop it as soon as other messages follow, so none does.
+    """
     places = [
         place
         for place, message in enumerate(messages)

@@ -59,7 +59,8 @@ class SampleMeta:
 
 def one_each(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     """The lengths of a key with one value for each sequence, given those of a key with one for each
-    token."""
+    token.
+    """
     return [[1] * len(row) for row in rows]
 
 

@@ -85,8 +85,9 @@ class DataOrder:
 
 
 class Mixture:
-    """Items of several sources in the ratio of weights, each source in its own order of epochs. The
-    indices of a source follow those of the sources before it; epochs are those of the item's
+    """Items of several sources in the ratio of weights, each source in its own order of epochs.
+
+    The indices of a source follow those of the sources before it; epochs are those of the item's
     source.
 
     Item ``n`` belongs to the source in whose arc of a circle the place ``start + n * step`` lies.
@@ -122,7 +123,8 @@ class Mixture:
 
 def _floor_sum(count: int, divisor: int, factor: int, start: int) -> int:
     """The sum of ``(factor * i + start) // divisor`` over i < count, in logarithmic time: whole
-    parts are taken out, and the rest is counted along the other axis (as in Euclid's algorithm)."""
+    parts are taken out, and the rest is counted along the other axis (as in Euclid's algorithm).
+    """
     total = 0
     while count:
         total += count * (count - 1) // 2 * (factor // divisor) + count * (start // divisor)
@@ -142,7 +144,8 @@ def make_order(
     arrange: Callable[[Sequence[int]], Arrange | None] = lambda sources: None,
 ) -> ItemOrder:
     """The order of sources with these numbers of rows, by name; without weights their rows are
-    those of one file. ``arrange`` makes the arrangement of the rows of some sources."""
+    those of one file. ``arrange`` makes the arrangement of the rows of some sources.
+    """
     if not weights:
         rows = arrange(range(len(sizes)))
         return DataOrder(sum(sizes), seed, shuffle=shuffle, arrange=rows)
@@ -156,8 +159,10 @@ def make_order(
 def order_of(
     config: DatasetConfig, seed: int, batch_size: int, size: int, directories: Sequence[Path]
 ) -> ItemOrder:
-    """The order of a dataset's ``size`` items. The prepared rows of its sources are in
-    ``directories``, which are read only if the order depends on them.
+    """The order of a dataset's ``size`` items.
+
+    The prepared rows of its sources are in ``directories``, which are read only if the order
+    depends on them.
 
     Raises CorruptFileError, EnvironmentFailure.
     """

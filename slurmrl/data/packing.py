@@ -1,5 +1,7 @@
-"""Splitting lengths into parts of about equal total, and items over ranks. Pure Python,
-deterministic, torch-free."""
+"""Splitting lengths into parts of about equal total, and items over ranks.
+
+Pure Python, deterministic, torch-free.
+"""
 
 from __future__ import annotations
 
@@ -183,8 +185,11 @@ class Delivery:
 
 
 def deliveries(source: Spread, target: Spread) -> Iterator[Delivery]:
-    """All deliveries, in an order that every rank computes alike. Some stay on one rank. A part
-    without items gets a delivery without items, which tells it the types of the keys."""
+    """All deliveries, in an order that every rank computes alike.
+
+    Some stay on one rank. A part without items gets a delivery without items, which tells it the
+    types of the keys.
+    """
     speakers = [members[0] for members in source.members]
     for needs, members in zip(target.parts, target.members, strict=True):
         receiver = members[0]
@@ -200,7 +205,8 @@ def deliveries(source: Spread, target: Spread) -> Iterator[Delivery]:
 
 def joined(spreads: Sequence[Spread], items: Sequence[tuple[int, int]]) -> Spread:
     """The spread of a batch whose items come from batches with ``spreads`` of one layout and stay
-    where they are. ``items`` are (number of the batch, place in it)."""
+    where they are. ``items`` are (number of the batch, place in it).
+    """
     parts: list[list[int]] = [[] for _ in spreads[0].parts]
     owners = [
         {place: part for part, places in enumerate(spread.parts) for place in places}

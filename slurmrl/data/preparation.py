@@ -1,5 +1,6 @@
 """Preparation of a dataset, once per trial: find its tokenised rows in the run directory, or make
-them from the usable rows of its source (`TokenReader`). Torch-free."""
+them from the usable rows of its source (`TokenReader`). Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +52,10 @@ def prepare(
     *,
     calls: SystemCalls = REAL,
 ) -> Path:
-    """Return the directory in ``folder`` with the prepared rows. Only one process of an incarnation
-    calls this; those of older incarnations may still be at it, in directories of their own.
+    """Return the directory in ``folder`` with the prepared rows.
+
+    Only one process of an incarnation calls this; those of older incarnations may still be at it,
+    in directories of their own.
 
     :raises ConfigError: rows or settings that cannot be used; each problem names its line.
     :raises UsageError: the disk is full: another start would meet that again.
@@ -86,7 +89,9 @@ def find(
     calls: SystemCalls = REAL,
 ) -> Path:
     """The newest directory that `prepare` has finished, without a look at the dataset's files.
-    Raises EnvironmentFailure, also if there is none."""
+
+    Raises EnvironmentFailure, also if there is none.
+    """
     for directory in _made(folder, recipe(config, tokenizer), calls):
         with suppress(CorruptFileError):
             if read_manifest(directory, calls=calls) is not None:
@@ -98,7 +103,8 @@ def sweep(
     folder: Path, incarnation: int, used: Collection[Path], *, calls: SystemCalls = REAL
 ) -> None:
     """Remove what this incarnation does not use: data of other settings or of a changed file, and
-    leftovers. Those of newer incarnations stay. Raises EnvironmentFailure."""
+    leftovers. Those of newer incarnations stay. Raises EnvironmentFailure.
+    """
     for name in atomic.list_names(folder, calls=calls):
         match = _NAME.fullmatch(name)
         if match and int(match[2]) <= incarnation and folder / name not in used:
@@ -146,8 +152,10 @@ def _made(folder: Path, wanted: str, calls: SystemCalls) -> list[Path]:
 def _is_current(
     directory: Path, config: DatasetConfig, progress: Progress, calls: SystemCalls
 ) -> bool:
-    """Whether a directory is finished, whole, and made from the files as they are now. The content
-    is compared only if the files' sizes or times have changed."""
+    """Whether a directory is finished, whole, and made from the files as they are now.
+
+    The content is compared only if the files' sizes or times have changed.
+    """
     try:
         if read_manifest(directory, calls=calls) is None:
             return False
@@ -225,8 +233,10 @@ class TokenReader:
         return self._tokens.left_out
 
     def __iter__(self) -> Iterator[tuple[NumberedRow, RowTokens]]:
-        """Yield the rows within the length limits. Once a row is wrong, no more rows are yielded,
-        but all are read for their problems."""
+        """Yield the rows within the length limits.
+
+        Once a row is wrong, no more rows are yielded, but all are read for their problems.
+        """
         name = self.records.source.path.name
         for chunk in self._chunks():
             done = f"{self.records.share:.0%} ({self.records.rows} rows)"
@@ -241,7 +251,8 @@ class TokenReader:
 
     def finish(self) -> None:
         """:raises ConfigError: rows or settings that cannot be used; each problem names its
-        line."""
+        line.
+        """
         problems: list[Problem] = []
         for part in (self.records, self._checks):
             try:

@@ -52,8 +52,9 @@ Convert = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class RecordReader:
-    """Reads the rows of a file one by one. It keeps eight bytes of each, to find ids that occur
-    twice.
+    """Reads the rows of a file one by one.
+
+    It keeps eight bytes of each, to find ids that occur twice.
 
     Iterate over it to the end, then call `finish`.
 
@@ -72,7 +73,9 @@ class RecordReader:
         convert: Convert | None = None,
     ) -> None:
         """``most_bytes``: read only the complete rows in that many bytes from the start.
-        ``convert`` makes other rows of those of the file."""
+
+        ``convert`` makes other rows of those of the file.
+        """
         self._convert = convert
         self.rows = 0
         self.source = open_source(path, split, most_bytes=most_bytes)
@@ -240,8 +243,11 @@ class _Ids:
 
 
 def listed(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """Return the first `MOST_PROBLEMS` problems. Rows with the same problem become one problem at
-    the first of these rows, whose message has their number and the next rows."""
+    """Return the first `MOST_PROBLEMS` problems.
+
+    Rows with the same problem become one problem at the first of these rows, whose message has
+    their number and the next rows.
+    """
     alike: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems[:MOST_PROBLEMS]:
         alike.setdefault((problem.key, problem.message), []).append(problem)
@@ -259,7 +265,8 @@ def listed(problems: Sequence[Problem]) -> tuple[Problem, ...]:
 
 def _short(where: str) -> str:
     """``line 3`` of ``/data/rows.jsonl:3``, ``rows.parquet, row 3`` of ``/data/rows.parquet, row
-    3``."""
+    3``.
+    """
     line = where.rpartition(":")[2]
     return f"line {line}" if line.isdecimal() else Path(where).name
 
@@ -273,8 +280,11 @@ def _wrong_id(value: Any) -> str:
 
 
 class RowChecks:
-    """Checks rows one after the other. A key that no row has is a problem of the setting, one that
-    some lack is a problem of those; which it is turns out at the end."""
+    """Checks rows one after the other.
+
+    A key that no row has is a problem of the setting, one that some lack is a problem of those;
+    which it is turns out at the end.
+    """
 
     def __init__(self, kind: RowType, where: Callable[[int], str]) -> None:
         """``where`` gives the place of a row."""
@@ -428,7 +438,8 @@ MOST_ROWS: Final = 100
 
 def has_messages(config: DatasetConfig) -> bool | None:
     """Return whether the first row of a source has messages under the keys of its type; None if no
-    row can be read, which other checks report."""
+    row can be read, which other checks report.
+    """
     path = Path(config.path)
     if not (path.is_file() or path.is_dir()):
         return None

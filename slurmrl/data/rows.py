@@ -84,7 +84,8 @@ class DatasetRows:
 
     def __init__(self, config: DatasetConfig, *, most_bytes: int | None = None) -> None:
         """``most_bytes``: read only the complete rows in that many bytes from the start of the
-        file."""
+        file.
+        """
         self._config = config
         self._kind = row_type(config)
         self.records = read_records(
@@ -124,7 +125,8 @@ class DatasetRows:
         self, tokenizer: PreTrainedTokenizerBase, most: int | None, *, limited: bool = True
     ) -> LongRows:
         """Tokenise all rows that are ``limited``, else those that may have more than ``most``
-        tokens. Raises ConfigError, see `RowTokenizer`."""
+        tokens. Raises ConfigError, see `RowTokenizer`.
+        """
         made = RowTokenizer(row_type(self._config), tokenizer, self.records.where)
         numbered = self._numbered()
         if not limited and most is not None:
@@ -142,8 +144,10 @@ class DatasetRows:
 
 
 def _may_be_longer(row: Row, most: int) -> bool:
-    """A text has no more tokens than bytes, and as JSON more bytes. The other half is for what
-    templates add."""
+    """A text has no more tokens than bytes, and as JSON more bytes.
+
+    The other half is for what templates add.
+    """
     return len(json.dumps([*row.values()])) > most // 2
 
 
@@ -191,8 +195,11 @@ class Remarks:
     def all(
         self, called: Collection[str], without_schema: Callable[[str], str]
     ) -> Iterator[Remark]:
-        """Return the remarks. ``called`` are the names of the episodes' tools; ``without_schema``
-        says why one has no JSON schema. Raises ConfigError, UsageError."""
+        """Return the remarks.
+
+        ``called`` are the names of the episodes' tools; ``without_schema`` says why one has no JSON
+        schema. Raises ConfigError, UsageError.
+        """
         if called and self._config.kind == "prompt":
             yield from self._tools(called, without_schema)
         if self._config.is_chat:

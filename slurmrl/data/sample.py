@@ -42,8 +42,10 @@ class SequenceSample(SampleMeta):
         *,
         per_sequence: Mapping[str, Tensor | None] | None = None,
     ) -> SequenceSample:
-        """Items of one sequence of ``lengths`` tokens each. ``data`` has an entry for each token,
-        ``per_sequence`` one for each sequence."""
+        """Items of one sequence of ``lengths`` tokens each.
+
+        ``data`` has an entry for each token, ``per_sequence`` one for each sequence.
+        """
         rows = [[length] for length in lengths]
         return SequenceSample.grouped(rows, ids, data, metadata, per_sequence=per_sequence)
 
@@ -57,7 +59,8 @@ class SequenceSample(SampleMeta):
         per_sequence: Mapping[str, Tensor | None] | None = None,
     ) -> SequenceSample:
         """As `from_default`, of items with several sequences: ``rows[item]`` lists the lengths of
-        an item's."""
+        an item's.
+        """
         tokens = [list(row) for row in rows]
         single = per_sequence or {}
         lengths = dict.fromkeys(data, tokens) | {key: one_each(tokens) for key in single}
@@ -67,8 +70,10 @@ class SequenceSample(SampleMeta):
     def gather(
         samples: Sequence[SequenceSample], keys: Iterable[str] | None = None
     ) -> SequenceSample:
-        """The items of all samples in order. The first sample determines the keys, which of them
-        are None, and the metadata."""
+        """The items of all samples in order.
+
+        The first sample determines the keys, which of them are None, and the metadata.
+        """
         if not samples:
             raise ValueError("there are no samples to gather")
         first = samples[0]

@@ -1,5 +1,7 @@
-"""Tokenizers in Hugging Face form: read from a local folder, or trained on datasets. Torch-free,
-except for what transformers imports."""
+"""Tokenizers in Hugging Face form: read from a local folder, or trained on datasets.
+
+Torch-free, except for what transformers imports.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def vocabulary(folder: Path) -> dict[str, int] | None:
-    """Ids of all tokens, read without transformers, which takes seconds to import. None if only
-    transformers can read them (no ``tokenizer.json``, or no end-of-text token in the files)."""
+    """Ids of all tokens, read without transformers, which takes seconds to import.
+
+    None if only transformers can read them (no ``tokenizer.json``, or no end-of-text token in the
+    files).
+    """
     from tokenizers import Tokenizer
 
     try:
@@ -81,7 +86,8 @@ def without_ends(text: str, ends: Sequence[str]) -> str:
 
 def decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
     """What turns token ids into the text in which stop strings are looked for: special tokens
-    included, and without corrections of its spaces."""
+    included, and without corrections of its spaces.
+    """
 
     def decode(tokens: Sequence[int]) -> str:
         text = tokenizer.decode(
@@ -95,8 +101,11 @@ def decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], st
 def text_ids(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, begin: bool
 ) -> list[list[int]]:
-    """Tokens of each text. ``begin`` prepends the begin-of-text token if the tokenizer does so by
-    itself (llama) and the text does not begin with it already (chat templates)."""
+    """Tokens of each text.
+
+    ``begin`` prepends the begin-of-text token if the tokenizer does so by itself (llama) and the
+    text does not begin with it already (chat templates).
+    """
     if not texts:
         return []
     rows: list[list[int]] = tokenizer(
@@ -126,8 +135,10 @@ def save_tokenizer(core: Tokenizer, folder: Path, *, end: str, pad: str) -> None
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
-    """Train a byte-level BPE tokenizer of ``vocabulary`` tokens, and save it. Each digit is a token
-    of its own, so that numbers of any length are tokenised alike."""
+    """Train a byte-level BPE tokenizer of ``vocabulary`` tokens, and save it.
+
+    Each digit is a token of its own, so that numbers of any length are tokenised alike.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     core = Tokenizer(models.BPE())
@@ -168,7 +179,8 @@ def make_tokenizer(
     files: Sequence[Path], keys: Sequence[str], vocabulary: int, output: Path
 ) -> None:
     """Train a byte-level BPE tokenizer of at most ``vocabulary`` tokens and save it in the new
-    folder ``output``, which appears as a whole. Raises UsageError and EnvironmentFailure."""
+    folder ``output``, which appears as a whole. Raises UsageError and EnvironmentFailure.
+    """
     if output.exists() and not (output.is_dir() and not os.listdir(output)):
         raise UsageError(f"{output} exists: --output names another folder")
     made = output.parent / f".{output.name}.{uuid.uuid4().hex}"

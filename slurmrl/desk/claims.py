@@ -22,8 +22,10 @@ from slurmrl.watch.snapshot import newest_submission
 
 
 def newest(paths: RunPaths) -> int:
-    """Return the number of the newest submission, 0 before the first. Raises UsageError while
-    another process is making it."""
+    """Return the number of the newest submission, 0 before the first.
+
+    Raises UsageError while another process is making it.
+    """
     submission = newest_submission(paths)
     if submission is None:
         return 0
@@ -35,8 +37,10 @@ def newest(paths: RunPaths) -> int:
 
 
 def claim(paths: RunPaths, before: int, request: Mapping[str, Any]) -> int:
-    """Claim the submission after ``before``; return its number. Raises UsageError if it is
-    taken."""
+    """Claim the submission after ``before``; return its number.
+
+    Raises UsageError if it is taken.
+    """
     number = before + 1
     who = {"time": time.time(), **asdict(Claimant.of_this_process())}
     atomic.make_private_directory(paths.submission(number))
@@ -48,7 +52,8 @@ def claim(paths: RunPaths, before: int, request: Mapping[str, Any]) -> int:
 
 def confirm(paths: RunPaths, jobs: Jobs) -> None:
     """Raise UsageError if there is a newer submission nevertheless (by an older slurmrl, or because
-    this process seemed dead). Our jobs are cancelled then; they would exit by themselves."""
+    this process seemed dead). Our jobs are cancelled then; they would exit by themselves.
+    """
     newest = newest_submission(paths)
     if newest is not None and newest.number > jobs.number:
         jobs.scheduler.cancel(jobs.ids)

@@ -31,8 +31,10 @@ def check_size(source: Path) -> None:
 
 
 def copy(source: Path, target: Path, without: Collection[str] = ()) -> None:
-    """Copy a file or a folder durably. Follow symbolic links; leave out hidden, compiled and
-    special files, modes, and the entries of the folder itself that are named in ``without``.
+    """Copy a file or a folder durably.
+
+    Follow symbolic links; leave out hidden, compiled and special files, modes, and the entries of
+    the folder itself that are named in ``without``.
 
     Raises EnvironmentFailure with the file that could not be read or written.
     """
@@ -51,7 +53,9 @@ def copy(source: Path, target: Path, without: Collection[str] = ()) -> None:
 
 def stamps(sources: Mapping[Path, Collection[str]]) -> dict[Path, tuple[int, ...]]:
     """What changes whenever one of the files to copy does: their names, sizes, times and inodes.
-    ``sources``: each with what is left out of it."""
+
+    ``sources``: each with what is left out of it.
+    """
     found: dict[Path, tuple[int, ...]] = {}
     for source, without in sources.items():
         for _, path in files(source, without):
@@ -64,7 +68,8 @@ def stamps(sources: Mapping[Path, Collection[str]]) -> dict[Path, tuple[int, ...
 
 def files(source: Path, without: Collection[str] = ()) -> Iterator[tuple[PurePath, Path]]:
     """Yield the files to copy (see `copy`), with their names in the copy; for a file, the file
-    itself. Raises EnvironmentFailure for a folder that cannot be listed."""
+    itself. Raises EnvironmentFailure for a folder that cannot be listed.
+    """
     if not source.is_dir():
         yield PurePath(), source
         return

@@ -77,6 +77,7 @@ class EvaluatedModel:
 
 def find_checkpoint(text: str, root: Path) -> EvaluatedModel:
     """The model that ``EXPERIMENT/TRIAL[@STEP]``, a folder or a repository of the hub names.
+
     Without a step it is the newest checkpoint that the trial has now.
 
     Raises UsageError for what is none of these.
@@ -101,7 +102,8 @@ def find_checkpoint(text: str, root: Path) -> EvaluatedModel:
 
 def _newest(paths: RunPaths) -> int | Literal["last"]:
     """The step of the newest commit; where there is none, the reference to it, which is refused
-    with what is lacking."""
+    with what is lacking.
+    """
     commit = fold(History(paths.history).read()).last_commit if paths.history.exists() else None
     return LAST if commit is None else commit.step
 
@@ -118,7 +120,8 @@ def _as_name(text: str) -> str:
 
 def of_evaluation(overrides: Sequence[str]) -> list[str]:
     """Overrides of an evaluation, of which ``experiment=NAME`` names the experiment that trains: a
-    trial that was submitted with it finds the results."""
+    trial that was submitted with it finds the results.
+    """
     unset = (EXPERIMENT, f"{EXPERIMENT}null")
     return [
         f"{each}{EVALUATED}" if each.startswith(EXPERIMENT) and each not in unset else each
@@ -246,7 +249,8 @@ def _from_training(derived: _Derived) -> None:
 
 def _actor_generates(derived: _Derived) -> bool:
     """Whether the actor's engine generates, whatever does so in training: rollout tasks, another
-    layout than that of the evaluation, or running servers, whose weights are the trainers'."""
+    layout than that of the evaluation, or running servers, whose weights are the trainers'.
+    """
     tasks = derived.written("evaluation", "tasks")
     return bool(
         derived.written("rollout", "tasks") is not None
@@ -282,8 +286,11 @@ def _at(values: dict[str, Any], path: KeyPath) -> Any:
 
 
 def _measure(source: Source, evaluation: KeyPath, algorithm: Any) -> str:
-    """What is measured on a dataset of the type of an evaluation. Preferences are those of a model
-    with a scalar head, which no other algorithm of slurmrl trains as its actor."""
+    """What is measured on a dataset of the type of an evaluation.
+
+    Preferences are those of a model with a scalar head, which no other algorithm of slurmrl trains
+    as its actor.
+    """
     dataset = _at(source.values, (*evaluation, "dataset"))
     kind = dataset.get("like") or dataset.get("type") if isinstance(dataset, dict) else None
     known = isinstance(algorithm, str) and algorithm in ALGORITHMS

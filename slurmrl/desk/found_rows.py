@@ -1,5 +1,6 @@
 """Some rows of a dataset of prompts, found without reading more of the file than necessary, and
-completions for them."""
+completions for them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Item:
 
 class FoundRows:
     """The methods raise ConfigError where a row that they return does not have the keys of the
-    dataset's type, or where a row before it is not a JSON object."""
+    dataset's type, or where a row before it is not a JSON object.
+    """
 
     def __init__(self, config: Dataset) -> None:
         kind = row_type(config)
@@ -57,8 +59,10 @@ class FoundRows:
             return self._checked(reader, islice(rows, count))
 
     def named(self, names: set[str]) -> dict[str, DataRow]:
-        """The rows of ids, or of sample ids, which end in ``@`` and the epoch, by these names. The
-        file is read until all are found."""
+        """The rows of ids, or of sample ids, which end in ``@`` and the epoch, by these names.
+
+        The file is read until all are found.
+        """
         if not names:
             return {}
         named: dict[str, list[str]] = {}
@@ -129,7 +133,8 @@ def find_items(rows: FoundRows, selection: Selection) -> list[Item]:
 
 def _of_file(rows: FoundRows, path: Path, count: int | None) -> list[Item]:
     """The first completions of a JSONL file of ``{"id": …, "completion": …}``, as a run's
-    ``samples/`` are; without ids they are of the first, second, … row."""
+    ``samples/`` are; without ids they are of the first, second, … row.
+    """
     reader = RecordReader(path, "")  # an id may occur more than once
     given = [(record.number, record.row) for record in islice(reader, count)]
     reader.finish()

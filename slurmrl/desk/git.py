@@ -80,8 +80,10 @@ def look(folder: Path) -> Repository | str:
 
 
 def commit_of_package() -> str:
-    """The commit of this slurmrl, with ``+changes`` if it has any; empty if that is unknown. A
-    repository that only has the environment below it, where slurmrl is installed, says nothing."""
+    """The commit of this slurmrl, with ``+changes`` if it has any; empty if that is unknown.
+
+    A repository that only has the environment below it, where slurmrl is installed, says nothing.
+    """
     if commit := version.built_commit():
         return commit
     repository = look(package.FOLDER)

@@ -26,8 +26,11 @@ POLL_S: Final = 10.0
 
 
 class Trial:
-    """A trial in a run directory. It runs by itself: this object may be dropped and found again,
-    from any process on any host that sees the directory."""
+    """A trial in a run directory.
+
+    It runs by itself: this object may be dropped and found again, from any process on any host that
+    sees the directory.
+    """
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -48,7 +51,8 @@ class Trial:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics of each step so far, with those of evaluations of its checkpoint in trials
-        of their own."""
+        of their own.
+        """
         return evaluated.lines_of(self._paths)
 
     def wait(
@@ -72,8 +76,11 @@ class Trial:
         return status
 
     def stop(self, *, wait: bool = False) -> None:
-        """Stop the trial at the next step, with a commit; `resume` continues it. ``wait`` until its
-        jobs have ended. Raises UsageError for a trial that has ended or has no job."""
+        """Stop the trial at the next step, with a commit; `resume` continues it.
+
+        ``wait`` until its jobs have ended. Raises UsageError for a trial that has ended or has no
+        job.
+        """
         jobs = stopping.stop(self._paths)
         if wait:
             stopping.wait(self._paths, jobs)
@@ -83,8 +90,10 @@ class Trial:
         live.cancel(self._paths)
 
     def resume(self, *overrides: str, check: bool = True) -> None:
-        """Continue from the last commit, as ``slurmrl resume`` with these overrides does. Raises
-        ConfigError, and UsageError for a trial that lives or runs another slurmrl."""
+        """Continue from the last commit, as ``slurmrl resume`` with these overrides does.
+
+        Raises ConfigError, and UsageError for a trial that lives or runs another slurmrl.
+        """
         if not snapshot.is_this_code(self._paths.snapshot(snapshot.current(self._paths))):
             raise UsageError(
                 f"{self.name} runs another slurmrl than this one, which must write what it reads: "

@@ -1,5 +1,6 @@
 """The checks of a trial's inputs by the inspector: weights, data, the tokenizer, and the user's own
-code."""
+code.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +47,10 @@ MOST_MEMORY: Final = 8 * 2**30
 
 
 class InputChecks:
-    """Checks the inputs of a configuration. The adapters of the ``compared`` checkpoints have been
-    compared with their model before."""
+    """Checks the inputs of a configuration.
+
+    The adapters of the ``compared`` checkpoints have been compared with their model before.
+    """
 
     def __init__(self, settings: Settings, compared: Collection[str] = ()) -> None:
         self._compared = compared
@@ -134,8 +137,10 @@ class InputChecks:
                 yield Finding("weights", Weight.FAILED, message, key)
 
     def _adapters(self) -> Iterator[Finding]:
-        """Of checkpoints that are evaluated without an export, which would compare them. The last
-        check, because it reads whole models."""
+        """Of checkpoints that are evaluated without an export, which would compare them.
+
+        The last check, because it reads whole models.
+        """
         models = {use.role: self.config.model(use.role).path for use in self.roles}
         roles = {path: role for role, path in models.items() if path is not None}
         for path, role in roles.items():
@@ -204,7 +209,9 @@ class InputChecks:
 
     def _try_messages(self, settings: EpisodeSettings) -> None:
         """Raise ChatTemplateError if the chat template has no place for an environment's messages.
-        Those of a user's own may have any role."""
+
+        Those of a user's own may have any role.
+        """
         environment, folder = settings.environment, self.config.actor.tokenizer
         chat = [dataset for _, dataset in datasets(self.config) if dataset.is_chat]
         if environment is None or ":" in environment.name or folder is None or not chat:
@@ -264,7 +271,8 @@ class InputChecks:
 
     def _other_tokenizers(self, folder: str, known: Mapping[str, int]) -> Iterator[Finding]:
         """Yield the models that were trained with another tokenizer than the actor's: they get the
-        actor's token ids."""
+        actor's token ids.
+        """
         for use in self.roles:
             path = self.config.model(use.role).path
             if use.role not in OWN_WEIGHTS or path is None:
@@ -324,7 +332,8 @@ class InputChecks:
     def _most_tokens(self, dataset: DatasetConfig) -> int | None:
         """The most tokens of a row that all models have positions for, and for a prompt's first
         new token; None if no model states it, or if a setting bounds the rows: the plan's checks
-        compare that."""
+        compare that.
+        """
         if longest(dataset, 0) is not None:
             return None
         shapes = [shape_of(self.config.model(use.role)) for use in self.roles]
@@ -379,7 +388,8 @@ def sources(sections: Mapping[KeyPath, DatasetConfig]) -> Iterator[tuple[str, Da
 
 def judged(config: Config, reward: str) -> Mapping[KeyPath, DatasetConfig]:
     """The data sets that the reward with this dotted key judges: that of the trial all but those of
-    suites that have their own."""
+    suites that have their own.
+    """
     judges: dict[KeyPath, str] = {("dataset",): "reward"}
     for suite in config.evaluations:
         key = evaluation_key(suite)

@@ -75,8 +75,9 @@ class DataCounts:
 
 
 class DataReport:
-    """Asks a child process about the data of a configuration. ``problems`` are those found while
-    iterating.
+    """Asks a child process about the data of a configuration.
+
+    ``problems`` are those found while iterating.
 
     Methods raise UsageError for a configuration without a tokenizer, RunFailedError if the child
     fails.
@@ -236,9 +237,11 @@ logger = log.get(__name__)
 
 
 def described(settings: Settings, code: Code, begun: Config | None = None) -> Settings:
-    """Return the settings with schemas for each dataset of `undescribed`. ``begun`` is the
-    configuration of a trial that continues, which keeps its schemas, or has none. The file of a
-    trial stays as it is."""
+    """Return the settings with schemas for each dataset of `undescribed`.
+
+    ``begun`` is the configuration of a trial that continues, which keeps its schemas, or has none.
+    The file of a trial stays as it is.
+    """
     config = settings.config
     if settings.source.resolved or not undescribed(config):
         return settings
@@ -258,7 +261,8 @@ def described(settings: Settings, code: Code, begun: Config | None = None) -> Se
 
 def undescribed(config: Config) -> Mapping[KeyPath, DatasetConfig]:
     """Return the datasets whose prompts may describe the episode's tools and that leave this to the
-    default."""
+    default.
+    """
     if not config.rollout.episode.describes_tools or config.actor.tokenizer is None:
         return {}
     return {

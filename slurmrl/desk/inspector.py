@@ -123,8 +123,10 @@ class DataReader:
 
 
 def data(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the first samples of each source, or with 0 ``rows`` its counts. Problems of rows are
-    ``problems``."""
+    """Yield the first samples of each source, or with 0 ``rows`` its counts.
+
+    Problems of rows are ``problems``.
+    """
     try:
         yield from DataReader(Path(request["config"])).report(request["rows"])
     except SlurmrlError as error:
@@ -228,8 +230,10 @@ def _score(
 
 
 def _extras(items: Sequence[Item]) -> dict[str, Any]:
-    """What a reward may ask for in addition to texts and rows, as in the first step of a run. The
-    completions of a row are a group."""
+    """What a reward may ask for in addition to texts and rows, as in the first step of a run.
+
+    The completions of a row are a group.
+    """
     groups: dict[int, list[str]] = {}
     indices = []
     for item in items:

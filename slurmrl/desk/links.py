@@ -21,9 +21,10 @@ from slurmrl.watch.snapshot import newest_submission
 
 
 def add_links(paths: RunPaths, *, dry_run: bool = False) -> Submitted | None:
-    """Extend the chains of a live trial that are short of links. Return None where no chain is: the
-    trial has ended or must be resumed, has enough links, or is no chain of Slurm jobs. ``dry_run``
-    reports what would be queued and queues nothing.
+    """Extend the chains of a live trial that are short of links.
+
+    Return None where no chain is: the trial has ended or must be resumed, has enough links, or is
+    no chain of Slurm jobs. ``dry_run`` reports what would be queued and queues nothing.
 
     Raises UsageError, SchedulerError.
     """
@@ -54,6 +55,7 @@ def include(
     paths: RunPaths, wanted: Sequence[str], *, dry_run: bool = False
 ) -> tuple[list[str], bool]:
     """Let present and future jobs of the trial use excluded hosts again (``all``: every one).
+
     Return the hosts, and whether the trial is live.
 
     Raises UsageError for a host that is not excluded, SchedulerError.

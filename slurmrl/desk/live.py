@@ -37,8 +37,10 @@ class Jobs:
 
 
 def newest_jobs(paths: RunPaths) -> Jobs | None:
-    """Return the jobs of the newest submission; None if there is none. Raises SchedulerError where
-    the scheduler does not answer."""
+    """Return the jobs of the newest submission; None if there is none.
+
+    Raises SchedulerError where the scheduler does not answer.
+    """
     submission = newest_submission(paths)
     if submission is None:
         return None
@@ -67,7 +69,8 @@ def clear_away(jobs: Jobs, sleep: Callable[[float], None] = time.sleep) -> None:
 
 def uncommitted(paths: RunPaths) -> str:
     """Return ``steps 11 to 14``, which are after the last commit of a trial that has not ended;
-    empty without such steps. Raises CorruptFileError, EnvironmentFailure."""
+    empty without such steps. Raises CorruptFileError, EnvironmentFailure.
+    """
     state, lines = fold(History(paths.history).read()), read_latest(paths.metrics, 1)
     if state.end is not None or not lines:
         return ""
@@ -79,8 +82,9 @@ def uncommitted(paths: RunPaths) -> str:
 
 
 def cancel(paths: RunPaths) -> Kind:
-    """Write the end into the history, then end the jobs. Return how the trial ended: CANCELLED
-    unless another end came first.
+    """Write the end into the history, then end the jobs.
+
+    Return how the trial ended: CANCELLED unless another end came first.
 
     The history comes first, so that a link that starts in the meantime exits by itself.
     """

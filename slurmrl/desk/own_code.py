@@ -40,8 +40,10 @@ class OwnCode:
 def find(
     config: Config, source: Source, folders: Sequence[Path], algorithm: Algorithm | None = None
 ) -> OwnCode:
-    """Find the code of a configuration, with that of the calls of ``algorithm``. Raises ConfigError
-    for entries of ``code`` that cannot be copied."""
+    """Find the code of a configuration, with that of the calls of ``algorithm``.
+
+    Raises ConfigError for entries of ``code`` that cannot be copied.
+    """
     problems = [
         source.problem(("code", index), message)
         for index, path in enumerate(config.code)
@@ -94,7 +96,8 @@ def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:
 
 def _check_names(config: Config, source: Source, folders: Sequence[Path]) -> None:
     """Raise ConfigError for own modules with a name of the standard library, which has loaded its
-    own long before, or of an installed package, which other code needs."""
+    own long before, or of an installed package, which other code needs.
+    """
     problems = []
     for key, module in _references(config):
         top = module.partition(".")[0]

@@ -72,8 +72,9 @@ def is_equal(folder: Path) -> bool:
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    """Return the files of a package by name, without bytecode. A plain file counts before the same
-    one in the archive.
+    """Return the files of a package by name, without bytecode.
+
+    A plain file counts before the same one in the archive.
 
     Raises EnvironmentFailure, and BadZipFile or zlib.error for a damaged archive.
     """
@@ -130,7 +131,10 @@ def _packed(contents: Mapping[str, bytes]) -> bytes:
 
 
 def _bytecode(name: str, source: bytes) -> bytes:
-    """Compile a module. Its name in tracebacks is that of no file, so that they show its own source
-    and not that of the package that was copied."""
+    """Compile a module.
+
+    Its name in tracebacks is that of no file, so that they show its own source and not that of the
+    package that was copied.
+    """
     code = compile(source, f"{FOLDER.name}/{ARCHIVE}/{name}", "exec", dont_inherit=True)
     return MAGIC_NUMBER + UNCHECKED + source_hash(source) + marshal.dumps(code)

@@ -29,6 +29,7 @@ logger = log.get(__name__)
 
 def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: ProvenanceWriter) -> bool:
     """Make the run directory; return False if the trial exists, which is then left unchanged.
+
     ``recorder`` names the code to copy, and records its origin.
 
     Raises EnvironmentFailure where the directory cannot be made or does not support links, or

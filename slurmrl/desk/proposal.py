@@ -142,8 +142,9 @@ def propose(
     new: bool = False,
     derive: Derive | None = None,
 ) -> Proposal:
-    """Check a configuration file and plan its trial. ``new`` gives it a free name; ``derive`` makes
-    another configuration of the file's.
+    """Check a configuration file and plan its trial.
+
+    ``new`` gives it a free name; ``derive`` makes another configuration of the file's.
 
     Raises ConfigError with all problems.
     """
@@ -170,9 +171,11 @@ def propose_resume(
     scheduler: str | None = None,
     update_code: bool = False,
 ) -> Proposal:
-    """Plan to resume the trial of a run directory, with changes. ``update_code`` runs the present
-    code instead of that of the newest submission. Raises UsageError if the trial was never
-    prepared."""
+    """Plan to resume the trial of a run directory, with changes.
+
+    ``update_code`` runs the present code instead of that of the newest submission. Raises
+    UsageError if the trial was never prepared.
+    """
     if not is_prepared(paths):
         raise UsageError(
             f"{paths.experiment}/{paths.trial} was never submitted completely: submit it again"
@@ -212,7 +215,8 @@ def _own_names(config: Config) -> list[str]:
 
 def _needs_other_code(paths: RunPaths, config: Config) -> bool:
     """Return whether a trial exists that has no commit and whose configuration now names other
-    code."""
+    code.
+    """
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is not None:
         return False
     before = load_resolved(paths.config)
@@ -221,7 +225,8 @@ def _needs_other_code(paths: RunPaths, config: Config) -> bool:
 
 def kept(settings: Settings) -> list[str]:
     """Return overrides that keep what the configuration leaves to a default that may have been
-    another one when the trial began."""
+    another one when the trial began.
+    """
     before = begun(settings)
     return [] if before is None else keep_precision(before, settings.config, settings.source)
 
@@ -270,7 +275,8 @@ def _planned(
 
 def _check_number(plan: Plan, config: Config, paths: RunPaths) -> None:
     """Raise UsageError if fewer rollout tasks may run than a start waits for, as the user has set
-    their number before."""
+    their number before.
+    """
     tasks = config.rollout.tasks
     for group in plan.jobs:
         number = demand.wanted_tasks(paths, group.name, group.hosts)

@@ -17,7 +17,8 @@ SKIPPED = frozenset({"slurmrl"}) | sys.stdlib_module_names
 
 def with_imported(found: dict[str, Path], modules: Iterable[str]) -> dict[str, Path]:
     """Return the top-level modules in ``found``, by name, and those beside them that ``modules``
-    (dotted names) import directly or indirectly. Each reachable file is read once."""
+    (dotted names) import directly or indirectly. Each reachable file is read once.
+    """
     result = dict(found)
     waiting, seen = list(modules), set[Path]()
     while waiting:
@@ -83,7 +84,8 @@ def _imported(file: Path, package: list[str]) -> Iterator[str]:
 
 def _beside(folder: Path, name: str) -> Path | None:
     """Return the module of that name in a folder, in the order in which Python looks: a folder
-    without ``__init__.py`` comes after modules that are installed."""
+    without ``__init__.py`` comes after modules that are installed.
+    """
     if (folder / name / "__init__.py").is_file():
         return folder / name
     if (folder / f"{name}.py").is_file():

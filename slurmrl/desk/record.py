@@ -82,7 +82,8 @@ class ProvenanceWriter:
 
     def _repositories(self, folder: Path) -> Iterator[tuple[str, Any]]:
         """Yield the repositories of the working directory and of this package; write their
-        diffs."""
+        diffs.
+        """
         seen: dict[Path, str] = {}
         places = {"directory": Path.cwd(), "slurmrl": Path(slurmrl.__file__).parent}
         for name, place in places.items():

@@ -17,7 +17,8 @@ ASIDE = ".removed-"
 
 def check(chosen: Sequence[RunPaths], others: Sequence[RunPaths]) -> None:
     """Raise UsageError if one of the ``chosen`` trials has a job, or if the configuration of one of
-    the ``others`` names a file in it. Raise SchedulerError where the scheduler does not answer."""
+    the ``others`` names a file in it. Raise SchedulerError where the scheduler does not answer.
+    """
     for paths in chosen:
         jobs = newest_jobs(paths)
         if jobs is not None and (active := jobs.active()):
@@ -36,9 +37,11 @@ def check(chosen: Sequence[RunPaths], others: Sequence[RunPaths]) -> None:
 
 
 def remove(paths: RunPaths) -> None:
-    """Remove the directory of a trial, and that of its experiment if it is empty then. The trial
-    vanishes from all lists at once; the rest of a removal that is killed is removed by the next
-    one in its experiment. Raise EnvironmentFailure if the file system refuses."""
+    """Remove the directory of a trial, and that of its experiment if it is empty then.
+
+    The trial vanishes from all lists at once; the rest of a removal that is killed is removed by
+    the next one in its experiment. Raise EnvironmentFailure if the file system refuses.
+    """
     aside = paths.run.with_name(f"{ASIDE}{paths.trial}")
     try:
         shutil.rmtree(aside, ignore_errors=True)

@@ -83,8 +83,10 @@ def following(paths: RunPaths) -> int:
 
 
 def is_this_code(folder: Path) -> bool:
-    """Return whether the slurmrl in a snapshot equals the running one byte for byte. True for a
-    snapshot without slurmrl."""
+    """Return whether the slurmrl in a snapshot equals the running one byte for byte.
+
+    True for a snapshot without slurmrl.
+    """
     kept = folder / PACKAGE
     return not kept.is_dir() or package_copy.is_equal(kept)
 

@@ -44,8 +44,10 @@ def stop(paths: RunPaths) -> Jobs:
 
 
 def wait(paths: RunPaths, jobs: Jobs, sleep: Callable[[float], None] = time.sleep) -> str:
-    """Wait until the jobs have ended and return how the trial ended, in words. Raises
-    SchedulerError, WaitTimeoutError for jobs that stay after the trainers."""
+    """Wait until the jobs have ended and return how the trial ended, in words.
+
+    Raises SchedulerError, WaitTimeoutError for jobs that stay after the trainers.
+    """
     while any(task.group == TRAINERS for task in jobs.active()):
         sleep(POLL_S)
     clear_away(jobs, sleep)

@@ -130,7 +130,8 @@ def _hand_over(
     proposal: Proposal, scheduler: Scheduler, number: int, code: int, state: TrialState | None
 ) -> JobIds:
     """Write the configuration into an existing trial (``state``; None: a new one), and submit its
-    jobs. If the scheduler rejects them, nothing stays behind. Raises SchedulerError."""
+    jobs. If the scheduler rejects them, nothing stays behind. Raises SchedulerError.
+    """
     paths = proposal.paths
     before = None if state is None else Before.of(paths, state.end)
     if before is not None:
@@ -147,7 +148,8 @@ def _hand_over(
 
 def rehearse(proposal: Proposal) -> Outlook | None:
     """Return the state of the trial that `submit` would continue, None for a new one; change
-    nothing. Raises as `submit` does where it refuses to continue the trial."""
+    nothing. Raises as `submit` does where it refuses to continue the trial.
+    """
     if not is_prepared(proposal.paths):
         return None
     return _outlook(proposal)
@@ -155,7 +157,8 @@ def rehearse(proposal: Proposal) -> Outlook | None:
 
 def _outlook(proposal: Proposal) -> Outlook:
     """Raises UsageError for a live trial, one with another configuration and one with another
-    slurmrl."""
+    slurmrl.
+    """
     check_owner(proposal.paths)
     newest = claims.newest(proposal.paths)  # before the jobs are read
     state = fold(History(proposal.paths.history).read())
@@ -178,7 +181,8 @@ def _outlook(proposal: Proposal) -> Outlook:
 
 def refusal(settings: Settings) -> str:
     """Why the trial of this name cannot continue with a configuration; empty if it can, if there is
-    no such trial, or if it began with another slurmrl, whose defaults may differ."""
+    no such trial, or if it began with another slurmrl, whose defaults may differ.
+    """
     paths = run_paths(settings)
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is None:
         return ""
@@ -245,7 +249,9 @@ def _check_code(proposal: Proposal) -> None:
 
 def _jobs_left(proposal: Proposal, state: TrialState) -> Jobs | None:
     """Return the remaining jobs of a trial that has ended or whose trainers have no job left.
-    Raises UsageError for a live one."""
+
+    Raises UsageError for a live one.
+    """
     jobs = newest_jobs(proposal.paths)
     active = jobs.active() if jobs else []
     trainers = [task for task in active if task.group == TRAINERS]
@@ -270,8 +276,10 @@ def _complete(proposal: Proposal, state: TrialState) -> bool:
 
 
 def _snapshot(proposal: Proposal) -> int:
-    """Return the code snapshot that the next submission runs. A new one takes effect once the
-    submission's request names it."""
+    """Return the code snapshot that the next submission runs.
+
+    A new one takes effect once the submission's request names it.
+    """
     if not proposal.update_code:
         return snapshot.current(proposal.paths)
     return snapshot.add(proposal.paths, proposal.recorder.code, proposal.recorder)

@@ -19,15 +19,18 @@ DEFAULT_ROOT = "./runs"
 
 
 def chosen_root(option: str | None) -> Path | None:
-    """``--root``, else SLURMRL_ROOT, absolute; None if neither is given. Raises UsageError for a
-    variable without a value."""
+    """``--root``, else SLURMRL_ROOT, absolute; None if neither is given.
+
+    Raises UsageError for a variable without a value.
+    """
     text = option or env.ROOT.get()
     return Path(os.path.abspath(expanded(text))) if text else None
 
 
 def root_folder(option: str | None) -> Path:
     """Return the root folder for commands without a configuration: the given one, else that of the
-    site profile, else ./runs. Raises UsageError for a profile that cannot be used."""
+    site profile, else ./runs. Raises UsageError for a profile that cannot be used.
+    """
     if (chosen := chosen_root(option)) is not None:
         return chosen
     text = profiles.root() or DEFAULT_ROOT

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 
 def packages() -> dict[str, str]:
-    """Return every installed distribution and its version, by name. Of two with one name the first
-    on the path counts, as for imports."""
+    """Return every installed distribution and its version, by name.
+
+    Of two with one name the first on the path counts, as for imports.
+    """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         known = distribution.metadata  # a file, parsed anew at each use
@@ -40,7 +42,8 @@ class TorchBuild(NamedTuple):
 
 def torch_build() -> TorchBuild | None:
     """Return how the installed torch was built, from its ``version.py``; None if there is no
-    torch."""
+    torch.
+    """
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -49,8 +49,10 @@ class GridRow:
 
 @dataclass(frozen=True)
 class Grid:
-    """Series on rows and columns: models on hosts and their GPUs. ``row``, ``column`` and
-    ``series`` are the words for one of each."""
+    """Series on rows and columns: models on hosts and their GPUs.
+
+    ``row``, ``column`` and ``series`` are the words for one of each.
+    """
 
     title: str
     row: str

@@ -212,7 +212,8 @@ def _flow(drawing: Drawing, flow: Flow) -> None:
 def _columns(flow: Flow, levels: Mapping[str, int], top: float) -> list[dict[str, Rectangle]]:
     """The boxes of each level: of its nodes, and under the name of an earlier node the lane in
     which that node's arrows pass. All lie as near as there is room to where their arrows come
-    from."""
+    from.
+    """
     parents: dict[str, list[str]] = {name: [] for name in levels}
     last = dict(levels)
     for start, end in flow.arrows:

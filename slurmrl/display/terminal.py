@@ -61,8 +61,10 @@ def width() -> int | None:
 
 
 def hanging(head: str, text: str, width: int | None) -> list[str]:
-    """Return the lines of ``head`` followed by ``text``. Text beyond ``width`` continues below the
-    beginning of the text; None wraps nothing."""
+    """Return the lines of ``head`` followed by ``text``.
+
+    Text beyond ``width`` continues below the beginning of the text; None wraps nothing.
+    """
     if width is None or len(head) + len(text) <= width or not text:
         return [f"{head}{text}".rstrip()]
     if width - len(head) < LEAST:

@@ -1,5 +1,6 @@
-"""The contracts of engines: those that train, and those that generate. One engine may fulfil both.
-Algorithms do not depend on which engine they run on.
+"""The contracts of engines: those that train, and those that generate.
+
+One engine may fulfil both. Algorithms do not depend on which engine they run on.
 
 T packed tokens, S sequences. Per-token outputs are aligned with the tokens: ``logp[t]`` is
 log p(x_t | x_<t) and ``entropy[t]`` that of the distribution x_t was drawn from, both 0 at the
@@ -98,11 +99,13 @@ class Engine(ABC):
     def storages(self) -> Mapping[str, Tensor]:
         """This rank's tensors by the storage names of ``layout``, contiguous and without copies;
         with adapters, merged copies that are made as they are read. They may be other tensors
-        after a call of the engine. Collective."""
+        after a call of the engine. Collective.
+        """
 
     def trained_layout(self) -> Layout:
         """That of the tensors that a weight version holds: what is trained of a model with
-        adapters, all weights of any other."""
+        adapters, all weights of any other.
+        """
         return self.layout()
 
     def trained_storages(self) -> Mapping[str, Tensor]:
@@ -111,14 +114,17 @@ class Engine(ABC):
 
     def updated(self, most: int) -> list[Tensor]:
         """Return equally spaced float32 values, about ``most`` in all, of the weights that this
-        rank updates; with adapters, of the sums of both. Collective."""
+        rank updates; with adapters, of the sums of both. Collective.
+        """
         held = self.storages().values()
         return spaced([each for each in held if each.dtype == torch.float32], most)
 
     @abstractmethod
     def offload(self) -> None:
-        """Free the device memory of weights and optimizer state. Until ``onload``, methods that
-        need them raise UsageError."""
+        """Free the device memory of weights and optimizer state.
+
+        Until ``onload``, methods that need them raise UsageError.
+        """
 
     @abstractmethod
     def onload(self) -> None:
@@ -154,8 +160,11 @@ class TrainEngine(Engine):
         return tensor
 
     def vetoed(self, veto: Veto | None, stats: Mapping[str, float]) -> bool:
-        """Whether ``veto`` skips the update. All ranks get the same answer, even where rounding
-        differs between ranks that work on the same samples. Collective."""
+        """Whether ``veto`` skips the update.
+
+        All ranks get the same answer, even where rounding differs between ranks that work on the
+        same samples. Collective.
+        """
         if veto is None:
             return False
         own = veto(stats)
@@ -195,11 +204,14 @@ class TrainEngine(Engine):
         temperature: float = 1.0,
     ) -> Outputs:
         """Outputs without gradients, or the results of ``output_fn`` on them: each [T] in the
-        order of the sample. A micro-batch may have some of an item's sequences only."""
+        order of the sample. A micro-batch may have some of an item's sequences only.
+        """
 
     def base(self) -> AbstractContextManager[None]:
-        """While entered, the model computes with its frozen weights, without its adapters. Raises
-        UsageError if it has none."""
+        """While entered, the model computes with its frozen weights, without its adapters.
+
+        Raises UsageError if it has none.
+        """
         raise UsageError(f"{self.role} has no adapters, so it is not its own reference")
 
     @abstractmethod
@@ -225,15 +237,18 @@ class TrainEngine(Engine):
 
 class GenerateEngine(Engine):
     """An engine of the trainers' world that serves requests, on each data-parallel rank by
-    itself."""
+    itself.
+    """
 
     @abstractmethod
     def serving(self, version: str, options: ServingOptions) -> AbstractContextManager[Served]:
         """Serve requests with the current weights, whose name is ``version``, while entered.
+
         Collective: every rank of the model enters and leaves, with requests or without.
 
         Of the ranks that have the same samples, the leader gets the engine. The others get None:
         they compute what the leader serves as they enter, until it leaves. Without
         ``options.turns`` they may get an engine, too; then all of them submit the same requests.
 
-        Raises UsageError for options that the model does not support."""
+        Raises UsageError for options that the model does not support.
+        """

@@ -161,8 +161,10 @@ class HFRollout(RolloutEngine):
 
 
 def _common(requests: Sequence[GenerationRequest]) -> GenerationOptions:
-    """Return the options of all requests, with the largest limits. (A request that is cut before
-    the others' ``min_new_tokens`` has the same tokens with it.)"""
+    """Return the options of all requests, with the largest limits.
+
+    (A request that is cut before the others' ``min_new_tokens`` has the same tokens with it.)
+    """
     every = [request.options for request in requests]
     most = max(options.max_new_tokens for options in every)
     least = max(options.min_new_tokens for options in every)
@@ -229,8 +231,11 @@ class _Batch:
 
     @torch.no_grad()
     def run(self, model: HFModel, prefill_tokens: int, version: str) -> list[Completion]:
-        """Sample until all rows have ended. The sample of a token depends on (seed, step, the row's
-        key, the token's position in its sequence) and on the logits only."""
+        """Sample until all rows have ended.
+
+        The sample of a token depends on (seed, step, the row's key, the token's position in its
+        sequence) and on the logits only.
+        """
         lengths = [len(prompt) for prompt in self._prompts]
         session = model.session(lengths, self._longest, prefill_tokens)
         tokens = torch.tensor([token for prompt in self._prompts for token in prompt])
@@ -268,8 +273,9 @@ class _Batch:
         self._last = drawn.tokens
 
     def _over(self, session: HFSession) -> bool:
-        """Whether all rows have ended, as far as the host knows. Remove ended rows from the batch
-        once there are enough of them to pay for the copy.
+        """Whether all rows have ended, as far as the host knows.
+
+        Remove ended rows from the batch once there are enough of them to pay for the copy.
 
         Raises RunFailedError if logits were not finite.
         """

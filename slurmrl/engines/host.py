@@ -25,14 +25,16 @@ Specs: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 def lock_sizes_as_they_are() -> None:
     """Keep torch's allocator of page-locked memory from rounding sizes above 1 MiB up to powers of
     two: FSDP allocates the weights and gradients of ``cpu_offload`` with it. Before torch 2.13 it
-    always rounds, and ``plan`` counts that."""
+    always rounds, and ``plan`` counts that.
+    """
     if torch.__version__ >= ROUNDS_BEFORE:
         torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")
 
 
 class HostBuffer:
-    """``size`` bytes of host memory, page-locked if ``locked``, until this object is gone. Tensors
-    that view ``bytes`` stay valid after that.
+    """``size`` bytes of host memory, page-locked if ``locked``, until this object is gone.
+
+    Tensors that view ``bytes`` stay valid after that.
 
     torch's allocator of page-locked memory rounds each allocation up to a power of two, which
     nearly doubles the memory of large models.
@@ -86,7 +88,8 @@ class HostTensors(dict[str, Tensor]):
 
 class HostCopies:
     """Copies of tensors in one reused buffer, page-locked for tensors of a GPU, which makes
-    copying fast."""
+    copying fast.
+    """
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
@@ -128,8 +131,10 @@ class Offload:
             )
 
     def take(self, kept: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> None:
-        """Free the storages of these tensors. ``scratch`` loses its contents and is restored as
-        zeros. No-op if already taken."""
+        """Free the storages of these tensors.
+
+        ``scratch`` loses its contents and is restored as zeros. No-op if already taken.
+        """
         if self._taken:
             return
         self._taken = True

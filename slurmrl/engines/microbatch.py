@@ -39,8 +39,10 @@ MOST = 64
 
 @dataclass(frozen=True)
 class MicrobatchSchedule:
-    """The micro-batches of a rank. All ranks run the same number of them, because each contains
-    collectives."""
+    """The micro-batches of a rank.
+
+    All ranks run the same number of them, because each contains collectives.
+    """
 
     parts: tuple[tuple[int, ...], ...]
     """Item indices of this rank's micro-batches; further ones, up to ``count``, are empty."""
@@ -75,8 +77,10 @@ def agree(
     shared: bool = False,
 ) -> MicrobatchSchedule:
     """Cut the sample into micro-batches and exchange their numbers with the other ranks.
+
     With ``padded``, sequences are padded to the longest, and the padding counts as tokens. With
-    ``shared``, a prefix that adjacent sequences share counts once in a micro-batch."""
+    ``shared``, a prefix that adjacent sequences share counts once in a micro-batch.
+    """
     if shared:
         cut = shared_microbatches(sample, max_tokens)
     elif padded:
@@ -120,8 +124,10 @@ def in_order(
 
 
 class Sums:
-    """Sums of scalars over micro-batches, then over ranks, in float64. Of those whose name ends in
-    `MAXIMUM`, the maxima."""
+    """Sums of scalars over micro-batches, then over ranks, in float64.
+
+    Of those whose name ends in `MAXIMUM`, the maxima.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -188,8 +194,9 @@ def _gather(values: list[float], context: ParallelContext) -> list[list[float]]:
 
 
 def _names_of_any(names: list[str], context: ParallelContext) -> list[str]:
-    """Return the names of the ranks that have some. (Ranks without names contribute zeros to a
-    maximum.)
+    """Return the names of the ranks that have some.
+
+    (Ranks without names contribute zeros to a maximum.)
 
     Raises UsageError if ranks have different names.
     """
@@ -220,7 +227,8 @@ def support_of(sample: SequenceSample | None) -> Support | None:
 
 def experts_of(sample: SequenceSample | None, config: ModelConfig) -> Tensor | None:
     """The recorded experts, or `UNKNOWN`, of a sample's T tokens in the L blocks that have experts,
-    K of each: [T, L, K]. None if there is no record."""
+    K of each: [T, L, K]. None if there is no record.
+    """
     if sample is None or EXPERTS not in sample.keys:
         return None
     blocks = 0 if config.moe is None else len(config.moe.layers)
@@ -299,8 +307,11 @@ def shared_tokens(sample: SequenceSample) -> SharedTokens | None:
 
 
 def shared_prefixes(sample: SequenceSample) -> list[SharedPrefix]:
-    """The prefixes of at least `SHORTEST` tokens, in order. They leave out the most tokens that
-    prefixes of up to `MOST` sequences can; each sequence has at most one, and a token behind it."""
+    """The prefixes of at least `SHORTEST` tokens, in order.
+
+    They leave out the most tokens that prefixes of up to `MOST` sequences can; each sequence has at
+    most one, and a token behind it.
+    """
     common = _common_tokens(sample)
     saved = [0] * (len(common) + 2)
     """The most tokens of the sequences from each one on that can be left out."""
@@ -327,7 +338,8 @@ def shared_prefixes(sample: SequenceSample) -> list[SharedPrefix]:
 
 def _common_tokens(sample: SequenceSample) -> list[int]:
     """How many first tokens each sequence has in common with the next one, its last and the next
-    one's last not counted."""
+    one's last not counted.
+    """
     cu_seqlens, ids = sample.cu_seqlens(TOKENS).long(), sample.tensor(TOKENS)
     lengths = cu_seqlens.diff()
     common = torch.minimum(lengths[:-1], lengths[1:]).sub(1).clamp(min=0)
@@ -340,8 +352,10 @@ def _common_tokens(sample: SequenceSample) -> list[int]:
 
 
 def shared_microbatches(sample: SequenceSample, max_tokens: int) -> list[list[int]]:
-    """Cut a sample on the CPU as `microbatches` does. A prefix counts once, and the items that
-    share it stay together as far as ``max_tokens`` allows."""
+    """Cut a sample on the CPU as `microbatches` does.
+
+    A prefix counts once, and the items that share it stay together as far as ``max_tokens`` allows.
+    """
     again = [0] * sum(sample.sequence_counts(TOKENS))
     """The tokens that each sequence shares with the one before it."""
     for prefix in shared_prefixes(sample):

@@ -1,5 +1,7 @@
 """The layouts of a plan's models, computed without building a model, and the moves between them.
-Torch-free."""
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +73,10 @@ def _placed(settings: Settings, model: ModelPlan) -> PlacedLayout:
 
 
 def planned_layout(plan: PlannedModel, model: Model, config: ModelConfig) -> Layout:
-    """The layout that the engine of a model of the plan will have. ``model`` is its section of the
-    configuration."""
+    """The layout that the engine of a model of the plan will have.
+
+    ``model`` is its section of the configuration.
+    """
     return LAYOUTS[plan.engine](plan, model, config)
 
 

@@ -28,8 +28,11 @@ def random_entries() -> Iterator[TensorEntry]:
 
 
 def restore_random(checkpoint: RoleCheckpoint, rank: int, ranks: int) -> None:
-    """Restore this rank's random state. If another number of ranks, or ranks without a GPU, wrote
-    the checkpoint, seed from the step and the rank instead."""
+    """Restore this rank's random state.
+
+    If another number of ranks, or ranks without a GPU, wrote the checkpoint, seed from the step and
+    the rank instead.
+    """
     torch.manual_seed(checkpoint.step * ranks + rank)
     if checkpoint.ranks != ranks:
         return
@@ -44,8 +47,10 @@ def _state(checkpoint: RoleCheckpoint, rank: int, name: str) -> Tensor:
 
 @torch.no_grad()
 def fill_saved(target: Tensor, checkpoint: RoleCheckpoint, name: str, box: Box) -> None:
-    """Write a box of a tensor into ``target``, a tensor of the box's shape. Raises
-    CheckpointError."""
+    """Write a box of a tensor into ``target``, a tensor of the box's shape.
+
+    Raises CheckpointError.
+    """
     dtype = checkpoint.layout.tensors[name].dtype
     for block, values in checkpoint.blocks(name, box):
         target[block.inside(box)].copy_(_to_torch(values, dtype))

@@ -53,8 +53,11 @@ REPORT_S = 5.0
 
 
 class DistantEngine(RolloutEngine):
-    """An engine whose loop runs in another thread. Its requests get a prefix, which distinguishes
-    them from those of other incarnations and runs on the same server."""
+    """An engine whose loop runs in another thread.
+
+    Its requests get a prefix, which distinguishes them from those of other incarnations and runs on
+    the same server.
+    """
 
     def __init__(self, engine: RolloutEngine, loop: asyncio.AbstractEventLoop, prefix: str) -> None:
         self._engine, self._loop, self._prefix = engine, loop, prefix
@@ -175,8 +178,10 @@ class ServerEngine(GenerateEngine):
         return ",".join(content.decode() for content in contents)
 
     def wait_until_up(self, report: Callable[[], None]) -> None:
-        """Start the server, and wait as in the contract. Raises RunFailedError if it does not
-        start, UsageError if it cannot be used."""
+        """Start the server, and wait as in the contract.
+
+        Raises RunFailedError if it does not start, UsageError if it cannot be used.
+        """
         if self.context.is_leader:
             self._servers = self._run(self._start())
             self._wait(self._servers, report)
@@ -222,8 +227,11 @@ class ServerEngine(GenerateEngine):
         return self._tensors
 
     def offload(self) -> None:
-        """Have the server sleep until the weights move again. (This process frees its tensors as
-        soon as the server has them.) Collective over the ranks of the copy."""
+        """Have the server sleep until the weights move again.
+
+        (This process frees its tensors as soon as the server has them.) Collective over the ranks
+        of the copy.
+        """
         self._away, self._moved, self._tensors = True, False, {}
         if self._servers is not None:
             self.context.activity.phase(f"waiting for the {self.kind.name} server to sleep")
@@ -249,8 +257,10 @@ class ServerEngine(GenerateEngine):
 
     @contextmanager
     def serving(self, version: str, options: ServingOptions) -> Iterator[Served]:
-        """See `GenerateEngine`; the servers decode text by themselves. Only the leader of a copy
-        gets an engine, and no rank waits for another one."""
+        """See `GenerateEngine`; the servers decode text by themselves.
+
+        Only the leader of a copy gets an engine, and no rank waits for another one.
+        """
         if self._moved:
             self._install(version)
         assert not self._away, "weights move to a server that sleeps before it generates"

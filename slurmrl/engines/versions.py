@@ -48,7 +48,8 @@ class OwnedTensors:
         """``source`` is the layout of the model's parameters, which ``storage`` maps to tensors of
         files. Floating-point tensors become ``dtype``. ``hosts`` gives the host of each global
         rank, ``staging_bytes`` bounds what a rank sends and receives at a time. ``copies`` results
-        of `take` stay valid at a time."""
+        of `take` stay valid at a time.
+        """
         self._group, self._device = group, device
         files = file_tensors(source.layout.tensors.items(), storage)
         owners = owners_of(files, source.layout)
@@ -95,7 +96,8 @@ def converted(stored: str, wanted: str) -> str:
 
 def owners_of(files: Mapping[str, FileTensor], layout: Layout) -> dict[str, int]:
     """The rank that owns each tensor: of those that hold a part of it, the one with the fewest
-    bytes so far. Tensors that few ranks hold come first, and large ones before small ones."""
+    bytes so far. Tensors that few ranks hold come first, and large ones before small ones.
+    """
 
     @lru_cache(maxsize=1024)  # layers are held alike
     def holding(holders: Holders, box: Box) -> frozenset[int]:

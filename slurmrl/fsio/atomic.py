@@ -74,8 +74,10 @@ def replace(path: Path, data: bytes, *, durable: bool = True, calls: SystemCalls
 
 
 def replace_by_parts(path: Path, parts: Iterable[bytes], *, calls: SystemCalls = REAL) -> None:
-    """`replace` the content of ``path`` by one that need not fit into memory, durably. Raises
-    EnvironmentFailure, and whatever ``parts`` raises."""
+    """`replace` the content of ``path`` by one that need not fit into memory, durably.
+
+    Raises EnvironmentFailure, and whatever ``parts`` raises.
+    """
     temporary = temporary_beside(path)
     try:
         write_new_parts(temporary, parts, True, calls)
@@ -120,8 +122,10 @@ def read_needed(path: Path, *, calls: SystemCalls = REAL) -> bytes:
 
 
 def append(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> int:
-    """Append to a file with one writer at a time; create it if it is missing. Return the offset of
-    the data. A crash can leave part of it. Raises EnvironmentFailure."""
+    """Append to a file with one writer at a time; create it if it is missing.
+
+    Return the offset of the data. A crash can leave part of it. Raises EnvironmentFailure.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     try:
         with opened(path, flags, calls) as descriptor:
@@ -136,8 +140,10 @@ def append(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> int:
 
 
 def truncate(path: Path, size: int, *, calls: SystemCalls = REAL) -> None:
-    """Truncate a file durably; after a crash it has the old size or the new one. Raises
-    EnvironmentFailure."""
+    """Truncate a file durably; after a crash it has the old size or the new one.
+
+    Raises EnvironmentFailure.
+    """
     try:
         with opened(path, os.O_WRONLY | os.O_NOFOLLOW, calls) as descriptor:
             calls.truncate(descriptor, size)
@@ -190,7 +196,8 @@ def list_names(directory: Path, *, calls: SystemCalls = REAL) -> list[str]:
 
 def known_names(directory: Path, *, calls: SystemCalls = REAL) -> list[str] | None:
     """Return the names in a directory; None if they are unknown: it cannot be listed, or it is
-    empty, like a mount point whose file system is not mounted."""
+    empty, like a mount point whose file system is not mounted.
+    """
     try:
         return list(calls.listdir(directory)) or None
     except OSError:

@@ -48,8 +48,11 @@ class SystemCalls:
     """The real operations. Errors are the OSErrors of the operating system."""
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
-        """Open a regular file. Raises EISDIR for a directory, ENXIO for a FIFO, a socket or a
-        device, without blocking on a FIFO."""
+        """Open a regular file.
+
+        Raises EISDIR for a directory, ENXIO for a FIFO, a socket or a device, without blocking on a
+        FIFO.
+        """
         descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
         kind = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(kind):
@@ -60,7 +63,8 @@ class SystemCalls:
 
     def caches(self, directory: Path) -> bool:
         """Return whether this machine may see a stale state of a directory, which is impossible on
-        a local file system."""
+        a local file system.
+        """
         return not is_local(directory)
 
     def close(self, descriptor: int) -> None:

@@ -59,7 +59,8 @@ def read(
 @contextmanager
 def expecting(where: object) -> Iterator[None]:
     """Turn errors about missing fields or wrong types inside the block into CorruptFileError that
-    names ``where``."""
+    names ``where``.
+    """
     try:
         yield
     except SlurmrlError:

@@ -60,8 +60,10 @@ def corrupt(where: object, what: str, remedy: str = REMEDY) -> CorruptFileError:
 def unreadable(
     error: OSError, path: Path, remedy: str = REMEDY
 ) -> EnvironmentFailure | CorruptFileError:
-    """Make the exception for an OSError of a read. A path that is not a regular file counts as
-    damage, because retrying would not help."""
+    """Make the exception for an OSError of a read.
+
+    A path that is not a regular file counts as damage, because retrying would not help.
+    """
     kind = NO_FILE.get(error.errno or 0)
     if kind is not None:
         return corrupt(path, f"is {kind}, not a regular file", remedy)

@@ -35,7 +35,8 @@ def missing(path: Path, message: str) -> UnreadableInputError:
 
 def require(paths: Iterable[Path]) -> None:
     """Raise UnreadableInputError for a path that was there when the trial was submitted and is not
-    here."""
+    here.
+    """
     for path in paths:
         if not path.exists():
             host = socket.gethostname()
@@ -51,8 +52,10 @@ def list_names(folder: Path) -> set[str]:
 
 
 def read(path: Path) -> bytes:
-    """Return a file's content. Raises UsageError for what is not a regular file,
-    UnreadableInputError."""
+    """Return a file's content.
+
+    Raises UsageError for what is not a regular file, UnreadableInputError.
+    """
     try:
         with opened(path) as file:
             return file.read()
@@ -62,8 +65,11 @@ def read(path: Path) -> bytes:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file. Anything else is refused at once: a pipe without a writer would block,
-    and a device has no end. Raises UsageError, OSError."""
+    """Open a regular file.
+
+    Anything else is refused at once: a pipe without a writer would block, and a device has no end.
+    Raises UsageError, OSError.
+    """
     with open(path, "rb", buffering=0, opener=_without_waiting) as file:
         mode = os.fstat(file.fileno()).st_mode
         if stat.S_ISDIR(mode):
@@ -108,7 +114,8 @@ def check_file(path: Path) -> None:
 
 def check_folder(folder: Path) -> None:
     """Raise UnreadableInputError unless the folder has entries, and all of its files that
-    libraries look for can be read."""
+    libraries look for can be read.
+    """
     names = list_names(folder)
     if not names:  # as a mount point is while nothing is mounted there
         raise UnreadableInputError(f"{folder} is empty")
@@ -119,8 +126,11 @@ def check_folder(folder: Path) -> None:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Run a library that reads a folder. Raise UnreadableInputError if the folder cannot be read,
-    or if the library fails because of an error of the system."""
+    """Run a library that reads a folder.
+
+    Raise UnreadableInputError if the folder cannot be read, or if the library fails because of an
+    error of the system.
+    """
     check_folder(folder)
     try:
         yield

@@ -34,8 +34,10 @@ class LineFile:
     def forward(
         self, start: int = 0, stop: int | None = None, *, torn: bool = False
     ) -> Iterator[bytes]:
-        """Yield the complete lines between two offsets. ``torn`` also yields an incomplete last
-        line and the parts of overlong lines."""
+        """Yield the complete lines between two offsets.
+
+        ``torn`` also yields an incomplete last line and the parts of overlong lines.
+        """
         stop = self.size if stop is None else min(stop, self.size)
         self.offset = start
         rest, skip = b"", False
@@ -57,7 +59,8 @@ class LineFile:
 
     def backward(self, stop: int = 0) -> Iterator[tuple[int, bytes]]:
         """Yield the complete lines from the last one back to the offset ``stop``, each with the
-        offset at which it begins."""
+        offset at which it begins.
+        """
         start, rest, chunk = self.size, b"", min(FIRST_BYTES, CHUNK_BYTES)
         skip = True  # whatever follows the last line end is incomplete
         while start > stop:
@@ -82,7 +85,8 @@ class LineFile:
 
 class LineWriter:
     """Appends to a file that no other process writes and closes it after each write, so that other
-    hosts see the lines."""
+    hosts see the lines.
+    """
 
     def __init__(self, path: Path, *, calls: SystemCalls = REAL) -> None:
         self.path = path
@@ -93,8 +97,10 @@ class LineWriter:
         """Whether the last write failed, perhaps in the middle of a line."""
 
     def write(self, data: bytes) -> int:
-        """Append lines and return the offset at which they begin. Raises EnvironmentFailure; the
-        write can be retried."""
+        """Append lines and return the offset at which they begin.
+
+        Raises EnvironmentFailure; the write can be retried.
+        """
         ended = b"\n" if self._torn else b""
         self._torn = True
         start = atomic.append(self.path, ended + data, calls=self._calls) + len(ended)
@@ -105,8 +111,10 @@ class LineWriter:
 
 @contextmanager
 def opened(path: Path, *, calls: SystemCalls = REAL) -> Iterator[LineFile]:
-    """Open a line file. Raises FileNotFoundError, CorruptFileError if it is not a regular file,
-    EnvironmentFailure."""
+    """Open a line file.
+
+    Raises FileNotFoundError, CorruptFileError if it is not a regular file, EnvironmentFailure.
+    """
     try:
         with primitives.opened(path, os.O_RDONLY, calls) as descriptor:
             yield LineFile(descriptor, calls)

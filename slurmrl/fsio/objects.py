@@ -70,15 +70,20 @@ def to_json(value: Dataclass) -> dict[str, Any]:
 def from_json(
     kind: type[D], values: Mapping[str, Any], where: object, *, remedy: str = REMEDY
 ) -> D:
-    """Check an object and return its dataclass. Raises CorruptFileError that names ``where`` and
-    the field."""
+    """Check an object and return its dataclass.
+
+    Raises CorruptFileError that names ``where`` and the field.
+    """
     check(values, _accepted(kind), where, _required(kind), remedy=remedy)
     return _read(kind, values)
 
 
 def shape(kind: type[Dataclass]) -> FieldType:
-    """Return the type of a field that holds such an object. The annotations are read at the first
-    check: it takes a while, and many documents lack the field."""
+    """Return the type of a field that holds such an object.
+
+    The annotations are read at the first check: it takes a while, and many documents lack the
+    field.
+    """
     names = ", ".join(field.name for field in fields(kind))
     return FieldType(f"an object with {names}", lambda value: _form(kind).accepted.accepts(value))
 

@@ -38,8 +38,9 @@ def check(run: Path, *, calls: SystemCalls = REAL) -> list[str]:
 
 
 def check_file(path: Path, *, calls: SystemCalls = REAL) -> list[str]:
-    """Check that no other user but root can change a file of settings; return warnings. Others may
-    read it.
+    """Check that no other user but root can change a file of settings; return warnings.
+
+    Others may read it.
 
     Raises OwnershipError with the reason, EnvironmentFailure if the file system does not answer.
     """

@@ -132,8 +132,10 @@ def write_adapter(
     precision: Precision = AS_STORED,
     calls: SystemCalls = REAL,
 ) -> Path:
-    """Write the adapters of a checkpoint as a folder that PEFT loads onto the model ``base``. The
-    folder is complete or absent; an existing one is replaced."""
+    """Write the adapters of a checkpoint as a folder that PEFT loads onto the model ``base``.
+
+    The folder is complete or absent; an existing one is replaced.
+    """
     entries = [
         precision.apply(TensorEntry(_theirs(name), spec, partial(trained.read, name)))
         for name, spec in trained.weights()

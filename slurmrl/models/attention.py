@@ -1,5 +1,6 @@
-"""The attention block: projections, optional q/k norms, rotation. An ``AttentionCore`` computes the
-attention itself.
+"""The attention block: projections, optional q/k norms, rotation.
+
+An ``AttentionCore`` computes the attention itself.
 
 With context ranks, attention is over all packed tokens, called with one rank's part of them (Jacobs
 et al. 2023, DeepSpeed Ulysses): one all-to-all gives each context rank all tokens of some heads,
@@ -55,8 +56,11 @@ class PackedCore:
 
 
 class Attention(nn.Module):
-    """Self-attention with grouped key and value heads. Each tensor rank has some of the heads.
-    If there are fewer key and value heads than tensor ranks, each is copied on several ranks."""
+    """Self-attention with grouped key and value heads.
+
+    Each tensor rank has some of the heads. If there are fewer key and value heads than tensor
+    ranks, each is copied on several ranks.
+    """
 
     def __init__(
         self,
@@ -102,8 +106,10 @@ def kv_heads(config: ModelConfig, split: Split) -> int:
 
 
 class SplitCore:
-    """An ``AttentionCore`` around the core for all ``tokens``. It removes the padding of the last
-    ranks' parts first."""
+    """An ``AttentionCore`` around the core for all ``tokens``.
+
+    It removes the padding of the last ranks' parts first.
+    """
 
     def __init__(self, core: AttentionCore, context: Axis, tokens: int) -> None:
         self._core, self._context, self._tokens = core, context, tokens
@@ -119,7 +125,8 @@ class SplitCore:
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """All tokens of q [·, Hq/c, D], k and v [·, Hkv/c, D]: adjacent query heads and their key
-        heads, which are replicated if there are fewer than ranks."""
+        heads, which are replicated if there are fewer than ranks.
+        """
         size, copies = self._context.size, max(1, self._context.size // k.shape[1])
         parts = [q, k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)]
         parts = [x.view(x.shape[0], size, -1, x.shape[2]).transpose(0, 1) for x in parts]

@@ -49,7 +49,8 @@ class PackedModel(nn.Module, ABC):
     @abstractmethod
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor | OnHost, max_len: int) -> Tensor:
         """input_ids [T], cu_seqlens [S+1] int32 in host memory, longest sequence -> features
-        [T, h] that ``logprobs`` and ``values`` read."""
+        [T, h] that ``logprobs`` and ``values`` read.
+        """
 
     @abstractmethod
     def logprobs(
@@ -62,14 +63,19 @@ class PackedModel(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor]:
         """log p(x_t | x_<t) and the entropy of the distribution that x_t was drawn from, both
         [T] and 0 at the first token of a sequence; float64 if the model is, else float32. The
-        distributions are restricted to ``support``."""
+        distributions are restricted to ``support``.
+        """
 
     @abstractmethod
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Values [T] in the dtype of ``logprobs``. A model split over ranks needs ``cu_seqlens``
-        [S+1]."""
+        """Values [T] in the dtype of ``logprobs``.
+
+        A model split over ranks needs ``cu_seqlens`` [S+1].
+        """
 
     def constants(self) -> dict[str, Tensor]:
         """Tensors by name that no optimizer step changes but that checkpoints and exports include.
-        The built-in decoders have none."""
+
+        The built-in decoders have none.
+        """
         return {}

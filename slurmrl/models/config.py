@@ -200,8 +200,10 @@ def _translated(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _full(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the family's defaults. Null means the default, except for the key-value heads: null means
-    as many as heads."""
+    """Add the family's defaults.
+
+    Null means the default, except for the key-value heads: null means as many as heads.
+    """
     null = {name for name in STRUCTURAL if values.get(name) is None} - {"num_key_value_heads"}
     return {**family.defaults, **{k: v for k, v in values.items() if k not in null}}
 
@@ -326,8 +328,10 @@ def _pairs(length: int, window: int | None) -> int:
 
 
 def forward_flops(config: ModelConfig, lengths: Iterable[int], head: Head = "lm") -> int:
-    """One forward pass over sequences of these lengths. Prefill and decoding with a cache cost the
-    same, except that the last token is not processed."""
+    """One forward pass over sequences of these lengths.
+
+    Prefill and decoding with a cache cost the same, except that the last token is not processed.
+    """
     per_token = forward_flops_per_token(config, head)
     return sum(length * per_token + attention_flops(config, length) for length in lengths)
 

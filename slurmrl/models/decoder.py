@@ -177,8 +177,10 @@ class Decoder(PackedModel):
     def forward(
         self, input_ids: Tensor, cu_seqlens: Tensor | OnHost | Pieces, max_len: int
     ) -> Tensor:
-        """Hidden states [T, h] after the final norm. With a split, this rank's part of them in an
-        internal order, which ``logprobs`` and ``values`` expect.
+        """Hidden states [T, h] after the final norm.
+
+        With a split, this rank's part of them in an internal order, which ``logprobs`` and
+        ``values`` expect.
 
         Tokens on a CPU may be `Pieces` of sequences of up to ``max_len`` tokens, without a split.
         """
@@ -204,7 +206,8 @@ class Decoder(PackedModel):
 
     def run_unhooked(self, input_ids: Tensor, positions: Tensor, core: AttentionCore) -> Tensor:
         """Hidden states [T, h] of tokens [T] at positions [T], by plain calls of the layers'
-        ``forward``. Context ranks all compute the same."""
+        ``forward``. Context ranks all compute the same.
+        """
         split = self.split.without_context()
         hidden = self._run(input_ids, positions, core, unhooked, split)
         return split.together(hidden)[: input_ids.shape[0]]
@@ -287,8 +290,11 @@ class Decoder(PackedModel):
         return split_values(self.split, values, cu_seqlens)
 
     def _balance(self) -> Balance | None:
-        """The load-balancing loss. Tensor ranks have the same tokens and sum their gradients of the
-        router, so the weight is divided by their number."""
+        """The load-balancing loss.
+
+        Tensor ranks have the same tokens and sum their gradients of the router, so the weight is
+        divided by their number.
+        """
         blocks, moe = self._sparse_blocks, self.config.moe
         if moe is None or not moe.balance or not blocks:
             return None
@@ -305,8 +311,10 @@ class Decoder(PackedModel):
 
 
 def build(config: ModelConfig, head: Head = "lm", split: Split = WHOLE) -> Decoder:
-    """Build the decoder of the config's family, or this rank's part of it. May be called under
-    ``torch.device("meta")``."""
+    """Build the decoder of the config's family, or this rank's part of it.
+
+    May be called under ``torch.device("meta")``.
+    """
     decoder: Decoder = resolve(config.family.decoder)(config, head, split)
     return decoder
 

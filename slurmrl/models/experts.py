@@ -50,8 +50,10 @@ class ExpertLayer(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts. Each tensor rank has a share of every expert's inner units, and the
-    whole router."""
+    """A router and its experts.
+
+    Each tensor rank has a share of every expert's inner units, and the whole router.
+    """
 
     def __init__(self, config: ModelConfig, split: Split = WHOLE) -> None:
         super().__init__()
@@ -109,7 +111,8 @@ class Recorded:
 
     def __init__(self, cells: Sequence[Tensor], slots: Tensor) -> None:
         """``cells``: [C, K] int16 of each block; ``slots`` [T]: the cells of the next call's
-        tokens, behind which there may be padding."""
+        tokens, behind which there may be padding.
+        """
         self._cells, self._slots = cells, slots
 
     def chosen(self, block: int, own: Tensor) -> Tensor:
@@ -163,8 +166,10 @@ class Balance:
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def sum_counts(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Sum the counts over all ranks after the counting passes. Collective over the ``groups``
-        along which tokens are spread."""
+        """Sum the counts over all ranks after the counting passes.
+
+        Collective over the ``groups`` along which tokens are spread.
+        """
         for group in groups if self._blocks else ():
             dist.all_reduce(self._counts, group=group)
         self._tokens = [chosen // self._per_token for chosen in self._counts.sum(-1).tolist()]
@@ -174,7 +179,8 @@ class Balance:
 
         A block calls it with its router's ``probabilities`` [T, E] for tokens of the batch, the
         ``counts`` [E] of those that chose each expert, and ``values`` on which its output
-        depends."""
+        depends.
+        """
         if self.now == "count":
             self._counts[block] += counts
         elif self.now == "train" and torch.is_grad_enabled() and probabilities.shape[0]:
@@ -191,7 +197,8 @@ def tokens_of_experts(chosen: Tensor, experts: int) -> Tensor:
 
 def balance_loss(probabilities: Tensor, counts: Tensor, tokens: int | None = None) -> Tensor:
     """The contribution of tokens with ``probabilities`` [T, E] to the loss of a block whose
-    ``tokens`` (default: these T) chose its experts ``counts`` [E] times."""
+    ``tokens`` (default: these T) chose its experts ``counts`` [E] times.
+    """
     experts = probabilities.shape[1]
     tokens = probabilities.shape[0] if tokens is None else tokens
     return probabilities.sum(0) @ counts.to(probabilities.dtype) * (experts / max(tokens, 1) ** 2)

@@ -1,5 +1,6 @@
 """Checks of the values in a model folder: weights that are not finite numbers, and files whose
-vocabulary projection contradicts their config.json. Torch-free."""
+vocabulary projection contradicts their config.json. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ SMALL_BYTES: Final = 64 * 2**20
 
 
 def not_finite(folder: Path, names: Iterable[str]) -> str | None:
-    """Describe the first of these tensors of a folder that has NaN or infinite values. Return None
-    if there is none. Raises UsageError, CheckpointError, CorruptFileError."""
+    """Describe the first of these tensors of a folder that has NaN or infinite values.
+
+    Return None if there is none. Raises UsageError, CheckpointError, CorruptFileError.
+    """
     tensors = open_folder(folder)
     specs = tensors.specs()
     for name in names:
@@ -48,7 +51,9 @@ def small_not_finite(
     folder: Path, config: ModelConfig, head: Head, limit: int = SMALL_BYTES
 ) -> str | None:
     """Like `not_finite` for the smallest tensors that a model uses, up to ``limit`` bytes in all.
-    After a training that diverged, these have NaN too. They are all tensors of a small model."""
+
+    After a training that diverged, these have NaN too. They are all tensors of a small model.
+    """
     specs = open_folder(folder).specs()
     stored = (stored_name(name, specs) for name in implied_shapes(config, head))
     used = {name for name in stored if name is not None}
@@ -64,7 +69,8 @@ def small_not_finite(
 def other_projection(folder: Path, config: ModelConfig, head: Head) -> str | None:
     """Why a tied model cannot be loaded: its files have a projection that is not the embedding.
     transformers uses that projection, in spite of config.json. Raises UsageError,
-    CheckpointError, CorruptFileError."""
+    CheckpointError, CorruptFileError.
+    """
     if head != "lm" or not config.tie_embeddings:
         return None
     tensors = open_folder(folder)

@@ -39,8 +39,10 @@ CONFIG_FILE = "config.json"
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The architecture of a model folder. Raises UsageError if the folder is not a model or its
-    family is not supported."""
+    """The architecture of a model folder.
+
+    Raises UsageError if the folder is not a model or its family is not supported.
+    """
     return ModelConfig.from_hf(read_values(folder))
 
 
@@ -121,8 +123,10 @@ class PinnedSource:
 
 
 class TensorSource:
-    """The tensors in the files of a model folder. A context manager; files are opened on first
-    use."""
+    """The tensors in the files of a model folder.
+
+    A context manager; files are opened on first use.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -181,8 +185,10 @@ class Weights:
     """The parameters of a model folder, by the decoder's names."""
 
     def __init__(self, files: Tensors, config: ModelConfig, head: Head) -> None:
-        """Raises UsageError if the files do not match the config (``mismatches``). The value head
-        may be missing."""
+        """Raises UsageError if the files do not match the config (``mismatches``).
+
+        The value head may be missing.
+        """
         self._files = files
         self._shapes = parameter_shapes(config, head)
         self._storage = storage_of(config)
@@ -193,8 +199,10 @@ class Weights:
             raise UsageError(f"{files.folder}: {problem}")
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a parameter, in the files' dtype. A missing value head is zero, so that a new
-        critic's values start at zero."""
+        """A box of a parameter, in the files' dtype.
+
+        A missing value head is zero, so that a new critic's values start at zero.
+        """
         parts = self._storage(name, self._shapes[name])
         if name == VALUE_HEAD and name not in self._files:
             return torch.zeros(box.size)
@@ -238,8 +246,11 @@ def from_hf(folder: Path, head: Head = "lm", *, dtype: torch.dtype = torch.float
 
 
 def to_hf(decoder: Decoder, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write a decoder's config and weights into an existing folder. The weight files equal those of
-    transformers' ``save_pretrained`` byte for byte. One tensor at a time is copied."""
+    """Write a decoder's config and weights into an existing folder.
+
+    The weight files equal those of transformers' ``save_pretrained`` byte for byte. One tensor at a
+    time is copied.
+    """
     parameters = dict(decoder.named_parameters())
     specs = [
         (name, TensorSpec(tuple(p.shape), str(p.dtype).removeprefix("torch.")))
@@ -258,7 +269,8 @@ def to_hf(decoder: Decoder, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> 
 
 def is_finite(values: Tensor) -> bool:
     """Return whether a tensor has neither NaN nor infinite values, from its least and its greatest
-    one: that takes no memory, and less time than reading a file."""
+    one: that takes no memory, and less time than reading a file.
+    """
     if not values.numel() or not values.is_floating_point() or values.element_size() == 1:
         return True
     least, greatest = torch.aminmax(values)

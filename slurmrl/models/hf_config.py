@@ -41,8 +41,10 @@ is known once the model is loaded.)"""
 
 @dataclass(frozen=True, kw_only=True)
 class HFConfig:
-    """The config of a model for ``implementation: hf``. Whether transformers supports the family is
-    known only when the model is built."""
+    """The config of a model for ``implementation: hf``.
+
+    Whether transformers supports the family is known only when the model is built.
+    """
 
     model_type: str
     values: Mapping[str, Any]
@@ -51,8 +53,10 @@ class HFConfig:
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> HFConfig:
-        """Read a ``config.json`` object. Raises UsageError if it lacks the model type or requests
-        an unsupported loss."""
+        """Read a ``config.json`` object.
+
+        Raises UsageError if it lacks the model type or requests an unsupported loss.
+        """
         model_type = values.get("model_type")
         if not isinstance(model_type, str):
             raise UsageError(
@@ -67,7 +71,8 @@ class HFConfig:
 
     def check_length(self, tokens: int) -> None:
         """Raises UsageError for a sequence that is longer than the model supports, or whose results
-        would depend on the rest of its batch."""
+        would depend on the rest of its batch.
+        """
         limits = [length_limit(self.values), self.positions and LengthLimit(self.positions, TABLE)]
         limit = min((limit for limit in limits if limit), default=None)
         if limit is not None and tokens > limit.tokens:

@@ -15,7 +15,8 @@ FACTOR = 2.0**10
 def only_multiplies(model: Any) -> bool:
     """Whether a ``PreTrainedModel`` on the CPU computes logits as the last hidden states times the
     weight of the output projection, without bias, cap or scale. Configs do not say, so it is tried
-    on a few tokens; False if it cannot be tried."""
+    on a few tokens; False if it cannot be tried.
+    """
     head, body = model.get_output_embeddings(), model.base_model
     if not isinstance(head, nn.Linear) or head.bias is not None or body is model:
         return False

@@ -101,11 +101,13 @@ class HFModel(PackedModel):
         max_len: int,
         step: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Logits [T, V], or hidden states [T, h] if they suffice. A generation ``step`` is a call
-        of the model itself; it goes through this method because a sharded engine's hooks are on
-        this module.
+        """Logits [T, V], or hidden states [T, h] if they suffice.
 
-        Raises UsageError for a ``max_len`` at which results would depend on the batch."""
+        A generation ``step`` is a call of the model itself; it goes through this method because a
+        sharded engine's hooks are on this module.
+
+        Raises UsageError for a ``max_len`` at which results would depend on the batch.
+        """
         if step is not None:
             return self.inner(**step)
         self._made.check_length(max_len)
@@ -143,8 +145,10 @@ class HFModel(PackedModel):
         return values if score.bias is None else values + score.bias
 
     def session(self, lengths: Sequence[int], longest: int, prefill_tokens: int) -> HFSession:
-        """A session for prompts of ``lengths``, which get up to ``longest`` tokens in all. Whole
-        prompts of together ``prefill_tokens`` are read at a time; a longer one by itself."""
+        """A session for prompts of ``lengths``, which get up to ``longest`` tokens in all.
+
+        Whole prompts of together ``prefill_tokens`` are read at a time; a longer one by itself.
+        """
         self._made.check_length(longest)
         return HFSession(self, self.inner.config, lengths, prefill_tokens)
 
@@ -183,8 +187,10 @@ def _model(
 def _loaded(
     task: Any, source: Path, settings: Any, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Any]]:
-    """The model of a folder, and transformers' report. The weights of a pinned checkpoint are in
-    memory twice meanwhile."""
+    """The model of a folder, and transformers' report.
+
+    The weights of a pinned checkpoint are in memory twice meanwhile.
+    """
     options = {"config": settings, "dtype": dtype, "output_loading_info": True}
     if not is_pinned(source):
         loaded: tuple[Any, dict[str, Any]] = task.from_pretrained(source, **options)
@@ -199,7 +205,8 @@ def _loaded(
 
 def _require_finite(model: PreTrainedModel, source: Path) -> None:
     """Raise UsageError if a parameter of a folder has NaN or infinite values, or a stored constant
-    has NaN. (Constants of masks may be infinite.)"""
+    has NaN. (Constants of masks may be infinite.)
+    """
     parameters = dict(model.named_parameters())
     for name, values in model.state_dict().items():
         if is_finite(values) or (name not in parameters and not values.isnan().any()):
@@ -213,8 +220,10 @@ def _require_finite(model: PreTrainedModel, source: Path) -> None:
 
 
 def refuse_dropout(model: nn.Module) -> None:
-    """Recomputation does not restore random states. Raises UsageError for dropout that the config
-    does not control."""
+    """Recomputation does not restore random states.
+
+    Raises UsageError for dropout that the config does not control.
+    """
     dropout = [
         name
         for name, module in model.named_modules()
@@ -229,7 +238,8 @@ def refuse_dropout(model: nn.Module) -> None:
 
 def _positions(model: nn.Module) -> int | None:
     """The size of the smallest position embedding, without the rows that some families reserve at
-    the start (an ``offset``, or up to the padding token's). None if there is none."""
+    the start (an ``offset``, or up to the padding token's). None if there is none.
+    """
     tables = [
         table.num_embeddings - int(getattr(table, "offset", 0)) - _padding_rows(table)
         for name, table in model.named_modules()

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class HFSession:
     """A batch of rows that a model extends token by token; ``lengths`` [S] are the tokens read of
     each. Prompts are padded on the left to the longest one, and the padding counts towards
-    ``prefill_tokens``."""
+    ``prefill_tokens``.
+    """
 
     def __init__(
         self, model: HFModel, settings: Any, lengths: Sequence[int], prefill_tokens: int
@@ -64,8 +65,11 @@ class HFSession:
         return torch.cat(logits)
 
     def next(self, tokens: Tensor, alive: Tensor) -> Tensor:
-        """Read one more token [S] of each row. Return the logits [S, V] after it. Rows that are
-        not ``alive`` [S] do not advance, and their logits are meaningless."""
+        """Read one more token [S] of each row.
+
+        Return the logits [S, V] after it. Rows that are not ``alive`` [S] do not advance, and their
+        logits are meaningless.
+        """
         logits = self._read(
             tokens[:, None], self._mask.new_ones((len(tokens), 1)), self.lengths[:, None]
         )

@@ -62,7 +62,8 @@ Forward = Callable[[Tensor, Tensor, HeadsCore], Tensor]
 def short_forward(decoder: Decoder) -> Forward | None:
     """A function that computes ``decoder.run_unhooked``; None if the decoder has no short form:
     with adapters, and on several ranks with experts or sequence parallelism. It uses the
-    parameters' memory, and may use their values, of now."""
+    parameters' memory, and may use their values, of now.
+    """
     split = decoder.split
     alone = split.whole or (decoder.config.moe is None and not split.by_sequence)
     if not alone or decoder.adapters is not None:
@@ -84,7 +85,8 @@ def short_forward(decoder: Decoder) -> Forward | None:
 def head_product(decoder: Decoder) -> Apply:
     """A function from hidden states [T, h] to logits [T, V], those of this rank's part of the
     vocabulary; in float64 for a model in float64, else in float32. It may use the projection's
-    values of now."""
+    values of now.
+    """
     weight = decoder.head_weight()
     if packs(decoder):
         return PackedMatrix.of(weight).product
@@ -99,8 +101,10 @@ def packs(decoder: Decoder) -> bool:
 
 @torch.no_grad()
 def join_matrices(decoder: Decoder) -> None:
-    """Move the parameters that ``short_forward`` uses together side by side in memory. They stay
-    the same parameters with the same values; nothing else may hold their old memory."""
+    """Move the parameters that ``short_forward`` uses together side by side in memory.
+
+    They stay the same parameters with the same values; nothing else may hold their old memory.
+    """
     for module in decoder.modules():
         for group in _groups(module):
             for name in ("weight", "bias"):
@@ -206,7 +210,8 @@ def _norm(module: nn.Module) -> Apply:
 
 def _product(linears: Sequence[nn.Linear], packed: bool) -> Apply:
     """The outputs of linear layers side by side; by one product if their weights are or can be
-    ``packed``."""
+    ``packed``.
+    """
     if packed:
         return _packed(linears).product
     weights: list[Tensor] = [linear.weight for linear in linears]

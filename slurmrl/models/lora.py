@@ -79,7 +79,9 @@ class Adapters:
 
 def attach(decoder: Decoder, lora: Lora) -> Adapters:
     """Freeze a decoder's parameters, except for a value head, and give its linear layers adapters.
-    What is trained is in float32."""
+
+    What is trained is in float32.
+    """
     decoder.requires_grad_(False)
     if decoder.head == "value":
         decoder.score.float().requires_grad_(True)

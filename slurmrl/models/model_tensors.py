@@ -1,5 +1,6 @@
 """The tensors of a model folder: headers of its safetensors files, their values, those of a pinned
-checkpoint, and weights with their adapters merged. Torch-free."""
+checkpoint, and weights with their adapters merged. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class Header:
 
 def weight_files(folder: Path) -> dict[str, set[str]]:
     """Return the files with the weights, and the tensors that the index lists for each: an empty
-    set for a model in one file. Raises UsageError."""
+    set for a model in one file. Raises UsageError.
+    """
     names = inputs.list_names(folder)
     if INDEX_FILE not in names:
         if SINGLE_FILE in names:
@@ -166,7 +168,8 @@ def implied_shapes(config: ModelConfig, head: Head) -> dict[str, tuple[int, ...]
 
 def _held(path: Path) -> dict[str, Header]:
     """Raises FileNotFoundError, OSError, SafetensorError (also for a truncated file), UsageError
-    for what is no file of weights."""
+    for what is no file of weights.
+    """
     headers = {}
     with inputs.opened(path) as opened:
         if opened.read(len(LFS_POINTER)) == LFS_POINTER:
@@ -201,7 +204,8 @@ class FolderTensors(Protocol):
 
 def open_folder(folder: Path) -> FolderTensors:
     """Raises UsageError, CheckpointError or CorruptFileError if the folder has no readable
-    weights."""
+    weights.
+    """
     if is_pinned(folder):
         return PinnedTensors(folder)
     return SafetensorsFolder(folder)
@@ -230,8 +234,11 @@ class SafetensorsFolder:
 
 
 class PinnedTensors:
-    """Reads boxes of them. Raises CheckpointError or CorruptFileError for files that do not belong
-    together, UsageError if the model that adapters belong to is gone."""
+    """Reads boxes of them.
+
+    Raises CheckpointError or CorruptFileError for files that do not belong together, UsageError if
+    the model that adapters belong to is gone.
+    """
 
     def __init__(self, folder: Path) -> None:
         origin = read_origin(folder)
@@ -247,7 +254,8 @@ class PinnedTensors:
 
     def check_base(self) -> None:
         """Compare the model that adapters belong to with the one that they were trained on, as an
-        export does; reads all of its weights. Raises UsageError for another one."""
+        export does; reads all of its weights. Raises UsageError for another one.
+        """
         frozen, weights = self._trained.frozen, self._weights
         if isinstance(weights, MergedCheckpoint) and frozen and self._dtype:
             weights.check_base(frozen, self._dtype)
@@ -302,8 +310,10 @@ class TrainedTensors(Protocol):
 
 
 class MergedCheckpoint:
-    """Weights for an export: W + scale * B A in float32, and what is trained besides. Raises
-    UsageError if the folder has no weights of this architecture."""
+    """Weights for an export: W + scale * B A in float32, and what is trained besides.
+
+    Raises UsageError if the folder has no weights of this architecture.
+    """
 
     def __init__(
         self, trained: TrainedTensors, folder: Path, config: ModelConfig, head: Head, lora: Lora
@@ -343,7 +353,8 @@ class MergedCheckpoint:
 
     def check_base(self, fingerprint: str, dtype: str) -> None:
         """Compare the folder's weights with those for which the adapters were trained: rounded to
-        ``dtype`` they have this fingerprint. Raises UsageError for others."""
+        ``dtype`` they have this fingerprint. Raises UsageError for others.
+        """
         found = self._fingerprint(dtype)
         if found != fingerprint:
             raise UsageError(

@@ -35,7 +35,8 @@ def length_order(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 def ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
     """start, start + 1, … of each of several ranges, one after the other: [sum of lengths], which
-    may be given as ``total``."""
+    may be given as ``total``.
+    """
     first = starts - (lengths.cumsum(0) - lengths)
     offsets = torch.repeat_interleave(first, lengths, output_size=total)
     return torch.arange(offsets.shape[0], device=starts.device) + offsets

@@ -32,8 +32,11 @@ from slurmrl.tensors.ops.products import PackedLayer
 
 @dataclass(frozen=True, kw_only=True)
 class PagedCall:
-    """Where the tokens of one call belong. First come whole beginnings of sequences, the ``fresh``
-    tokens, which see each other only; then tokens that also see cells of earlier calls."""
+    """Where the tokens of one call belong.
+
+    First come whole beginnings of sequences, the ``fresh`` tokens, which see each other only; then
+    tokens that also see cells of earlier calls.
+    """
 
     slots: Tensor
     """[T] int64: the cell of each token's key and value."""
@@ -54,7 +57,8 @@ class PagedCall:
 
 def cell_bytes(decoder: Decoder) -> int:
     """Bytes of a token's keys and values in all layers of this rank's part of a decoder, and of the
-    numbers of its experts."""
+    numbers of its experts.
+    """
     config = decoder.config
     heads, routes = kv_heads(config, decoder.split), sum(expert_numbers(decoder))
     size = decoder.head_weight().element_size()
@@ -68,8 +72,10 @@ def expert_numbers(decoder: Decoder) -> list[int]:
 
 
 def attends_in_place(decoder: Decoder, page: int) -> bool:
-    """Whether this rank's attention reads pages of ``page`` cells where they lie. On a GPU the
-    first call compiles and tries the kernels."""
+    """Whether this rank's attention reads pages of ``page`` cells where they lie.
+
+    On a GPU the first call compiles and tries the kernels.
+    """
     config, like = decoder.config, decoder.head_weight()
     cells = like.new_empty((0, kv_heads(config, decoder.split), config.head_dim))
     return reads_in_place(cells, config.num_heads // decoder.split.tensor.size, page)
@@ -78,7 +84,8 @@ def attends_in_place(decoder: Decoder, page: int) -> bool:
 class PagedCache:
     """Keys and values of all layers, and if they are recorded the experts that read them, in pages
     of ``page`` cells. Behind the pages lies one more cell, the ``spare`` one, for tokens that
-    belong to no sequence."""
+    belong to no sequence.
+    """
 
     def __init__(self, decoder: Decoder, page: int) -> None:
         """Empty, in the dtype and on the device of the decoder's head."""
@@ -195,8 +202,11 @@ class PagedDecoder:
 
     @property
     def reads_beginnings_apart(self) -> bool:
-        """Whether whole beginnings are faster as the fresh tokens of a call. On CPUs the compiled
-        attention over cells is not slower, and each token's result depends on its row alone."""
+        """Whether whole beginnings are faster as the fresh tokens of a call.
+
+        On CPUs the compiled attention over cells is not slower, and each token's result depends on
+        its row alone.
+        """
         return for_floats(self.decoder.head_weight()) is None
 
     @property
@@ -212,7 +222,8 @@ class PagedDecoder:
         self, input_ids: Tensor, positions: Tensor, call: PagedCall, last: Tensor | None
     ) -> Tensor:
         """The logits [·, V] after the tokens at places ``last`` (None: all) of the packed tokens
-        [T], of which the cache gets the keys and values. Tensor ranks get the same logits."""
+        [T], of which the cache gets the keys and values. Tensor ranks get the same logits.
+        """
         decoder = self.decoder
         if self._products is None:
             self._products = short_forward(decoder) or decoder.run_unhooked, head_product(decoder)

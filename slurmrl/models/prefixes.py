@@ -19,9 +19,12 @@ from slurmrl.tensors.ops.attention import Packing, Prefix, PrefixPacking, prefix
 
 @dataclass(frozen=True)
 class Pieces:
-    """The boundaries of packed pieces of sequences. A piece is a sequence, a prefix of sequences,
-    or the rest of a sequence. A rest's first token is the last one of its prefix, so that every
-    token but the first of a piece follows the one that predicts it."""
+    """The boundaries of packed pieces of sequences.
+
+    A piece is a sequence, a prefix of sequences, or the rest of a sequence. A rest's first token is
+    the last one of its prefix, so that every token but the first of a piece follows the one that
+    predicts it.
+    """
 
     cu_seqlens: Tensor
     """[S+1] int32, in host memory."""
@@ -55,7 +58,8 @@ class PrefixCore:
 
 def arranged(pieces: Pieces, max_len: int) -> Arrangement:
     """The distinct tokens of pieces, the shortest piece first: adjacent pieces of equal length need
-    fewer attention calls. Whole sequences have up to ``max_len`` tokens."""
+    fewer attention calls. Whole sequences have up to ``max_len`` tokens.
+    """
     starts, stops = pieces.cu_seqlens[:-1].long(), pieces.cu_seqlens[1:].long()
     prefixes = pieces.prefixes
     rests = (prefixes >= 0).nonzero().squeeze(1)

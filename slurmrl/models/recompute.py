@@ -39,8 +39,10 @@ ATTENTION = (
 
 
 def layer_call(mode: Recompute) -> LayerCall:
-    """How to call a layer; ``selective`` is the layer's own matter. Without gradients nothing is
-    kept in any mode."""
+    """How to call a layer; ``selective`` is the layer's own matter.
+
+    Without gradients nothing is kept in any mode.
+    """
     return recomputed if mode == "full" and torch.is_grad_enabled() else plain
 
 
@@ -51,14 +53,16 @@ def plain(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: Attentio
 
 def unhooked(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
     """For generation: a sharded engine gathers all parameters once, and its hooks on a layer
-    would reshard them after each step."""
+    would reshard them after each step.
+    """
     out: Tensor = layer.forward(x, rotation, core)
     return out
 
 
 def recomputed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call with checkpointing; the backward pass computes everything again up to the last tensor
-    that it needs."""
+    that it needs.
+    """
     return checkpoint(call, *args, **CHECKPOINT_OPTIONS, **kwargs)
 
 
@@ -69,8 +73,10 @@ def keeping_products(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 class _KeepingPolicy:
-    """Which results of one call are kept. The product after attention, which the backward pass
-    does not need, is not."""
+    """Which results of one call are kept.
+
+    The product after attention, which the backward pass does not need, is not.
+    """
 
     def __init__(self) -> None:
         self._attended: set[bool] = set()

@@ -1,5 +1,6 @@
 """The rotary position settings of a ``config.json``, in the ``rope_parameters`` form of
-transformers 5 or the older form with ``rope_theta`` and ``rope_scaling``. Torch-free."""
+transformers 5 or the older form with ``rope_theta`` and ``rope_scaling``. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +49,10 @@ class Rope:
     @staticmethod
     def from_hf(values: Mapping[str, Any], max_positions: int) -> tuple[Rope, list[str]]:
         """Read the rotary fields of a ``config.json`` like transformers; the list has the problems.
+
         The older ``rope_scaling`` precedes ``rope_parameters``, and an original length beside them
-        precedes one inside."""
+        precedes one inside.
+        """
         stated = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
         kind = stated.pop("rope_type", None) or stated.pop("type", None) or "default"
         stated.pop("type", None)

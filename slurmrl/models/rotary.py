@@ -15,8 +15,10 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class RotaryTable:
-    """The angles of all positions. It has no parameters, so it does not depend on the device or
-    sharding of its model."""
+    """The angles of all positions.
+
+    It has no parameters, so it does not depend on the device or sharding of its model.
+    """
 
     def __init__(self, rope: Rope, head_dim: int) -> None:
         self._rope, self._head_dim = rope, head_dim
@@ -24,7 +26,8 @@ class RotaryTable:
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """cos and sin for positions [T]; computed in float32, or in float64 if ``dtype`` is, and
-        returned as ``dtype``."""
+        returned as ``dtype``.
+        """
         if self._frequencies.dtype != wide(dtype):
             self._frequencies, _ = frequencies(self._rope, self._head_dim, wide(dtype))
         self._frequencies = self._frequencies.to(positions.device)  # copied once
@@ -50,7 +53,8 @@ def frequencies(
 
 def _llama3(freqs: Tensor, rope: Rope) -> Tensor:
     """Low frequencies are divided by the factor, high ones kept, those between interpolated (the
-    reference code of Llama 3.1)."""
+    reference code of Llama 3.1).
+    """
     low, high = float(rope.options["low_freq_factor"]), float(rope.options["high_freq_factor"])
     wavelengths = 2 * math.pi / freqs
     smooth = (rope.original_length / wavelengths - low) / (high - low)

@@ -1,5 +1,6 @@
 """Names and shapes of a model's parameters, and how the families store them in Hugging Face's
-files. Torch-free."""
+files. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def file_form(
     values: Mapping[str, Any], implementation: Literal["builtin", "hf"], head: Head
 ) -> tuple[dict[str, Any], Storage]:
     """The ``config.json`` to write for a model that was built from ``values``, and the mapping of
-    its parameters to tensors of the files."""
+    its parameters to tensors of the files.
+    """
     if implementation == "hf":
         return HFConfig.from_hf(values).to_hf(head=head), stored
     config = ModelConfig.from_hf(values)

@@ -91,7 +91,8 @@ class NameStore(ABC):
     @abstractmethod
     def _swap(self, key: str, old: NameEntry, new: NameEntry) -> bool:
         """Replace ``old``, the entry of a dead owner, by ``new``; False if another process has done
-        so. At most one of several succeeds, and the key never disappears meanwhile."""
+        so. At most one of several succeeds, and the key never disappears meanwhile.
+        """
 
     @abstractmethod
     def _delete(self, key: str) -> bool: ...
@@ -118,8 +119,9 @@ class NameStore(ABC):
         delete_on_exit: bool = True,
         durable: bool = True,
     ) -> None:
-        """Set the value of a key to ``str(value)``. Without ``durable``, a crash of the server that
-        holds the key may lose or damage the value.
+        """Set the value of a key to ``str(value)``.
+
+        Without ``durable``, a crash of the server that holds the key may lose or damage the value.
 
         Raises NameExistsError if the key exists and ``replace`` is false, InvalidNameError.
         """
@@ -176,8 +178,9 @@ class NameStore(ABC):
         poll_s: float = 15.0,
         wait_s: float = 300.0,
     ) -> threading.Thread:
-        """Call ``call_back`` once, when one of these keys no longer exists. Return the daemon
-        thread that looks every ``poll_s`` seconds and calls.
+        """Call ``call_back`` once, when one of these keys no longer exists.
+
+        Return the daemon thread that looks every ``poll_s`` seconds and calls.
 
         A key that does not exist yet may appear within ``wait_s``. While the store does not answer,
         nothing counts as gone.

@@ -24,7 +24,8 @@ HEIR_PREFIX = ".heir."
 
 class FileNameStore(NameStore):
     """``directory`` is created with the run directory; without it reads find nothing and adds raise
-    EnvironmentFailure."""
+    EnvironmentFailure.
+    """
 
     def __init__(
         self,
@@ -98,7 +99,8 @@ class FileNameStore(NameStore):
 
     def refresh(self) -> None:
         """List the directory: an NFS client may believe for a minute that a new file is missing
-        until it notices that the directory has changed."""
+        until it notices that the directory has changed.
+        """
         try:
             atomic.list_names(self._directory, calls=self._calls)
         except FileNotFoundError as error:

@@ -55,7 +55,8 @@ def uses_of(config: Config, algorithm: Algorithm) -> tuple[RoleUse, ...]:
 
 def all_calls(config: Config, algorithm: Algorithm) -> Iterator[Call]:
     """The calls of a step and of the evaluation of each suite by the trainers, some of them more
-    than once."""
+    than once.
+    """
     yield from algorithm.calls(config)
     for own in config.evaluations.values() if config.trainers_evaluate else ():
         yield from algorithm.evaluation_calls(own)
@@ -148,7 +149,8 @@ class Algorithm(Protocol):
 
     def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
         """Settings anywhere in the configuration that exclude each other with this algorithm: their
-        key and the message."""
+        key and the message.
+        """
         ...
 
     def notes(self, config: Config) -> Iterable[str]:

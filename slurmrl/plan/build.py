@@ -33,7 +33,8 @@ pipeline stages communicate least. The order is Megatron's (Narayanan et al. 202
 
 def make_plan(settings: Settings, *, scheduler: str, hosts: resources.Hosts | None = None) -> Plan:
     """The plan for ``scheduler``, ``"local"`` or ``"slurm"``, and for the cluster's ``hosts`` if
-    they are known."""
+    they are known.
+    """
     config, algorithm = settings.config, settings.algorithm
     uses = {use.role: use for use in uses_of(config, algorithm)}
     placed = placement.placements(config, uses)

@@ -1,6 +1,7 @@
 """The dataflow graph: the calls of an algorithm, their models, the keys of the dataset, and the
 results. Edges follow from the keys that calls produce and consume. A plan's graph is also shown as
-JSON values and as a document."""
+JSON values and as a document.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +43,11 @@ class Method(StrEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """One model function call. ``interface`` is the ``module:Class`` that implements ``method``. A
-    call without a role (a rule reward) needs no model."""
+    """One model function call.
+
+    ``interface`` is the ``module:Class`` that implements ``method``. A call without a role (a rule
+    reward) needs no model.
+    """
 
     name: str
     role: str | None
@@ -107,8 +111,10 @@ class Summary:
 
 @dataclass(frozen=True)
 class Refill:
-    """How a step fills its batch where a filter drops items. Rounds of candidates go through the
-    calls up to the filter until the batch is full."""
+    """How a step fills its batch where a filter drops items.
+
+    Rounds of candidates go through the calls up to the filter until the batch is full.
+    """
 
     rounds: int = 1
     """Maximum number of rounds in a step."""
@@ -120,8 +126,10 @@ class Refill:
 
 @dataclass(frozen=True)
 class RoleUse:
-    """How an algorithm uses a model role. ``head`` is the layer on top of the decoder: a language
-    model's or a scalar value's."""
+    """How an algorithm uses a model role.
+
+    ``head`` is the layer on top of the decoder: a language model's or a scalar value's.
+    """
 
     role: str
     trained: bool
@@ -145,8 +153,11 @@ class CallNode(Protocol):
 
 
 class Graph:
-    """A checked graph. Raises GraphError with all its errors: duplicate names and producers, inputs
-    without a producer, cycles."""
+    """A checked graph.
+
+    Raises GraphError with all its errors: duplicate names and producers, inputs without a producer,
+    cycles.
+    """
 
     def __init__(self, calls: Sequence[Call], dataset_keys: Sequence[str]) -> None:
         self.calls = tuple(calls)
@@ -224,7 +235,8 @@ class Graph:
 def unread(calls: Sequence[CallNode], dataset_type: str, *, evaluation: bool = False) -> list[str]:
     """Warnings about keys of the user's own calls that no call reads, and about built-in calls and
     a dataset of which none is read: what else these make depends on neither algorithm nor settings.
-    In an evaluation, the last calls' outputs are its results and give no warning."""
+    In an evaluation, the last calls' outputs are its results and give no warning.
+    """
     read = {key for call in calls for key in call.inputs}
     keys = DATASET_KEYS[dataset_type]
     unused = keys if read.isdisjoint(keys) else ()
@@ -274,8 +286,10 @@ def values(
     models: Mapping[str, str],
     warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the graph that ``slurmrl plan --graph --json`` prints. ``models`` maps the names of
-    the plan's models to their layouts."""
+    """Return the graph that ``slurmrl plan --graph --json`` prints.
+
+    ``models`` maps the names of the plan's models to their layouts.
+    """
     return {
         "models": dict(models),
         "dataset": list(dataset_keys),
@@ -317,8 +331,10 @@ def _makers(
 
 
 def document(title: str, graph: Mapping[str, Any]) -> Document:
-    """The document of a graph's values. Its legend has all models, so that each has the colour that
-    it has in the plan."""
+    """The document of a graph's values.
+
+    Its legend has all models, so that each has the colour that it has in the plan.
+    """
     calls = graph["calls"]
     makers = _makers(graph["dataset"], [(call["name"], call["outputs"]) for call in calls])
     levels = _levels(graph)

@@ -20,7 +20,8 @@ from slurmrl.errors import AllocationError
 @dataclass(frozen=True)
 class EngineRules:
     """What an engine supports: the dimensions of its layouts, and ``module:Class`` of the
-    torch-free class whose ``from_hf`` refuses architectures that it cannot run."""
+    torch-free class whose ``from_hf`` refuses architectures that it cannot run.
+    """
 
     dimensions: str
     architectures: str
@@ -125,7 +126,8 @@ ENGINES: Final = {
 
 def able(supports: Callable[[EngineRules], object], *, trains: bool | None = None) -> list[str]:
     """Return the names of the engines that support something: all, or only those that ``trains``
-    selects."""
+    selects.
+    """
     return [
         name
         for name, rules in ENGINES.items()
@@ -135,13 +137,16 @@ def able(supports: Callable[[EngineRules], object], *, trains: bool | None = Non
 
 def known_backends(*, trains: bool) -> list[str]:
     """Return the names of the backends that train, or that only generate, with and without an
-    engine."""
+    engine.
+    """
     return [name for name, backend in BACKENDS.items() if backend.trains == trains]
 
 
 def rules_of(allocation: Allocation) -> EngineRules:
-    """The rules of an allocation's engine. Raises AllocationError for a backend or a dimension
-    without an engine."""
+    """The rules of an allocation's engine.
+
+    Raises AllocationError for a backend or a dimension without an engine.
+    """
     rules = ENGINES.get(allocation.backend)
     if rules is None:
         trains = BACKENDS[allocation.backend].trains
@@ -172,7 +177,8 @@ LEAST: Final = len("--tp")
 
 def last_value(arguments: Sequence[str], flags: Collection[str]) -> str | None:
     """Return the value of the last argument that is one of the flags, as argparse reads it: behind
-    `=` or in the next word, with `_` for `-`, and by a beginning of the flag. None without one."""
+    `=` or in the next word, with `_` for `-`, and by a beginning of the flag. None without one.
+    """
     words = [part for argument in arguments for part in argument.split("=", 1)]
     found = [value for word, value in pairwise(words) if any(is_flag(word, flag) for flag in flags)]
     return found[-1] if found else None

@@ -25,8 +25,11 @@ class _PlanPart(BaseModel):
 
 
 class GroupPlan(_PlanPart):
-    """Workers of one kind and shape. The trainers' rank = host * workers_per_host + index on the
-    host. Every other group is elastic: each of its tasks is a world of its own on one host."""
+    """Workers of one kind and shape.
+
+    The trainers' rank = host * workers_per_host + index on the host. Every other group is elastic:
+    each of its tasks is a world of its own on one host.
+    """
 
     name: str = TRAINERS
     hosts: int = Field(ge=0, le=MOST_COUNT)
@@ -73,9 +76,12 @@ class GroupPlan(_PlanPart):
 
 
 class ModelPlan(_PlanPart):
-    """One role's placement. ``ranks[i]`` is the worker of its group that holds the model's i-th
-    rank, in row-major order of the axes in ``sizes``: tensor-parallel ranks are adjacent. Workers
-    are counted host by host; those of the trainers are their ranks."""
+    """One role's placement.
+
+    ``ranks[i]`` is the worker of its group that holds the model's i-th rank, in row-major order of
+    the axes in ``sizes``: tensor-parallel ranks are adjacent. Workers are counted host by host;
+    those of the trainers are their ranks.
+    """
 
     role: str
     backend: str
@@ -101,7 +107,8 @@ class ModelPlan(_PlanPart):
 
 class Reallocation(_PlanPart):
     """The weights of one model of the plan go into the layout of another one, if they have changed
-    since they did so last."""
+    since they did so last.
+    """
 
     source: str
     target: str
@@ -114,9 +121,11 @@ class Reallocation(_PlanPart):
 
 
 class Offloading(_PlanPart):
-    """The device memory of a model of the plan is free until its next use. A trained or frozen
-    model waits in host memory; generation's copy of another model's weights is discarded once
-    another model computes."""
+    """The device memory of a model of the plan is free until its next use.
+
+    A trained or frozen model waits in host memory; generation's copy of another model's weights is
+    discarded once another model computes.
+    """
 
     model: str
 
@@ -125,8 +134,11 @@ class Offloading(_PlanPart):
 
 
 class CallPlan(_PlanPart):
-    """One call of the graph and the ranks that execute it. Data-parallel ranks get balanced parts
-    of the batch; ranks that differ only along other axes work on the same part."""
+    """One call of the graph and the ranks that execute it.
+
+    Data-parallel ranks get balanced parts of the batch; ranks that differ only along other axes
+    work on the same part.
+    """
 
     name: str
     role: str | None
@@ -182,7 +194,8 @@ class Plan(_PlanPart):
     @property
     def filtered(self) -> int:
         """The number of a step's calls that candidates go through: those up to the filter; 0
-        without one."""
+        without one.
+        """
         numbers = (n for n, call in enumerate(self.calls, 1) if call.method is Method.FILTER)
         return max(numbers, default=0)
 

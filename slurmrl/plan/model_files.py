@@ -84,7 +84,8 @@ def vocabulary(values: Mapping[str, Any]) -> int | None:
 
 def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part in the ``config.json`` of a multimodal model; the whole object for
-    all others."""
+    all others.
+    """
     text = values.get("text_config")
     return text if isinstance(text, Mapping) else values
 

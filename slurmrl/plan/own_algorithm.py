@@ -76,8 +76,9 @@ def own_name(text: str, folder: Path) -> OwnName | None:
 
 
 def load_on_login_node(reference: str, folders: Sequence[Path]) -> Any:
-    """The class that a name refers to. The modules in ``folders`` come first, and torch cannot be
-    imported.
+    """The class that a name refers to.
+
+    The modules in ``folders`` come first, and torch cannot be imported.
 
     :raises UsageError: with the reason why it cannot be loaded.
     """
@@ -194,8 +195,10 @@ SECTIONS: Final = {"name": {"reward", "episode"}, "type": {"dataset"}}
 
 
 def name_modules(source: Source) -> tuple[list[Path], list[Problem]]:
-    """Replace the names of files in the values by those of their modules. Return the folders of the
-    files, and what is wrong with the names."""
+    """Replace the names of files in the values by those of their modules.
+
+    Return the folders of the files, and what is wrong with the names.
+    """
     folders: dict[str, Path] = {}
     problems = []
     for section, key, where in list(_names(source.values, ())):

@@ -34,7 +34,8 @@ LARGEST_HOST: Final = 8
 @dataclass(frozen=True)
 class Placement:
     """``ranks[i]`` is the worker of its group that holds the layout's i-th rank: all ranks of a
-    server in a rollout task are of one worker."""
+    server in a rollout task are of one worker.
+    """
 
     allocation: Allocation
     ranks: tuple[int, ...]
@@ -42,8 +43,10 @@ class Placement:
 
 
 def place(backend: str, gpus: str, *, group: str = TRAINERS) -> Placement:
-    """Place a layout on the listed GPUs of a group, or on its first ones. Raises
-    AllocationError."""
+    """Place a layout on the listed GPUs of a group, or on its first ones.
+
+    Raises AllocationError.
+    """
     allocation = parse(backend)
     size, serves = allocation.world_size, BACKENDS[allocation.backend].serves
     order = _by_copies(allocation) if serves else tuple(range(size))
@@ -61,7 +64,8 @@ def place(backend: str, gpus: str, *, group: str = TRAINERS) -> Placement:
 
 def _by_copies(allocation: Allocation) -> tuple[int, ...]:
     """The ranks (stages outermost, then copies, then tensor ranks) that put each copy of a served
-    model on adjacent GPUs."""
+    model on adjacent GPUs.
+    """
     copies, stages, tp = (allocation.sizes[axis] for axis in ("dp", "pp", "tp"))
     return tuple(
         copy * stages * tp + stage * tp + rank
@@ -78,7 +82,9 @@ def _by_servers(allocation: Allocation) -> tuple[int, ...]:
 
 def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
     """The placements of the roles' models and, under ``rollout``, of a separate generation engine.
-    Invalid ones are left out, and so is a role that has no model of its own (`uses_base`)."""
+
+    Invalid ones are left out, and so is a role that has no model of its own (`uses_base`).
+    """
     placed = {}
     sections: dict[str, Model | Rollout] = {
         role: config.model(role) for role in roles if not uses_base(config, role)
@@ -97,8 +103,10 @@ def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
 
 
 def in_tasks(rollout: Rollout) -> bool:
-    """Whether completions are made in tasks of their own; servers without GPUs have no other
-    place. Raises AllocationError."""
+    """Whether completions are made in tasks of their own; servers without GPUs have no other place.
+
+    Raises AllocationError.
+    """
     if rollout.tasks is not None:
         return True
     apart = not rollout.gpus.strip() and not rollout.servers
@@ -107,7 +115,8 @@ def in_tasks(rollout: Rollout) -> bool:
 
 def uses_base(config: Config, role: str) -> bool:
     """Whether a role is the actor without its adapters: a reference with the same weights, layout
-    and precision."""
+    and precision.
+    """
     model = config.find_model(role)
     if role != REFERENCE or model is None or config.actor.lora is None or model.ema is not None:
         return False
@@ -126,8 +135,10 @@ def slurm_of(config: Config, group: str) -> Slurm:
 
 
 def layout_of(call: Call, names: Sequence[str]) -> str | None:
-    """The model in the plan that a call runs on; None for a call without a model. ``names`` are the
-    plan's models."""
+    """The model in the plan that a call runs on; None for a call without a model.
+
+    ``names`` are the plan's models.
+    """
     if call.method is Method.GENERATE and ROLLOUTS in names:
         return ROLLOUTS
     return "actor" if call.role == REFERENCE and REFERENCE not in names else call.role
@@ -161,7 +172,9 @@ def tasks_inside(config: Config, placed: Mapping[str, Placement]) -> tuple[int, 
 
 def hosts_of_trainers(config: Config, placed: Mapping[str, Placement]) -> tuple[int, int, int]:
     """Hosts of the trainers' job, and how many of their workers and of rollout tasks each has.
-    Raises AllocationError if not all can have equally many."""
+
+    Raises AllocationError if not all can have equally many.
+    """
     workers, (tasks, size) = trainers(placed.values()), tasks_inside(config, placed)
     given, total = config.cluster.workers_per_host, workers + tasks * size
     if given is None:
@@ -186,7 +199,8 @@ def workers_per_host(
 ) -> int:
     """Workers on each of equally filled hosts with at most `LARGEST_HOST` GPUs: as many as keep
     each tensor-parallel group within a host, otherwise the most that divide the groups. Each host
-    also has its share of ``tasks``. 1 if nothing fits."""
+    also has its share of ``tasks``. 1 if nothing fits.
+    """
 
     def fits(size: int) -> bool:
         beside, rest = divmod(tasks, workers // size)

@@ -99,8 +99,11 @@ def figures(settings: Settings, plan: Plan) -> dict[str, Any]:
 
 
 def _sized(settings: Settings, plan: Plan) -> Settings:
-    """The same with sequences no longer than the rows of the data make them. A plan with GPUs
-    counts what the configuration allows, as the check that refuses what does not fit."""
+    """The same with sequences no longer than the rows of the data make them.
+
+    A plan with GPUs counts what the configuration allows, as the check that refuses what does not
+    fit.
+    """
     if _uses_gpus(plan):
         return settings
     return replace(settings, config=as_long_as_rows(settings.config, settings.algorithm))
@@ -113,9 +116,11 @@ def _longest(settings: Settings) -> int | None:
 
 
 def _group(plan: Plan, group: GroupPlan) -> dict[str, Any]:
-    """A fixed group is one job on all its hosts; its array's elements are successive links. In an
-    elastic group they are tasks of one host each, of which ``hosts`` run at a time; tasks in the
-    trainers' job have no array, and the job requests what they need."""
+    """A fixed group is one job on all its hosts; its array's elements are successive links.
+
+    In an elastic group they are tasks of one host each, of which ``hosts`` run at a time; tasks in
+    the trainers' job have no array, and the job requests what they need.
+    """
     memory, slots = group.memory_bytes, group.slots_per_host
     array = f"0-{group.links - 1}%{group.hosts if group.elastic else 1}"
     return {
@@ -299,7 +304,8 @@ class Row:
 @dataclass(frozen=True)
 class ProcessGroup:
     """``uses`` are ``global``, ``model NAME``, and ``NAME AXIS`` (``NAME expert AXIS`` of the
-    experts' own grid). Uses of the same ranks share one group."""
+    experts' own grid). Uses of the same ranks share one group.
+    """
 
     uses: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -332,7 +338,8 @@ def rows(plan: Plan, model: ModelPlan) -> list[Row]:
 
 def process_groups(plan: Plan) -> list[ProcessGroup]:
     """The groups of torch.distributed, without those of one rank, in the order in which every rank
-    of the fixed job creates them."""
+    of the fixed job creates them.
+    """
     uses: dict[tuple[int, ...], list[str]] = {}
     for use, ranks in _wanted(plan):
         if len(ranks) > 1:
@@ -380,7 +387,8 @@ MOST_DEFAULTS: Final = 6
 def in_force(settings: Settings) -> dict[str, Any]:
     """``name``, and for each source the settings that come from it, by dotted key: those that the
     configuration sets, those of the algorithm's preset, and other defaults. ``rollout.n`` is among
-    them where the algorithm chooses it."""
+    them where the algorithm chooses it.
+    """
     algorithm, values = settings.algorithm, settings.source.values
     written = set(_flat(values.get("algorithm") or {}))
     preset = set(_flat(algorithm.preset))

@@ -1,5 +1,6 @@
 """The precision in which completions are generated, whether it is that of training, and whether
-processors have instructions for it."""
+processors have instructions for it.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def generating(config: Config) -> GeneratingPrecision:
 
 def unlike_training(config: Config) -> str:
     """Return how the precision of generation differs from that of training; empty if it does
-    not."""
+    not.
+    """
     found, own = generating(config), config.actor.dtype
     if found.dtype is None:
         return f"the precision of {found.source} may differ from actor.dtype"
@@ -94,7 +96,8 @@ def unlike_training(config: Config) -> str:
 
 def rounds_to(config: Config) -> str | None:
     """Return the narrower type to which generation rounds the actor's float32 weights, or their sum
-    with adapters; None if it rounds none, and if only the server knows."""
+    with adapters; None if it rounds none, and if only the server knows.
+    """
     dtype = generating(config).dtype
     return dtype if dtype in NARROW else None
 
@@ -110,7 +113,8 @@ ELSEWHERE: Final = "compute nodes may have another processor (slurmrl doctor CON
 
 def computes_bfloat16(cpuinfo: Path = CPUINFO) -> bool | None:
     """Return whether this host's processor has instructions for bfloat16; None if the system does
-    not list its instructions."""
+    not list its instructions.
+    """
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -133,8 +137,10 @@ def _dtype(config: Config, name: str) -> str | None:
 
 
 def slow_bfloat16(models: Iterable[str], cpuinfo: Path = CPUINFO) -> str | None:
-    """Return why models that compute in bfloat16 would be slow on this host. Return None if they
-    would not, or if the system does not tell."""
+    """Return why models that compute in bfloat16 would be slow on this host.
+
+    Return None if they would not, or if the system does not tell.
+    """
     named = ", ".join(models)
     if not named or computes_bfloat16(cpuinfo) is not False:
         return None

@@ -44,9 +44,11 @@ def memory(
     needed_hosts: int,
     hosts: Sequence[HostRow],
 ) -> str | None:
-    """Memory of a worker in Slurm's notation: the estimate, or what the hosts have if that is
-    less. None: nothing is requested, because the estimate is unknown, the cluster does not know
-    its hosts' memory, or ``extra_lines`` request memory."""
+    """Memory of a worker in Slurm's notation: the estimate, or what the hosts have if that is less.
+
+    None: nothing is requested, because the estimate is unknown, the cluster does not know its
+    hosts' memory, or ``extra_lines`` request memory.
+    """
     if cluster.mem_per_worker is not None:
         return cluster.mem_per_worker
     chosen = _best(hosts, needed_hosts)
@@ -62,7 +64,8 @@ def memory(
 
 def _best(hosts: Sequence[HostRow], needed: int) -> list[HostRow]:
     """The hosts with the most cores and memory, as many as are needed; of ``hosts`` that have
-    enough GPUs."""
+    enough GPUs.
+    """
     return sorted(hosts, key=lambda host: (host.cpus, host.memory_mib), reverse=True)[:needed]
 
 

@@ -57,7 +57,8 @@ class ProfileUse:
 @dataclass(frozen=True)
 class Settings:
     """``config`` is resolved: absolute paths, every section that the algorithm uses, and the
-    algorithm's settings with their defaults."""
+    algorithm's settings with their defaults.
+    """
 
     config: Config
     algorithm: Algorithm
@@ -83,13 +84,14 @@ def load_settings(
     data: bool = False,
     derive: Derive | None = None,
 ) -> Settings:
-    """Read, resolve and check a configuration. ``root`` and ``scheduler`` override the
-    configuration's own. When ``planning``, absent files and engines are listed in ``missing``
-    instead of refused. ``folders`` are searched for the user's own code; by default, that of the
-    file and the current directory. ``resumed``: the file is that of a trial, whose unused sections
-    are left alone. ``data``: fetch datasets of the hub also when ``planning``. ``derive`` makes
-    another configuration of the file's values, before the overrides. The site profile in force is
-    merged under the file, unless it is ``resumed``.
+    """Read, resolve and check a configuration.
+
+    ``root`` and ``scheduler`` override the configuration's own. When ``planning``, absent files and
+    engines are listed in ``missing`` instead of refused. ``folders`` are searched for the user's
+    own code; by default, that of the file and the current directory. ``resumed``: the file is that
+    of a trial, whose unused sections are left alone. ``data``: fetch datasets of the hub also when
+    ``planning``. ``derive`` makes another configuration of the file's values, before the overrides.
+    The site profile in force is merged under the file, unless it is ``resumed``.
 
     Raises ConfigError with every problem: in the text, in the values, in the algorithm's settings,
     and between them and the files that they name.
@@ -200,8 +202,10 @@ def load_resolved_settings(path: Path) -> Settings:
 def _schema(
     source: Source, folders: list[Path]
 ) -> tuple[type[BaseModel] | None, list[Path], list[Problem]]:
-    """The schema that ``algorithm.name`` names, and the folders with that of a user's own file. In
-    the values, the name of a file becomes that of its module."""
+    """The schema that ``algorithm.name`` names, and the folders with that of a user's own file.
+
+    In the values, the name of a file becomes that of its module.
+    """
     values = source.values.get("algorithm")
     if not isinstance(values, dict):
         return None, folders, []  # the schema of the whole file reports that it is required
@@ -256,7 +260,8 @@ def _with_root(config: Config, root: Path | None) -> Config:
 
 def with_present_defaults(config: Config, algorithm: Algorithm) -> Config:
     """A trial's resolved configuration with defaults for settings that its algorithm did not have
-    when the trial was submitted, by the class of ``algorithm``."""
+    when the trial was submitted, by the class of ``algorithm``.
+    """
     if config.algorithm.get("name") != algorithm.name:
         return config
     try:
@@ -279,7 +284,8 @@ def _frozen(config: Config, algorithm: Algorithm | None) -> set[str]:
 
 def _new(reported: Sequence[Problem], found: Sequence[Problem]) -> list[Problem]:
     """The found problems, except those at or below a key that was already reported: its value is
-    only a default that replaced the invalid one."""
+    only a default that replaced the invalid one.
+    """
     keys = {problem.key for problem in reported if problem.key}
     return [
         problem

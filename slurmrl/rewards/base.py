@@ -22,12 +22,16 @@ class RewardFunction(ABC):
         completions: Sequence[str],
         rows: Sequence[Mapping[str, Any]],
     ) -> list[float]:
-        """Return one score per completion. A row is a line of the dataset, with the text of its
-        answer under ``answer``."""
+        """Return one score per completion.
+
+        A row is a line of the dataset, with the text of its answer under ``answer``.
+        """
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return the reason why each row cannot be judged, "" if it can. Called at submission, so
-        torch must not be imported."""
+        """Return the reason why each row cannot be judged, "" if it can.
+
+        Called at submission, so torch must not be imported.
+        """
         return [""] * len(rows)
 
     def stats(self) -> dict[str, tuple[float, float]]:

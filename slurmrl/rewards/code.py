@@ -116,9 +116,7 @@ class CodeReward(RewardFunction):
         completions: Sequence[str],
         rows: Sequence[Mapping[str, Any]],
     ) -> list[float]:
-        """
-        :raises UnusableRowError: the tests of a row cannot be used.
-        """
+        """:raises UnusableRowError: the tests of a row cannot be used."""
         self._check_protections()
         usable: dict[int, list[Case]] = {}  # the completions of a prompt have one row object
         for index, row in enumerate(rows):
@@ -231,7 +229,8 @@ class _Run:
 
     def next_cases(self, most: int, *, share: bool) -> list[list[Case]]:
         """The next tests, in groups whose results fit into one reply; none for a program that
-        cannot pass any more."""
+        cannot pass any more.
+        """
         if self.unjudged or (self._failed and not share):
             return []
         cases = self._cases[self._begun : self._begun + most]
@@ -307,9 +306,7 @@ def check_limits(**limits: Any) -> None:
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    """
-    :raises UsageError: the value of an option is not among those allowed.
-    """
+    """:raises UsageError: the value of an option is not among those allowed."""
     if value not in allowed:
         raise UsageError(f"{name} {value!r} is not allowed; allowed: {', '.join(allowed)}")
 

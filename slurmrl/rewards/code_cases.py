@@ -1,5 +1,6 @@
 """Test cases of programs: how rows of data hold them, which fenced block of a completion they are
-about, and what passes them."""
+about, and what passes them.
+"""
 
 from __future__ import annotations
 
@@ -180,7 +181,8 @@ def _kind(value: Any) -> str:
 
 def same_output(output: str, expected: str) -> bool:
     """Whether two texts have the same lines, apart from white space at the ends of lines and of
-    the text. Numbers with a fraction or an exponent may differ by `TOLERANCE`."""
+    the text. Numbers with a fraction or an exponent may differ by `TOLERANCE`.
+    """
     ours, theirs = _stripped(output), _stripped(expected)
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
@@ -207,8 +209,11 @@ def _same_word(word: str, wanted: str) -> bool:
 
 
 def _close(ours: float, theirs: float) -> bool:
-    """Whether two numbers differ by no more than `TOLERANCE`. Integers may have any size; numbers
-    with a fraction that are too large for one are equal to none."""
+    """Whether two numbers differ by no more than `TOLERANCE`.
+
+    Integers may have any size; numbers with a fraction that are too large for one are equal to
+    none.
+    """
     try:
         return not isinf(theirs) and isclose(ours, theirs, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     except OverflowError:
@@ -216,8 +221,10 @@ def _close(ours: float, theirs: float) -> bool:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Whether a function's result is as expected. Some data sets put each expected result in a list
-    of its own."""
+    """Whether a function's result is as expected.
+
+    Some data sets put each expected result in a list of its own.
+    """
     if _equal(value, expected):
         return True
     return isinstance(expected, list) and len(expected) == 1 and _equal(value, expected[0])
@@ -237,10 +244,12 @@ def _equal(ours: Any, theirs: Any) -> bool:
 
 
 def program_of(completion: str, cases: Sequence[Case] = ()) -> str:
-    """The fenced block of Python that the tests are about; the whole text if there is none. Blocks
-    without a language count only if none is said to be Python. Of several, it is the last of those
-    that define most of the names that the tests use; for tests of what a program prints, the last
-    of those that look most like a whole program."""
+    """The fenced block of Python that the tests are about; the whole text if there is none.
+
+    Blocks without a language count only if none is said to be Python. Of several, it is the last of
+    those that define most of the names that the tests use; for tests of what a program prints, the
+    last of those that look most like a whole program.
+    """
     tagged: list[str] = []
     bare: list[str] = []
     for block in FENCE.finditer(completion):
@@ -281,7 +290,8 @@ def _defined(code: str) -> set[str]:
 
 def _completeness(code: str, *, reads: bool) -> tuple[bool, bool, bool, bool]:
     """How much code looks like a whole program, rather than an output or an example of use: whether
-    it is Python, reads its input if it must, has all the names that it uses, and prints."""
+    it is Python, reads its input if it must, has all the names that it uses, and prints.
+    """
     tree = _tree(code)
     if tree is None:
         return False, False, False, False
@@ -291,7 +301,8 @@ def _completeness(code: str, *, reads: bool) -> tuple[bool, bool, bool, bool]:
 
 def _free(tree: ast.AST | None) -> set[str]:
     """The names that code uses and does not define, with those of Python; none if it imports names
-    that it does not name."""
+    that it does not name.
+    """
     used, bound, tested = set[str](), {"__file__"}, set[str]()
     for node in ast.walk(tree) if tree is not None else ():
         match node:

@@ -173,7 +173,8 @@ def _reached(
     nodes: Iterable[ast.stmt], defined: Definitions, before: Sequence[ast.stmt] = ()
 ) -> list[ast.stmt]:
     """Statements that run, after those ``before``, and the definitions of all names that they
-    use."""
+    use.
+    """
     reached = [*before, *(node for node in nodes if node not in before)]
     for node in itertools.islice(reached, len(before), None):  # which grows
         names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
@@ -224,9 +225,7 @@ def _runs_unittest(node: ast.AST, defined: Definitions) -> bool:
 
 
 def _check_callable(defined: Definitions, tests: Sequence[Definition]) -> None:
-    """
-    :raises UsageError: a test needs something that pytest would give.
-    """
+    """:raises UsageError: a test needs something that pytest would give."""
     for name in PYTEST_SETUP:
         if name in defined:
             raise UsageError(f"they need pytest for {name}(); move its statements into the tests")
@@ -268,9 +267,7 @@ def _check_parameters(node: Function, name: str, own: int) -> None:
 
 
 def _check_comparisons(run: Sequence[ast.stmt]) -> None:
-    """
-    :raises UsageError: a statement only compares.
-    """
+    """:raises UsageError: a statement only compares."""
     classes = [node for node in run if isinstance(node, ast.ClassDef)]
     functions = [*run, *(each for node in classes for each in node.body)]
     bodies = [node.body for node in functions if isinstance(node, Function)]
@@ -282,8 +279,10 @@ def _check_comparisons(run: Sequence[ast.stmt]) -> None:
 
 
 def _check_of_names(code: str, run: Sequence[ast.stmt], defined: Definitions) -> str:
-    """Return "" if the statements of code that run use names that only a program can define. If
-    they test names of Python itself, return code that fails unless the program defines one of them.
+    """Return "" if the statements of code that run use names that only a program can define.
+
+    If they test names of Python itself, return code that fails unless the program defines one of
+    them.
 
     :raises UsageError: the code tests no program.
     """
@@ -308,7 +307,8 @@ def _may_import_program(node: ast.AST) -> bool:
 
 def _names(code: str, unused: set[str]) -> tuple[set[str], set[str]]:
     """The global names that code uses outside its ``unused`` definitions, and those of them that it
-    does not define."""
+    does not define.
+    """
     module = symtable.symtable(code, "tests", "exec")
     used = {each.get_name() for each in module.get_symbols() if each.is_referenced()}
     tables = [each for each in module.get_children() if each.get_name() not in unused]

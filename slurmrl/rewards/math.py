@@ -151,8 +151,10 @@ class MathReward(RewardFunction):
 
 
 def tail(text: str, characters: int) -> str:
-    """The end of a long text. It begins with a line if one begins in its first half, so that no
-    formula is cut."""
+    """The end of a long text.
+
+    It begins with a line if one begins in its first half, so that no formula is cut.
+    """
     end = text[-characters:]
     return end if end == text else end[end.find("\n", 0, characters // 2) + 1 :]
 

@@ -1,5 +1,6 @@
 """The part of a text that is its answer, as a formula that math-verify reads, with numbers, units
-and symbols in notation that it knows."""
+and symbols in notation that it knows.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +132,8 @@ LITERAL = re.compile(
 
 def rewritten(text: str) -> str:
     """An answer with its symbols, thousands, bases, residues and the like in notation that
-    math-verify reads."""
+    math-verify reads.
+    """
     text = COMPOSED.sub(decomposed, LOOKS.sub(" ", text).strip()).translate(SYMBOLS)
     text = UPRIGHT.sub(r"\\\1 ", text)
     text = ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
@@ -155,7 +157,8 @@ def decomposed(match: re.Match[str]) -> str:
 def number(text: str, *, plain: bool) -> str:
     """The decimal number or fraction in lowest terms that an answer consists of, perhaps with a
     currency or units; "" if it is anything else. ``plain``: as in `without_units`; then a comma
-    may also separate decimals."""
+    may also separate decimals.
+    """
     text = AROUND.sub("", text.replace("{,}", ","))
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])|(?<!\*)(?!(?<=10)\*\*[-+]?\d)\*\*(?!\*)", "", text)
     text = LEADING_TEXT.sub("", text.strip().rstrip(".,;:"))
@@ -185,9 +188,12 @@ def _value(literal: re.Match[str]) -> str:
 
 
 def without_units(text: str, *, plain: bool) -> str:
-    """An answer without the units at its end. ``plain``: it is compared with a plain number, so
-    that no letter is a variable. Elsewhere a letter may be one if there are others, or if no space
-    separates it from its number and it is a capital or follows a brace."""
+    """An answer without the units at its end.
+
+    ``plain``: it is compared with a plain number, so that no letter is a variable. Elsewhere a
+    letter may be one if there are others, or if no space separates it from its number and it is a
+    capital or follows a brace.
+    """
     match = UNITS.search(text)
     if match is None:
         return text
@@ -219,7 +225,8 @@ def residue_symbol(residue: re.Match[str]) -> str:
 
 def based_symbol(number: re.Match[str]) -> str:
     """A symbol that only the same digits in the same base share; digits alone in base ten.
-    math-verify itself drops the base."""
+    math-verify itself drops the base.
+    """
     digits = number[1] or number[2]
     base = re.sub(r"\\text|base|[^0-9a-z]", "", number[3].lower())
     base = str(NUMERALS.index(base)) if base in NUMERALS else base
@@ -309,8 +316,10 @@ OPENING = re.compile(r"(?:(?<!\w)[\[(\"'`*“_>~+]+|(?<!\d):)(?=[-$\d.])|\b(?:US
 
 
 def marked_answer(text: str, marker: str) -> str | None:
-    """The rest of the line after the last marker that is no Markdown heading. None if there is no
-    marker, or if the answer is in a box: after the marker, or before a heading."""
+    """The rest of the line after the last marker that is no Markdown heading.
+
+    None if there is no marker, or if the answer is in a box: after the marker, or before a heading.
+    """
     before, separator, after = text.rpartition(marker)
     if not separator or BOX.search(after.partition("\n")[2]):
         return None
@@ -332,7 +341,8 @@ def is_heading(line: str) -> bool:
 
 def boxed(text: str) -> str:
     """The content of the last box, with the boxes that belong to the same answer: ``1, 2`` for
-    ``\\boxed{1} and \\boxed{2}``. "" if there is no box."""
+    ``\\boxed{1} and \\boxed{2}``. "" if there is no box.
+    """
     contents: list[str] = []
     at = 0
     while (box := BOX.search(text, at)) is not None:
@@ -361,7 +371,8 @@ def _braced(text: str, begin: int) -> tuple[str, int]:
 
 def stated(text: str) -> str:
     """A text with its calculations removed: of a formula only the number after the last ``=`` is
-    left, and numbers with operators between them are dropped."""
+    left, and numbers with operators between them are dropped.
+    """
     text = FORMULA.sub(lambda match: _last_number(formula_of(match)), text)
     text = FORMULA.sub(lambda match: _last_number(match[0].strip("$")), mark_formulas(text))
     text = APPROXIMATELY.sub(" = ", text.replace(r"\$", "$").replace("-$", "$-"))
@@ -395,7 +406,8 @@ def _last_number(formula: str) -> str:
 
 def only_formula(text: str, *, plain: bool = False) -> str | None:
     """The only formula, number or word of an answer, perhaps with prose around it; "" for nothing,
-    None if there are several. ``plain``: it is compared with a plain number."""
+    None if there are several. ``plain``: it is compared with a plain number.
+    """
     text = text.strip().removeprefix("=")
     if FORMULA.search(text):
         return the_only([formula_of(match) for match in FORMULA.finditer(text)])
@@ -435,8 +447,10 @@ def bare(text: str) -> str:
 
 
 def mark_formulas(text: str) -> str:
-    """Prose with dollars around each run of tokens that has a LaTeX command. Runs that are too long
-    are left out."""
+    """Prose with dollars around each run of tokens that has a LaTeX command.
+
+    Runs that are too long are left out.
+    """
     result: list[str] = []
     run: list[re.Match[str]] = []
     end = 0

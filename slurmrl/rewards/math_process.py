@@ -64,7 +64,8 @@ def main() -> None:
 
 def compare_relatively() -> None:
     """Make math-verify round numbers below 1 to six significant digits, not decimals: 1e-7 is not
-    2e-7, and only zero equals zero."""
+    2e-7, and only zero equals zero.
+    """
     from math_verify import grader
 
     rounded = grader.sympy_numeric_eq
@@ -88,8 +89,10 @@ def leading_zeros(*numbers: Any) -> int:
 
 
 def correct(request: dict[str, Any], reference: Reading) -> bool:
-    """Whether the completion equals the reference. A residue also equals the same number without
-    the modulus."""
+    """Whether the completion equals the reference.
+
+    A residue also equals the same number without the modulus.
+    """
     from math_verify import verify
 
     text, completion = request["reference"], request["completion"]
@@ -139,8 +142,10 @@ def read(text: str, *, plain: bool = False) -> Reading:
 
 @cache
 def targets() -> list[Any]:
-    """What math-verify reads: formulas and numbers. It does not remove units, among which it counts
-    most letters and pairs such as ``bc``."""
+    """What math-verify reads: formulas and numbers.
+
+    It does not remove units, among which it counts most letters and pairs such as ``bc``.
+    """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
     formulas = LatexExtractionConfig()
@@ -159,7 +164,8 @@ def read_stated(text: str) -> Reading:
 
 def prepare(text: str, *, plain: bool = False) -> str:
     """An answer in notation that math-verify reads correctly: a number, or a text with its
-    mathematics in LaTeX environments."""
+    mathematics in LaTeX environments.
+    """
     text = rewritten(text)
     content = boxed(text)
     formula = only_formula(content or text, plain=plain) or content
@@ -175,8 +181,10 @@ def prepare(text: str, *, plain: bool = False) -> str:
 
 
 def refusal(text: str, reference: Reading) -> str:
-    """Why no completion can be compared with a reference; "" if one can. What math-verify cannot
-    calculate with is compared as text."""
+    """Why no completion can be compared with a reference; "" if one can.
+
+    What math-verify cannot calculate with is compared as text.
+    """
     if not FORMULA.search(text) and not BOX.search(text) and too_long(text):
         return f"its formula has more than {LONGEST_FORMULA} characters; put it in \\boxed{{}}"
     if not reference:

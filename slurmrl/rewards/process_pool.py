@@ -122,8 +122,11 @@ class PoolProcess:
         return self.ready and self.request is None
 
     def ask(self, index: int, request: Mapping[str, Any], timeout_s: float) -> None:
-        """Begin to send a request. The pipe takes the rest of a long one in `work`, so that a
-        process that does not read cannot block the caller."""
+        """Begin to send a request.
+
+        The pipe takes the rest of a long one in `work`, so that a process that does not read cannot
+        block the caller.
+        """
         self.request = index
         self.deadline = time.monotonic() + timeout_s
         self._unsent = _line(request)
@@ -159,7 +162,8 @@ class PoolProcess:
 
     def close(self, deadline: float = 0.0) -> None:
         """Kill the process with its session once it has ended or the deadline has passed, and reap
-        it."""
+        it.
+        """
         self._ended(max(deadline - time.monotonic(), 0.0))
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -282,7 +286,8 @@ class ProcessPool:
 
     def _turn(self, batch: _Requests, size: int, most_s: float = inf) -> None:
         """Hand out requests to ``size`` processes and wait until something happens, at most for
-        ``most_s``."""
+        ``most_s``.
+        """
         while len(self._processes) < size:
             self._processes.append(PoolProcess(self._program))
         self._hand_out(batch)
@@ -382,7 +387,8 @@ class _Requests:
 
     def retry(self, index: int | None, why: str) -> None:
         """The process of a request is lost; the request waits for another one, unless that was its
-        last attempt."""
+        last attempt.
+        """
         if index is None:
             return
         self._attempts[index] += 1
@@ -406,9 +412,11 @@ def end_with_parent() -> None:
 
 
 def take_pipes() -> tuple[IO[bytes], IO[bytes]]:
-    """Return the pipes of requests and of replies. Standard input becomes empty and standard
-    output becomes standard error, for code that reads or prints. A forked copy of the process has
-    neither pipe, so it cannot answer requests too."""
+    """Return the pipes of requests and of replies.
+
+    Standard input becomes empty and standard output becomes standard error, for code that reads or
+    prints. A forked copy of the process has neither pipe, so it cannot answer requests too.
+    """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)

@@ -34,8 +34,9 @@ NO_EXTRAS: Final[Extras] = {}
 
 
 class CheckedReward:
-    """A function, or an instance of a class with the methods of `RewardFunction`. Functions and
-    methods may be ``async``; all run in one event loop.
+    """A function, or an instance of a class with the methods of `RewardFunction`.
+
+    Functions and methods may be ``async``; all run in one event loop.
 
     :param name: its name in the configuration, for messages.
     """
@@ -168,8 +169,10 @@ def _check_call(
 
 
 def _asked_for(signature: inspect.Signature, keywords: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parameters after the first three that have the name of an additional argument. A value in
-    the options takes precedence."""
+    """The parameters after the first three that have the name of an additional argument.
+
+    A value in the options takes precedence.
+    """
     named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     rest = list(signature.parameters.values())[len(ARGUMENTS) :]
     names = [each.name for each in rest if each.kind in named and each.name not in keywords]

@@ -140,7 +140,8 @@ class JudgedCompletions:
         self, groups: Sequence[JudgedCompletions | None], counts: Sequence[int]
     ) -> JudgedCompletions:
         """The groups in order, with these completions in the places of those that are None, which
-        have so many (``counts``)."""
+        have so many (``counts``).
+        """
         found, start = [], 0
         for group, count in zip(groups, counts, strict=True):
             stop = start + (count if group is None else 0)

@@ -68,7 +68,8 @@ class WeightedPart(NamedTuple):
 
 class WeightedReward:
     """:param parts: by name; `ALONE` for a reward that is not a sum, which has no metric of its
-    own."""
+    own.
+    """
 
     def __init__(self, parts: Mapping[str, WeightedPart]) -> None:
         self._parts = dict(parts)
@@ -97,8 +98,9 @@ class WeightedReward:
         places: Sequence[str],
         extras: Extras = NO_EXTRAS,
     ) -> list[float | None]:
-        """One finite score per completion; see `CheckedReward.score`. None where a part with a
-        weight could not judge the completion.
+        """One finite score per completion; see `CheckedReward.score`.
+
+        None where a part with a weight could not judge the completion.
 
         :raises RewardError: besides, the sum for a completion is too large.
         """
@@ -161,7 +163,8 @@ class WeightedReward:
 
     def parts(self) -> list[dict[str, float]]:
         """What each part gave each completion of the latest call, before its weight; nothing for a
-        reward that is not a sum."""
+        reward that is not a sum.
+        """
         return self._scores
 
     def close(self) -> None:
@@ -181,8 +184,9 @@ class WeightedReward:
 def make_reward(
     reward: Reward, *, cores: int | None = None, of_one_prompt: bool = False
 ) -> WeightedReward:
-    """Make the configured reward. Raises as `make` does, or in its first call for functions in a
-    pool.
+    """Make the configured reward.
+
+    Raises as `make` does, or in its first call for functions in a pool.
 
     :param of_one_prompt: each call has the completions of one prompt alone.
     """
@@ -203,8 +207,9 @@ def reward_program(
     memory_bytes: int | None = None,
     closing_s: float = CLOSING_S,
 ) -> PoolProgram:
-    """Return the program of a process that has the whole reward (`reward_process`). It reports
-    ``wanted``, what the functions ask for, and ``checks_rows``.
+    """Return the program of a process that has the whole reward (`reward_process`).
+
+    It reports ``wanted``, what the functions ask for, and ``checks_rows``.
 
     :param cores: CPU cores that it may use.
     :param of_groups: each request has the completions of one prompt.
@@ -279,7 +284,8 @@ class PooledReward:
         of_one_prompt: bool = False,
     ) -> None:
         """``of_one_prompt``: each call has the completions of one prompt alone, none of which may
-        be judged now and then."""
+        be judged now and then.
+        """
         self.name = name
         self._of_one_prompt = of_one_prompt
         self._settings = pool
@@ -344,8 +350,9 @@ class PooledReward:
         return [self._score(reply) for reply in replies]
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The reason why each row cannot be judged, "" if it can (see `RewardFunction`). Without
-        rows it checks that the reward can be made.
+        """The reason why each row cannot be judged, "" if it can (see `RewardFunction`).
+
+        Without rows it checks that the reward can be made.
 
         :raises UsageError: see `slurmrl.rewards.make`.
         """

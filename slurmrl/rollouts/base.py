@@ -53,7 +53,8 @@ class PolicyTurn:
 class Episode(Protocol):
     """A class is constructed with the configuration's options, once per rank; a function gets them
     with each call. Episodes of a rank run side by side in one event loop, so they must await
-    whatever takes long. One that raises costs itself alone."""
+    whatever takes long. One that raises costs itself alone.
+    """
 
     async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
         """Have ``policy`` write the turns of one completion."""
@@ -75,8 +76,10 @@ class Reply:
 
 
 class Environment(ABC):
-    """The other side of one `multi_turn` episode. The configuration's options are the keyword
-    arguments of its constructor."""
+    """The other side of one `multi_turn` episode.
+
+    The configuration's options are the keyword arguments of its constructor.
+    """
 
     def __init__(self, item: EpisodeItem, tools: Tools) -> None:
         self.item, self.tools = item, tools

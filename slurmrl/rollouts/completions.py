@@ -1,5 +1,7 @@
 """The tokens of one episode: those that the policy wrote, and those that it read between.
-Torch-free."""
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
 class Completions:
     """What the policy wrote in the turns of an episode, and the messages that it read between
-    them, as token ids that are kept as they were drawn."""
+    them, as token ids that are kept as they were drawn.
+    """
 
     def __init__(self, prompt: Sequence[int]) -> None:
         """``prompt``: usually the item's."""

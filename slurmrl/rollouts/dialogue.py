@@ -28,8 +28,11 @@ class Dialogue:
         self.vocabulary = len(self._tokenizer)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The tokens of a text behind another text. Names of special tokens in it are ordinary
-        text, so that no message can end a turn or pretend to be another role."""
+        """The tokens of a text behind another text.
+
+        Names of special tokens in it are ordinary text, so that no message can end a turn or
+        pretend to be another role.
+        """
         return tuple(self._behind(None, text, literal=True))
 
     def require(self, roles: Sequence[str]) -> None:
@@ -45,9 +48,11 @@ class Dialogue:
     def messages(
         self, said: Sequence[tuple[str, str]], behind: int, *, turn: bool
     ) -> tuple[int, ...]:
-        """Messages, each a role and a text, up to where the next turn begins. Without a chat
-        template they are the texts alone. The context ends with the token ``behind``; ``turn``
-        says whether the policy wrote it."""
+        """Messages, each a role and a text, up to where the next turn begins.
+
+        Without a chat template they are the texts alone. The context ends with the token
+        ``behind``; ``turn`` says whether the policy wrote it.
+        """
         if self._template is None:
             return self._joined(behind, [(text, True) for _, text in said])
         first, *others = self._pieces_of(tuple(role for role, _ in said))

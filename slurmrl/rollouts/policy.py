@@ -128,7 +128,8 @@ class Policy:
 
     def say(self, completions: Completions, text: str, role: str = "user") -> None:
         """Add a message that the policy reads before its next turn, as the chat template writes
-        it; without one, the text alone."""
+        it; without one, the text alone.
+        """
         self.say_all(completions, [(role, text)])
 
     def say_all(self, completions: Completions, said: Sequence[tuple[str, str]]) -> None:
@@ -172,7 +173,8 @@ class Policy:
 
     def _key(self, begin: int) -> int:
         """The random stream of a turn: the completion's own, in which tokens differ by their
-        positions; for another turn from the same position another one."""
+        positions; for another turn from the same position another one.
+        """
         again = self._from[begin]
         self._from[begin] += 1
         return self._draws.key_of(f"/{again}" if again else "")

@@ -140,8 +140,11 @@ class EpisodeRunner:
         return completions
 
     def _report(self, outcomes: Sequence[EpisodeOutcome], *, alone: bool) -> None:
-        """Log the failures. Raises EpisodeError if there is nothing else, for an item that is
-        ``alone`` in its call only after others in a row."""
+        """Log the failures.
+
+        Raises EpisodeError if there is nothing else, for an item that is ``alone`` in its call only
+        after others in a row.
+        """
         failed = [outcome for outcome in outcomes if outcome.failure]
         for outcome in failed[:MOST_LOGGED]:
             item = outcome.item

@@ -43,8 +43,9 @@ class SampleWriter:
         atomic.make_private_directory(folder, calls=calls)
 
     def write(self, groups: Sequence[SampleGroup]) -> tuple[StoredGroup, ...]:
-        """Write the next file, which is on disk when this returns. The caller then records it,
-        before it writes another one.
+        """Write the next file, which is on disk when this returns.
+
+        The caller then records it, before it writes another one.
 
         Raises EnvironmentFailure; the groups can be written again then.
         """
@@ -83,8 +84,10 @@ class SampleWriter:
         atomic.sync_directory(self._folder, calls=self._calls)
 
     def _make_folder_again(self) -> None:
-        """Make the folder for the next try: a user or a purge of empty folders has removed it. If
-        its parent is gone too, the attempt is lost, and the task ends by itself."""
+        """Make the folder for the next try: a user or a purge of empty folders has removed it.
+
+        If its parent is gone too, the attempt is lost, and the task ends by itself.
+        """
         atomic.make_private_directory(self._folder, parents=False, calls=self._calls)
 
 

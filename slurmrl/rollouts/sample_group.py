@@ -50,8 +50,11 @@ _HEAD = struct.Struct("<Q")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleGroup:
-    """All completions of an item, made under a lease. Raises ValueError if the fields contradict
-    each other. (n completions; T tokens of all of them, side by side, prompts included)"""
+    """All completions of an item, made under a lease.
+
+    Raises ValueError if the fields contradict each other. (n completions; T tokens of all of them,
+    side by side, prompts included)
+    """
 
     item: int
     lease: str

@@ -23,8 +23,10 @@ class SingleTurn(Episode):
 
 
 class MultiTurn(Episode):
-    """Turns that an environment answers, until it or a limit ends the episode. A turn that is cut
-    at `rollout.max_new_tokens` ends it too: its text is not whole."""
+    """Turns that an environment answers, until it or a limit ends the episode.
+
+    A turn that is cut at `rollout.max_new_tokens` ends it too: its text is not whole.
+    """
 
     def __init__(self, environment: Callable[[EpisodeItem, Tools], Environment]) -> None:
         self._environment = environment

@@ -24,8 +24,10 @@ _FIELDS: Fields = {"tasks": COUNT, "planned": COUNT}
 
 
 def wanted_tasks(run: RunPaths, group: str, planned: int) -> int:
-    """Return the number of tasks; ``planned`` is the plan's. Raises CorruptFileError,
-    EnvironmentFailure."""
+    """Return the number of tasks; ``planned`` is the plan's.
+
+    Raises CorruptFileError, EnvironmentFailure.
+    """
     try:
         found = documents.read(run.scale(group), _FIELDS, _FIELDS)
     except FileNotFoundError:
@@ -69,8 +71,10 @@ def remove_orphaned(run: RunPaths, group: str) -> None:
 
 
 def is_orphaned(run: RunPaths, group: str) -> bool:
-    """Return whether tasks of the group have nobody to work for. Raises CorruptFileError,
-    EnvironmentFailure."""
+    """Return whether tasks of the group have nobody to work for.
+
+    Raises CorruptFileError, EnvironmentFailure.
+    """
     seen = read_orphaned(run, group)
     return seen is not None and seen.incarnation == fold(History(run.history).read()).incarnation
 
@@ -86,8 +90,10 @@ def withdraw_stop(run: RunPaths, number: int) -> None:
 
 
 def stop_requested_by(run: RunPaths, number: int) -> str:
-    """Return the user who wants the submission to stop; empty without a request. Raises
-    CorruptFileError, EnvironmentFailure."""
+    """Return the user who wants the submission to stop; empty without a request.
+
+    Raises CorruptFileError, EnvironmentFailure.
+    """
     try:
         return atomic.read(run.submission_stop(number)).decode(errors="replace") or "a user"
     except FileNotFoundError:

@@ -83,7 +83,8 @@ class Ending:
     @property
     def what(self) -> str:
         """The first failure, without the rank, since it is random which of several ranks fails
-        first; empty if nothing failed."""
+        first; empty if nothing failed.
+        """
         failure = self.failure
         what = failure.exception or failure.reason or failure.damage
         if not what:
@@ -107,7 +108,8 @@ class Ending:
     @property
     def hang_words(self) -> str:
         """Who waited for whom, on one line, for people only: its times differ from one incarnation
-        to the next."""
+        to the next.
+        """
         return first_line(self.hang.text) if self.hang is not None else ""
 
     @property
@@ -125,7 +127,8 @@ class Ending:
     @property
     def counts(self) -> bool:
         """Whether it counts against another start: not if its job was taken away, or if it could
-        not read the checkpoint that it resumed from."""
+        not read the checkpoint that it resumed from.
+        """
         return not (self.lost or self.warning in UNFAULTED or self.failure.damaged)
 
     @property

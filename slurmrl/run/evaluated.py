@@ -46,8 +46,10 @@ class _Evaluation(NamedTuple):
 
 
 def read(paths: RunPaths) -> list[dict[str, Any]]:
-    """Lines of metrics with the evaluations of all checkpoints, by step. What is damaged, or about
-    a checkpoint that training did not continue from, is left out."""
+    """Lines of metrics with the evaluations of all checkpoints, by step.
+
+    What is damaged, or about a checkpoint that training did not continue from, is left out.
+    """
     return _read(paths, trials(paths))
 
 

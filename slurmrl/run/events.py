@@ -60,8 +60,10 @@ class EventWriter:
             logger.warning("event %s was not written: %s", kind, error)
 
     def _append(self, line: bytes) -> None:
-        """Append to the file, whose folder a user or a purge of empty folders may have removed. Of
-        a removed trial nothing is made again."""
+        """Append to the file, whose folder a user or a purge of empty folders may have removed.
+
+        Of a removed trial nothing is made again.
+        """
         try:
             atomic.append(self._path, line)
         except EnvironmentFailure as error:
@@ -91,8 +93,10 @@ def read_ends(paths: RunPaths, writer: str) -> list[Event]:
 
 
 def read_kind(paths: RunPaths, writer: str, kind: str) -> list[Event]:
-    """Return the events of one kind of one writer, however long its file is. Raises
-    CorruptFileError if that is not a regular file, EnvironmentFailure."""
+    """Return the events of one kind of one writer, however long its file is.
+
+    Raises CorruptFileError if that is not a regular file, EnvironmentFailure.
+    """
     path = paths.event_file(writer)
     sought = json.dumps(kind).encode()
     try:
@@ -111,8 +115,10 @@ class EventReader:
         self._offsets: dict[str, int] = {}
 
     def read(self) -> list[Event]:
-        """Return new events by time; those of one writer keep their order. An incomplete line is
-        returned once it is complete."""
+        """Return new events by time; those of one writer keep their order.
+
+        An incomplete line is returned once it is complete.
+        """
         try:
             names = atomic.list_names(self._paths.events)
         except FileNotFoundError:

@@ -73,7 +73,8 @@ def newest_failed_starts(run: RunPaths) -> list[BadHost]:
 
 def record_start(run: RunPaths, slots: int, start: str, host: str, why: str) -> None:
     """Record a start of a job (``JOBID.RESTARTCOUNT``) that failed because of a host before an
-    incarnation began. Batch scripts write the same record."""
+    incarnation began. Batch scripts write the same record.
+    """
     _create(run, f"start.{slots}.{start}.{host}.json", host, why, start)
 
 
@@ -103,8 +104,10 @@ def avoid(run: RunPaths, host: str, why: str) -> None:
 
 
 def chosen(run: RunPaths, wanted: Iterable[str]) -> list[str]:
-    """Return the avoided hosts of these names (``all``: every one). Raises UsageError for
-    others."""
+    """Return the avoided hosts of these names (``all``: every one).
+
+    Raises UsageError for others.
+    """
     known = [bad.host for bad in avoided(run)]
     names = list(dict.fromkeys(wanted))
     unknown = [host for host in names if host not in (*known, "all")]

@@ -56,7 +56,8 @@ def baton(number: int) -> str:
 
 def hang(incarnation: int) -> str:
     """Which ranks waited for which when an incarnation was ended for silence or a deadline, as
-    JSON: ``text``, and ``files`` with stacks."""
+    JSON: ``text``, and ``files`` with stacks.
+    """
     return f"incarnation/{incarnation}/hang"
 
 
@@ -67,7 +68,8 @@ def stacks(incarnation: int, number: int) -> str:
 
 def lost(host: str) -> str:
     """A host whose agent is dead or whose GPU failed, as JSON: the incarnation that found out, and
-    its job."""
+    its job.
+    """
     return f"lost/{host}"
 
 

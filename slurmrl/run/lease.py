@@ -134,8 +134,10 @@ class LeaseObserver:
 
 
 class LeaseBoard:
-    """Observers of the leases in a directory, by file name. Each lease is read at most once per
-    ``look_s``, however often its view is requested."""
+    """Observers of the leases in a directory, by file name.
+
+    Each lease is read at most once per ``look_s``, however often its view is requested.
+    """
 
     def __init__(
         self,

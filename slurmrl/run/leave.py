@@ -46,9 +46,12 @@ command -v srun >/dev/null || export PATH=$PATH:$slurmrl_own_path"""
 def functions(
     run: Path, script: Path, job: str, exclude: str, number: int = 0, fail: str = "false"
 ) -> str:
-    """Return the shell functions. ``job``: name of the group's first array; ``exclude``: hosts that
-    the user excludes, in Slurm's form. Where set-up lines follow: ``number`` of the submission,
-    ``fail``: command that ends the trial with its last argument as the reason."""
+    """Return the shell functions.
+
+    ``job``: name of the group's first array; ``exclude``: hosts that the user excludes, in Slurm's
+    form. Where set-up lines follow: ``number`` of the submission, ``fail``: command that ends the
+    trial with its last argument as the reason.
+    """
     values = {
         "run": str(run),
         "script": str(script),
@@ -82,8 +85,10 @@ def shortened(script: str) -> str:
 
 
 def guarded(run: Path, python: str, module: str) -> list[str]:
-    """Return the prefix of a module's command on each host of a job. Where the module cannot run,
-    the prefix records that with the host's name."""
+    """Return the prefix of a module's command on each host of a job.
+
+    Where the module cannot run, the prefix records that with the host's name.
+    """
     text = (
         f"trap '' USR1 USR2\n{functions(run, Path('/dev/null'), '', '')}\n{attempt(python, module)}"
     )

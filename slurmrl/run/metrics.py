@@ -32,8 +32,10 @@ NO_STEP = 2**60
 
 
 class MetricsWriter:
-    """Appends to the file. Each line is one write: a reader sees complete lines and perhaps a torn
-    last one."""
+    """Appends to the file.
+
+    Each line is one write: a reader sees complete lines and perhaps a torn last one.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = lines.LineWriter(path)
@@ -60,7 +62,8 @@ def finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def cut(path: Path, last_step: int) -> None:
     """Drop lines of steps after ``last_step`` and a torn last line, at the start of an incarnation
-    that continues from that step. Reads backward from the end, no further than needed."""
+    that continues from that step. Reads backward from the end, no further than needed.
+    """
     try:
         with lines.opened(path) as file:
             end, mixed = _cut_at(file, last_step)
@@ -78,7 +81,8 @@ def cut(path: Path, last_step: int) -> None:
 
 def _cut_at(file: lines.LineFile, last_step: int) -> tuple[int, bool]:
     """Return where the lines to keep end, and whether some before that must be dropped: then the
-    master of an earlier incarnation was still writing beside a later one's."""
+    master of an earlier incarnation was still writing beside a later one's.
+    """
     end = None
     for offset, raw in file.backward() if last_step >= 0 else ():
         step = _step(raw, offset)
@@ -112,7 +116,8 @@ def read_latest(path: Path, n: int) -> list[dict[str, Any]]:
 
 def read_between(path: Path, after: int, last: int) -> list[dict[str, Any]]:
     """Return the lines of the steps after ``after`` up to ``last``, in the order of the steps and
-    each step once. Reads backward from the end, no further than needed."""
+    each step once. Reads backward from the end, no further than needed.
+    """
     found: dict[int, dict[str, Any]] = {}
     try:
         with lines.opened(path) as file:
@@ -132,8 +137,10 @@ def evaluates(line: Mapping[str, Any]) -> bool:
 
 
 def read_evaluation(path: Path, n: int) -> dict[str, Any]:
-    """Return the newest of the last ``n`` lines that holds an evaluation; empty if none does. Other
-    lines are not parsed."""
+    """Return the newest of the last ``n`` lines that holds an evaluation; empty if none does.
+
+    Other lines are not parsed.
+    """
     try:
         with lines.opened(path) as file:
             newest = (raw for _, raw in file.backward(max(0, file.size - LATEST_BYTES)))
@@ -144,8 +151,10 @@ def read_evaluation(path: Path, n: int) -> dict[str, Any]:
 
 
 def read_values(path: Path, name: str) -> Iterator[float]:
-    """Yield the numbers that the lines hold under a name. Lines are not parsed, because a long run
-    has very many."""
+    """Yield the numbers that the lines hold under a name.
+
+    Lines are not parsed, because a long run has very many.
+    """
     value = re.compile(rb'[{ ]"%b": (-?[0-9.e+-]+)[,}]' % re.escape(name.encode()))
     try:
         with lines.opened(path) as file:
@@ -167,8 +176,11 @@ def newest(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _parsed(raw_lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines that hold an object with a step. Skips what a crash left in the middle of
-    the file: a torn line to which a later one was appended."""
+    """Yield the lines that hold an object with a step.
+
+    Skips what a crash left in the middle of the file: a torn line to which a later one was
+    appended.
+    """
     for raw in raw_lines:
         with suppress(CorruptFileError):
             yield documents.parse(raw, path, FIELDS, FIELDS)

@@ -108,13 +108,15 @@ class RunPaths:
     @property
     def versions(self) -> Path:
         """Weight versions that trainers publish for rollout hosts, each in a directory of its
-        name (see `weights`)."""
+        name (see `weights`).
+        """
         return self.run / "versions"
 
     @property
     def rollouts(self) -> Path:
         """What rollout tasks are asked for and what they answer, in a directory for each attempt of
-        a task; it outlives incarnations."""
+        a task; it outlives incarnations.
+        """
         return self.run / "rollouts"
 
     def rollout_task(self, group: str, task: int, attempt: int) -> Path:
@@ -218,7 +220,8 @@ class RunPaths:
 
     def notice(self, slot: int) -> Path:
         """Claim file: its exclusive creation grants the right to post the notice of the end in this
-        slot of the history."""
+        slot of the history.
+        """
         return self.run / f"notice.{slot}.json"
 
     @property
@@ -323,8 +326,11 @@ class RunPaths:
     def agent_log(
         self, incarnation: int, group: str, task: int, attempt: int | None = None
     ) -> Path:
-        """Control log that one agent writes and the master reads. ``attempt`` is that of a task
-        which may be started several times in an incarnation; None for the trainers."""
+        """Control log that one agent writes and the master reads.
+
+        ``attempt`` is that of a task which may be started several times in an incarnation; None for
+        the trainers.
+        """
         started = "" if attempt is None else f".{attempt}"
         return self.control / f"{incarnation:08d}.{group}.{task}{started}"
 
@@ -359,7 +365,8 @@ class RunPaths:
 
     def stacks(self, group: str, task: int, attempt: int, incarnation: int, number: int) -> Path:
         """Stacks of a host's processes, taken before an incarnation ended (``number`` 0) or for
-        the request ``number``."""
+        the request ``number``.
+        """
         return self.logs / group / f"{task}.{attempt}.stacks-{incarnation}.{number}.txt"
 
     def batch_log(self, group: str, element: str) -> Path:

@@ -37,8 +37,10 @@ class SamplePlace(NamedTuple):
 
 
 class KeptSampleWriter:
-    """Writes the samples of an incarnation that begins with the step ``first``. The methods raise
-    EnvironmentFailure and can be repeated then."""
+    """Writes the samples of an incarnation that begins with the step ``first``.
+
+    The methods raise EnvironmentFailure and can be repeated then.
+    """
 
     def __init__(
         self, folder: Path, incarnation: int, first: int, *, calls: SystemCalls = REAL
@@ -74,8 +76,10 @@ class KeptSampleWriter:
 
 
 def places(folder: Path, *, evaluation: bool) -> dict[int, SamplePlace]:
-    """Return where the samples of each step are, in the order of the steps. Those of a step that
-    was trained again are the newest incarnation's. Raises EnvironmentFailure."""
+    """Return where the samples of each step are, in the order of the steps.
+
+    Those of a step that was trained again are the newest incarnation's. Raises EnvironmentFailure.
+    """
     try:
         names = set(atomic.list_names(folder))
     except FileNotFoundError:

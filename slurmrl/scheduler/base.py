@@ -149,8 +149,10 @@ class SubmissionRequest:
 
 
 class Scheduler(ABC):
-    """Starts the groups of a trial as chains of links. ``jobs`` maps a group to its job ids, as
-    ``submit`` or ``recover`` returned them."""
+    """Starts the groups of a trial as chains of links.
+
+    ``jobs`` maps a group to its job ids, as ``submit`` or ``recover`` returned them.
+    """
 
     @abstractmethod
     def check(self) -> None:
@@ -158,14 +160,19 @@ class Scheduler(ABC):
 
     @abstractmethod
     def scripts(self, request: SubmissionRequest) -> dict[str, str]:
-        """The batch script of each group. Needs no scheduler. Raises UsageError for values that
-        cannot be written into a script."""
+        """The batch script of each group.
+
+        Needs no scheduler. Raises UsageError for values that cannot be written into a script.
+        """
 
     @abstractmethod
     def submit(self, request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
-        """Submit every group. Return the job ids, which it also writes to the run directory.
-        A chain that exceeds a limit of the cluster is shortened, with a warning.
-        Raises SchedulerError, after cancelling the groups submitted so far."""
+        """Submit every group.
+
+        Return the job ids, which it also writes to the run directory. A chain that exceeds a limit
+        of the cluster is shortened, with a warning. Raises SchedulerError, after cancelling the
+        groups submitted so far.
+        """
 
     @abstractmethod
     def extend(self, run: RunPaths, number: int, group: str, *, by: str) -> str:
@@ -178,8 +185,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
-        """Return the job ids of a submission, even if it crashed before it wrote them. Groups
-        without a job are left out."""
+        """Return the job ids of a submission, even if it crashed before it wrote them.
+
+        Groups without a job are left out.
+        """
 
     @abstractmethod
     def query(self, jobs: JobIds) -> list[TaskState]:
@@ -188,12 +197,15 @@ class Scheduler(ABC):
     @abstractmethod
     def cancel(self, jobs: JobIds, *, spare: str = "") -> None:
         """End all elements except ``spare`` (``41_3``): pending ones never start, running ones get
-        TERM, then KILL. Jobs that have ended are no error."""
+        TERM, then KILL. Jobs that have ended are no error.
+        """
 
     @abstractmethod
     def interrupt(self, jobs: JobIds) -> None:
-        """Ask running elements to stop at a step (USR2); no further link starts. A link without a
-        handler for the signal may miss it."""
+        """Ask running elements to stop at a step (USR2); no further link starts.
+
+        A link without a handler for the signal may miss it.
+        """
 
     @abstractmethod
     def kill(self, jobs: JobIds) -> None:
@@ -202,7 +214,8 @@ class Scheduler(ABC):
 
 class SchedulerPoll:
     """Keeps the last answer and the time of the next query: soon after a change, later the longer
-    nothing changes. Nothing runs between the calls."""
+    nothing changes. Nothing runs between the calls.
+    """
 
     def __init__(
         self, kind: str, scheduler: Scheduler, *, clock: Callable[[], float] = time.monotonic
@@ -226,7 +239,8 @@ class SchedulerPoll:
     def query(self, jobs: JobIds) -> list[TaskState]:
         """Return the states of these jobs: the last answer, or a new one if it is due or the jobs
         differ. Raises SchedulerError, after which the pause has grown too; until it is over, so do
-        calls for jobs of which there is no earlier answer."""
+        calls for jobs of which there is no earlier answer.
+        """
         if self._asked == dict(jobs) and self.pause_s > 0:
             if self._failure is not None:
                 raise self._failure

@@ -110,8 +110,11 @@ def _prefix(group: GroupRequest) -> str:
 
 
 def _setup(request: SubmissionRequest, group: GroupRequest, *, guarded: bool) -> list[str]:
-    """Return the shell lines before the command. Slurm reads directives up to the first of them.
-    ``guarded``: the job is requeued if they or Python fail."""
+    """Return the shell lines before the command.
+
+    Slurm reads directives up to the first of them. ``guarded``: the job is requeued if they or
+    Python fail.
+    """
     code = shlex.quote(str(request.code))
     return [
         *extra_lines(request, group),
@@ -262,8 +265,10 @@ class Refusal:
 
 
 def refusals(client: SlurmClient, request: SubmissionRequest) -> Iterator[Refusal]:
-    """Yield what ``sbatch --test-only`` refuses; nothing is submitted. Raises SchedulerError if
-    Slurm does not answer."""
+    """Yield what ``sbatch --test-only`` refuses; nothing is submitted.
+
+    Raises SchedulerError if Slurm does not answer.
+    """
     with tempfile.TemporaryDirectory(prefix="slurmrl-sbatch-") as folder:
         file = Path(folder) / "job.sh"
         for group in request.groups:

@@ -126,8 +126,10 @@ def successors(tasks: Sequence[TaskState], group: str, element: str = "") -> lis
 
 
 def continues(chain: Chain) -> Continue:
-    """Return what follows a link, as the submission's request says. Submissions of older versions
-    are chains."""
+    """Return what follows a link, as the submission's request says.
+
+    Submissions of older versions are chains.
+    """
     fields = {"continue": one_of(*Continue)}
     path = chain.run.submission_request(chain.submission)
     request = documents.parse(atomic.read_needed(path), path, fields)
@@ -179,6 +181,7 @@ def continue_after(
     lost_host: bool = False,
 ) -> str:
     """Make sure that the trial, which has not ended, continues when this link ends; return how.
+
     ``extend``: no other thread of this process is extending the chain. ``lost_host``: the link ends
     because too few of its hosts are left, so it is requeued, as Slurm does after a node failure.
 
@@ -205,8 +208,10 @@ def continue_after(
 
 
 def give_back(link: Link, why: str, host: str) -> None:
-    """Requeue a link in which nothing began, without ``host`` (empty: no host is to blame). Call it
-    last: Slurm ends this job. See `run.leave`."""
+    """Requeue a link in which nothing began, without ``host`` (empty: no host is to blame).
+
+    Call it last: Slurm ends this job. See `run.leave`.
+    """
     script = link.run.submission_script(link.submission, link.group)
     try:
         name = submission.directive(link.run, link.submission, link.group, "job-name")
@@ -226,16 +231,20 @@ def _here() -> dict[str, str]:
 
 
 def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:
-    """Exclude the hosts that the trial avoids from the queued links. Raises EnvironmentFailure,
-    UsageError."""
+    """Exclude the hosts that the trial avoids from the queued links.
+
+    Raises EnvironmentFailure, UsageError.
+    """
     if hosts.avoided(link.run):
         scheduler = scheduler or slurm()
         scheduler.keep_off(link.run, link.submission, link.group, by=link.element)
 
 
 def end_chain(link: Link, scheduler: SlurmScheduler | None = None) -> None:
-    """Cancel all jobs of an ended trial but this one. Where scancel does not work here, each link
-    exits when it starts."""
+    """Cancel all jobs of an ended trial but this one.
+
+    Where scancel does not work here, each link exits when it starts.
+    """
     scheduler = scheduler or slurm()
     try:
         jobs = scheduler.recover(link.run, link.submission) or {link.group: (link.job,)}
@@ -277,12 +286,15 @@ def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
 
 
 class Upkeep:
-    """Runs in threads of its own, since a link must not wait for Slurm. Signals stay with the
-    caller's threads."""
+    """Runs in threads of its own, since a link must not wait for Slurm.
+
+    Signals stay with the caller's threads.
+    """
 
     def __init__(self, link: Link, elastic: Mapping[str, int], told: Callable[[str], None]) -> None:
         """``elastic``: group -> planned number of tasks; ``told`` is called with the id of each
-        array added to the chain."""
+        array added to the chain.
+        """
         self._link = link
         self._told = told
         self._stop = threading.Event()
@@ -301,8 +313,11 @@ class Upkeep:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def stop(self) -> bool:
-        """Stop and return whether no submission is in progress. Wait until a hanging command has
-        timed out; a thread that still runs then is between several commands."""
+        """Stop and return whether no submission is in progress.
+
+        Wait until a hanging command has timed out; a thread that still runs then is between several
+        commands.
+        """
         self._stop.set()
         for thread in self._threads:
             thread.join(TIMEOUT_S)

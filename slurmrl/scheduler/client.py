@@ -71,7 +71,8 @@ class SlurmClient:
 
     def refusal(self, script: Path) -> str | None:
         """Return Slurm's words if sbatch would refuse a script; None if it would accept it, or
-        cannot say. Submit nothing. Raises SchedulerError if Slurm does not answer."""
+        cannot say. Submit nothing. Raises SchedulerError if Slurm does not answer.
+        """
         try:
             self.try_out(script)
         except SchedulerError as error:
@@ -83,7 +84,8 @@ class SlurmClient:
 
     def hosts(self, partition: str | None, names: Sequence[str] = ()) -> list[parse.HostRow]:
         """Return the hosts of the partitions (None: all), in whatever state, or those of these
-        names."""
+        names.
+        """
         where = [f"--partition={partition}"] if partition else []
         where += [f"--nodes={','.join(names)}"] if names else []
         form = f"--format={parse.HOSTS_FORMAT}"
@@ -118,16 +120,21 @@ class SlurmClient:
     def submit(
         self, script: Path, *options: str, inherited: Mapping[str, str] | None = None
     ) -> str:
-        """Submit a script and return the job id. Options override its directives. ``inherited``
-        replaces this process's environment as what the job inherits."""
+        """Submit a script and return the job id.
+
+        Options override its directives. ``inherited`` replaces this process's environment as what
+        the job inherits.
+        """
         environ = job_environment.of_job(os.environ, inherited)
         command = ("sbatch", "--parsable", *options, str(script))
         return parse.job_id(self._run(*command, environ=environ))
 
     def queue(self, jobs: Iterable[str]) -> list[states.QueueRow]:
-        """Return the rows of these jobs, including ended ones that Slurm still remembers. One
-        squeue serves all jobs. Where squeue fails or is not Slurm's own, scontrol runs once per
-        job."""
+        """Return the rows of these jobs, including ended ones that Slurm still remembers.
+
+        One squeue serves all jobs. Where squeue fails or is not Slurm's own, scontrol runs once per
+        job.
+        """
         wanted = tuple(jobs)
         try:
             return self._queue(f"--jobs={','.join(wanted)}")
@@ -177,7 +184,8 @@ class SlurmClient:
 
     def hold(self, elements: str) -> None:
         """Keep queued elements (``41_[2-7]``) from starting, as their user does (also for an
-        administrator, whose hold would look like the site's)."""
+        administrator, whose hold would look like the site's).
+        """
         self._run("scontrol", "uhold", elements)
 
     def release(self, elements: str) -> None:

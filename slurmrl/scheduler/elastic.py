@@ -47,7 +47,8 @@ class Change:
 def balance(desired: int, tasks: Sequence[TaskState], throttle: int | None) -> Change:
     """Return the change after which at most ``desired`` tasks start, and as many run or are queued,
     given the elements of a group and their throttle, if it is known. Elements beyond the throttle
-    are spares and stay."""
+    are spares and stay.
+    """
     queued = [task for task in tasks if task.state is JobState.PENDING]
     held = [task for task in queued if task.reason == HELD]
     if desired == 0:
@@ -73,8 +74,11 @@ class ElasticGroup:
         by: str,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``by``: the element (``41_3``) of this process. Another link may manage the group at the
-        same time; ``sleep`` may raise to abandon a wait for it."""
+        """``by``: the element (``41_3``) of this process.
+
+        Another link may manage the group at the same time; ``sleep`` may raise to abandon a wait
+        for it.
+        """
         self._client = client or SlurmClient()
         self._scheduler = SlurmScheduler(self._client)
         self._run, self._number, self._group, self._by = run, number, group, by
@@ -106,7 +110,8 @@ class ElasticGroup:
 
     def leave_alone(self) -> None:
         """Let no queued task start without trainers: hold the tasks while a job of the trainers
-        waits or runs, else cancel them. Raises SchedulerError."""
+        waits or runs, else cancel them. Raises SchedulerError.
+        """
         everybody = self._scheduler.query(self._scheduler.recover(self._run, self._number))
         if any(task.group == TRAINERS and task.state.active for task in everybody):
             self.keep(0)
@@ -115,7 +120,8 @@ class ElasticGroup:
 
     def _change(self, elements: str, change: Change) -> None:
         """Apply a change to the queued elements of an array (``41_[2-7]``); some may have started
-        in the meantime."""
+        in the meantime.
+        """
         try:
             if change.throttle is not None:
                 self._client.throttle(elements.partition("_")[0], change.throttle)

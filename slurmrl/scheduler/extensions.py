@@ -112,8 +112,10 @@ def note(run: RunPaths, number: int, group: str, index: int, job: str | None) ->
 
 
 def close(run: RunPaths, number: int, group: str, index: int) -> None:
-    """Note that a claim has no job, unless there is a note. A claimant that submits nevertheless
-    replaces the note."""
+    """Note that a claim has no job, unless there is a note.
+
+    A claimant that submits nevertheless replaces the note.
+    """
     path = run.extension_job(number, group, index)
     atomic.exclusive_create(path, json.dumps({"job": None}).encode())
 
@@ -184,9 +186,11 @@ class Extender:
         by: str,
         count: int | None = None,
     ) -> str:
-        """Submit another array; return its job id. ``tasks``: the elements at the time when
-        ``known`` were the group's arrays; ``by``: the caller's unique name; ``count``: number of
-        new elements, which may all run at once (None: length and throttle of the first array).
+        """Submit another array; return its job id.
+
+        ``tasks``: the elements at the time when ``known`` were the group's arrays; ``by``: the
+        caller's unique name; ``count``: number of new elements, which may all run at once (None:
+        length and throttle of the first array).
 
         Raises UsageError if another process is extending the group or has extended it since that
         query, or if array indices run out; SchedulerError where sbatch refuses.
@@ -238,8 +242,10 @@ class Extender:
         )
 
     def _submit(self, claim: Claim, after: Sequence[str], *, all_at_once: bool) -> str:
-        """Call sbatch, with half as many elements after each refusal because of a limit. Indices
-        left over stay unused."""
+        """Call sbatch, with half as many elements after each refusal because of a limit.
+
+        Indices left over stay unused.
+        """
         _, at_once = length(self._run, self._number, self._group)
         options = [f"--job-name={self._name(claim.index)}"]
         if after:
@@ -272,8 +278,11 @@ class Extender:
             self._sleep(LOOK_S)
 
     def _close(self, void: Sequence[Extension]) -> None:
-        """Look for the jobs of void claims a last time. Slurm has accepted a later array by now, so
-        earlier ones show. Otherwise each later query would look for them again."""
+        """Look for the jobs of void claims a last time.
+
+        Slurm has accepted a later array by now, so earlier ones show. Otherwise each later query
+        would look for them again.
+        """
         if not void:
             return
         try:
@@ -302,7 +311,8 @@ class Extender:
 
 def _is_void(claim: Claim, tasks: Sequence[TaskState], by: str) -> bool:
     """Return whether the claimant can no longer submit: it was this element before a requeue, an
-    element that has ended, or a process that is gone."""
+    element that has ended, or a process that is gone.
+    """
     element = next((task for task in tasks if task.job_id == claim.by), None)
     ended = element is not None and not element.state.active
     return claim.by == by or ended or bool(is_gone(asdict(claim.claimant)))

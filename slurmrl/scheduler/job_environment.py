@@ -32,8 +32,10 @@ OPTION_PREFIXES = ("SBATCH_", "SCANCEL_", "SLURM_", "SQUEUE_")
 def of_job(
     environ: Mapping[str, str], inherited: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the environment for sbatch, which passes all of it to the job. ``inherited``:
-    variables of an earlier job, which set-up lines may have changed in ``environ``."""
+    """Return the environment for sbatch, which passes all of it to the job.
+
+    ``inherited``: variables of an earlier job, which set-up lines may have changed in ``environ``.
+    """
     return _chosen(environ, ("SLURM_CONF",)) | inheritance(inherited or environ)
 
 

@@ -218,8 +218,10 @@ class LocalChain:
         self._write()
 
     def _end(self, index: int) -> None:
-        """Kill what an ended link left behind, as Slurm does. Reap it last, so that its process
-        group cannot be reused."""
+        """Kill what an ended link left behind, as Slurm does.
+
+        Reap it last, so that its process group cannot be reused.
+        """
         child = self._running.pop(index)
         self._relay.discard(index)
         _kill_group(child.pid)

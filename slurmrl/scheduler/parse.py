@@ -57,7 +57,8 @@ def gpu_count(resources: str) -> int:
 def gpus(resources: str) -> list[tuple[str, int]]:
     """Return type and number of each kind of GPU in generic resources such as
     ``gpu:a100:4(S:0,2),gpu:1g.5gb:2,shard:8``. The type is empty where there is none. Slurm
-    multiplies a number by 1024 for each step from K to P, and counts 1 without a number."""
+    multiplies a number by 1024 for each step from K to P, and counts 1 without a number.
+    """
     found = []
     for entry in _PLACES.sub("", resources).split(","):
         name, *rest = entry.strip().removeprefix("gres/").replace("=", ":").split(":")
@@ -79,8 +80,10 @@ def whole(text: str) -> int:
 
 
 def job_id(text: str) -> str:
-    """Return the job id in the output of ``sbatch --parsable``: ``41`` or ``41;cluster``. It is the
-    last such line, because a wrapper may print others before and after it."""
+    """Return the job id in the output of ``sbatch --parsable``: ``41`` or ``41;cluster``.
+
+    It is the last such line, because a wrapper may print others before and after it.
+    """
     found = [re.fullmatch(r"(\d+)(;\S*)?", line.strip()) for line in text.splitlines()]
     ids = [each[1] for each in found if each]
     if not ids:
@@ -89,8 +92,9 @@ def job_id(text: str) -> str:
 
 
 def rows(text: str, command: str, is_row: Callable[[str], object]) -> list[str]:
-    """Return the lines of a command's output that are rows. Lines that a wrapper prints around them
-    are left out.
+    """Return the lines of a command's output that are rows.
+
+    Lines that a wrapper prints around them are left out.
 
     Raises SchedulerError if there are only such lines: the command may have failed.
     """
@@ -116,7 +120,8 @@ def _ranges(text: str) -> Iterable[str]:
 
 def elements(text: str) -> tuple[int, ...]:
     """Parse array elements as squeue prints them: ``3``, ``[4-9%4]``, ``0,2-6:2``; none for ``N/A``
-    (no array, or what is left of one whose pending elements were cancelled)."""
+    (no array, or what is left of one whose pending elements were cancelled).
+    """
     ranges = text.strip().strip("[]").partition("%")[0].strip("[]")
     if ranges in ("", "N/A"):
         return ()
@@ -158,7 +163,8 @@ def exit_status(text: str) -> tuple[int | None, int | None]:
 
 def duration_s(text: str) -> float | None:
     """Parse ``1-02:03:04``, ``02:03:04``, ``03:04``; return None for UNLIMITED, INVALID and the
-    like."""
+    like.
+    """
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
     if not found:
         return None
@@ -173,8 +179,10 @@ def assignments(text: str) -> dict[str, str]:
 
 
 def said(text: str) -> str:
-    """Return a field, empty where Slurm prints a placeholder. Elements that share a row have their
-    reasons joined: ``JobArrayTaskLimit,None``."""
+    """Return a field, empty where Slurm prints a placeholder.
+
+    Elements that share a row have their reasons joined: ``JobArrayTaskLimit,None``.
+    """
     return ",".join(part for part in text.split(",") if part.strip() not in NOTHING)
 
 

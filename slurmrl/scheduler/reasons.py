@@ -150,8 +150,10 @@ _SUBJECTS: Final = (
 
 
 def explain(reason: str) -> str:
-    """Explain a reason, with advice after a semicolon; empty if Slurm gives none. Quote a reason
-    that this version does not know."""
+    """Explain a reason, with advice after a semicolon; empty if Slurm gives none.
+
+    Quote a reason that this version does not know.
+    """
     text = re.sub(r"^\((.*)\)$", r"\1", reason.strip())
     if text in ("", "None", "N/A", "null"):
         return ""
@@ -164,7 +166,8 @@ def explain(reason: str) -> str:
 
 def _name(text: str) -> tuple[str, str]:
     """``ReqNodeNotAvail, UnavailableNodes:n1``, ``RaisedSignal:9(Killed)`` -> its name and the
-    details."""
+    details.
+    """
     plain = text.replace("_", " ").lower()
     for phrase, name in PHRASES:
         if phrase in plain:

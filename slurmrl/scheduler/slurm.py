@@ -117,8 +117,10 @@ class SlurmScheduler(Scheduler):
             self._client.signal("KILL", running, steps=True)
 
     def start_of(self, element: str) -> TaskStart | None:
-        """Return the present record of a started task; None where Slurm has forgotten it. Raises
-        SchedulerError."""
+        """Return the present record of a started task; None where Slurm has forgotten it.
+
+        Raises SchedulerError.
+        """
         job, _, index = element.partition("_")
         rows = [row for row in self._client.queue([job]) if int(index) in row.elements]
         return TaskStart(rows[0].raw, rows[0].restarts, rows[0].hosts) if rows else None
@@ -128,9 +130,11 @@ class SlurmScheduler(Scheduler):
         self._client.throttle(job, count)
 
     def keep_off(self, run: RunPaths, number: int, group: str, *, by: str) -> None:
-        """Exclude the hosts that the trial avoids from the queued elements of a group. Where Slurm
-        refuses to change them, submit others in their place. Raises EnvironmentFailure,
-        UsageError."""
+        """Exclude the hosts that the trial avoids from the queued elements of a group.
+
+        Where Slurm refuses to change them, submit others in their place. Raises EnvironmentFailure,
+        UsageError.
+        """
         jobs = self.recover(run, number)
         everybody = self.query(jobs)
         if submission.exclude_from_queued(self._client, run, number, group, everybody):
@@ -145,13 +149,17 @@ class SlurmScheduler(Scheduler):
         return submission.avoid_host(self._client, run, number, group, host, why)
 
     def exclude(self, run: RunPaths, number: int, group: str, element: str) -> None:
-        """Exclude the hosts that the trial avoids from one queued element. Raises
-        SchedulerError."""
+        """Exclude the hosts that the trial avoids from one queued element.
+
+        Raises SchedulerError.
+        """
         self._client.exclude(element, submission.excluded_hosts(run, number, group))
 
     def runs(self, element: str) -> bool:
-        """Return whether an element (``41_3``) runs and is not being ended. Raises
-        SchedulerError."""
+        """Return whether an element (``41_3``) runs and is not being ended.
+
+        Raises SchedulerError.
+        """
         job, _, index = element.partition("_")
         found = [row.raw for row in self._client.queue([job]) if int(index) in row.elements]
         return all(raw == "RUNNING" for raw in found)
@@ -162,7 +170,8 @@ class SlurmScheduler(Scheduler):
 
     def _most_links(self, request: SubmissionRequest) -> Callable[[GroupRequest], int | None]:
         """Return the longest array of a group that the cluster accepts from this user; None if
-        unknown."""
+        unknown.
+        """
         try:
             most = extensions.array_limit(self._client.settings())
         except SchedulerError as error:
@@ -243,7 +252,8 @@ def _shortened(group: GroupRequest, most: int | None) -> GroupRequest:
 
 class MemoryRequest:
     """Query of ended elements that squeue no longer shows. sacct runs only while elements are
-    missing, and not again after it failed or reported that there is no accounting."""
+    missing, and not again after it failed or reported that there is no accounting.
+    """
 
     def __init__(self, client: SlurmClient) -> None:
         self._client = client
@@ -263,8 +273,10 @@ class MemoryRequest:
         return [*found, *older]
 
     def _lacks(self, job: str, seen: set[tuple[str, int]]) -> bool:
-        """Return whether elements of a job are missing. A job without any row is always looked up:
-        the database may have recorded it since."""
+        """Return whether elements of a job are missing.
+
+        A job without any row is always looked up: the database may have recorded it since.
+        """
         lowest = _lowest(job, seen)
         return lowest != 0 and (lowest < 0 or (job, lowest) not in self._asked)
 

@@ -74,7 +74,8 @@ process killed by a signal is a ``JobLaunchFailure`` in 22.05, a ``RaisedSignal`
 
 def interpret(raw: str) -> SlurmState:
     """Interpret Slurm's text for a state: ``RUNNING``, ``PENDING,REQUEUED``, sacct's
-    ``CANCELLED by 1000``. A flag is more specific than its base state, so it wins."""
+    ``CANCELLED by 1000``. A flag is more specific than its base state, so it wins.
+    """
     words = [word for word in re.split(r"[,+\s]+", raw.upper()) if word]
     for table in (FLAGS, BASE_STATES):
         for word in words:
@@ -85,7 +86,8 @@ def interpret(raw: str) -> SlurmState:
 
 def ending(raw: str, reason: str) -> JobState | None:
     """Return the state that a job will have once its last host is free, if the reason tells; None
-    for a job that is not completing."""
+    for a job that is not completing.
+    """
     if "COMPLETING" not in raw.upper():
         return None
     return ENDINGS.get(reason.partition(":")[0])
@@ -232,9 +234,11 @@ def _exit_status(raw: str, reason: str, code: str) -> tuple[int | None, int | No
 
 
 def task_states(rows: Iterable[QueueRow], jobs: JobIds) -> list[TaskState]:
-    """Return the states by group (in the order of ``jobs``), array and element. A job whose row
-    names no element appears as its first element. A group without any row is UNKNOWN: Slurm has
-    forgotten it."""
+    """Return the states by group (in the order of ``jobs``), array and element.
+
+    A job whose row names no element appears as its first element. A group without any row is
+    UNKNOWN: Slurm has forgotten it.
+    """
     by_job: dict[str, list[QueueRow]] = {}
     for row in rows:
         by_job.setdefault(row.job, []).append(row)

@@ -60,8 +60,10 @@ def write_environment(run: RunPaths, number: int, environ: Mapping[str, str]) ->
 
 
 def read_environment(run: RunPaths, number: int) -> dict[str, str] | None:
-    """Return the variables that the jobs of a submission inherit; None without a record. Raises
-    CorruptFileError."""
+    """Return the variables that the jobs of a submission inherit; None without a record.
+
+    Raises CorruptFileError.
+    """
     try:
         found = documents.read(path := run.submission_environment(number))
     except FileNotFoundError:
@@ -106,7 +108,8 @@ def _directive(run: RunPaths, number: int, group: str, name: str) -> str | None:
 
 def excluded_hosts(run: RunPaths, number: int, group: str, *more: str) -> str:
     """Return the hosts that jobs of a group exclude, in Slurm's form: those that the user excludes,
-    those that the trial avoids, and ``more``."""
+    those that the trial avoids, and ``more``.
+    """
     own = excluded_by_user(run, number, group)
     avoided = [one.host for one in hosts.avoided(run)]
     return ",".join(sorted({one for one in (own, *avoided, *more) if one}))
@@ -145,8 +148,10 @@ def queued_elements(tasks: list[TaskState], group: str) -> list[str]:
 def exclude_from_queued(
     client: SlurmClient, run: RunPaths, number: int, group: str, tasks: list[TaskState]
 ) -> bool:
-    """Apply the present exclusion to all queued elements of a group. Return False where Slurm
-    refuses to change them. Raises SchedulerError where it does not answer."""
+    """Apply the present exclusion to all queued elements of a group.
+
+    Return False where Slurm refuses to change them. Raises SchedulerError where it does not answer.
+    """
     wanted = excluded_hosts(run, number, group)
     for elements in queued_elements(tasks, group):
         try:

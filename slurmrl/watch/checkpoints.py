@@ -39,8 +39,11 @@ class StoredCommit:
 
 
 def inventory(paths: RunPaths, *, checksums: bool) -> list[StoredCommit]:
-    """Return all checkpoints by step; sizes are always checked. One that the run deletes meanwhile
-    is omitted. Raises EnvironmentFailure if the history cannot be read."""
+    """Return all checkpoints by step; sizes are always checked.
+
+    One that the run deletes meanwhile is omitted. Raises EnvironmentFailure if the history cannot
+    be read.
+    """
     records = History(paths.history).read()
     state = fold(records)
     times = {r.data["directory"]: r.time for r in records if r.kind is Kind.COMMIT}
@@ -115,7 +118,8 @@ def kept_by(
     commits: Sequence[Commit], keep_last: int, keep_every_steps: int | None
 ) -> dict[str, list[str]]:
     """The reasons to keep each directory: ``last`` (one of the newest), ``every`` (its step is a
-    multiple); none if it may be removed. ``commits`` are in the order of their steps."""
+    multiple); none if it may be removed. ``commits`` are in the order of their steps.
+    """
     newest = {commit.directory for commit in commits[-keep_last:]}
     reasons: dict[str, list[str]] = {}
     for commit in commits:

@@ -34,8 +34,10 @@ class StatusFinding(NamedTuple):
 
 
 def diagnose(status: Status) -> list[StatusFinding]:
-    """Return all findings, the most urgent first; never empty. ``status`` is the documented object
-    without ``diagnosis`` and ``findings``."""
+    """Return all findings, the most urgent first; never empty.
+
+    ``status`` is the documented object without ``diagnosis`` and ``findings``.
+    """
     skipped = [*_skipped(status), *_unjudged(status)]
     if status["state"] == "COMPLETED":
         return [*skipped, _ended(status)]
@@ -206,7 +208,8 @@ def _waiting(status: Status) -> Iterator[StatusFinding]:
 
 def whom(waiting: Mapping[str, Any]) -> str:
     """Return ``ranks 0, 3 (n1) to finish train_step of step 4``; what is not waited for from ranks
-    stands for itself."""
+    stands for itself.
+    """
     ranks = waiting["for"]
     if not ranks:
         return str(waiting["what"])

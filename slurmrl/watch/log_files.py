@@ -58,7 +58,8 @@ class LogFile:
 
 class Part(NamedTuple):
     """A part of a process's output: long files are rotated, and the newest two parts are kept (see
-    `workers.agent.agent_host`)."""
+    `workers.agent.agent_host`).
+    """
 
     number: int
     skipped: int
@@ -116,7 +117,8 @@ def newest(
 def serving(paths: RunPaths, incarnation: int) -> Attempts:
     """Return the attempts that served an incarnation: those of the job in which it began, and the
     master's, whose log is numbered like that of the first agent. Their logs may cover other
-    incarnations of that job as well. Raises UnknownNameError."""
+    incarnations of that job as well. Raises UnknownNameError.
+    """
     begin = begin_of(paths.history, incarnation)
     if begin is None:
         raise UnknownNameError(f"incarnation {incarnation} has not begun; see slurmrl status")
@@ -171,8 +173,10 @@ class LogLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """The entries to print; None and 0 leave none out. Lines before the first entry of a file are
-    left out only by a ``process`` or a ``level``."""
+    """The entries to print; None and 0 leave none out.
+
+    Lines before the first entry of a file are left out only by a ``process`` or a ``level``.
+    """
 
     process: str | None = None
     """A pattern for the process or the label of its file: ``rank *``."""
@@ -197,8 +201,10 @@ class OutputReader:
     """Reads what was added to log files since the last time, across their rotation."""
 
     def __init__(self, wanted: Wanted | None = None, last: int | None = None) -> None:
-        """``last``: how many lines the first reading returns at most; None: all. Then and with a
-        time in ``wanted``, earlier parts of the files are not read."""
+        """``last``: how many lines the first reading returns at most; None: all.
+
+        Then and with a time in ``wanted``, earlier parts of the files are not read.
+        """
         self._wanted = wanted or Wanted()
         self._last = last
         self._begun = False
@@ -208,8 +214,10 @@ class OutputReader:
         """The newest entry."""
 
     def read(self, files: Sequence[LogFile], *, torn: bool) -> Iterator[LogLine]:
-        """Yield new lines in the order of their entries' times. ``torn``: an unfinished last line,
-        too; otherwise it follows once it is complete."""
+        """Yield new lines in the order of their entries' times.
+
+        ``torn``: an unfinished last line, too; otherwise it follows once it is complete.
+        """
         last = None if self._begun else self._last
         if not self._begun and (last is not None or self._wanted.since):
             self._read = {file.path: _Tail(self._wanted, last, file).start() for file in files}

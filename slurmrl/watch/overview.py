@@ -89,7 +89,8 @@ def collect(
 ) -> list[dict[str, Any]]:
     """Return the documented object of each trial (see ``status``); ``detailed`` ones cover more
     incarnations. A run directory that cannot be read is passed to ``unreadable`` and left out;
-    without that it raises."""
+    without that it raises.
+    """
     snapshots = _read_all(trials, STORY if detailed else GLANCE, unreadable)
     found = ask(snapshots, schedulers)
     watched = [
@@ -116,7 +117,8 @@ def glance(
     unreadable: Callable[[RunPaths, SlurmrlError], None],
 ) -> list[dict[str, Any]]:
     """Return what a list shows of each trial: `overview` of the ended ones that have a current one,
-    the whole object of the others."""
+    the whole object of the others.
+    """
     found = {paths: row for paths in trials if (row := read_overview(paths)) is not None}
     others = [paths for paths in trials if paths not in found]
     rows = {row["trial"]: row for row in collect(others, schedulers, unreadable=unreadable)}
@@ -144,8 +146,10 @@ def _read_all(
 def ask(
     snapshots: Sequence[TrialSnapshot], schedulers: SchedulerFactory
 ) -> dict[str, SchedulerAnswer]:
-    """Query each scheduler once for all trials that have not ended. ``problem`` holds the error of
-    one that does not answer."""
+    """Query each scheduler once for all trials that have not ended.
+
+    ``problem`` holds the error of one that does not answer.
+    """
     found = {snapshot.trial: SchedulerAnswer() for snapshot in snapshots}
     by_kind: dict[str, list[TrialSnapshot]] = {}
     for snapshot in snapshots:
@@ -208,8 +212,10 @@ def _moved(lease: Path, first: int | None) -> bool:
 
 
 def keep_overview(paths: RunPaths) -> None:
-    """Write the file if the trial has ended and it is not up to date. Where that is impossible,
-    readers do without it."""
+    """Write the file if the trial has ended and it is not up to date.
+
+    Where that is impossible, readers do without it.
+    """
     try:
         if recent(paths.history, exports=False).end is None or read_overview(paths) is not None:
             return
@@ -225,7 +231,8 @@ def keep_overview(paths: RunPaths) -> None:
 
 def read_overview(paths: RunPaths) -> dict[str, Any] | None:
     """Return the trial's name, the kept fields and the findings of an ended trial as its status
-    object has them; None if the file is missing, stale, damaged or unreadable."""
+    object has them; None if the file is missing, stale, damaged or unreadable.
+    """
     with suppress(FileNotFoundError, CorruptFileError, EnvironmentFailure):
         kept = documents.read(paths.overview, FIELDS, REQUIRED)
         if all(kept[name] == value for name, value in _made_from(paths).items()):

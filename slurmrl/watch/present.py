@@ -148,7 +148,8 @@ def _failed_commits(snapshot: TrialSnapshot, newest: Traces) -> dict[str, Any] |
 
 def _skipped(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     """Return the newest steps in a row in which a model was not updated at all, if they are
-    SKIPPED_STEPS or more, or all steps of an ended trial."""
+    SKIPPED_STEPS or more, or all steps of an ended trial.
+    """
     trained = [line for line in snapshot.lines if _models(line)]
     names = sorted({name for line in trained for name in _models(line)})
     runs = [(len(list(takewhile(partial(_in_vain, name), trained[::-1]))), name) for name in names]
@@ -161,7 +162,8 @@ def _skipped(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 
 def _unjudged(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     """Return the share of completions of the newest steps that the reward could not judge, if it is
-    MOST_UNJUDGED or more."""
+    MOST_UNJUDGED or more.
+    """
     given = [line.get("reward_unjudged") for line in snapshot.lines[-UNJUDGED_STEPS:]]
     shares = [float(share) for share in given if isinstance(share, int | float)]
     if not shares or sum(shares) < MOST_UNJUDGED * len(shares):
@@ -216,8 +218,10 @@ def _until(snapshot: TrialSnapshot, state: str) -> float | None:
 
 
 def step_time_s(lines: Sequence[Mapping[str, Any]], events: Iterable[Event]) -> float | None:
-    """Return the mean time of the newest steps, including evaluations. The first step of an
-    incarnation is warm-up and left out, unless there are no others."""
+    """Return the mean time of the newest steps, including evaluations.
+
+    The first step of an incarnation is warm-up and left out, unless there are no others.
+    """
     firsts = {event.get("step", -1) + 1 for event in events if event["kind"] == "ready"}
     timed = [line for line in lines if _number(line.get(metrics.STEP_S)) is not None]
     warm = [line for line in timed if line["step"] not in firsts]
@@ -234,7 +238,8 @@ def time_left_s(pace_s: float | None, step: int, total: int | None) -> float | N
 
 def commit_times(events: Iterable[Event]) -> tuple[float | None, float | None]:
     """Return how long the slowest of the newest commits took, and how long training waited for
-    one at most."""
+    one at most.
+    """
     newest = [event for event in events if event["kind"] == "commit"][-RECENT_COMMITS:]
     taken = [s for event in newest if (s := _number(event.get("seconds"))) is not None]
     stalls = [s for event in newest if (s := _number(event.get("stall_s"))) is not None]
@@ -254,7 +259,8 @@ def counted_time_s(
     trained_s: float | None, lines: Sequence[Mapping[str, Any]], step: int
 ) -> float | None:
     """Return the total time of the steps up to ``step``, where the trial stands: those after it
-    are lost, and their lines stay until the next incarnation begins."""
+    are lost, and their lines stay until the next incarnation begins.
+    """
     if trained_s is None:
         return None
     lost = (_number(line.get(metrics.STEP_S)) or 0.0 for line in lines if line["step"] > step)
@@ -265,7 +271,9 @@ def effective_ratio(
     trained_s: float | None, first_step_at: float | None, until: float | None
 ) -> float | None:
     """Return the time of the steps that count / the time since the first of them could begin.
-    Repeated steps count once; time in the queue counts as lost."""
+
+    Repeated steps count once; time in the queue counts as lost.
+    """
     if trained_s is None or first_step_at is None or until is None or until <= first_step_at:
         return None
     return min(trained_s / (until - first_step_at), 1.0)

@@ -81,7 +81,8 @@ def lost(names: NameStore, host: str) -> LostHost | None:
 
 def status(names: NameStore) -> Said:
     """Return the last status that the newest master published; empty if there is none, or if it is
-    damaged."""
+    damaged.
+    """
     key = keys.status()
     try:
         said = documents.parse(names.get(key), f"the name {key}", STATUS)
@@ -139,7 +140,8 @@ def first_agent(names: NameStore, job: str) -> Identity | None:
 def newest_claim(names: NameStore, group: str, task: int, job: str) -> Identity | None:
     """Return a task's newest claim in a round (``JOBID.RESTART.ROUND``) or in any round of a start
     of a job (``JOBID.RESTART``); None before there is one. Raises CorruptFileError,
-    EnvironmentFailure."""
+    EnvironmentFailure.
+    """
     for number in attempt_numbers(names, group, task):
         claim = attempt(names, group, task, number)
         if claim is not None and f"{claim.job}.".startswith(f"{job}."):

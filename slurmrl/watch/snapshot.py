@@ -164,7 +164,8 @@ class TrialSnapshot:
     @property
     def total_steps(self) -> int | None:
         """As the master reports, to whom the dataset's size is known; before it begins, those of
-        the newest submission. None: unknown."""
+        the newest submission. None: unknown.
+        """
         submission = self.submission
         if submission is None:
             return None
@@ -189,9 +190,11 @@ class TrialSnapshot:
 
 
 def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
-    """Read a run directory and the traces of its newest incarnations. The number of files read does
-    not depend on the age of the trial. Raises CorruptFileError for damaged files
-    except the plan, EnvironmentFailure."""
+    """Read a run directory and the traces of its newest incarnations.
+
+    The number of files read does not depend on the age of the trial. Raises CorruptFileError for
+    damaged files except the plan, EnvironmentFailure.
+    """
     submission = newest_submission(paths)
     state = recent(paths.history, incarnations=incarnations, exports=_exported(paths))
     try:
@@ -230,7 +233,8 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
 
 def _are_too_few(lines: Sequence[Mapping[str, Any]], state: Recent) -> bool:
     """Whether steps that the detailed status counts began before these lines: those after the last
-    commit, and those in a row that updated nothing."""
+    commit, and those in a row that updated nothing.
+    """
     if len(lines) < LINES:
         return False
     committed = state.last_commit.step if state.last_commit is not None else 0
@@ -282,8 +286,10 @@ def _traces(paths: RunPaths, names: NameStore, begun: Begun, leaders: Sequence[I
 
 
 def _agent(paths: RunPaths, attempt: Identity, incarnation: int) -> list[Event]:
-    """Return the agent's events of one incarnation. An event that names none belongs to the last
-    incarnation named before it."""
+    """Return the agent's events of one incarnation.
+
+    An event that names none belongs to the last incarnation named before it.
+    """
     writer = f"agent.{attempt.group}.{attempt.task}.{attempt.attempt}"
     found, named = [], None
     for event in events.read_ends(paths, writer):
@@ -400,7 +406,8 @@ def _leaders(
     names: NameStore, attempts: Mapping[tuple[str, int], Identity], count: int
 ) -> list[Identity]:
     """Return the newest attempts of the trainers' task 0, newest first: each incarnation began in
-    the job of one of them."""
+    the job of one of them.
+    """
     newest = attempts.get((TRAINERS, 0))
     if newest is None:
         return []

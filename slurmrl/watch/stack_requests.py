@@ -33,9 +33,11 @@ class Request:
 
     @classmethod
     def make(cls, paths: RunPaths, incarnation: int, rank: int | None) -> Request:
-        """Request the stacks of one rank of the trainers, or of all their processes. Raises
-        UsageError for a rank that does not exist, CorruptFileError for a plan that does not name
-        the ranks' hosts, EnvironmentFailure."""
+        """Request the stacks of one rank of the trainers, or of all their processes.
+
+        Raises UsageError for a rank that does not exist, CorruptFileError for a plan that does not
+        name the ranks' hosts, EnvironmentFailure.
+        """
         group = next((group for group in read_groups(paths) if group.name == TRAINERS), None)
         if group is None:
             lacks = "has no trainers" if paths.plan.exists() else "is missing"

@@ -132,8 +132,11 @@ def assemble(
     alive: bool | None = None,
     problem: str | None = None,
 ) -> dict[str, Any]:
-    """Return the documented object. ``alive``: whether the master's lease moved, None if that was
-    not checked; ``problem``: why the scheduler did not answer."""
+    """Return the documented object.
+
+    ``alive``: whether the master's lease moved, None if that was not checked; ``problem``: why the
+    scheduler did not answer.
+    """
     own = [task for task in tasks if task.group == TRAINERS]
     state = trial_state(snapshot, own, alive=bool(alive))
     end = snapshot.state.end
@@ -186,9 +189,11 @@ def _failed_starts(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 
 
 def trial_state(snapshot: TrialSnapshot, tasks: Sequence[TaskState], *, alive: bool) -> str:
-    """Return the state of a trial from its trainers' tasks. How it ended comes from the history.
-    Before that the scheduler decides; a moving lease counts as running, also where the scheduler
-    does not know the jobs."""
+    """Return the state of a trial from its trainers' tasks.
+
+    How it ended comes from the history. Before that the scheduler decides; a moving lease counts as
+    running, also where the scheduler does not know the jobs.
+    """
     if snapshot.state.end is not None:
         return ENDS[snapshot.state.end.kind]
     states = {task.state for task in tasks}
@@ -215,8 +220,11 @@ def _attempt(
 
 
 def _step(snapshot: TrialSnapshot, lives: bool) -> int:
-    """Return the step that the trial has reached. Without a live incarnation that is the step of
-    the last commit, from which the next one continues."""
+    """Return the step that the trial has reached.
+
+    Without a live incarnation that is the step of the last commit, from which the next one
+    continues.
+    """
     end, commit = snapshot.state.end, snapshot.state.last_commit
     if end is not None and "step" in end.data:
         return int(end.data["step"])
@@ -262,7 +270,8 @@ def _group(
 
 def present_link(elements: Sequence[TaskState]) -> TaskState | None:
     """Return the array element of a fixed group's present job: the running one, else the next to
-    start, else the last that ran."""
+    start, else the last that ran.
+    """
 
     def rank(element: TaskState) -> tuple[int, int]:
         if element.state is JobState.RUNNING:
@@ -296,8 +305,10 @@ def _task(
 
 
 def _task_state(snapshot: TrialSnapshot, element: TaskState | None, state: str) -> str:
-    """Return a task's state. The scheduler is not asked about ended trials: their tasks have the
-    state of the trial."""
+    """Return a task's state.
+
+    The scheduler is not asked about ended trials: their tasks have the state of the trial.
+    """
     if element is not None:
         return element.state.value
     return JobState.UNKNOWN.value if snapshot.state.end is None else state

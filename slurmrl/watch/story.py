@@ -60,8 +60,10 @@ def tell(snapshot: TrialSnapshot, tasks: Sequence[TaskState], state: str) -> lis
 
 
 def last_word(traces: Traces) -> float:
-    """Return the time of an incarnation's last sign of life, by the writers' clocks. A cancellation
-    does not count: the command may come long afterwards."""
+    """Return the time of an incarnation's last sign of life, by the writers' clocks.
+
+    A cancellation does not count: the command may come long afterwards.
+    """
     times = [float(event["time"]) for event in (*traces.master, *traces.agent)]
     end = traces.begun.end
     cancelled = end is not None and end.kind is Kind.CANCELLED
@@ -126,8 +128,10 @@ def _row(
 
 
 def _in_job(traces: Traces, tasks: Sequence[TaskState]) -> bool:
-    """Whether an incarnation can belong to a job that runs now. Otherwise its own job has ended and
-    the next one has not begun an incarnation yet."""
+    """Whether an incarnation can belong to a job that runs now.
+
+    Otherwise its own job has ended and the next one has not begun an incarnation yet.
+    """
     job_id = traces.attempt.job_id if traces.attempt is not None else ""
     running = {task.job_id: task for task in tasks if task.state is JobState.RUNNING}
     if not running or not job_id:
@@ -155,7 +159,8 @@ def _last_seen(
     snapshot: TrialSnapshot, traces: Traces, after: Traces | None, *, running: bool
 ) -> int:
     """Return the last step that others know: the status of a running incarnation, the next one that
-    does steps again, or metrics that no next one has cut yet; 0 if none does."""
+    does steps again, or metrics that no next one has cut yet; 0 if none does.
+    """
     if running:
         said = snapshot.said.get("step")
     elif after is not None:
@@ -227,8 +232,10 @@ def _explained(reported: Ending) -> str:
 
 
 def warning(warned: Warned, *, preempted: bool = False) -> str:
-    """Return in words the warning that an incarnation's job would end. ``preempted``: the scheduler
-    shows that it was."""
+    """Return in words the warning that an incarnation's job would end.
+
+    ``preempted``: the scheduler shows that it was.
+    """
     words = WARNINGS.get(warned.cause, WARNINGS["unknown"])
     if preempted and warned.cause == "preemption":
         words = PREEMPTED
@@ -237,7 +244,8 @@ def warning(warned: Warned, *, preempted: bool = False) -> str:
 
 def _was_preempted(traces: Traces, tasks: Sequence[TaskState]) -> bool:
     """Whether the scheduler says so or starts the job again, which it does not do with a job that
-    somebody killed."""
+    somebody killed.
+    """
     element = traces.attempt.job_id if traces.attempt is not None else ""
     own = [task for task in tasks if element and task.job_id == element]
     return any(
@@ -268,8 +276,10 @@ def _unsaid(traces: Traces) -> End | None:
 
 
 def _was_cancelled(traces: Traces) -> bool:
-    """Whether the trial was cancelled while the incarnation ran. The signal alone does not show
-    that."""
+    """Whether the trial was cancelled while the incarnation ran.
+
+    The signal alone does not show that.
+    """
     end = traces.begun.end
     if end is None or end.kind is not Kind.CANCELLED:
         return False
@@ -282,8 +292,10 @@ def _cancelled(traces: Traces) -> End:
 
 
 def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
-    """Return the scheduler's state of the job, while it remembers the job. That of an element that
-    waits or runs says nothing about an earlier end, unless it is ending."""
+    """Return the scheduler's state of the job, while it remembers the job.
+
+    That of an element that waits or runs says nothing about an earlier end, unless it is ending.
+    """
     task = _task(traces, tasks)
     cause = JOB_ENDS.get(task.ending or task.state) if task else None
     if task is None or cause is None:
@@ -293,7 +305,8 @@ def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
 
 def _task(traces: Traces, tasks: Sequence[TaskState]) -> TaskState | None:
     """Return the array element in which an incarnation ran, unless it was requeued since: then its
-    state is that of a later start."""
+    state is that of a later start.
+    """
     job_id = traces.attempt.job_id if traces.attempt is not None else ""
     found = (task for task in tasks if job_id and task.job_id == job_id)
     return next((task for task in found if is_start_of(task, _tag(traces))), None)
@@ -301,7 +314,8 @@ def _task(traces: Traces, tasks: Sequence[TaskState]) -> TaskState | None:
 
 def _contradicted(traces: Traces, tasks: Sequence[TaskState], warned: Warned) -> End | None:
     """Return the scheduler's reason if it contradicts one guessed from a signal: steps of a killed
-    or cancelled job get the same signals as those of a preempted one."""
+    or cancelled job get the same signals as those of a preempted one.
+    """
     task = _task(traces, tasks)
     if warned.cause not in GUESSED or task is None:
         return None

@@ -53,15 +53,19 @@ def adopt_orphans() -> None:
 
 
 def ignore_signals() -> None:
-    """Ignore the signals that Slurm sends to whole steps; the agent handles them. Children inherit
-    this, but a container runtime may reset it (Apptainer does), so they call it again."""
+    """Ignore the signals that Slurm sends to whole steps; the agent handles them.
+
+    Children inherit this, but a container runtime may reset it (Apptainer does), so they call it
+    again.
+    """
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
 
 
 def allow_tracing() -> None:
     """Let the user's other processes read this one's stacks, as py-spy does, where Yama restricts
-    that to ancestors. A process does not inherit this."""
+    that to ancestors. A process does not inherit this.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
 
 
@@ -129,8 +133,11 @@ def find_descendant(pid: int, name: str) -> int | None:
 
 
 def kill_descendant(pid: int, name: str) -> int | None:
-    """Send SIGKILL to the descendant of ``pid`` that has this name. Return a descriptor that is
-    readable once it has ended and its memory and devices are freed; None if there is none."""
+    """Send SIGKILL to the descendant of ``pid`` that has this name.
+
+    Return a descriptor that is readable once it has ended and its memory and devices are freed;
+    None if there is none.
+    """
     descendant = find_descendant(pid, name)
     if descendant is None:
         return None
@@ -223,7 +230,8 @@ def spawn_with_pipe(
     interpreter: Sequence[str] = (sys.executable,),
 ) -> tuple[Child, Connection]:
     """Start a process as `spawn` does, with a pipe, whose other end the child gets as
-    ``--pipe-fd``, and with a file for its stacks."""
+    ``--pipe-fd``, and with a file for its stacks.
+    """
     ours, theirs = Connection.pair()
     stacks_fd = stacks.new_file()
     given = [PIPE_FD_OPTION, str(theirs.fileno()), stacks.OPTION, str(stacks_fd)]
@@ -249,7 +257,8 @@ def spawn_with_pipe(
 
 class _Forgiving(io.FileIO):
     """Drops what the file does not take (full disk, unreachable server), and writes a note about it
-    as soon as the file takes something again."""
+    as soon as the file takes something again.
+    """
 
     _dropped = 0
     _why = ""

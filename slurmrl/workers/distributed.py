@@ -44,8 +44,11 @@ Refuse = Callable[[str, int], str | None]
 
 
 def collective_timeout(step_timeout_s: float) -> timedelta:
-    """Return the time-out of one collective. Ranks may wait for each other as long as a call may
-    last, and the master's deadline, which reports what was waited for, must come first."""
+    """Return the time-out of one collective.
+
+    Ranks may wait for each other as long as a call may last, and the master's deadline, which
+    reports what was waited for, must come first.
+    """
     return max(SHORTEST_TIMEOUT, timedelta(seconds=step_timeout_s) + MARGIN)
 
 
@@ -80,9 +83,11 @@ def join(
 
 
 def wait_for_all(store: RunStore, rank: int, world_size: int, name: str) -> None:
-    """Return once all ranks have called this with ``name``. A barrier of NCCL would make a
-    communicator of all ranks, which costs memory and time on each GPU and which nothing else
-    uses."""
+    """Return once all ranks have called this with ``name``.
+
+    A barrier of NCCL would make a communicator of all ranks, which costs memory and time on each
+    GPU and which nothing else uses.
+    """
     store.set(f"{name}/{rank}", "")
     store.wait([f"{name}/{other}" for other in range(world_size)])
 
@@ -117,15 +122,21 @@ class RunStore(Store):
         _retry("write", lambda: atomic.replace(path, data, durable=False))
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key once a rank has set it. Raises DistStoreError after the
-        time-out, EnvironmentFailure if the directory does not answer."""
+        """Return the value of a key once a rank has set it.
+
+        Raises DistStoreError after the time-out, EnvironmentFailure if the directory does not
+        answer.
+        """
         self.wait([key])
         path = self._directory / _file_name(key)
         return _retry("read", lambda: atomic.read_needed(path))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are set. The directory is listed, because an NFS client may
-        believe for a minute that a file that it has looked for is missing."""
+        """Return whether all keys are set.
+
+        The directory is listed, because an NFS client may believe for a minute that a file that it
+        has looked for is missing.
+        """
         names = {_file_name(key) for key in keys}
         if not names <= self._seen:
             self._seen.update(_retry("list", self._names))
@@ -146,7 +157,8 @@ class RunStore(Store):
 
     def clone(self) -> RunStore:
         """Return this store itself, which holds no connection: torch's NCCL monitor uses the clone
-        in a thread of its own."""
+        in a thread of its own.
+        """
         return self
 
     def _names(self) -> list[str]:

@@ -62,8 +62,10 @@ def describe(error: Exception, who: str) -> Failure:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback, without the frames of slurmrl that called the user's code. The log of
-    the process has them."""
+    """Return the traceback, without the frames of slurmrl that called the user's code.
+
+    The log of the process has them.
+    """
     shown = traceback.TracebackException.from_exception(error)
     omitted = 0
     for one in _chain(shown):
@@ -85,7 +87,8 @@ def _chain(shown: traceback.TracebackException | None) -> Iterator[traceback.Tra
 
 def _is_users(file: str) -> bool:
     """Return whether a source file is in a folder of the user's: an entry of PYTHONPATH, the first
-    of which has the trial's copy of the code. Packages, installed for editing or not, are not."""
+    of which has the trial's copy of the code. Packages, installed for editing or not, are not.
+    """
     path, ours = Path(file), Path(failed.__code__.co_filename).parents[1]  # not __file__ in a trial
     if {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(ours):
         return False
@@ -103,8 +106,10 @@ def concerning(error: BaseException, failure: Failure) -> Failure:
 
 
 def publish(names: NameStore, incarnation: int, failure: Failure) -> bool:
-    """Publish why an incarnation failed. Return False if another failure was published first or the
-    directory did not take this one."""
+    """Publish why an incarnation failed.
+
+    Return False if another failure was published first or the directory did not take this one.
+    """
     value = json.dumps(objects.to_json(failure))
     try:
         retry(
@@ -122,8 +127,10 @@ def publish(names: NameStore, incarnation: int, failure: Failure) -> bool:
 
 
 def publish_attempt(names: NameStore, identity: Identity, failure: Failure) -> None:
-    """Publish why an attempt at a rollout task failed. Raises EnvironmentFailure if the directory
-    does not answer."""
+    """Publish why an attempt at a rollout task failed.
+
+    Raises EnvironmentFailure if the directory does not answer.
+    """
     key = keys.attempt_failure(identity.group, identity.task, identity.attempt)
     value = json.dumps(objects.to_json(failure))
     retry(
@@ -134,8 +141,10 @@ def publish_attempt(names: NameStore, identity: Identity, failure: Failure) -> N
 
 
 def publish_loss(names: NameStore, host: str, incarnation: int, job: str) -> None:
-    """Publish that a host is of no further use in this start of a job. Raises EnvironmentFailure
-    if the directory does not answer."""
+    """Publish that a host is of no further use in this start of a job.
+
+    Raises EnvironmentFailure if the directory does not answer.
+    """
     note = json.dumps(objects.to_json(LostHost(incarnation=incarnation, job=job)))
     retry(
         "report a lost host",
@@ -152,7 +161,8 @@ def publish_hang(
     files: Sequence[str],
 ) -> None:
     """Log the explanation, write it as an event and add it to the name store, where `status` reads
-    it. ``files`` hold the stacks."""
+    it. ``files`` hold the stacks.
+    """
     explained = Hang(text=hang.explain(hang.grouped(rows)), files=tuple(files))
     logger.error("%s; stacks: %s", explained.text, ", ".join(files) or "none")
     events.write("hang", incarnation=incarnation, text=explained.text, files=list(files))

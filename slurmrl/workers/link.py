@@ -98,7 +98,8 @@ def requeue(link: Link, sleep: Callable[[float], None] = time.sleep) -> None:
     """Requeue the job of a link in place of its batch process, or cancel it where nothing follows.
 
     Nobody else would end the job before its time limit, so a controller that does not answer is
-    asked again, and a job that Slurm refuses to requeue is cancelled."""
+    asked again, and a job that Slurm refuses to requeue is cancelled.
+    """
     client = SlurmClient(TIMEOUT_S)
     leave = client.requeue if _is_requeued(link) else _cancel(client)
     backoff, refusals = Backoff(*ASK_S, sleep=sleep), 0
@@ -118,7 +119,8 @@ def requeue(link: Link, sleep: Callable[[float], None] = time.sleep) -> None:
 
 def this_start(client: SlurmClient, link: Link) -> QueueRow | None:
     """Return what Slurm says about the present start of a link; None if it has forgotten it, or has
-    requeued it since. Raises SchedulerError."""
+    requeued it since. Raises SchedulerError.
+    """
     rows = [row for row in client.queue([link.job]) if link.index in row.elements]
     return next((row for row in rows if row.restarts == link.restart), None)
 

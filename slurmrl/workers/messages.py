@@ -197,8 +197,10 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A worker's files are on disk. That of an asynchronous `Save` and of a `WriteVersion` comes
-    after its `Done`."""
+    """A worker's files are on disk.
+
+    That of an asynchronous `Save` and of a `WriteVersion` comes after its `Done`.
+    """
 
     rank: Annotated[int, COUNT]
     seq: Annotated[int, SIZE]
@@ -260,8 +262,10 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class StartRollout(Start):
-    """`Start` of a rollout task's worker. It outlives incarnations, so it names neither one nor a
-    commit."""
+    """`Start` of a rollout task's worker.
+
+    It outlives incarnations, so it names neither one nor a commit.
+    """
 
     agent: Identity
     """The attempt, whose requests and results are the worker's."""
@@ -277,7 +281,8 @@ class Serve:
 @dataclass(frozen=True, kw_only=True)
 class Retire:
     """Take no more requests, finish what can be finished within the time, give the rest back and
-    exit. A worker that runs longer is killed."""
+    exit. A worker that runs longer is killed.
+    """
 
     reason: str
     within_s: Annotated[float, SECONDS]

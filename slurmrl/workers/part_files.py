@@ -1,5 +1,6 @@
 """The part files of a step or an evaluation, which ranks write and the master reads: a line about
-each item."""
+each item.
+"""
 
 from __future__ import annotations
 

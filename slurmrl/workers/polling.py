@@ -72,7 +72,8 @@ class Presence:
 
     def check(self) -> None:
         """Raise RunGoneError if the run directory was removed, RunFailedError if one of the
-        directories for messages was: the next start makes that one again."""
+        directories for messages was: the next start makes that one again.
+        """
         if not self._looks.due():
             return
         now = self._clock()
@@ -114,8 +115,10 @@ class Presence:
 
 
 def make_channels(paths: RunPaths) -> None:
-    """Make the directories through which processes exchange messages, where they are missing. The
-    run directory itself must be there. Raises EnvironmentFailure."""
+    """Make the directories through which processes exchange messages, where they are missing.
+
+    The run directory itself must be there. Raises EnvironmentFailure.
+    """
     for directory in paths.channels():
         atomic.make_private_directory(directory)
 
@@ -145,7 +148,8 @@ class PollIntervals:
     def of(hosts: int, heartbeat_s: float) -> PollIntervals:
         """Return the intervals of a trial on ``hosts`` hosts; none of the periodic ones is below
         ``heartbeat_s``. Heartbeats get the largest share of the budget, so they are the last to
-        slow down: to one every 15 s at 10,000 hosts."""
+        slow down: to one every 15 s at 10,000 hosts.
+        """
         budget = max(OPERATIONS_PER_S, OPERATIONS_PER_S_AND_HOST * hosts)
         beat_s = max(heartbeat_s, BEAT * hosts / (0.40 * budget))
         check_s = max(heartbeat_s, CHECK * hosts / (0.12 * budget))

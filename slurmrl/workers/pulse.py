@@ -46,7 +46,8 @@ def start(
     errand: Errand | None = None,
 ) -> None:
     """Send a pulse at once and then every ``every_s``, from a thread that ends with the process or
-    the pipe. None is sent while earlier messages are still unread: those are signs of life too."""
+    the pipe. None is sent while earlier messages are still unread: those are signs of life too.
+    """
 
     def beat() -> None:
         while not pipe.closed:
@@ -62,8 +63,10 @@ def start(
 
 
 class Watch(Generic[K]):
-    """Tracks how long each of several processes has been silent. The time before its first sign of
-    life does not count."""
+    """Tracks how long each of several processes has been silent.
+
+    The time before its first sign of life does not count.
+    """
 
     def __init__(self, silence_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._silence_s = silence_s

@@ -41,8 +41,10 @@ class GenerateItems:
 
 @dataclass(frozen=True, kw_only=True)
 class Confirm:
-    """The first message of a log: what the master of this incarnation knows of the attempt. Other
-    leases are over: what is unfinished of them is not wanted any more."""
+    """The first message of a log: what the master of this incarnation knows of the attempt.
+
+    Other leases are over: what is unfinished of them is not wanted any more.
+    """
 
     leases: tuple[GenerateItems, ...] = ()
     """Those that still hold, with the items that the master has no result of. The request may have

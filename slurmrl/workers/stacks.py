@@ -51,8 +51,10 @@ def finish(descriptor: int, text: str) -> None:
 
 
 def take(descriptor: int, most_bytes: int) -> tuple[str, bool]:
-    """Return what a process has written since `clear`, and whether that is complete. Text beyond
-    ``most_bytes`` is cut."""
+    """Return what a process has written since `clear`, and whether that is complete.
+
+    Text beyond ``most_bytes`` is cut.
+    """
     data = os.pread(descriptor, most_bytes, 0)
     size = os.fstat(descriptor).st_size
     text = data.decode(errors="replace")

@@ -18,8 +18,11 @@ SAMPLES, COMPLETIONS = 16, 2
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_each_checkpoint_has_its_results_once_whoever_was_killed(tmp_path: Path) -> None:
-    """The trainers evaluate nothing and wait for nothing. An evaluation whose worker is killed goes
-    on; its results stand in the metrics of the trial, at the step of the checkpoint, once."""
+    """The trainers evaluate nothing and wait for nothing.
+
+    An evaluation whose worker is killed goes on; its results stand in the metrics of the trial, at
+    the step of the checkpoint, once.
+    """
     site = Site(tmp_path)
     evaluation = {
         "dataset": {"type": "prompt", "path": str(ADDITION / "heldout.jsonl")},

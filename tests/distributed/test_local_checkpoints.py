@@ -1,5 +1,6 @@
 """Local trials whose checkpoints hang, fail or are damaged have the result of an undisturbed
-one."""
+one.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,10 @@ HELD, STEPS = 9, 80
 
 
 def config(site: Site, **checkpoint: Any) -> dict[str, Any]:
-    """The configuration of a trial that is held. Its checkpoints have 1 MB, far more than all else
-    that a run writes."""
+    """The configuration of a trial that is held.
+
+    Its checkpoints have 1 MB, far more than all else that a run writes.
+    """
     kept = {"every_steps": 2, "keep_last": 3, **checkpoint}
     found = Hold(site).sft(sft_config(total_steps=STEPS, checkpoint=kept))
     larger = {**ARCHITECTURE, "hidden_size": 64, "intermediate_size": 128}
@@ -88,7 +91,8 @@ def committed(site: Site) -> list[int]:
 
 def stop_while_it_writes(site: Site, worker: int) -> int:
     """Stop rank 1 while its file of a checkpoint is not complete, so that the checkpoint cannot be
-    committed; return the checkpoint's step."""
+    committed; return the checkpoint's step.
+    """
     complete = site.paths(TRIAL).checkpoint(committed(site)[0], 1) / "actor.1.safetensors"
     size = complete.stat().st_size
     for step in range(committed(site)[-1] + 2, STEPS, 2):
@@ -142,9 +146,12 @@ def flip(path: Path) -> None:
 
 
 def test_damaged_checkpoints_are_passed_over(site: Site, undisturbed: dict[str, Any]) -> None:
-    """A wrong size shows before the workers start. A wrong checksum shows when the ranks load,
-    which costs a start: so the newest is tried, and then the third. A directory that is hidden for
-    a while is awaited: nothing in it counts as damaged."""
+    """A wrong size shows before the workers start.
+
+    A wrong checksum shows when the ranks load, which costs a start: so the newest is tried, and
+    then the third. A directory that is hidden for a while is awaited: nothing in it counts as
+    damaged.
+    """
     site.wait_for_step(TRIAL, HELD)
     os.kill(processes(site.paths(TRIAL).run)["chain"][0], signal.SIGUSR2)
     Hold(site).release_after_warning(TRIAL)

@@ -1,6 +1,9 @@
-"""Workers in a container, their agent outside. The container program is a stand-in that does what
-Apptainer does with --cleanenv: it stays as the parent of the command, hands on open descriptors,
-nothing of the environment and no signal that is ignored."""
+"""Workers in a container, their agent outside.
+
+The container program is a stand-in that does what Apptainer does with --cleanenv: it stays as the
+parent of the command, hands on open descriptors, nothing of the environment and no signal that is
+ignored.
+"""
 
 from __future__ import annotations
 

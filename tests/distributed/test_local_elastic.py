@@ -1,5 +1,6 @@
 """A trial that resumes with other numbers of ranks: same data, same optimizer, nearly the same
-sums."""
+sums.
+"""
 
 from __future__ import annotations
 

@@ -115,8 +115,10 @@ def judge(prompts, completions, rows, *, indices):
 def test_a_reward_in_a_pool_costs_completions_and_not_the_trial(
     make_site: Callable[[str], Site],
 ) -> None:
-    """Each first completion of a prompt kills its judge. The others are judged, by the example's
-    own reward too, and no process is left."""
+    """Each first completion of a prompt kills its judge.
+
+    The others are judged, by the example's own reward too, and no process is left.
+    """
     site = make_site("site")
     example = Path(__file__).parents[2] / "examples" / "custom" / "rewards.py"
     (site.folder / "rewards.py").write_text(example.read_text())
@@ -147,8 +149,10 @@ def test_a_reward_in_a_pool_costs_completions_and_not_the_trial(
 def test_reward_that_is_not_finite_fails_the_trial_at_its_first_start(
     make_site: Callable[[str], Site],
 ) -> None:
-    """A user's function in a file beside the configuration fails. Earlier commits do not justify
-    another start."""
+    """A user's function in a file beside the configuration fails.
+
+    Earlier commits do not justify another start.
+    """
     site = make_site("site")
     (site.folder / "nan_reward.py").write_text(NAN_REWARD)
     reward = {"name": "nan_reward:judge"}

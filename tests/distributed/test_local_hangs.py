@@ -93,8 +93,10 @@ def waited_for(site: Site) -> dict[str, Any]:
 
 
 def test_a_hang_is_explained_before_it_is_ended(site: Site) -> None:
-    """A sleeping rank is ended at the deadline. The story says who waited for whom, and the stacks
-    of all processes are kept."""
+    """A sleeping rank is ended at the deadline.
+
+    The story says who waited for whom, and the stacks of all processes are kept.
+    """
     submit(site, "sleep", step_timeout_s=30.0)
     assert site.wait_for_end("ppo/1")["state"] == "FAILED"
     check_end(site, "sleep")
@@ -127,8 +129,10 @@ def check_end(site: Site, kind: str) -> None:
 
 def test_stacks_on_demand_and_of_a_stopped_rank(site: Site) -> None:
     """Stacks of ranks that hang while their trial continues; the status says who waits for whom.
+
     One rank wrote 3 MB before, of which 1 MiB may stay. Once it is stopped, it is ended for its
-    silence, long before the deadline."""
+    silence, long before the deadline.
+    """
     submit(site, "flood", step_timeout_s=1000.0, logging={"output_mib": 1})
     status = waited_for(site)
     assert f"for {SLEEPS}" in status["waiting"]["explained"]

@@ -25,7 +25,8 @@ def run(site: Site, name: str, config: dict[str, Any], *overrides: str) -> list[
 
 def test_a_reward_model_is_trained_evaluated_and_judges(tmp_path: Path) -> None:
     """Its export scores the completions of PPO, and with ``total_steps=0`` it is evaluated alone:
-    to the bit as at the end of its training."""
+    to the bit as at the end of its training.
+    """
     site = Site(tmp_path)
     config = sft_config(
         total_steps=2,

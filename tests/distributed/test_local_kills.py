@@ -36,7 +36,8 @@ STEPS = 10
 
 def config_of(kind: str, site: Site) -> dict[str, Any]:
     """PPO with every call that it can have, and groups of completions of which a filter drops more
-    than half."""
+    than half.
+    """
     config = CONFIGS[kind](total_steps=STEPS, checkpoint={"every_steps": 2})
     if kind == "ppo":
         more = {"recompute_logprobs": True, "max_truncated": 0.5}
@@ -80,7 +81,8 @@ def begun_by(site: Site, trial: str) -> list[tuple[int, str]]:
 
 def started(site: Site, kind: str, logging: Any = None, **cluster: Any) -> Path:
     """The run directory of a detached trial that has reached its third step, and waits there until
-    `check_end`."""
+    `check_end`.
+    """
     changes = {"cluster": {"gpus_per_worker": 0, **cluster}} if cluster else {}
     changes |= {"logging": logging} if logging else {}
     Hold(site).allow(3)
@@ -122,8 +124,10 @@ def test_the_same_agent_serves_the_next_incarnation(
     role: str,
     index: int,
 ) -> None:
-    """The next incarnation has new workers from the same fork server. Sinks hold each step once,
-    as it was committed."""
+    """The next incarnation has new workers from the same fork server.
+
+    Sinks hold each step once, as it was committed.
+    """
     site = Site(tmp_path, {"WANDB_SILENT": "true"})
     trial = f"{kind}/1"
     run = started(site, kind, ALL_SINKS if role == "master" else None)
@@ -165,7 +169,8 @@ class Once(ExactMatch):
 
 def without_intervals(outcome: dict[str, Any]) -> dict[str, Any]:
     """Those of a reward of one's own are not those of `exact_match`, which is known to be 1 or
-    0."""
+    0.
+    """
     metrics = [
         {name: value for name, value in line.items() if not name.endswith(("/low", "/high"))}
         for line in outcome["metrics"]

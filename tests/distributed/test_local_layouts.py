@@ -36,7 +36,8 @@ def test_a_trial_learns_the_same_on_tensor_and_context_ranks(tmp_path: Path, kin
 
 def test_models_with_layouts_and_ranks_of_their_own(tmp_path: Path) -> None:
     """The actor on two tensor ranks, the critic on two data-parallel ones, the reference on the
-    second rank alone: the numbers are those of one rank."""
+    second rank alone: the numbers are those of one rank.
+    """
     site = Site(tmp_path)
     layouts = {
         "one": {"actor": {"backend": "fsdp:d1"}},

@@ -18,7 +18,8 @@ from tests.support.trials import ARCHITECTURE, Site, ppo_config
 
 def config_of(source: Path) -> dict[str, Any]:
     """PPO with adapters of actor and critic, on two ranks, that generates on two tensor ranks with
-    the actor's weights merged."""
+    the actor's weights merged.
+    """
     rollout = {"max_new_tokens": 4, "backend": "native:t2"}
     config = ppo_config(trial="lora", total_steps=2, rollout=rollout)
     lora = {"rank": 3, "alpha": 6}
@@ -34,8 +35,11 @@ def config_of(source: Path) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_adapters_are_trained_committed_moved_and_exported(tmp_path: Path) -> None:
-    """The reference is the actor without adapters, so the KL is zero at first. The trial resumes
-    from its adapters. Both exports compute the same, and nothing is merged with another base."""
+    """The reference is the actor without adapters, so the KL is zero at first.
+
+    The trial resumes from its adapters. Both exports compute the same, and nothing is merged with
+    another base.
+    """
     site = Site(tmp_path)
     source = tmp_path / "source"
     torch.manual_seed(0)

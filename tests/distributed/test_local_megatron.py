@@ -16,7 +16,8 @@ def let_megatron_compute_here(
     site: Site, folder: Path, trial: str, kind: str = "sft"
 ) -> dict[str, str]:
     """The part of ``cluster`` with which megatron-core works on a CPU; commands of ``site`` accept
-    it there."""
+    it there.
+    """
     accept, install = (f"tests.support.megatron_cpu:{name}" for name in ("accept", "install"))
     write_hook(folder / f"{trial}.submit", "slurmrl.plan.resources", accept)
     site.environment["PYTHONPATH"] = f"{folder / f'{trial}.submit'}:{ROOT}"
@@ -27,7 +28,8 @@ def let_megatron_compute_here(
 @pytest.mark.parametrize("layout", ["t2", pytest.param("p2", marks=pytest.mark.soak)])
 def test_a_trial_learns_the_same_on_megatron(tmp_path: Path, layout: str) -> None:
     """It resumes from its own checkpoint, and then on another engine; its export equals those of
-    others."""
+    others.
+    """
     site = Site(tmp_path)
     one = site.write("one.yaml", config_of("sft", trial="one", total_steps=6))
     site.slurmrl("submit", str(one), "--scheduler", "local", "--wait")
@@ -48,7 +50,8 @@ def test_a_trial_learns_the_same_on_megatron(tmp_path: Path, layout: str) -> Non
 @pytest.mark.long
 def test_models_with_engines_of_their_own(tmp_path: Path) -> None:
     """The actor on fsdp, the critic on two pipeline stages and the reference on two tensor ranks of
-    megatron: the numbers are those of one fsdp rank."""
+    megatron: the numbers are those of one fsdp rank.
+    """
     site = Site(tmp_path)
     for trial in ("one", "mixed"):
         config = config_of("ppo", trial=trial, total_steps=3)

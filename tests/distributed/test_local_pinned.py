@@ -57,7 +57,8 @@ def sampled(site: Site, trial: str, path: str, *more: str) -> list[dict[str, Any
 @pytest.mark.long
 def test_a_checkpoint_is_sampled_like_its_export(tmp_path: Path) -> None:
     """On other numbers of ranks, also by transformers, and after the trial that made it has gone on
-    and deleted it."""
+    and deleted it.
+    """
     site = start(tmp_path)
     held_out = (ADDITION / "heldout.jsonl").read_text().splitlines()[:ROWS]
     (tmp_path / "rows.jsonl").write_text("\n".join(held_out) + "\n")

@@ -57,7 +57,8 @@ def results(site: Site, name: str) -> list[dict[str, Any]]:
 
 def test_reward_model_scores_completions_where_it_was_trained(site: Site) -> None:
     """The accuracy at the token that rollouts read is that of the training, and the scores of
-    completions are those of transformers at their last token."""
+    completions are those of transformers at their last token.
+    """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     pairs = [
@@ -160,8 +161,10 @@ def sums(path: Path, seed: int, count: int) -> str:
 
 
 def train_on_sums(site: Site, reward: dict[str, Any], steps: int) -> tuple[float, float]:
-    """GRPO with adapters on sums. Return the mean reward of held-out completions, and the share
-    whose last number is the answer."""
+    """GRPO with adapters on sums.
+
+    Return the mean reward of held-out completions, and the share whose last number is the answer.
+    """
     train = sums(site.folder / "train.jsonl", 1, 512)
     held_out = sums(site.folder / "held_out.jsonl", 2, 64)
     config = trial("grpo", {"name": "grpo", "batch_size": 8}, total_steps=steps)

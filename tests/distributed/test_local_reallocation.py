@@ -73,7 +73,8 @@ def test_calls_on_ranks_of_their_own_overlap(tmp_path: Path) -> None:
     """The actor trains on two tensor ranks, which the critic shares, and generates on two others,
     which the reference shares. The reference, whose call comes first, may wait for the critic. The
     numbers are those of one rank, although all models leave device memory between calls. The
-    moments in the metrics of a step are those with its returns."""
+    moments in the metrics of a step are those with its returns.
+    """
     site = Site(tmp_path)
     normalized = {"value_norm": "moving"}
     found = run(
@@ -107,7 +108,8 @@ async def three(policy, item, tools):
 def test_episodes_of_tensor_ranks_outlive_kills(tmp_path: Path) -> None:
     """A rank that repeats what its leader serves is killed in the middle of an episode, and later
     the leader. The trial ends with the same bits as one without kills, and log-probabilities are
-    those of the training engine."""
+    those of the training engine.
+    """
     site, outcomes = site_in(tmp_path, {}, pause_s=0.0), []
     (tmp_path / "turns_of_mine.py").write_text(THREE_TURNS)
     episode = {"name": "turns_of_mine:three"}
@@ -133,8 +135,10 @@ def test_episodes_of_tensor_ranks_outlive_kills(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_weights_move_once_per_step_however_often_it_generates(tmp_path: Path) -> None:
-    """A step of remax generates in each round of the filter, and then greedy completions. The
-    numbers are those of generation on the training engine."""
+    """A step of remax generates in each round of the filter, and then greedy completions.
+
+    The numbers are those of generation on the training engine.
+    """
     site = Site(tmp_path)
     found = []
     for trial, rollout in (("moved", {"backend": "native:d1", "offload": True}), ("one", {})):
@@ -158,7 +162,8 @@ def test_weights_move_once_per_step_however_often_it_generates(tmp_path: Path) -
 
 def test_a_wrong_move_ends_the_incarnation(tmp_path: Path) -> None:
     """The verification of the first move finds an element that differs; the next start moves all
-    weights again."""
+    weights again.
+    """
     site = Site(tmp_path)
     found = run(
         site,
@@ -176,7 +181,8 @@ def test_a_wrong_move_ends_the_incarnation(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_reference_follows_the_actor(tmp_path: Path) -> None:
     """In every commit, each weight of the reference is the moving average of those of the actor,
-    also after a restart from a checkpoint, and with another layout."""
+    also after a restart from a checkpoint, and with another layout.
+    """
     site, eta = Site(tmp_path), 0.25
     sections = {
         "ref": {"backend": "fsdp:d2", "ema": eta},
@@ -213,7 +219,8 @@ def test_an_actor_on_megatron_generates(
     tmp_path: Path, layouts: dict[str, Any], architecture: dict[str, Any]
 ) -> None:
     """On tensor ranks, stages and expert ranks of megatron, which replay the experts of generation;
-    each other model has a layout of its own, too. The numbers are those of one fsdp rank."""
+    each other model has a layout of its own, too. The numbers are those of one fsdp rank.
+    """
     site, found = Site(tmp_path), []
     for trial in ("mixed", "one"):
         sections = {**layouts, "actor": {**layouts["actor"], "architecture": architecture}}
@@ -243,7 +250,8 @@ MANUAL = ",".join(
 @pytest.mark.long
 def test_every_call_on_a_mesh_of_its_own(tmp_path: Path) -> None:
     """Generation on d2t2 and training on megatron's t2p2 of four ranks, the critic on the last two
-    and the reference on the first two: the numbers are those of one rank."""
+    and the reference on the first two: the numbers are those of one rank.
+    """
     site = Site(tmp_path)
     cluster = let_megatron_compute_here(site, tmp_path, "manual", "ppo")
     actor = megatron("") | {"backend": ""}

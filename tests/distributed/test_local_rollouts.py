@@ -69,9 +69,11 @@ def outcome(site: Site, trial: str) -> dict[str, Any]:
 def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
     site: Site,
 ) -> None:
-    """A rollout worker, a rank of the trainers and the master are killed. The trainers' processes
-    come back to the same tasks; the weights are those of a trial that generates and judges
-    itself, with the same stop strings."""
+    """A rollout worker, a rank of the trainers and the master are killed.
+
+    The trainers' processes come back to the same tasks; the weights are those of a trial that
+    generates and judges itself, with the same stop strings.
+    """
     stops = ("12", "33", "5", "70")
     settings = f"rollout.stop_strings={json.dumps(stops)}"
     start(site, "tasks", {"max": 2, "max_staleness": 0}, "--detach", settings)
@@ -99,10 +101,12 @@ def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
 
 @pytest.mark.long
 def test_tasks_merge_adapters_to_the_weights_that_trainers_generate_with(site: Site) -> None:
-    """A rollout worker is killed, then a rank of the trainers. The weights are those of a trial
-    whose trainers generate on another layout, to which the merged weights move. Versions hold the
-    adapters alone. While the folder of the frozen weights is another one, the next task refuses it
-    and the trainers wait."""
+    """A rollout worker is killed, then a rank of the trainers.
+
+    The weights are those of a trial whose trainers generate on another layout, to which the merged
+    weights move. Versions hold the adapters alone. While the folder of the frozen weights is
+    another one, the next task refuses it and the trainers wait.
+    """
     source = site.folder / "source"
     for name, backend, tasks in [("moved", "native:d2", None), ("merged", None, {"max": 1})]:
         config = config_of(name, None if tasks is None else {**tasks, "max_staleness": 0})
@@ -181,7 +185,8 @@ def test_with_staleness_each_item_is_trained_once_whoever_is_killed(site: Site) 
     """A task is killed, then a rank of the trainers far from the last commit, whose weights the
     tasks hold, then a task can write nothing any more, and its items go to the other. Every token
     is young enough and of weights that led on, and each item is trained once or dropped by the
-    filter, for whose sake tasks run further ahead."""
+    filter, for whose sake tasks run further ahead.
+    """
     config = config_of("stale", {"max": 2, "max_staleness": 2})
     config["checkpoint"]["every_steps"] = 5
     config["algorithm"]["zero_variance"] = "drop"
@@ -212,8 +217,10 @@ def test_with_staleness_each_item_is_trained_once_whoever_is_killed(site: Site) 
 
 @pytest.mark.long
 def test_ranks_of_a_task_draw_together_with_the_weights_of_each_step(site: Site) -> None:
-    """The decoder of the task is split over two processes, of which one is killed. The
-    log-probabilities of all samples are those of the merged weights that they train."""
+    """The decoder of the task is split over two processes, of which one is killed.
+
+    The log-probabilities of all samples are those of the merged weights that they train.
+    """
     config = config_of("split", {"max": 1, "max_staleness": 0})
     train_adapters(config, site.folder / "source")
     config["rollout"]["backend"] = "native:t2"
@@ -239,7 +246,8 @@ def test_servers_of_tasks_draw_with_the_weights_of_each_step_whatever_is_killed(
 ) -> None:
     """A server is killed, then one hangs and the steps go on, then a worker is killed with its
     server. The log-probabilities of all samples are those of the merged weights that they train,
-    and nothing is left of the servers."""
+    and nothing is left of the servers.
+    """
     record = site.folder / "record"
     config = config_of("served", {"max": 2, "max_staleness": 0})
     train_adapters(config, site.folder / "source")

@@ -53,7 +53,8 @@ def content(paths: RunPaths) -> dict[str, bytes]:
 def test_each_evaluation_has_one_file_whoever_was_killed(tmp_path: Path) -> None:
     """A master that dies between the scores and the commit, and a rank that dies after it has
     written its share, cost nothing: the evaluations are repeated, with the same bytes. The metrics
-    are the files' estimates."""
+    are the files' estimates.
+    """
     sites = [Site(tmp_path / name) for name in ("calm", "killed")]
     for site in sites:
         site.folder.mkdir()

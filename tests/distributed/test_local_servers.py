@@ -1,5 +1,6 @@
 """Trials whose completions come from servers: stand-ins of SGLang that draw from transformers'
-model of the weights that they were given."""
+model of the weights that they were given.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +28,12 @@ def started() -> Iterator[list[Started]]:
 def test_a_trial_outlives_running_servers_that_end_and_come_back(
     tmp_path: Path, started: list[Started]
 ) -> None:
-    """While both are gone its requests wait. The one that comes back has other weights, and gets
-    those of the run before its first request: all log-probabilities are the training engine's.
-    Nothing is left of the weights that the servers read, and the servers still run."""
+    """While both are gone its requests wait.
+
+    The one that comes back has other weights, and gets those of the run before its first request:
+    all log-probabilities are the training engine's. Nothing is left of the weights that the servers
+    read, and the servers still run.
+    """
     sockets = [tmp_path / "first", tmp_path / "second"]
     started += [Started(tmp_path, ARCHITECTURE, path.name, str(path)) for path in sockets]
     rollout = {"backend": "sglang", "servers": [f"unix:{path}" for path in sockets]}

@@ -30,7 +30,8 @@ def run(site: Site, trial: str, **sections: Any) -> None:
 def test_versions_survive_kills_and_change_no_bit(tmp_path: Path) -> None:
     """A rank is killed between its part and its index, and the master between the parts and the
     manifest. What is published then is intact and of steps that count, and the newest version has
-    the bits of the export."""
+    the bits of the export.
+    """
     site = Site(tmp_path)
     run(site, "silent")
     killed = hooked(site, tmp_path, "sft.1", MESSAGES, KILLS)

@@ -1,5 +1,6 @@
 """Two agents of one job, as srun starts them, side by side on this machine: what one of them meets
-ends the incarnation for both. Agents of another group come and go beside them."""
+ends the incarnation for both. Agents of another group come and go beside them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ LEAVE_S = 120.0
 
 class Job:
     """A trial on two hosts with one worker each, and room for tasks of a group "rollout" with two
-    idle workers each; the test is the supervisor of all."""
+    idle workers each; the test is the supervisor of all.
+    """
 
     def __init__(
         self,
@@ -128,8 +130,10 @@ class Job:
         return documents.parse(FileNameStore(self.paths.names).get(key), key)
 
     def stop_in_a_collective(self) -> None:
-        """Stop the rank of host 1 while that of host 0 waits for it in a collective. Stopped at
-        another place it is let go on and stopped again."""
+        """Stop the rank of host 1 while that of host 0 waits for it in a collective.
+
+        Stopped at another place it is let go on and stopped again.
+        """
         names = FileNameStore(self.paths.names)
         worker = self.child(1, "worker")
 
@@ -238,7 +242,8 @@ def test_a_failure_of_one_host_is_the_end_for_both(job: Job) -> None:
 @pytest.mark.soak
 def test_doorbells_change_nothing_but_when_messages_are_noticed(tmp_path: Path) -> None:
     """Agents and master heed each other's rings; with all of them lost the trial is the same to the
-    bit."""
+    bit.
+    """
     rung, heeded = on_a_shared_directory(tmp_path / "rung", cut_off=False)
     assert heeded == {"agent", "master"}
     polled, heeded = on_a_shared_directory(tmp_path / "polled", cut_off=True)
@@ -262,8 +267,11 @@ def test_a_lost_host_ends_the_round(job: Job) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("job", [{"silence_s": 20, "heartbeat_s": 0.5}], indirect=True)
 def test_a_hang_on_one_host_is_explained_with_the_stacks_of_both(job: Job) -> None:
-    """The rank on the other host waits in a collective. Its stacks are taken before the stopped
-    rank is killed: after that it would fail of a broken connection."""
+    """The rank on the other host waits in a collective.
+
+    Its stacks are taken before the stopped rank is killed: after that it would fail of a broken
+    connection.
+    """
     job.wait_for_commit_of(1)
     job.stop_in_a_collective()
     job.wait_for_commit_of(2)
@@ -290,7 +298,8 @@ def test_a_hang_on_one_host_is_explained_with_the_stacks_of_both(job: Job) -> No
 def test_rollout_tasks_come_and_go_beside_the_trainers(job: Job) -> None:
     """Task 0 of another group starts no master, its world has its own ranks, and neither a failure
     of its ranks nor the loss of its host nor the end of its job touches the trainers' incarnation.
-    Its workers serve the next one too."""
+    Its workers serve the next one too.
+    """
     job.wait_for_commit_of(1)
     task = job.start(0, "rollout")
     job.agents.append(task)

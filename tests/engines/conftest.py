@@ -84,8 +84,10 @@ class SharedServer(ABC):
         return WeightVersion(name=name, folder=self.versions[name])
 
     def start_anew(self) -> None:
-        """Serve the first version, whatever the test before has left. Once that has failed, all
-        later tests fail at once."""
+        """Serve the first version, whatever the test before has left.
+
+        Once that has failed, all later tests fail at once.
+        """
         usable, self._usable = self._usable, False
         assert usable, "the server was lost in an earlier test"
         self.loop.run(self._reset(), deadline_s=START_S)
@@ -108,8 +110,11 @@ async def until(what: str, check: Callable[[], bool]) -> None:
 
 
 async def midway(attempt: Callable[[float], Awaitable[T | None]]) -> T:
-    """What ``attempt`` returns once it has acted in the middle of a request. It gets the seconds
-    after which it is to act, and returns None if that was too early or too late."""
+    """What ``attempt`` returns once it has acted in the middle of a request.
+
+    It gets the seconds after which it is to act, and returns None if that was too early or too
+    late.
+    """
     for delay_s in 4 * (0.1, 0.3, 0.03, 1.0, 0.01):
         result = await attempt(delay_s)
         if result is not None:
@@ -161,7 +166,8 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     """Its tokens are letters and nearly all pairs of them, so nearly all texts have several
-    spellings."""
+    spellings.
+    """
     letters = [chr(ord("a") + number) for number in range(11)]
     pairs = list(itertools.product(letters, repeat=2))[: VOCABULARY - len(letters)]
     vocabulary = {text: number for number, text in enumerate([*letters, *map("".join, pairs)])}
@@ -181,7 +187,8 @@ def logprobs(folder: Path, tokens: list[int], temperature: float = 1.0) -> torch
 @torch.no_grad()
 def stale_logprobs(before: Path, after: Path, tokens: list[int], cached: int) -> torch.Tensor:
     """As `logprobs` of ``after``, behind the first ``cached`` tokens, of which ``before`` has
-    computed the keys and values."""
+    computed the keys and values.
+    """
     old, new = (
         Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (before, after)
     )
@@ -192,7 +199,8 @@ def stale_logprobs(before: Path, after: Path, tokens: list[int], cached: int) ->
 
 async def over_an_update(engine: RolloutEngine, versions: dict[str, Path]) -> list[Completion]:
     """A completion that versions 1.1 and 2.1 have drawn, and one with its beginning as its prompt,
-    by 2.1."""
+    by 2.1.
+    """
 
     async def attempt(delay_s: float) -> Completion | None:
         number = next(NUMBERS)  # no two versions of a run have one name
@@ -217,7 +225,8 @@ async def over_an_update(engine: RolloutEngine, versions: dict[str, Path]) -> li
 
 def check_stale_cache(versions: dict[str, Path], made: Completion, later: Completion) -> None:
     """What is behind the update was drawn by the new weights over what the old ones had computed,
-    and nothing of that is used by a later request."""
+    and nothing of that is used by a later request.
+    """
     tokens, drawn = [*PROMPT, *made.tokens], torch.tensor(made.logprobs)
     switch = made.versions.index("2.1")
     assert made.versions == ("1.1",) * switch + ("2.1",) * (len(made.tokens) - switch)

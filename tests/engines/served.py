@@ -1,5 +1,6 @@
 """A real server that computes on a CPU, kept as a trial keeps it, and the tests that every kind of
-server passes."""
+server passes.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ class Served(SharedServer):
 
     def processes(self) -> dict[str, int]:
         """The pids of the server's processes: of the main one, whose word is "main", and of those
-        below it, by their commands."""
+        below it, by their commands.
+        """
         children: dict[int, list[int]] = {}
         words: dict[int, str] = {}
         for entry in Path("/proc").glob("[0-9]*"):
@@ -207,8 +209,10 @@ class ServedContract:
     def test_log_probabilities_are_those_of_transformers(
         self, served: Served, tokenizer: PreTrainedTokenizerFast
     ) -> None:
-        """At a temperature, with a version for each token. Token ids are kept as they were sampled,
-        also where their text has another spelling."""
+        """At a temperature, with a version for each token.
+
+        Token ids are kept as they were sampled, also where their text has another spelling.
+        """
         completions = served.one(request(n=16, temperature=0.7))
         assert len({made.tokens for made in completions}) > 1
         texts = [tokenizer.decode(made.tokens) for made in completions]
@@ -223,8 +227,11 @@ class ServedContract:
     def test_greedy_stop_tokens_and_stop_strings_across_tokens(
         self, served: Served, tokenizer: PreTrainedTokenizerFast
     ) -> None:
-        """The most likely tokens. The token that completes a stop is the last one, and is kept. A
-        stop token does not end a completion before the minimum."""
+        """The most likely tokens.
+
+        The token that completes a stop is the last one, and is kept. A stop token does not end a
+        completion before the minimum.
+        """
         (free,) = served.one(request(greedy=True))
         values = logprobs(served.versions["1.1"], [*PROMPT, *free.tokens])[len(PROMPT) - 1 :]
         assert free.tokens == tuple(values.argmax(-1).tolist())
@@ -243,7 +250,8 @@ class ServedContract:
 
     def test_an_update_in_flight_continues_with_the_new_weights(self, served: Served) -> None:
         """Tokens before an update keep their version and log-probabilities, those after it have the
-        new ones."""
+        new ones.
+        """
 
         async def attempt(delay_s: float) -> tuple[Completion, ...] | None:
             future = served.engine.submit(request(n=8, max_new_tokens=200))
@@ -313,7 +321,8 @@ class ServedContract:
         self, served: Served, tmp_path: Path
     ) -> None:
         """A prompt as long as the context, a token outside the vocabulary, and a version without
-        weights. The version before is served again."""
+        weights. The version before is served again.
+        """
         with pytest.raises(UsageError, match="leaves no room"):
             served.one(request((7,) * CONTEXT))
         with pytest.raises(UsageError, match="vocabulary"):
@@ -348,7 +357,8 @@ class ServedContract:
 
     def test_updates_every_100_ms_do_not_stop_requests(self, served: Served) -> None:
         """Each token has the log-probability of the weights that it names, however many versions
-        have drawn a completion. That a stop string may end it does not make it begin again."""
+        have drawn a completion. That a stop string may end it does not make it begin again.
+        """
 
         async def work() -> list[Completion]:
             futures: list[asyncio.Future[tuple[Completion, ...]]] = []
@@ -380,8 +390,10 @@ class ServedContract:
         self.survives(served, signal.SIGKILL)
 
     def survives(self, served: Served, number: signal.Signals) -> None:
-        """A killed or stopped server is started again under load. It gets requests only once it
-        holds the weights that were installed last."""
+        """A killed or stopped server is started again under load.
+
+        It gets requests only once it holds the weights that were installed last.
+        """
 
         async def attempt(delay_s: float) -> Completion | None:
             future = served.engine.submit(request(max_new_tokens=200, greedy=True))
@@ -403,9 +415,11 @@ class ServedContract:
     def test_a_server_sleeps_as_soon_as_it_is_idle_and_draws_with_the_next_weights(
         self, served: Served
     ) -> None:
-        """A batch whose request was cancelled may still run when the server is to sleep. It answers
-        probes while it sleeps, and what it has cached before is forgotten. (On CPUs it frees no
-        memory.) Twice, because the second sleep follows an update that woke the server."""
+        """A batch whose request was cancelled may still run when the server is to sleep.
+
+        It answers probes while it sleeps, and what it has cached before is forgotten. (On CPUs it
+        frees no memory.) Twice, because the second sleep follows an update that woke the server.
+        """
 
         async def work() -> list[Completion]:
             drawn: list[Completion] = []

@@ -1,5 +1,6 @@
 """A real SGLang server that computes with torch on a CPU, with shims for torchvision's operators
-and for the rotary embedding: routes, scheduling, updates of weights, life and death."""
+and for the rotary embedding: routes, scheduling, updates of weights, life and death.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ for path, body in json.load(sys.stdin):
 
 def test_bodies_are_those_of_sglangs_own_classes(versions: dict[str, Path]) -> None:
     """Every field that is sent has a name and a value that this version of SGLang knows; it ignores
-    fields with other names."""
+    fields with other names.
+    """
 
     async def work() -> list[tuple[str, Mapping[str, Any]]]:
         client = ScriptedServer({**INFO, "device": "cuda", "weight_version": "1.1"})
@@ -128,8 +130,10 @@ def test_bodies_are_those_of_sglangs_own_classes(versions: dict[str, Path]) -> N
 def test_a_server_whose_weights_are_not_those_of_its_version_is_found(
     served: Served, tmp_path: Path
 ) -> None:
-    """It reports the version of weights of which it has one other tensor, or does not have one. The
-    checksums of the weights that it ought to have are those of their files."""
+    """It reports the version of weights of which it has one other tensor, or does not have one.
+
+    The checksums of the weights that it ought to have are those of their files.
+    """
     wrong, part = tmp_path / "wrong", tmp_path / "part"
     version = served.version("2.1")
     assert version.folder is not None

@@ -1,5 +1,6 @@
 """A real SGLang server on a CPU that reports the experts of a small Qwen 3 with experts, which the
-actor is trained with."""
+actor is trained with.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def loaded(folder: Path) -> Qwen3MoeForCausalLM:
 @torch.no_grad()
 def chosen(folder: Path, prompt: tuple[int, ...], made: Completion) -> bool:
     """Whether transformers chooses the experts of each token but the last, but for those that are
-    as probable to within rounding."""
+    as probable to within rounding.
+    """
     assert made.experts is not None
     assert (made.experts[-1] == -1).all(), "the last token was not read"
     tokens = torch.tensor([(*prompt, *made.tokens)])
@@ -121,7 +123,8 @@ def actor(folder: Path) -> FSDPEngine:
 
 def test_a_completion_has_the_experts_that_have_read_it(served: Served) -> None:
     """Those of its prompt too, which others have read: completions of the same request, and, in an
-    episode, the turns before. With them the actor computes the log-probabilities of the server."""
+    episode, the turns before. With them the actor computes the log-probabilities of the server.
+    """
     folder = served.versions["1.1"]
     found = served.loop.run(_drawn(served, PROMPT, 3))
     turn = (*PROMPT, *found[0].tokens, 11, 12)

@@ -68,7 +68,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def check_parts(versions: dict[str, Path], made: Completion) -> None:
     """Each version has drawn greedily from its distributions over all tokens, with nothing that
-    another one has computed."""
+    another one has computed.
+    """
     switch = made.versions.index("2.1")
     assert made.versions == ("1.1",) * switch + ("2.1",) * (len(made.tokens) - switch)
     for version, part in (("1.1", slice(0, switch)), ("2.1", slice(switch, None))):

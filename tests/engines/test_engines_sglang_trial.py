@@ -39,5 +39,6 @@ def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_i
     tmp_path: Path, server: UsersServer
 ) -> None:
     """A server that was started again reads the newest weights, and the requests of the killed one
-    are issued again. The trial leaves no weights."""
+    are issued again. The trial leaves no weights.
+    """
     run_through_kills(tmp_path, server, "sglang", MODEL, steps=STEPS)

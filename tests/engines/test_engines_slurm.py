@@ -1,5 +1,7 @@
-"""The GRPO examples on a real Slurm, with real servers. Each process of a trial is killed, its job
-is cancelled or requeued, and a host is lost."""
+"""The GRPO examples on a real Slurm, with real servers.
+
+Each process of a trial is killed, its job is cancelled or requeued, and a host is lost.
+"""
 
 from __future__ import annotations
 
@@ -75,9 +77,11 @@ def kinds_of(config: str, place: str) -> tuple[str, ...]:
 def run(
     folder: Path, config: str, place: str, bed: Path, kinds: tuple[str, ...], *arguments: str
 ) -> Disturbed:
-    """A trial from its submission to its end, disturbed in these ways one after the other. It
-    completes by itself, trains each step and prompt once, with completions of the weights that they
-    train, and leaves nothing."""
+    """A trial from its submission to its end, disturbed in these ways one after the other.
+
+    It completes by itself, trains each step and prompt once, with completions of the weights that
+    they train, and leaves nothing.
+    """
     forms = HeldForms(Site(folder))
     steps = STEPS_EACH * (len(kinds) + 1)
     forms.allow(1)

@@ -41,7 +41,8 @@ def test_a_task_draws_with_the_weights_of_each_step_whatever_is_killed(
 ) -> None:
     """Without staleness, the log-probabilities of all samples are those of the merged weights that
     they train: also behind the second start of the server, and behind that of another task. Nothing
-    is left of the servers."""
+    is left of the servers.
+    """
     site, trial = site_in(tmp_path, {}), f"grpo/{engine}"
     config = config_of(engine, {"max": 1, "max_staleness": 0})
     config["rollout"] |= {"backend": f"{engine}:d1", "python": PYTHON[engine]}

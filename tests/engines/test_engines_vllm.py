@@ -1,5 +1,6 @@
 """A real vLLM server that computes on a CPU: routes, scheduling, updates of weights, life and
-death."""
+death.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +81,10 @@ def test_a_sample_does_not_depend_on_what_it_was_batched_with(served: Served) ->
 def test_a_server_whose_weights_are_not_those_of_its_version_is_found(
     served: Served, tmp_path: Path
 ) -> None:
-    """It reports a version and has read other files, of which a norm differs. The checksums of the
-    weights that it ought to have are those of their files."""
+    """It reports a version and has read other files, of which a norm differs.
+
+    The checksums of the weights that it ought to have are those of their files.
+    """
     version = served.version("2.1")
     assert version.folder is not None
     shutil.copytree(version.folder, tmp_path / "wrong")

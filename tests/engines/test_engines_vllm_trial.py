@@ -1,5 +1,6 @@
 """A whole trial that generates with a real vLLM server of its own; the server and a worker are
-killed."""
+killed.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +33,12 @@ SLEEPS = "sleep mode is not supported on CPU, ignore it"
 def test_a_trial_whose_server_and_worker_are_killed_ends_with_the_weights_that_it_trained(
     tmp_path: Path,
 ) -> None:
-    """The server sleeps while the actor, whose worker it shares, trains. The requests of a killed
-    server are issued again while the trainers wait. A killed worker takes its server with it; the
-    next incarnation has another one, and resumes from the last commit. Nothing is left when the
-    trial ends."""
+    """The server sleeps while the actor, whose worker it shares, trains.
+
+    The requests of a killed server are issued again while the trainers wait. A killed worker takes
+    its server with it; the next incarnation has another one, and resumes from the last commit.
+    Nothing is left when the trial ends.
+    """
     site = site_in(tmp_path, {}, pause_s=0.0)
     rollout = {"backend": "vllm:d1", "gpus": "0", "python": PYTHON, "max_new_tokens": 8}
     config = grpo(rollout, batch_size=8, total_steps=STEPS)

@@ -119,7 +119,8 @@ def test_a_suspended_master_commits_nothing_after_a_newer_begin(
     tmp_path: Path, operation: str
 ) -> None:
     """A real process stops itself at an operation of its commit; a successor begins; the process
-    continues."""
+    continues.
+    """
     history = tmp_path / "history"
     history.mkdir()
     command = [sys.executable, "-c", PAUSED, str(history), operation]

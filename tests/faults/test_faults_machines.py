@@ -1,5 +1,6 @@
 """State machines by Hypothesis: name stores against a dict, the history with two masters and
-commands, the control log with writers that restart, torn tails and readers."""
+commands, the control log with writers that restart, torn tails and readers.
+"""
 
 from __future__ import annotations
 
@@ -278,7 +279,8 @@ class FailsAfter(NoWait):
 
 class Logs(InFolder):
     """A writer whose writes tear and whose process restarts with a new log, like each incarnation;
-    readers that join at any time."""
+    readers that join at any time.
+    """
 
     readers = Bundle("readers")
 

@@ -1,5 +1,6 @@
 """Packed attention on a real card: the kernels for packed tokens, and the way around them, against
-float64."""
+float64.
+"""
 
 from __future__ import annotations
 

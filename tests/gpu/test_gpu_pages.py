@@ -1,5 +1,6 @@
 """Kernels for key-value caches in pages on a real card, against float64 on the CPU; in CUDA graphs;
-and whole batches, which are served as requests with them."""
+and whole batches, which are served as requests with them.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def test_writes_are_those_of_torch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-windows", "mixtral-windows", "gpt2"])
 def test_completions_do_not_depend_on_limits(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """In float32, with prompts that are read in parts, preempted rows, and CUDA graphs, none of
-    which is given up."""
+    which is given up.
+    """
     decoder = random_decoder(ModelConfig.from_hf({**BASE, **ODD[name]}), 0).cuda()
     draw = torch.Generator().manual_seed(5)
     lengths = torch.randint(1, 21, (12,), generator=draw)

@@ -1,5 +1,6 @@
 """What the null GPU counted (tests/null_gpu/library): launches, copies, host waits and where these
-come from."""
+come from.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Seconds that a GPU would need at least: bytes and floating-point operations of every operation,
 counted as it is dispatched, over the rates that good kernels reach on an H100 SXM.
 
-Operations inside compiled regions and kernels called without torch's dispatcher are not seen."""
+Operations inside compiled regions and kernels called without torch's dispatcher are not seen.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Launches and host waits of a step and of a token are bounded: a change that brings one back for
-each layer, micro-batch or token fails here. docs/benchmarks.md has the figures of whole models."""
+each layer, micro-batch or token fails here. docs/benchmarks.md has the figures of whole models.
+"""
 
 from __future__ import annotations
 

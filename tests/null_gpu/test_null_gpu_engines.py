@@ -1,5 +1,6 @@
 """Every engine's code for GPUs runs with all tensors where they belong: a tensor on a wrong device
-is an error of torch here as on a card."""
+is an error of torch here as on a card.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def test_no_tensor_is_on_a_wrong_device(
     kind: str, experts: bool, head: Head, tmp_path: Path
 ) -> None:
     """Training in every mode of recomputation, inference, generation, checkpoints, offloading; with
-    recorded experts where a model has some and can replay them."""
+    recorded experts where a model has some and can replay them.
+    """
     sample = cases.batch(LENGTHS)
     if experts and kind != "hf":
         recorded = np.array([2, 1] * 2, np.int16)  # of the two layers
@@ -149,7 +151,8 @@ def test_the_first_of_two_ranks_of_a_model_has_no_tensor_on_a_wrong_device(
 
 def answer_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace what the other ranks of megatron would send: statistics of the last stage, and the
-    shards that each rank saves."""
+    shards that each rank saves.
+    """
     schedule = "slurmrl.engines.megatron.schedule.PipelineSchedule"
     monkeypatch.setattr(f"{schedule}.broadcast_stats", lambda _, stats, device: stats)
     from slurmrl.engines.megatron import state  # its import of megatron-core warns

@@ -1,5 +1,6 @@
 """With the CUDA build of torch a fork server may be forked from: its imports start no thread and do
-not call CUDA, whose state a child could not use."""
+not call CUDA, whose state a child could not use.
+"""
 
 from __future__ import annotations
 

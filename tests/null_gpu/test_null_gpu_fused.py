@@ -1,5 +1,6 @@
 """The fused operators: Triton compiles them for a GPU, and its interpreter, which comes with CUDA
-builds of torch only, computes the right numbers."""
+builds of torch only, computes the right numbers.
+"""
 
 from __future__ import annotations
 

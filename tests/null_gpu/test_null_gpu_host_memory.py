@@ -26,8 +26,10 @@ def engine() -> Iterator[Any]:
 
 
 def test_a_snapshot_locks_one_buffer_of_the_size_of_the_state(engine: Any) -> None:
-    """torch's own allocator would lock each tensor's size rounded up to a power of two. A second
-    snapshot reuses the buffer."""
+    """torch's own allocator would lock each tensor's size rounded up to a power of two.
+
+    A second snapshot reuses the buffer.
+    """
     state = sum(tensor.nbytes for tensor in engine._state().values())
     for locked in (1, 0):
         with device.counted() as found:
@@ -52,7 +54,8 @@ def test_offloading_locks_one_buffer_and_frees_the_gpu(engine: Any) -> None:
 
 def test_weights_on_the_host_and_their_gradients_are_locked_as_they_are() -> None:
     """With ``cpu_offload`` torch's allocator locks both, without rounding them up to powers of two,
-    and a second step reuses all of it."""
+    and a second step reuses all of it.
+    """
     with cases.first_of(8):
         with device.counted() as found:
             engine: Any = cases.engine(ODD, cpu_offload=True)

@@ -53,8 +53,10 @@ def test_a_move_has_no_tensor_on_a_wrong_device(kind: str, experts: bool, ranks:
 
 
 def test_strided_and_averaging_copies_are_one_kernel_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They make no temporary tensors and no host waits. (torch's moving average has four kernels
-    for every 2**20 elements.)"""
+    """They make no temporary tensors and no host waits.
+
+    (torch's moving average has four kernels for every 2**20 elements.)
+    """
     launched: list[Any] = []
     compiled = SimpleNamespace(copy=lambda *arguments: launched.append(arguments))
     for module in (intervals, execute):

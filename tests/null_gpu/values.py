@@ -1,6 +1,7 @@
 """Values on the null GPU, where kernels compute nothing: `SmallValues` computes small tensors on
 the host, in the memory that their kernels would have written. Lengths, masks and indices are
-therefore real, and so are shapes that depend on them."""
+therefore real, and so are shapes that depend on them.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +32,10 @@ aten = torch.ops.aten
 
 
 class SmallValues(TorchDispatchMode):
-    """Every operation runs on the null GPU, with its allocations, launches and waits. What is small
-    is then computed on the host."""
+    """Every operation runs on the null GPU, with its allocations, launches and waits.
+
+    What is small is then computed on the host.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -107,8 +110,10 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operation on the host; None if there is none. One that writes to its arguments writes to
-    device memory, which the host can reach here."""
+    """The operation on the host; None if there is none.
+
+    One that writes to its arguments writes to device memory, which the host can reach here.
+    """
     if func.namespace != "aten" or func.__name__.lstrip("_").startswith(WITH_ZEROS):
         return None
     try:

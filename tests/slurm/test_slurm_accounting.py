@@ -1,5 +1,6 @@
 """A Slurm with slurmdbd: sacct's answers about jobs that the queue has forgotten, and limits on how
-many jobs a user may submit."""
+many jobs a user may submit.
+"""
 
 from __future__ import annotations
 

@@ -20,8 +20,10 @@ STEPS = 3
     ids=["", "own pids"],
 )
 def test_preemption_with_time_to_commit(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """TERM reaches every process of the step, including those in containers. Then a worker is
-    killed, and the trial cancelled."""
+    """TERM reaches every process of the step, including those in containers.
+
+    Then a worker is killed, and the trial cancelled.
+    """
     slurm = apptainer.cluster(tmp_path, *options)
     seldom = {"every_steps": 1000, "keep_last": 9}
     with private_bed(*NO_USER_SIGNAL):

@@ -1,5 +1,6 @@
 """Trials on a real Slurm that lose processes, hosts and jobs: whatever ends them, their result
-equals that of an undisturbed trial. One test for each cause, through the command line only."""
+equals that of an undisturbed trial. One test for each cause, through the command line only.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def _empty_queue() -> None:
 
 def after(trial: Watched, disturb: Callable[[], object]) -> str:
     """Disturb an incarnation that has trained for some steps; return how the next one that trains
-    started."""
+    started.
+    """
     assert trial.until("some steps", lambda: len(trial.witness.batches(trial.incarnation)) > STEPS)
     before = trial.incarnation
     disturb()
@@ -177,7 +179,8 @@ def test_rank_that_lives_but_never_answers(tmp_path: Path, bed: Path, calm: Outc
 @long
 def test_time_limit(tmp_path: Path, bed: Path, calm: Outcome) -> None:
     """The warning comes 75 to 105 seconds into a link of two minutes; the next link resumes from
-    the very step that was reached."""
+    the very step that was reached.
+    """
     limit = paced.cluster(tmp_path, time="2", signal_lead_s=15)
     seldom = {"every_steps": 1000, "keep_last": 9}
     slow = paced.config(tmp_path, pause_s=5.0) | {"checkpoint": seldom}
@@ -207,7 +210,8 @@ def test_preemption_with_time_to_commit(
     tmp_path: Path, calm: Outcome, options: tuple[str, ...]
 ) -> None:
     """With the user's signal the batch process is warned; without it, only TERM and CONT reach the
-    tasks of the step."""
+    tasks of the step.
+    """
     with private_bed(*options):
         trial = paced.start(
             tmp_path, cluster=low(tmp_path), checkpoint={"every_steps": 1000, "keep_last": 9}
@@ -251,7 +255,8 @@ def test_node_set_down(tmp_path: Path, breakable: Path, calm: Outcome) -> None:
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=soak)])
 def test_lost_node(tmp_path: Path, breakable: Path, calm: Outcome, first: bool) -> None:
     """slurmd and all processes of one node disappear at once: of the batch host, or of the
-    other."""
+    other.
+    """
     trial = paced.start(tmp_path)
 
     def lose() -> None:
@@ -269,9 +274,11 @@ def test_lost_node(tmp_path: Path, breakable: Path, calm: Outcome, first: bool) 
 def test_nodes_that_slurm_believes_dead_commit_nothing(
     tmp_path: Path, breakable: Path, calm: Outcome, stop: bool
 ) -> None:
-    """The slurmd of each node dies. The processes of the incarnation continue to train, or are
-    stopped as well and wake up when another incarnation trains elsewhere. They exit, and commit
-    nothing from then on."""
+    """The slurmd of each node dies.
+
+    The processes of the incarnation continue to train, or are stopped as well and wake up when
+    another incarnation trains elsewhere. They exit, and commit nothing from then on.
+    """
     trial = paced.start(tmp_path)
     run = trial.witness.paths.run
     old: list[int] = []
@@ -350,7 +357,8 @@ def test_spare_takes_the_place_of_a_lost_node(
     tmp_path: Path, breakable: Path, calm: Outcome
 ) -> None:
     """Nodes are not shared: Slurm (22.05) lets the next element of the array start when it takes a
-    lost node from one with --no-kill, if there is room for it."""
+    lost node from one with --no-kill, if there is room for it.
+    """
     spares = paced.cluster(tmp_path, spares=1, extra_lines=["--exclusive"])
     trial = paced.start(tmp_path, cluster={**spares, "lease_ttl_s": 20})
 

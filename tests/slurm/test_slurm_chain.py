@@ -275,7 +275,8 @@ def test_a_link_of_the_trainers_looks_after_an_elastic_group(
     scheduler: SlurmScheduler, tmp_path: Path
 ) -> None:
     """A running link keeps the group from its compute node; the end of the trial cancels the
-    group."""
+    group.
+    """
     code = (
         "import time; from pathlib import Path; from slurmrl.run.paths import RunPaths\n"
         "from slurmrl.scheduler import chain; from slurmrl.scheduler.chain import *\n"

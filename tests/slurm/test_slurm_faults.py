@@ -86,7 +86,8 @@ def test_a_host_whose_gpu_fails_is_replaced_by_a_spare(
     tmp_path: Path, bed: Path, of_batch: bool
 ) -> None:
     """The trial ends as if undisturbed, in the same job; the host is named, with its GPU, and
-    later jobs avoid it."""
+    later jobs avoid it.
+    """
     config = paced.config(tmp_path, "Faulty")
     cluster = paced.cluster(tmp_path, spares=1)
     trial = paced.start(tmp_path, **{**config, "cluster": cluster})
@@ -114,7 +115,8 @@ def test_a_host_whose_gpu_fails_is_replaced_by_a_spare(
 @pytest.mark.parametrize("hosts", [pytest.param(2, marks=pytest.mark.soak), 1])
 def test_the_masters_host_is_lost_in_a_job_with_spares(tmp_path: Path, hosts: int) -> None:
     """Slurm keeps the job without a batch process, and no other link has room to start: a remaining
-    agent requeues it, or with trainers on one host a watcher on a spare."""
+    agent requeues it, or with trainers on one host a watcher on a spare.
+    """
     with private_bed() as directory:
         spares = paced.cluster(tmp_path, spares=3 - hosts, extra_lines=["--exclusive"])
         cluster = {**spares, "workers_per_host": 2 // hosts, "lease_ttl_s": 20}

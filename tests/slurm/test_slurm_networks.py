@@ -1,5 +1,7 @@
-"""Nodes with their own host names, addresses and ports: a cut network, wrong host names. Needs
-root; skipped with the reason elsewhere."""
+"""Nodes with their own host names, addresses and ports: a cut network, wrong host names.
+
+Needs root; skipped with the reason elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -28,8 +28,11 @@ def different(prompts, completions, rows):
 
 @pytest.mark.long
 def test_tasks_come_and_go_with_their_number(tmp_path: Path, slurm_bed: Any) -> None:
-    """One task, two, none, and one again. While there is none, the trainers wait. Then the
-    trainers' job is cancelled, and `resume` replaces the task that is left."""
+    """One task, two, none, and one again.
+
+    While there is none, the trainers wait. Then the trainers' job is cancelled, and `resume`
+    replaces the task that is left.
+    """
     site = site_in(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
     go = tmp_path / "go"
     (tmp_path / "reward_of_mine.py").write_text(SLOW_REWARD.format(go=str(go)))
@@ -77,8 +80,10 @@ def waits_for(site: Site, trial: str) -> str:
 
 @pytest.mark.long
 def test_tasks_in_the_job_of_the_trainers_are_steps_of_it(tmp_path: Path, slurm_bed: Any) -> None:
-    """Each of two hosts has a rank and a task. An agent of a task is killed, then the job: the next
-    link has tasks of its own."""
+    """Each of two hosts has a rank and a task.
+
+    An agent of a task is killed, then the job: the next link has tasks of its own.
+    """
     site = site_in(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)}, pause_s=0.6)
     options = {"partition": "main", "time": "30", "links": 2}
     config = config_of("inside", {"max_staleness": 1})

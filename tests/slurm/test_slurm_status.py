@@ -1,5 +1,6 @@
 """``slurmrl status`` of a trial on a real Slurm: why it waits, what is left of its chain, how its
-jobs ended."""
+jobs ended.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ EMPTY = (*SYSTEM, "dev", "proc", "sys", "tmp", "root", "home", "var/tmp")
 def cluster(folder: Path, *options: str, packed: bool = False) -> dict[str, str]:
     """Settings of ``cluster.slurm``: an image without files, as a folder or packed into one file,
     with this machine's system, Python and repository and ``folder`` bound into it. Skips if there
-    is no Apptainer, or it cannot make containers."""
+    is no Apptainer, or it cannot make containers.
+    """
     program = shutil.which("apptainer")
     if program is None:
         pytest.skip("apptainer is not installed here")

@@ -24,8 +24,10 @@ def run_bed(*arguments: str) -> None:
 
 @contextmanager
 def bed(*options: str, needs: tuple[str, ...] = ()) -> Iterator[Path]:
-    """Its directory; SLURM_CONF names its configuration meanwhile. Skips with the bed's message if
-    that is one of the reasons in ``needs``."""
+    """Its directory; SLURM_CONF names its configuration meanwhile.
+
+    Skips with the bed's message if that is one of the reasons in ``needs``.
+    """
     with tempfile.TemporaryDirectory(prefix="slurm-bed-") as directory:
         done = _call("up", "--dir", directory, *options)
         said = (done.stdout + done.stderr).strip()

@@ -30,8 +30,11 @@ TALLEST = 3000
 
 
 class Page:
-    """One tab. ``complaints`` are the errors that the page caused: uncaught ones, and what the
-    browser wrote to its console."""
+    """One tab.
+
+    ``complaints`` are the errors that the page caused: uncaught ones, and what the browser wrote to
+    its console.
+    """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.complaints: list[str] = []
@@ -82,8 +85,10 @@ class Page:
 
 @asynccontextmanager
 async def opened(file: Path, *, scheme: str = "light", before: str = "") -> AsyncIterator[Page]:
-    """Open a file in a new browser whose user prefers this color scheme. The browser runs the
-    script ``before`` ahead of those of the page."""
+    """Open a file in a new browser whose user prefers this color scheme.
+
+    The browser runs the script ``before`` ahead of those of the page.
+    """
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = subprocess.Popen(

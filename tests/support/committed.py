@@ -55,8 +55,10 @@ class CommittedTrial:
         return self.run.paths
 
     def commit(self, step: int, weights: Weights, *, frozen: str | None = None) -> Path:
-        """Commit weights with moments of zeros, and a critic's file besides. ``frozen``: the
-        fingerprint of the weights that adapters belong to."""
+        """Commit weights with moments of zeros, and a critic's file besides.
+
+        ``frozen``: the fingerprint of the weights that adapters belong to.
+        """
         directory = self.paths.checkpoint(step, 1)
         directory.mkdir()
         files = [*write(directory, "actor", weights, frozen), *write(directory, "critic", weights)]

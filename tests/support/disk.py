@@ -72,7 +72,8 @@ class Disk:
 
     def crash(self, keep: Callable[[], bool]) -> Tree:
         """The state after a crash; ``keep`` decides for each thing that is not durable whether it
-        survives."""
+        survives.
+        """
         return _left(self.top, keep)
 
 

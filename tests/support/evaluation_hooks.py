@@ -21,7 +21,8 @@ MASTER_STEP, WORKER_STEP = 3, 5
 def processes_die_once() -> None:
     """The master dies after it has written the scores of `MASTER_STEP`, before it records the
     metrics; a worker dies after it has written a part file of `WORKER_STEP`. The folder of the test
-    then has a copy of the written file."""
+    then has a copy of the written file.
+    """
     folder = Path(os.environ[FOLDER])
     record, write_part = MetricsRecorder.write, part_files.write_part
 

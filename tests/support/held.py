@@ -113,7 +113,8 @@ class Hold:
 
     def settings(self, trial: str) -> dict[str, str]:
         """Return the overrides with which ``trial`` is held by a reward: also all code in the
-        folder."""
+        folder.
+        """
         self._write_code()
         return {
             "code": json.dumps(sorted(map(str, self.site.folder.glob("*.py")))),

@@ -45,7 +45,8 @@ class HeldForms(ShortForms):
 
     def submit(self, config: str, trial: str, place: str, steps: int, *arguments: str) -> str:
         """Start an example in a place, with these arguments, from the model of the example before
-        it. Return its full name."""
+        it. Return its full name.
+        """
         values = settings_of(config)
         name = f"{values['experiment']}/{trial}"
         for source in references(values):

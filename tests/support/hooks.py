@@ -25,7 +25,8 @@ FOLDER = "TEST_FOLDER"
 
 def hooked(site: Site, folder: Path, trial: str, module: str, function: str) -> dict[str, str]:
     """The part of ``cluster`` with which the trial's processes call ``function`` (of this
-    repository, ``package:name``) when they import ``module``."""
+    repository, ``package:name``) when they import ``module``.
+    """
     hook, variables = folder / f"{trial}.hook", folder / f"{trial}.variables"
     write_hook(hook, module, function)
     code = site.paths(trial.replace(".", "/")).code
@@ -36,7 +37,8 @@ def hooked(site: Site, folder: Path, trial: str, module: str, function: str) -> 
 
 def write_hook(hook: Path, module: str, function: str) -> None:
     """Make a folder with which, in PYTHONPATH, a process calls ``function`` when it imports
-    ``module``."""
+    ``module``.
+    """
     hook.mkdir()
     package, _, name = function.partition(":")
     text = HOOK.format(module=module, package=package, function=name)

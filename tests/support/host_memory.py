@@ -11,7 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_bytes(act: Callable[[], object]) -> int:
     """The most bytes that torch's CPU allocator held at a time during ``act``, beyond those before:
-    every tensor counts, those inside operators and of other threads too."""
+    every tensor counts, those inside operators and of other threads too.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         act()
     found: Any = seen.profiler

@@ -35,7 +35,8 @@ INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_
 @contextmanager
 def host_waits(on_device: Iterable[Tensor]) -> Iterator[list[str]]:
     """Collect the places in our code that would wait, if the tensors ``on_device`` and all that is
-    computed from them were on a GPU, where no prefixes are shared."""
+    computed from them were on a GPU, where no prefixes are shared.
+    """
     waits: list[str] = []
     marked = {_address(tensor): tensor for tensor in on_device}
     with pytest.MonkeyPatch.context() as patch:

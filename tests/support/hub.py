@@ -24,8 +24,11 @@ class Repository:
 
 @dataclass
 class Hub:
-    """Repositories by ``datasets/org/name`` or ``models/org/name``. ``requests`` are the lines of
-    all requests, ``breaks_after`` the number of files after which downloads fail."""
+    """Repositories by ``datasets/org/name`` or ``models/org/name``.
+
+    ``requests`` are the lines of all requests, ``breaks_after`` the number of files after which
+    downloads fail.
+    """
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)

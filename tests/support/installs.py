@@ -13,7 +13,9 @@ PIP = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
 
 def pip(command: str, folder: Path, *arguments: str) -> None:
     """Run ``pip command`` on a copy of this tree, which is made in ``folder``: builds leave files.
-    What slurmrl requires is not installed."""
+
+    What slurmrl requires is not installed.
+    """
     tree = folder / "tree"
     tree.mkdir()
     for name in SOURCES:

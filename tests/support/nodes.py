@@ -79,7 +79,8 @@ def kill_daemon(directory: Path, name: str) -> None:
 
 def kill_node(directory: Path, run: Path, name: str, also: Sequence[int] = ()) -> None:
     """Kill what a power failure kills: slurmd, its step daemons, and the run's processes there, or
-    ``also`` others."""
+    ``also`` others.
+    """
     pids = [*on_node(run, name), *also]
     daemons = {parent(Path(f"/proc/{pid}")) for pid in pids}
     kill_daemon(directory, name)

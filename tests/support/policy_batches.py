@@ -30,8 +30,10 @@ class Batch:
         limit: int,
     ) -> Batch:
         """Groups of different sizes, with failed episodes and in some batches with several turns.
+
         One completion at least is finished. ``actor`` [V, V] are the logits by the token before;
-        completions have up to ``limit`` tokens."""
+        completions have up to ``limit`` tokens.
+        """
         turns = random.random() < 0.3
         table = (actor / temperature).log_softmax(-1).tolist()
 

@@ -1,5 +1,6 @@
 """A step of policy gradients by loops over single tokens in float64, from the papers' formulas
-(docs/algorithms.md). Models are tables: logits by the token before, values by the token itself."""
+(docs/algorithms.md). Models are tables: logits by the token before, values by the token itself.
+"""
 
 from __future__ import annotations
 

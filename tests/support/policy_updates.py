@@ -235,8 +235,10 @@ class ActorStep:
 
 @dataclass
 class CriticStep:
-    """Trains ``table`` on the returns of a batch. ``moments`` are weight, mean and mean square of
-    the returns before it."""
+    """Trains ``table`` on the returns of a batch.
+
+    ``moments`` are weight, mean and mean square of the returns before it.
+    """
 
     reference: Reference
     table: Tensor

@@ -17,7 +17,8 @@ from tests.support.trials import wait_until
 
 def reference_waits_for_critic() -> None:
     """Each inference of the reference ends only after the critic's of the same step has ended on
-    rank 0."""
+    rank 0.
+    """
     forward = FSDPEngine.forward
     folder = Path(os.environ[FOLDER])
 
@@ -65,7 +66,8 @@ def first_move_goes_wrong() -> None:
 
 def ranks_die_while_they_serve() -> None:
     """First a rank that repeats the steps of its leader is killed in the middle of generation, and
-    then, after the restart, the leader."""
+    then, after the restart, the leader.
+    """
     for kind, method, calls in ((RepeatedBatch, "_step", 50), (LedBatch, "step", 30)):
         setattr(kind, method, _deadly(getattr(kind, method), kind is LedBatch, calls))
 

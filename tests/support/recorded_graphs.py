@@ -24,8 +24,11 @@ class RecordedGraphs:
 
 
 class RecordedGraph:
-    """The operators that a function called. A replay calls them with the numbers, the shapes and
-    the memory of the capture; no line of Python in between runs again."""
+    """The operators that a function called.
+
+    A replay calls them with the numbers, the shapes and the memory of the capture; no line of
+    Python in between runs again.
+    """
 
     def __init__(self, compute: Callable[[], Sampled], graphs: RecordedGraphs) -> None:
         self._graphs, self._computed = graphs, True

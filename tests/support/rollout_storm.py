@@ -37,7 +37,8 @@ OUTAGE_LOOKS = 30
 def weather(folder: Path, bed: Path, seed: int) -> tuple[list[str], list[str]]:
     """Run the trial ``grpo/<seed>`` with the disturbances of a seed, on a disk of its own below
     ``folder``. Return those that it met, and what the checker finds. Raises AssertionError if it
-    does not complete by itself."""
+    does not complete by itself.
+    """
     chance = random.Random(f"slurmrl rollouts {seed}")
     kinds = drawn(seed)
     staleness = chance.choice([0, 1, 2])
@@ -62,8 +63,10 @@ def weather(folder: Path, bed: Path, seed: int) -> tuple[list[str], list[str]]:
 
 
 def drawn(seed: int) -> list[str]:
-    """The kinds of a seed, counted from 1. Seeds that follow each other share out all kinds before
-    one comes again."""
+    """The kinds of a seed, counted from 1.
+
+    Seeds that follow each other share out all kinds before one comes again.
+    """
     first = KINDS_AT_A_TIME * (seed - 1)
     places = [divmod(place, len(KINDS)) for place in range(first, first + KINDS_AT_A_TIME)]
     return [random.Random(deck).sample(sorted(KINDS), len(KINDS))[card] for deck, card in places]

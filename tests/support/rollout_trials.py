@@ -55,7 +55,8 @@ def config_of(trial: str, tasks: dict[str, Any] | None) -> dict[str, Any]:
 
 def train_adapters(config: dict[str, Any], source: Path, **architecture: Any) -> None:
     """Let the actor of a trial train adapters of the model in ``source``, which is made if it is
-    not there."""
+    not there.
+    """
     if not source.exists():
         random_model(source, {**ARCHITECTURE, **architecture})
     config["actor"] |= {"architecture": None, "path": str(source), "lora": {"rank": 2}}
@@ -78,8 +79,11 @@ def last_ledger(site: Site, trial: str) -> dict[str, Any]:
 
 
 def trained(site: Site, trial: str) -> int:
-    """How many items the last checkpoint has trained. Items before them may still be made, since
-    steps with stale samples take what is finished, and others were dropped."""
+    """How many items the last checkpoint has trained.
+
+    Items before them may still be made, since steps with stale samples take what is finished, and
+    others were dropped.
+    """
     ledger = last_ledger(site, trial)
     first: int = ledger["settled"]
     dropped = sum(one["items"] for one in ledger.get("dropped_before", ()))

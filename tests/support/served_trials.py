@@ -36,7 +36,8 @@ def run_through_kills(
     steps: int,
 ) -> None:
     """Run a trial whose server and a worker are killed and started again; check that it ends as it
-    should and leaves nothing."""
+    should and leaves nothing.
+    """
     site = site_in(tmp_path, {}, pause_s=0.0)
     rollout = {
         "backend": backend,

@@ -93,7 +93,8 @@ async def load_once(speaker: Dialect, version: WeightVersion) -> None:
 
 def check_served(lines: Sequence[dict[str, Any]], steps: int) -> None:
     """Every step of a trial has changed the weights, and its completions were drawn by them: the
-    server's log-probabilities are those of the training engine."""
+    server's log-probabilities are those of the training engine.
+    """
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert min(line["actor_grad_norm"] for line in lines) > 0.0
     assert max(abs(line["mismatch/kl"]) for line in lines) < 1e-5
@@ -104,7 +105,8 @@ def start_command(
     kind: type[ServerKind], python: str, architecture: Mapping[str, object], folder: Path
 ) -> Sequence[str]:
     """The command of a server without a tokenizer on a CPU: its model is in ``folder``, where it
-    gets its socket."""
+    gets its socket.
+    """
     serving = Serving(
         python=python, arguments=(), tokenizer=None, patience=Patience(), log=folder / "log"
     )

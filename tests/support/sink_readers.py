@@ -1,5 +1,6 @@
 """What the sinks of a trial hold, read with the libraries that they are for: step and value of a
-metric, each as often as it is there."""
+metric, each as often as it is there.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def mlflow_points(paths: RunPaths, name: str) -> Points:
 
 def arrived_points(paths: RunPaths, name: str) -> dict[str, Points]:
     """What sinks hold of the evaluations by trials of their own, which have places of their own but
-    in MLflow."""
+    in MLflow.
+    """
     from tensorboard.backend.event_processing import event_accumulator as accumulator
 
     events = accumulator.EventAccumulator(

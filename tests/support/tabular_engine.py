@@ -126,7 +126,8 @@ class TabularEngine:
 
     def _microbatches(self, sample: SequenceSample) -> Iterator[SequenceSample]:
         """Parts within the budget; an empty one if there is nothing, so that all ranks have the
-        same statistics."""
+        same statistics.
+        """
         start, size = 0, 0
         for place, tokens in enumerate(sample.item_lengths("input_ids")):
             if size and size + tokens > self._budget:

@@ -111,7 +111,8 @@ class _Kernels(_Names):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None, None, None]:
         """The product B A of tensors whose last dimension is the columns, each transposed if its
-        flag is set."""
+        flag is set.
+        """
         bias, grad, accumulate = more[2], more[6], more[9]
         made = _product(a.flatten(0, -2), a_turned, b.flatten(0, -2), b_turned)
         if bias is not None and not grad:

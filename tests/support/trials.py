@@ -47,8 +47,10 @@ ROLES = {
 
 
 def wait_until(what: str, check: Callable[[], T | None], timeout_s: float = 300.0) -> T:
-    """Poll until ``check`` returns something; at the deadline, the error says what was awaited. A
-    check that runs a command takes at most half a core from what is awaited."""
+    """Poll until ``check`` returns something; at the deadline, the error says what was awaited.
+
+    A check that runs a command takes at most half a core from what is awaited.
+    """
     deadline = time.monotonic() + timeout_s
     while (began := time.monotonic()) < deadline:
         if found := check():
@@ -131,7 +133,8 @@ class Site:
     def outcome(self, trial: str) -> dict[str, Any]:
         """Everything that must not depend on how often a run was interrupted: weights, optimizer
         state and random states of the last checkpoint, its ledger, the recorded results, the scores
-        of evaluations, and all metrics except times."""
+        of evaluations, and all metrics except times.
+        """
         paths = self.paths(trial)
         commit = fold(History(paths.history).read()).last_commit
         assert commit is not None, f"{trial} has no commit"

@@ -33,8 +33,10 @@ class Case:
 
 
 def batches() -> Values:
-    """Prompts and answers of several lengths, among them answers of one token. Completions lack
-    their old log-probabilities."""
+    """Prompts and answers of several lengths, among them answers of one token.
+
+    Completions lack their old log-probabilities.
+    """
     random = Random(7)
 
     def tokens(low: int, high: int) -> list[int]:
@@ -76,7 +78,8 @@ def batches() -> Values:
 
 def mismatched(rows: list[Values], first: int) -> list[Values]:
     """The rows with the answers from which slurmrl estimates the KL divergence: of the row before;
-    for the first row, of the one at ``first``. (TRL takes the last of a micro-batch for it.)"""
+    for the first row, of the one at ``first``. (TRL takes the last of a micro-batch for it.)
+    """
     others = [rows[first], *rows[:-1]]
     return [{**row, "mismatched": other["answer"]} for row, other in zip(rows, others, strict=True)]
 

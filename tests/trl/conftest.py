@@ -76,7 +76,8 @@ def save(model: Any, folder: Path, seed: int) -> Any:
 @torch.no_grad()
 def with_old(rows: list[Values], model: Any, noise: float = 0.0) -> list[Values]:
     """The rows with the log-probabilities of their completions by the policy that made them: the
-    model's, plus ``noise``."""
+    model's, plus ``noise``.
+    """
     generator = torch.Generator().manual_seed(4)
 
     def old(prompt: list[int], answer: list[int]) -> list[float]:

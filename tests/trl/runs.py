@@ -33,7 +33,8 @@ def train(
 ) -> dict[str, float]:
     """Make the step of a case, at a learning rate of 0, and write the actor's checkpoint: its first
     moments are the gradients. ``parts`` are the items of each data-parallel rank; default: one
-    rank has all. Returns the metrics of the training call."""
+    rank has all. Returns the metrics of the training call.
+    """
     batch = json.loads((folder / "batches.json").read_text())[case.batch]
     whole = sample_of(batch)
     settings = settings_of(case, len(batch))

@@ -25,7 +25,8 @@ def test_loss_and_gradients_are_those_of_trl(
     case: Case, reference: Reference, tmp_path: Path
 ) -> None:
     """One training step on the same weights and batch: by TRL's trainer at once, with weights in
-    float64, and by slurmrl's training call in micro-batches, in float32."""
+    float64, and by slurmrl's training call in micro-batches, in float32.
+    """
     stats = train(reference.folder, case, tmp_path / "saved")
     check(case, reference, total_loss(stats), tmp_path / "saved")
 

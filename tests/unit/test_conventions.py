@@ -1,5 +1,6 @@
 """The rules of docs/architecture.md that a machine can check: rooms, torch-free modules, errors,
-names of folders, sizes."""
+names of folders, sizes.
+"""
 
 from __future__ import annotations
 

@@ -128,8 +128,10 @@ def commands(page: str) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
 def test_the_commands_of_a_page_work(page: str, tmp_path: Path) -> None:
-    """All blocks of bash but those marked ``not run``, in one shell beside the examples. A block
-    marked ``file`` is the content of that file."""
+    """All blocks of bash but those marked ``not run``, in one shell beside the examples.
+
+    A block marked ``file`` is the content of that file.
+    """
     prepare(tmp_path)
     own = ("SLURMRL_ROOT", "SLURMRL_PROFILE")
     variables = {name: value for name, value in os.environ.items() if name not in own}

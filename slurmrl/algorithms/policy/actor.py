@@ -89,9 +89,11 @@ class RecomputeInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """The training engine's log-probabilities of the completions, as ``old_logprobs``. Reports
-        the mean and largest absolute difference to those of generation, over response tokens, and
-        the mismatch of the two policies."""
+        """The training engine's log-probabilities of the completions, as ``old_logprobs``.
+
+        Reports the mean and largest absolute difference to those of generation, over response
+        tokens, and the mismatch of the two policies.
+        """
         assert engine is not None
         sample = sample.to(engine.context.device)
         output = _logprobs(engine, sample, context, OLD_LOGPROBS)
@@ -138,7 +140,8 @@ def _logprobs(
 
 def _kl_stats(kl: Tensor, sequences: int, all_reduce_sum: SumOverRanks) -> MeanStats:
     """KL of the sampling policy to the reference, per token and per completion, and the number of
-    completions."""
+    completions.
+    """
     kl = kl.double()
     sizes = kl.new_tensor([float(len(kl)), float(sequences)])
     total, tokens, completions = all_reduce_sum(torch.cat([kl.sum().reshape(1), sizes])).tolist()
@@ -191,8 +194,11 @@ def actor_loss(
     kl_coef: float = 0.0,
     compares: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The engine's loss function: outputs {logp, entropy} [T]. With ``compares``, the old
-    log-probabilities are generation's, and its statistics compare them with the outputs."""
+    """The engine's loss function: outputs {logp, entropy} [T].
+
+    With ``compares``, the old log-probabilities are generation's, and its statistics compare them
+    with the outputs.
+    """
     logp, mask = outputs["logp"], batch.tensor(MASK)
     targets = PolicyTargets(
         batch.tensor("logprobs"),

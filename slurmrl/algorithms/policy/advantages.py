@@ -109,7 +109,8 @@ def estimate(
 def only_scored(sample: SequenceSample) -> SequenceSample:
     """The sample, with completions without a score like those in which the policy wrote nothing:
     compared with no others, and in no loss. Such are also all completions of a prompt whose greedy
-    completion has no score."""
+    completion has no score.
+    """
     rewards = sample.tensor("rewards")
     unscored = rewards.isnan()
     changed: dict[str, Tensor | None] = {"rewards": rewards.nan_to_num()}
@@ -129,7 +130,8 @@ def only_scored(sample: SequenceSample) -> SequenceSample:
 def find_responses(prompt_mask: Tensor, cu_seqlens: Tensor) -> Responses:
     """``prompt_mask`` bool [T], True on tokens that the policy has read, not written: prompts, and
     messages between turns; ``cu_seqlens`` [S+1] over the T tokens, in host memory. The indices
-    are made there, and the host waits once for the mask."""
+    are made there, and the host waits once for the mask.
+    """
     tokens = (~prompt_mask.cpu()).nonzero().squeeze(1)
     ends = cu_seqlens[1:].long()
     sequence = torch.bucketize(tokens, ends, right=True)
@@ -154,7 +156,8 @@ def shape_scores(
 ) -> Tensor:
     """The scores [S] of completions with these rewards, of ``lengths`` response tokens out of at
     most ``limit``: the penalty for the length, bias, scale and clip applied, in this order.
-    ``finished`` [S] says which ended by themselves."""
+    ``finished`` [S] says which ended by themselves.
+    """
     if settings.overlong_buffer is not None:
         penalty = overlong_penalty(lengths, limit, settings.overlong_buffer)
         rewards = rewards + settings.overlong_penalty * penalty.to(rewards.dtype)
@@ -167,8 +170,10 @@ def shape_scores(
 
 
 def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
-    """The soft penalty for long completions, from 0 to -1 (Yu et al. 2025, "DAPO", eq. 13): 0 up to
-    ``limit - buffer`` tokens, falling linearly to -1 at ``limit``."""
+    """The soft penalty for long completions, from 0 to -1 (Yu et al. 2025, "DAPO", eq.
+
+    13): 0 up to ``limit - buffer`` tokens, falling linearly to -1 at ``limit``.
+    """
     return ((limit - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0)
 
 
@@ -180,7 +185,8 @@ def _of_tokens(
     settings: PolicyGradient,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns [R] of token ``rewards`` [R]; without a critic both are the discounted
-    rewards."""
+    rewards.
+    """
     if settings.advantage != "gae":
         returns = discounted_returns(rewards, responses.cu_seqlens, settings.discount)
         return returns, returns
@@ -220,7 +226,8 @@ def _turn_rewards(
     sample: SequenceSample, responses: Responses, finished: Tensor, settings: PolicyGradient
 ) -> Tensor | None:
     """[R]: the part of the score that a token's turn has earned (0 at tokens that end no turn);
-    None if completions have one turn each."""
+    None if completions have one turn each.
+    """
     if TURN_REWARDS not in sample.keys:
         return None
     earned = sample.tensor(TURN_REWARDS)[responses.tokens] * settings.reward_scaling
@@ -231,7 +238,8 @@ def _turn_rewards(
 
 def _greedy_scores(sample: SequenceSample, settings: PolicyGradient, limit: int) -> Tensor:
     """[S]: the scores of the prompts' greedy completions, shaped like those of the sampled ones,
-    without a KL penalty (Li et al. 2024, "ReMax", algorithm 1)."""
+    without a KL penalty (Li et al. 2024, "ReMax", algorithm 1).
+    """
     mask = sample.tensor(GREEDY + "prompt_mask")
     responses = find_responses(mask, sample.cu_seqlens(GREEDY + "prompt_mask"))
     scores = shape_scores(
@@ -276,7 +284,8 @@ class Groups:
 
     def means(self, x: Tensor) -> Tensor:
         """[S]: for each sequence, the mean of x [S] over its group; of equal entries, that number:
-        the mean of what is left of them corrects the first one's rounding."""
+        the mean of what is left of them corrects the first one's rounding.
+        """
         means = self.sums(x) / self.sizes
         return means + self.sums(x - means) / self.sizes
 
@@ -288,9 +297,10 @@ def moments(
     unbiased: bool = False,
     about_zero: bool = False,
 ) -> tuple[float, float]:
-    """Mean and standard deviation of x over all ranks, in float64; 0 and 0 if empty. ``unbiased``
-    divides by the number of entries less one. ``about_zero``: the deviation from 0, not from the
-    mean.
+    """Mean and standard deviation of x over all ranks, in float64; 0 and 0 if empty.
+
+    ``unbiased`` divides by the number of entries less one. ``about_zero``: the deviation from 0,
+    not from the mean.
 
     Of equal entries the mean is that number and the deviation 0, on any layout: the mean of what
     is left of them corrects the first one's rounding.
@@ -336,7 +346,8 @@ def deviations(
 ) -> Tensor | None:
     """[S] float64: the standard deviation of the returns [S] by which the setting
     ``advantage_std`` divides; None if by none. Without a baseline, it is that from 0 (the root of
-    the mean square): returns that are alike would be divided by about 0."""
+    the mean square): returns that are alike would be divided by about 0.
+    """
     wide, unbiased = returns.double(), settings.std_unbiased
     about_zero = settings.advantage == "none"
     match settings.advantage_std:
@@ -369,7 +380,8 @@ def whiten(x: Tensor, mean: float, std: float) -> Tensor:
 
 def old_logprobs(sample: SequenceSample) -> Tensor:
     """[T] of the policy before the updates: recomputed if the graph has that call, else those of
-    generation."""
+    generation.
+    """
     return sample.tensor(OLD_LOGPROBS if OLD_LOGPROBS in sample.keys else "logprobs")
 
 
@@ -384,7 +396,8 @@ def token_rewards(
 ) -> Tensor:
     """[R]: the KL penalty of each response token, plus the score at the last token of its
     completion. What ``turns`` [R] have earned of the score is at their last tokens instead, so the
-    sum over a completion is the same."""
+    sum over a completion is the same.
+    """
     rewards = -penalties
     if turns is not None:
         rewards = rewards + turns.to(rewards.dtype)

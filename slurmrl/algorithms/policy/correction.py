@@ -1,5 +1,6 @@
-"""Corrections for tokens of another policy, as pure tensor functions. [T] each, and 0
-where ``mask`` is False.
+"""Corrections for tokens of another policy, as pure tensor functions.
+
+[T] each, and 0 where ``mask`` is False.
 
 Generation and training compute log-probabilities by different kernels, so the tokens come from
 another policy than the trained one. Here are measures of how far apart the two are, importance
@@ -65,7 +66,8 @@ def correction_weights(
 def accepted(log_ratio: Tensor, mask: Tensor, sequences: Sequences, settings: Correction) -> Tensor:
     """[T] bool: the tokens that are within the bounds of rejection, from log r of each token, which
     is 0 where ``mask`` is False. Of a response all tokens are or none, unless single tokens are
-    compared."""
+    compared.
+    """
     low, high = settings.reject_lower, settings.reject_upper
     match settings.reject_by:
         case "ratio":  # its mean and sum are of logarithms
@@ -90,7 +92,8 @@ def accepted(log_ratio: Tensor, mask: Tensor, sequences: Sequences, settings: Co
 
 def mismatch_sums(training: Tensor, behaviour: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Sums over tokens, and the largest ratio, from which `mismatch_metrics` follow: of
-    log-probabilities of the training engine and of generation, by the same weights."""
+    log-probabilities of the training engine and of generation, by the same weights.
+    """
     log_ratio = torch.where(mask, training - behaviour, 0.0).double()
     ratio = log_ratio.exp()
     counted = torch.where(mask, ratio, 0.0)
@@ -107,7 +110,8 @@ def mismatch_metrics(sums: Mapping[str, float], tokens: float) -> dict[str, floa
     ``mismatch/kl_k1`` by the mean of log(generation / training). ``mismatch/ratio_max``: the
     largest ratio of training to generation of a token. ``mismatch/effective_sample_size``: that of
     the tokens, weighted by their ratios (Kong 1992), as a share of their number: 1 if all are
-    alike. Empty for no tokens."""
+    alike. Empty for no tokens.
+    """
     if not tokens:
         return {}
     ratio, square = sums["mismatch_ratio"], sums["mismatch_square"]

@@ -33,7 +33,8 @@ class CriticInterface(Interface):
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """``values``, aligned: position t holds the value of the state after token t, in units of
-        the returns."""
+        the returns.
+        """
         assert engine is not None
         values = engine.forward(sample.only(["input_ids"]))["values"]
         settings = cast(PolicyGradient, context.settings.algorithm)
@@ -46,8 +47,10 @@ class CriticInterface(Interface):
     def train_step(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """Regression of the values before each response token to the returns. With ``value_norm``,
-        both are normalised, and the moments include these returns."""
+        """Regression of the values before each response token to the returns.
+
+        With ``value_norm``, both are normalised, and the moments include these returns.
+        """
         assert engine is not None
         ppo = cast(PolicyGradient, context.settings.algorithm)
         sample = only_scored(sample).to(engine.context.device)
@@ -101,7 +104,8 @@ def _joined(
     all_reduce_sum: SumOverRanks,
 ) -> ReturnMoments:
     """The moments after a step, whose returns have this mean and standard deviation on all ranks;
-    ``returns`` are this rank's."""
+    ``returns`` are this rank's.
+    """
     square = std**2 + mean**2
     count = float(all_reduce_sum(returns.new_tensor(float(len(returns)), dtype=torch.float64)))
     if not count:
@@ -112,8 +116,10 @@ def _joined(
 
 
 def explained_variance(returns_std: float, error_std: float) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 is perfect, 0 no better than a constant. It is
-    0 when the returns do not vary."""
+    """1 - Var(returns - values) / Var(returns): 1 is perfect, 0 no better than a constant.
+
+    It is 0 when the returns do not vary.
+    """
     return 1.0 - (error_std / returns_std) ** 2 if returns_std > 0 else 0.0
 
 

@@ -20,10 +20,12 @@ class FilterInterface(Interface):
     def filter(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """Drop prompts by the settings of the algorithm. Reports the share of prompts that each
-        filter drops; of several reasons for one prompt, the first counts. Failed episodes, in which
-        the policy wrote nothing, and completions without a score are left out of the comparison, as
-        they are from advantages."""
+        """Drop prompts by the settings of the algorithm.
+
+        Reports the share of prompts that each filter drops; of several reasons for one prompt, the
+        first counts. Failed episodes, in which the policy wrote nothing, and completions without a
+        score are left out of the comparison, as they are from advantages.
+        """
         sample = only_scored(sample)
         settings = cast(PolicyGradient, context.settings.algorithm)
         limit = context.settings.config.rollout.most_written
@@ -50,7 +52,8 @@ class FilterInterface(Interface):
 
 def reason(scores: Sequence[float], finished: Sequence[bool], settings: Filters) -> str | None:
     """Why a prompt is dropped, given the scores of the completions to compare and whether each
-    ended with a stop token; None if it is not. Without completions the prompt has no variance."""
+    ended with a stop token; None if it is not. Without completions the prompt has no variance.
+    """
     truncated = len(finished) - sum(finished)
     if settings.max_truncated is not None and truncated > settings.max_truncated * len(finished):
         return TRUNCATED

@@ -43,8 +43,10 @@ def log_ratios(
 def surrogate(
     log_ratio: Tensor, logp: Tensor, advantages: Tensor, settings: Objective
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each token, and whether a bound acts on it. Inputs are 0 where tokens do not
-    count."""
+    """The loss of each token, and whether a bound acts on it.
+
+    Inputs are 0 where tokens do not count.
+    """
     match settings.objective:
         case "clip":
             return _clipped(log_ratio, advantages, settings)
@@ -57,9 +59,12 @@ def surrogate(
 
 
 def _clipped(log_ratio: Tensor, advantages: Tensor, settings: Objective) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic clip (Schulman et al. 2017, eq. 7) with bounds of its own on either side
-    (Yu et al. 2025, "DAPO", eq. 10). ``dual_clip`` bounds the loss of tokens with negative
-    advantages (Ye et al. 2020, "Mastering complex control in MOBA games")."""
+    """PPO's pessimistic clip (Schulman et al. 2017, eq.
+
+    7) with bounds of its own on either side (Yu et al. 2025, "DAPO", eq. 10). ``dual_clip`` bounds
+    the loss of tokens with negative advantages (Ye et al. 2020, "Mastering complex control in MOBA
+    games").
+    """
     low, high = settings.ratio_bounds
     ratio = log_ratio.exp()
     plain = -advantages * ratio
@@ -77,7 +82,8 @@ def _detached(
     log_ratio: Tensor, logp: Tensor, advantages: Tensor, settings: Objective
 ) -> tuple[Tensor, Tensor]:
     """The log-probability weighted by the clipped ratio, through which no gradient flows: every
-    token keeps a gradient (MiniMax 2025, "MiniMax-M1", eq. 4 and 5)."""
+    token keeps a gradient (MiniMax 2025, "MiniMax-M1", eq. 4 and 5).
+    """
     low, high = settings.ratio_bounds
     ratio = log_ratio.detach().exp()
     held = (ratio < low) | (ratio > high)
@@ -87,7 +93,8 @@ def _detached(
 def _gated(log_ratio: Tensor, advantages: Tensor, settings: Objective) -> tuple[Tensor, Tensor]:
     """A sigmoid of the ratio instead of a clip, whose slope is 1 at a ratio of 1 and falls off on
     both sides, faster with a larger temperature (Gao et al. 2025, "Soft adaptive policy
-    optimization", arXiv 2511.20347)."""
+    optimization", arXiv 2511.20347).
+    """
     ratio = log_ratio.clamp(max=GATE_LIMIT).exp()
     positive, negative = settings.sapo_tau_positive, settings.sapo_tau_negative
     tau = torch.full_like(advantages, negative).masked_fill(advantages > 0, positive)

@@ -191,7 +191,8 @@ CHOICES: Final[dict[str, type[Section]]] = {
 def with_defaults(values: Mapping[str, Any], default: str) -> dict[str, Any]:
     """The values of an ``algorithm`` section over those of the preset that they name, or of the
     ``default`` preset where they name a user's own algorithm. Raises ValueError for settings of a
-    penalty that the preset does not have."""
+    penalty that the preset does not have.
+    """
     name = str(values.get("name", default))
     name = default if ":" in name else name
     if name not in PRESETS:
@@ -202,8 +203,11 @@ def with_defaults(values: Mapping[str, Any], default: str) -> dict[str, Any]:
 
 
 def settings_of(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a preset. Where ``values`` choose another objective, advantage or aggregation
-    than it does, those that belong to its choice are left out."""
+    """The settings of a preset.
+
+    Where ``values`` choose another objective, advantage or aggregation than it does, those that
+    belong to its choice are left out.
+    """
     settings = PRESETS[name].settings
     own = {
         key: settings.get(key, section.model_fields[key].default)
@@ -216,8 +220,10 @@ def settings_of(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_kl_without_coefficient(
     name: str, settings: Mapping[str, Any], values: Mapping[str, Any]
 ) -> None:
-    """Whoever describes a penalty expects one. (An explicit ``coef: 0`` states that there is
-    none.)"""
+    """Whoever describes a penalty expects one.
+
+    (An explicit ``coef: 0`` states that there is none.)
+    """
     kl = values.get("kl")
     if not isinstance(kl, Mapping) or "coef" in kl or settings.get("kl", {}).get("coef") != 0:
         return

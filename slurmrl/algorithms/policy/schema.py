@@ -88,7 +88,8 @@ class PolicyGradient(
     Filters, Correction, Value, Objective, Updates, Advantages, RewardShaping, AlgorithmSchema
 ):
     """Policy gradients: the actor completes prompts, a rule rewards completions, and the actor is
-    trained on their advantages. The models and calls of a step follow from the settings."""
+    trained on their advantages. The models and calls of a step follow from the settings.
+    """
 
     name: PolicyGradientName = "ppo"
     """The preset: a table of defaults for the settings below (docs/algorithms.md). Those of `ppo`
@@ -259,8 +260,10 @@ class PolicyGradient(
         return "slurmrl.algorithms.scalars:PolicyScalars"
 
     def objective_metrics(self, *, recomputes: bool) -> tuple[str, ...]:
-        """Metrics of the actor's training that follow from the settings. Where old
-        log-probabilities are recomputed, that call compares them with generation's."""
+        """Metrics of the actor's training that follow from the settings.
+
+        Where old log-probabilities are recomputed, that call compares them with generation's.
+        """
         corrected = ("correction_weight", "correction_masked")
         return (
             "kl_coef",
@@ -330,7 +333,8 @@ def greedy_reward_calls(config: Config) -> tuple[Call, ...]:
 
 def settled_correction(settings: Correction, config: Config) -> dict[str, Any]:
     """Return the values of `recompute_logprobs` and `correction`, with those that follow from the
-    rest of the configuration where they are not set."""
+    rest of the configuration where they are not set.
+    """
     stale, unlike = bool(_staleness(config)), bool(unlike_training(config))
     recomputes, correction = settings.recompute_logprobs, settings.correction
     if recomputes is None:
@@ -346,8 +350,10 @@ def settled_correction(settings: Correction, config: Config) -> dict[str, Any]:
 
 
 def correction_notes(settings: Correction, config: Config) -> Iterator[str]:
-    """Yield which settings account for completions of another policy, and why. ``settings`` are
-    settled."""
+    """Yield which settings account for completions of another policy, and why.
+
+    ``settings`` are settled.
+    """
     reasons = [reason for reason in (_staleness(config), unlike_training(config)) if reason]
     if not reasons:
         return

@@ -224,7 +224,8 @@ class Correction(Section):
 
 def refuse_unused(section: Section, used: dict[str, bool], chosen: str) -> None:
     """Raise ValueError for settings that differ from their defaults and that ``chosen`` does not
-    use."""
+    use.
+    """
     fields = type(section).model_fields
     unused = [
         name
@@ -304,7 +305,9 @@ TRUNCATED = "truncated"
 
 class Filters(Section):
     """Prompts that are dropped after their completions were judged, and what replaces them.
-    Completions that leave the losses."""
+
+    Completions that leave the losses.
+    """
 
     zero_variance: Literal["keep", "drop"] = "keep"
     """`drop`: do not train on prompts whose completions all have the same score (the reward after

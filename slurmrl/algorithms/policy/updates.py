@@ -66,8 +66,9 @@ def run_updates(
     stop: Callable[[MeanStats], bool] | None = None,
     prepare: Callable[[SequenceSample], SequenceSample] | None = None,
 ) -> MeanStats:
-    """Make one optimizer step for each minibatch, in ``n_epochs`` passes. ``context.batch`` has the
-    ids of all ranks' items in order; ``sample`` has this rank's items.
+    """Make one optimizer step for each minibatch, in ``n_epochs`` passes.
+
+    ``context.batch`` has the ids of all ranks' items in order; ``sample`` has this rank's items.
 
     The bool tensor under ``mask_key`` selects the tokens that count. Every rank makes the same
     steps: a minibatch without such a token on any rank is skipped. If ``stop`` returns True for a
@@ -121,7 +122,8 @@ def _minibatches(
     aggregation: str,
 ) -> list[Minibatch]:
     """The minibatches of all epochs in order, without those that have no token that counts on any
-    rank. Collective."""
+    rank. Collective.
+    """
     parts = [
         part
         for epoch in range(settings.n_epochs)
@@ -143,7 +145,8 @@ def _minibatches(
 
 def _order(context: CallContext, settings: Updates, epoch: int) -> list[str]:
     """The ids of the batch in the order in which an epoch trains on them: a pure function of seed,
-    step and epoch."""
+    step and epoch.
+    """
     order = list(context.batch)
     if settings.shuffle_minibatches:
         key = f"slurmrl minibatches {context.seed} {context.step} {epoch}"
@@ -167,8 +170,10 @@ def split(ids: Sequence[str], order: Sequence[str], count: int) -> list[list[int
 
 
 def global_result(means: MeanStats, role: str) -> CallResult:
-    """The result of a train_step from numbers that are the same on every rank. Metrics that every
-    trained model has get the role's name as a prefix."""
+    """The result of a train_step from numbers that are the same on every rank.
+
+    Metrics that every trained model has get the role's name as a prefix.
+    """
     shared = ("grad_norm", "lr", "updates", "skipped")
     named = {f"{role}_{key}" if key in shared else key: mean for key, mean in means.items()}
     return CallResult(stats={key: (mean, 1.0) for key, mean in named.items()})
@@ -193,7 +198,8 @@ def _summary(results: list[dict[str, float]], sizes: list[float]) -> MeanStats:
 
 def _means(results: Sequence[Mapping[str, float]], sizes: Sequence[float]) -> MeanStats:
     """Means of the loss function's statistics over all tokens, of which the results have
-    ``sizes``."""
+    ``sizes``.
+    """
     tokens, denominator = sum(sizes), sum(result["denominator"] for result in results)
     names = [
         name for name in results[0] if name not in ENGINE_STATS and not name.startswith(MISMATCH)
@@ -208,8 +214,9 @@ def _means(results: Sequence[Mapping[str, float]], sizes: Sequence[float]) -> Me
 def token_weights(
     mask: Tensor, sequences: Sequences, aggregation: str, length: float
 ) -> Tensor | None:
-    """The weight of each token's loss; None if all weights are 1. ``mask`` is True on all response
-    tokens.
+    """The weight of each token's loss; None if all weights are 1.
+
+    ``mask`` is True on all response tokens.
 
     - ``tokens``: all tokens count alike (Yu et al. 2025, "DAPO", eq. 8).
     - ``sequences``: the mean over sequences of the means over their tokens (Shao et al. 2024,
@@ -228,7 +235,8 @@ def token_weights(
 def item_shares(sample: SequenceSample, mask_key: str, aggregation: str) -> Tensor:
     """[items, 2] float64: what each item adds to the denominator, and its number of tokens that
     count. To the denominator, ``tokens`` adds the latter. The other aggregations add the number of
-    sequences with response tokens, also of those whose tokens do not count: their loss is 0."""
+    sequences with response tokens, also of those whose tokens do not count: their loss is 0.
+    """
     mask = sample.tensor(mask_key)
     tokens = Sequences.of(sample.cu_seqlens(mask_key), mask.device)
     counts = torch.tensor([0, *(len(rows) for rows in sample.lengths[mask_key])])

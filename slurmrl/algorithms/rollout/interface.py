@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 
 
 class RolloutInterface(Interface):
-    """Generates with the engine of the trainers' world. Holds the tools of this rank's episodes
-    until it is closed."""
+    """Generates with the engine of the trainers' world.
+
+    Holds the tools of this rank's episodes until it is closed.
+    """
 
     def __init__(self) -> None:
         self._episodes: ConfiguredEpisodes | None = None
@@ -50,7 +52,8 @@ class RolloutInterface(Interface):
         whether the completion ``finished`` with a stop token or stop string, and of episodes
         ``turn_rewards``. If they are recorded, also what each token was sampled from, and the
         experts that read it (`data.support`). Ranks that compute the same as their leader may have
-        no result."""
+        no result.
+        """
         assert engine is not None
         episode = context.settings.config.rollout.episode
         if not episode.has_turns:

@@ -45,15 +45,20 @@ def generation_options(context: CallContext) -> GenerationOptions:
 
 
 def sampling_keys(ids: tuple[str, ...], completions: int = 1) -> Tensor:
-    """[S] int64, a stable hash for each completion of each sample id. The tokens drawn for a
-    completion depend on it, and not on the batch, the rank or the number of completions."""
+    """[S] int64, a stable hash for each completion of each sample id.
+
+    The tokens drawn for a completion depend on it, and not on the batch, the rank or the number of
+    completions.
+    """
     names = (stream(name, place) for name in ids for place in range(completions))
     return torch.tensor([sampling_key(name) for name in names], dtype=torch.int64)
 
 
 def stream(name: str, place: int) -> str:
-    """The first completion of a sample has the sample's own stream. (A sample id ends with
-    ``@<epoch>``, so no other one can equal the name of a completion.)"""
+    """The first completion of a sample has the sample's own stream.
+
+    (A sample id ends with ``@<epoch>``, so no other one can equal the name of a completion.)
+    """
     return f"{name}#{place}" if place else name
 
 

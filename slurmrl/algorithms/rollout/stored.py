@@ -30,7 +30,8 @@ class StoredInterface(Interface):
     ) -> CallResult:
         """The keys of `RolloutInterface.generate`, and ``turn_rewards`` of episodes.
 
-        Raises SampleFileError, EnvironmentFailure."""
+        Raises SampleFileError, EnvironmentFailure.
+        """
         read = context.stored
         assert read is not None, "the master names the samples of such a batch"
         groups = [read(name) for name in sample.ids]
@@ -55,8 +56,10 @@ def as_sample(
     turns: bool,
     metadata: Mapping[str, list[Any]] | None = None,
 ) -> SequenceSample:
-    """The groups' keys. Tensors of tokens are where the models compute, as those of their own
-    generation."""
+    """The groups' keys.
+
+    Tensors of tokens are where the models compute, as those of their own generation.
+    """
     data: dict[str, Tensor | None] = {
         "input_ids": _packed([each.input_ids for each in groups], torch.int64),
         "prompt_mask": _packed([each.drawn_by < 0 for each in groups], torch.bool),

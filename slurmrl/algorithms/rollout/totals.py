@@ -70,7 +70,8 @@ class Totals:
 
     def stats(self, *, turns: bool, tools: bool) -> Stats:
         """``turns``: the completions are of episodes that may have several; ``tools``: these may
-        call tools."""
+        call tools.
+        """
         sums = {
             "response_length": self.written,
             "prompt_length": self.prompt,

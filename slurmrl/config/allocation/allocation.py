@@ -46,7 +46,8 @@ BACKENDS: Final = {
 @dataclass(frozen=True)
 class ExpertSizes:
     """The experts' layout over the ranks of a pipeline stage: ``dp`` copies of ``ep`` parts of all
-    experts, each expert split over ``tp`` ranks. (edp, ep and etp of the whole model.)"""
+    experts, each expert split over ``tp`` ranks. (edp, ep and etp of the whole model.)
+    """
 
     dp: int
     tp: int
@@ -55,8 +56,9 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A backend and the size of every axis (1 unless the string sets it). ``experts`` is None if
-    the model's experts, if any, have the layout of the rest.
+    """A backend and the size of every axis (1 unless the string sets it).
+
+    ``experts`` is None if the model's experts, if any, have the layout of the rest.
 
     ``str`` gives a string that parses back to an equal allocation. Raises AllocationError if the
     two halves need different numbers of ranks.
@@ -167,8 +169,11 @@ def _divisors(number: int) -> str:
 
 @dataclass(frozen=True)
 class Components:
-    """``places[i]`` are the allocations that share the i-th set of ranks. The sets are disjoint and
-    consecutive. ``str`` gives a string that parses back to equal components."""
+    """``places[i]`` are the allocations that share the i-th set of ranks.
+
+    The sets are disjoint and consecutive. ``str`` gives a string that parses back to equal
+    components.
+    """
 
     places: tuple[tuple[Allocation, ...], ...]
 

@@ -1,5 +1,6 @@
-"""Layout strings of earlier systems and their current spelling. They are read only for the field
-``allocation_mode``.
+"""Layout strings of earlier systems and their current spelling.
+
+They are read only for the field ``allocation_mode``.
 
     ReaL 2024     d2m2p2   actor_gen:d4m2p1,*:d2m2p2   pipe_model   pipe_data   heuristic
                   manual as  actor:node[01-02]:d4m2p2,ref:node01:0,1:d1m2p1
@@ -51,8 +52,10 @@ class HostShape:
 
 
 def parse_legacy(text: str, shape: HostShape, *, trains: bool = True) -> dict[str, Placed]:
-    """The roles in a legacy string. The actor is always among them if the trial ``trains``; critic
-    and reference are left out if they have the actor's layout.
+    """The roles in a legacy string.
+
+    The actor is always among them if the trial ``trains``; critic and reference are left out if
+    they have the actor's layout.
 
     Raises AllocationError that points at the character.
     """

@@ -1,6 +1,7 @@
-"""The parser of allocation strings. Blanks are ignored, letters are lower case, sizes are whole
-numbers from 1 without leading zeros, and each dimension occurs at most once. Errors point at the
-character.
+"""The parser of allocation strings.
+
+Blanks are ignored, letters are lower case, sizes are whole numbers from 1 without leading zeros,
+and each dimension occurs at most once. Errors point at the character.
 
     components := place ("+" place)*
     place      := single ("|" single)*
@@ -35,8 +36,10 @@ ENDS = frozenset({"", "+", "|"})
 
 
 def parse(text: str) -> Allocation:
-    """Parse one allocation. Raises AllocationError that points at the character and says what is
-    allowed there."""
+    """Parse one allocation.
+
+    Raises AllocationError that points at the character and says what is allowed there.
+    """
     scanner = Scanner(text)
     allocation = single(scanner)
     if scanner.character in ("+", "|"):
@@ -45,8 +48,11 @@ def parse(text: str) -> Allocation:
 
 
 def parse_components(text: str) -> Components:
-    """Parse one or more allocations. Three or more must all have names, and so must each that
-    shares the ranks of a previous one, which needs as many ranks."""
+    """Parse one or more allocations.
+
+    Three or more must all have names, and so must each that shares the ranks of a previous one,
+    which needs as many ranks.
+    """
     scanner = Scanner(text)
     places: list[list[Allocation]] = [[]]
     starts: list[int] = []
@@ -297,8 +303,10 @@ _NUMBER: Final = re.compile(r"[0-9]+")
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
-    """The numbers in a list of numbers and ranges, in order. Raises AllocationError that points at
-    the character."""
+    """The numbers in a list of numbers and ranges, in order.
+
+    Raises AllocationError that points at the character.
+    """
     scanner = Scanner(text)
     numbers: list[int] = []
     while True:

@@ -33,7 +33,8 @@ class HubCache:
 
     def pinned(self, reference: HubReference, before: str | None) -> HubReference:
         """The commit whose folder a trial used ``before``, if the revision has been that commit;
-        else the reference as it is."""
+        else the reference as it is.
+        """
         for commit in reference.commits(self.folder):
             if str(reference.folder(self.folder, commit)) == before:
                 return replace(reference, revision=commit)
@@ -46,9 +47,11 @@ class HubCache:
         return next((folder for folder in folders if not contents.damage(folder)), None)
 
     def fetch(self, reference: HubReference) -> Path:
-        """The folder of the revision as it is on the hub now. A commit is fetched once, and again
-        if its folder has lost files. Where the hub cannot be reached, that of the last time is
-        used."""
+        """The folder of the revision as it is on the hub now.
+
+        A commit is fetched once, and again if its folder has lost files. Where the hub cannot be
+        reached, that of the last time is used.
+        """
         known = self.newest(reference)
         if known is not None and reference.is_commit:
             return known
@@ -86,8 +89,10 @@ class HubCache:
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """The user's own environment, from which the hub's library takes the token. It writes only to
-    the cache: a home directory may be small."""
+    """The user's own environment, from which the hub's library takes the token.
+
+    It writes only to the cache: a home directory may be small.
+    """
     place = home / "fetching"
     return {
         **os.environ,

@@ -52,7 +52,8 @@ class RepositoryFetcher:
 
     def fetch(self) -> str:
         """Make the folder of the revision's newest commit, unless it is there as a whole; return
-        the commit."""
+        the commit.
+        """
         from huggingface_hub import HfApi
 
         reference = self._reference
@@ -77,8 +78,10 @@ class RepositoryFetcher:
         return commit
 
     def _publish(self, made: Path, target: Path) -> None:
-        """Give a folder its place, perhaps that of one that has lost files. Runs that read those
-        that it still had keep them open."""
+        """Give a folder its place, perhaps that of one that has lost files.
+
+        Runs that read those that it still had keep them open.
+        """
         contents.record(made, target)
         old = made.with_name(f"{made.name}.old")
         with suppress(FileNotFoundError):

@@ -22,16 +22,20 @@ def list_file(folder: Path) -> Path:
 
 
 def record(made: Path, folder: Path) -> None:
-    """Write the list of a new folder's files before it gets its place at ``folder``. Raises
-    EnvironmentFailure."""
+    """Write the list of a new folder's files before it gets its place at ``folder``.
+
+    Raises EnvironmentFailure.
+    """
     files = (path for path in sorted(made.rglob("*")) if path.is_file())
     sizes = {str(path.relative_to(made)): path.stat().st_size for path in files}
     atomic.replace(list_file(folder), json.dumps({"files": sizes}).encode())
 
 
 def damage(folder: Path) -> str:
-    """What a folder lacks, as the end of a sentence about it; empty if it is whole. Raises
-    EnvironmentFailure if its list cannot be read."""
+    """What a folder lacks, as the end of a sentence about it; empty if it is whole.
+
+    Raises EnvironmentFailure if its list cannot be read.
+    """
     if not folder.is_dir():
         return "is missing"
     try:

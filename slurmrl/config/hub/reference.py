@@ -79,7 +79,9 @@ class HubReference:
 
 def of_folder(folder: Path, cache: Path, subset: str | None = None) -> HubReference | None:
     """The reference by commit whose folder in a cache this is; ``subset`` is that of a dataset.
-    None for any other folder."""
+
+    None for any other folder.
+    """
     parts = folder.relative_to(cache).parts if folder.is_relative_to(cache) else ()
     if len(parts) != 3 or parts[0] not in [*HubKind] or not COMMIT.fullmatch(parts[2]):
         return None
@@ -103,6 +105,7 @@ def parse(text: str, kind: HubKind, subset: str | None = None) -> HubReference:
 
 def is_plain(text: str, path: Path) -> bool:
     """Whether a text is a repository, ``org/name``: its ``path`` does not exist, nor the folder
-    ``org``."""
+    ``org``.
+    """
     named = _PLAIN.fullmatch(text) is not None and not text.endswith(_FILES)
     return named and not path.exists() and not path.parent.is_dir()

@@ -147,8 +147,11 @@ class Slurm(Section):
 
 
 class SlurmOfTasks(Section):
-    """Options of the jobs of tasks. One that is left out is that of `cluster.slurm`; an
-    empty text (`reservation: ""`) takes the cluster's default instead."""
+    """Options of the jobs of tasks.
+
+    One that is left out is that of `cluster.slurm`; an empty text (`reservation: ""`) takes the
+    cluster's default instead.
+    """
 
     partition: Line | None = None
     """Partition, or several separated by commas. It may be preemptible: a task that is preempted
@@ -257,8 +260,11 @@ def _check_root(text: str) -> str:
 
 
 class Profile(Section):
-    """Settings of a cluster that configurations need not repeat. They are merged under a
-    configuration, key by key: what that sets itself, null included, takes precedence."""
+    """Settings of a cluster that configurations need not repeat.
+
+    They are merged under a configuration, key by key: what that sets itself, null included, takes
+    precedence.
+    """
 
     root: Annotated[PlainPathText, AfterValidator(_check_root)] | None = None
     """Folder of all runs: an absolute path, or one that begins with `~` or a variable

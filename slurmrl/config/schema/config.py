@@ -272,7 +272,8 @@ class Config(Section):
     @property
     def evaluations(self) -> dict[str, Config]:
         """The configuration as the evaluation of each suite sees it, by the suite's name: with its
-        dataset, settings and reward. `WHOLE` for an evaluation without suites."""
+        dataset, settings and reward. `WHOLE` for an evaluation without suites.
+        """
         if self.evaluation is None or not self.evaluation.suites:
             return {} if self.evaluation is None else {WHOLE: self}
         return {
@@ -301,14 +302,17 @@ class Config(Section):
 
     @property
     def rollout_evaluates(self) -> bool:
-        """Whether the engine of `rollout.backend` generates for evaluations too. Rollout tasks do
-        not: the trainers' own ranks generate then."""
+        """Whether the engine of `rollout.backend` generates for evaluations too.
+
+        Rollout tasks do not: the trainers' own ranks generate then.
+        """
         return self.trainers_evaluate and self.rollout.tasks is None
 
     @property
     def evaluation_trials_roll_out(self) -> bool:
         """Whether evaluations in trials of their own generate with an engine like that of
-        `rollout.backend`."""
+        `rollout.backend`.
+        """
         tasks = self.evaluation.tasks if self.evaluation is not None else None
         if tasks is None or tasks.backend or not self.rollout.backend:
             return False
@@ -331,7 +335,8 @@ class Config(Section):
 
     def with_datasets(self, changed: Callable[[KeyPath, Dataset], Dataset]) -> Config:
         """The configuration with other datasets, which ``changed`` makes of a section's key and
-        each dataset."""
+        each dataset.
+        """
         update: dict[str, Any] = {"dataset": changed(("dataset",), self.dataset)}
         if (evaluation := self.evaluation) is not None:
             own: dict[str, Any] = {
@@ -359,7 +364,8 @@ class Config(Section):
     @property
     def evaluates_completions(self) -> bool:
         """Whether evaluations of a model that learns from given answers generate completions of
-        held-out prompts, instead of reading held-out answers."""
+        held-out prompts, instead of reading held-out answers.
+        """
         return self.evaluation is None or self.held_out.kind == "prompt"
 
     @property

@@ -118,7 +118,8 @@ class DataSource(Section):
 class Dataset(Section):
     """The rows that feed a trial: JSONL, JSON or Parquet files, or a folder that Hugging Face
     `datasets` has saved (docs/data.md). A key of a row may be nested: `reward_model.ground_truth`
-    or `choices.0.text`."""
+    or `choices.0.text`.
+    """
 
     type: TypeName
     """`prompt` feeds generation (the answer goes to the reward), `prompt_answer` and `messages`
@@ -265,9 +266,11 @@ class Dataset(Section):
         return self.kind == "messages" or self.chat_template not in (None, False)
 
     def rules(self) -> dict[str, Any]:
-        """What determines the rows except the file, as JSON values. Settings that slurmrl 1 did not
-        have are left out at their defaults, so that fingerprints in older commits stay valid.
-        `chat_template: false` was the default before the rows decided."""
+        """What determines the rows except the file, as JSON values.
+
+        Settings that slurmrl 1 did not have are left out at their defaults, so that fingerprints in
+        older commits stay valid. `chat_template: false` was the default before the rows decided.
+        """
         plain = {"chat_template"} if self.chat_template is False else set()
         values = self.model_dump(mode="json", exclude={"path", "shuffle", *plain})
         fields = type(self).model_fields

@@ -80,7 +80,8 @@ class Suite(Section):
 
 class EvaluationTasks(Section):
     """Evaluation of each checkpoint in a trial of its own, while training goes on
-    (docs/howto/checkpoint-evaluations.md)."""
+    (docs/howto/checkpoint-evaluations.md).
+    """
 
     backend: Line = ""
     """Layout of the model there, for example `fsdp:d1`, in which its engine also generates.
@@ -90,7 +91,8 @@ class EvaluationTasks(Section):
 
 class Evaluation(Section):
     """Evaluation on held-out prompts, with the run's reward or those of `suites`, and a separate
-    random stream."""
+    random stream.
+    """
 
     tasks: EvaluationTasks | None = None
     """Evaluate each checkpoint in a trial of its own, `{}` or with settings, instead of on the
@@ -136,7 +138,8 @@ class Evaluation(Section):
     @property
     def attempts(self) -> tuple[int, ...]:
         """Each k of pass@k, and of maj@k without 1; none with a single completion, or where no
-        reward says which completions are correct."""
+        reward says which completions are correct.
+        """
         return subset_sizes(self.n) if self.n > 1 and self.pass_score is not None else ()
 
     @property
@@ -148,7 +151,8 @@ class Evaluation(Section):
     @property
     def parts(self) -> dict[str, Evaluation]:
         """An evaluation of a single dataset for each suite, by its name; `WHOLE` for one without
-        suites."""
+        suites.
+        """
         if not self.suites:
             return {WHOLE: self}
         return {name: self._of(suite) for name, suite in self.suites.items()}

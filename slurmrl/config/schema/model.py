@@ -25,9 +25,11 @@ TRIAL_PREFIX = "trial:"
 
 
 class ParallelSizes(Section):
-    """The layout in the terms of Megatron and RLinf. If `backend` has dimensions too, both must
-    agree. If `backend` is only an engine's name, these sizes define the layout, and data
-    parallelism uses the remaining GPUs of `cluster.hosts`."""
+    """The layout in the terms of Megatron and RLinf.
+
+    If `backend` has dimensions too, both must agree. If `backend` is only an engine's name, these
+    sizes define the layout, and data parallelism uses the remaining GPUs of `cluster.hosts`.
+    """
 
     tensor_model_parallel_size: PositiveInt | None = None
     """Ranks that share each matrix: `t`."""
@@ -57,7 +59,8 @@ class Lora(Section):
     """Train low-rank adapters instead of the weights (LoRA, Hu et al. 2021): a target's weight W
     becomes W + scale * B A, where A has `rank` rows and B has `rank` columns. W is frozen, in the
     role's `dtype`. Only A and B, in float32, are trained and committed; of a critic, the value head
-    too. fsdp with the built-in decoder only (docs/lora.md)."""
+    too. fsdp with the built-in decoder only (docs/lora.md).
+    """
 
     rank: PositiveInt = 16
     """Rows of A and columns of B."""
@@ -129,8 +132,11 @@ LEFT_OUT: Final[Mapping[str, str]] = {
 
 
 class Optimizer(Section):
-    """The optimizer and its schedule. A role that is not trained ignores it. The defaults suit
-    fine-tuning with `adamw`. torch's own learning rate is 0.001, its `betas` are 0.9 and 0.999."""
+    """The optimizer and its schedule.
+
+    A role that is not trained ignores it. The defaults suit fine-tuning with `adamw`. torch's own
+    learning rate is 0.001, its `betas` are 0.9 and 0.999.
+    """
 
     name: Kind = "adamw"
     """Optimizer of torch.optim. Options that are not listed here have torch's defaults. `sgd` is
@@ -170,7 +176,8 @@ class Optimizer(Section):
     def learning_rate(self, step: int, run_steps: int) -> float:
         """Rate of optimizer step ``step`` (from 0) in a run of ``run_steps``: warm-up rises
         linearly and ends at ``lr``; then constant, linear or half a cosine down to
-        ``lr * min_lr_ratio`` at the schedule's last step, where it stays."""
+        ``lr * min_lr_ratio`` at the schedule's last step, where it stays.
+        """
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
@@ -201,11 +208,13 @@ class Optimizer(Section):
 
 
 class Model(Section):
-    """One role. The other roles inherit from the actor each of these that they do not set: the
-    weights (`path` or `architecture`; `teacher` and `reward_model` must set theirs),
-    `implementation`, `tokenizer`, `backend`, `gpus`, `model`, `dtype`, `gradient_checkpointing`,
-    `transformer_engine` and `max_tokens_per_microbatch`, but not `lora` and the
-    optimizer."""
+    """One role.
+
+    The other roles inherit from the actor each of these that they do not set: the weights (`path`
+    or `architecture`; `teacher` and `reward_model` must set theirs), `implementation`, `tokenizer`,
+    `backend`, `gpus`, `model`, `dtype`, `gradient_checkpointing`, `transformer_engine` and
+    `max_tokens_per_microbatch`, but not `lora` and the optimizer.
+    """
 
     path: HubPathText | None = None
     """Folder in Hugging Face format, `org/name` or `hf://org/name@revision` for a model of the

@@ -45,12 +45,14 @@ Scalar = StrictBool | StrictInt | StrictFloat | StrictStr
 
 
 class RewardPool(Section):
-    """Processes in which a reward of your own runs, one completion at a time. A completion for
-    which it raises, hangs, dies or returns no finite number has no score: it is left out of
-    baselines, losses and means, unless `unjudged_score` gives it one. The log shows the sample and
-    the reason, and the metric `reward_unjudged` is the share of such completions. It is an error if
-    no completion of a call can be judged, or if most completions of five steps in a row have no
-    score."""
+    """Processes in which a reward of your own runs, one completion at a time.
+
+    A completion for which it raises, hangs, dies or returns no finite number has no score: it is
+    left out of baselines, losses and means, unless `unjudged_score` gives it one. The log shows the
+    sample and the reason, and the metric `reward_unjudged` is the share of such completions. It is
+    an error if no completion of a call can be judged, or if most completions of five steps in a row
+    have no score.
+    """
 
     processes: PositiveInt | None = None
     """Number of processes per rank. Default: the CPU cores of the host per rank, at most 8."""
@@ -158,7 +160,8 @@ class Reward(Section):
     @property
     def is_binary(self) -> bool:
         """Whether each completion scores 1 if it is correct, else 0: every function that counts
-        says so with weight 1, and no row is judged by two of them."""
+        says so with weight 1, and no row is judged by two of them.
+        """
         counted = [part for part in self.functions.values() if part.weight]
         plain = all(part.weight == 1.0 and part.is_binary for part in counted)
         return (

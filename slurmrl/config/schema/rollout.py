@@ -66,7 +66,8 @@ class Publish(Section):
     """Weight versions: the actor's weights as files in `versions/` of the run directory, for
     generation outside the trainers' job. A version has the tensors of an export in `actor.dtype`,
     or with `actor.lora` the adapters alone, in float32. The first one of each start is that of the
-    step from which it goes on."""
+    step from which it goes on.
+    """
 
     every_steps: PositiveInt = 1
     """Steps between versions."""
@@ -85,7 +86,8 @@ class Publish(Section):
 
 class Tasks(Section):
     """Generation in tasks of their own, each on one host, that come and go while the trainers
-    train: in Slurm jobs of their own, or with `rollout.gpus` in the trainers' job."""
+    train: in Slurm jobs of their own, or with `rollout.gpus` in the trainers' job.
+    """
 
     max: PositiveInt | None = None
     """Tasks that run at a time. Default: the `d` of `backend`, which is their number otherwise, or
@@ -141,7 +143,8 @@ class ToolChoice(Section):
 
 class EpisodeSettings(Section):
     """How a completion comes about: by one turn of the policy, or by several with messages between
-    them, on which the policy is not trained (docs/rollouts.md)."""
+    them, on which the policy is not trained (docs/rollouts.md).
+    """
 
     name: Word = SINGLE_TURN
     """`single_turn`; `multi_turn`, with an `environment`; `verifiers`, an environment of that
@@ -181,8 +184,10 @@ class EpisodeSettings(Section):
 
     @property
     def describes_tools(self) -> bool:
-        """Whether chat templates may describe the tools. Templates ask for calls in JSON, so not
-        where the environment reads another form. Environments of `verifiers` have their own tools.
+        """Whether chat templates may describe the tools.
+
+        Templates ask for calls in JSON, so not where the environment reads another form.
+        Environments of `verifiers` have their own tools.
         """
         environment = self.environment
         calls = environment is not None and environment.name == EARNS_NOTHING

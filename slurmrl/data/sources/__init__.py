@@ -15,8 +15,9 @@ from slurmrl.errors import ConfigError, Problem
 def open_source(
     path: Path, split: str | None = None, *, most_bytes: int | None = None
 ) -> RowSource:
-    """The rows of a file or folder. ``most_bytes``: only the first whole rows in about that many
-    bytes.
+    """The rows of a file or folder.
+
+    ``most_bytes``: only the first whole rows in about that many bytes.
 
     :raises ConfigError: a folder without a dataset, a split that is not there, or a file that is
         compressed or not UTF-8 text.

@@ -78,7 +78,8 @@ class RowSource(ABC):
 
 def fingerprint_of(files: Sequence[Path], progress: Callable[[float], None]) -> str:
     """Changes with the bytes of the files and their number; ``progress`` receives the share that
-    has been read. Raises EnvironmentFailure."""
+    has been read. Raises EnvironmentFailure.
+    """
     digest = blake2b(digest_size=16)
     done, path = 0, files[0]
     try:
@@ -98,7 +99,8 @@ def fingerprint_of(files: Sequence[Path], progress: Callable[[float], None]) -> 
 
 def state_of(files: Sequence[Path]) -> str:
     """The sizes and times of files, which change with their content; "" if one was changed so
-    recently that the next change could leave them as they are. Raises EnvironmentFailure."""
+    recently that the next change could leave them as they are. Raises EnvironmentFailure.
+    """
     states = []
     for path in files:
         try:
@@ -173,8 +175,10 @@ NULS: Final = (
 
 
 def other_form(path: Path) -> str:
-    """Return what a file is whose first row is not JSON; "" if that row has a mistake. Raises
-    EnvironmentFailure."""
+    """Return what a file is whose first row is not JSON; "" if that row has a mistake.
+
+    Raises EnvironmentFailure.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)

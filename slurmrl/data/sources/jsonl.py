@@ -132,7 +132,8 @@ def begins_array(path: Path) -> bool:
 
 class JsonArray(RowSource):
     """Elements are parsed one by one, so memory does not grow with the file except for the line
-    number of each."""
+    number of each.
+    """
 
     def __init__(self, path: Path, files: Sequence[Path], most_bytes: int | None = None) -> None:
         super().__init__(path, files, most_bytes)

@@ -52,8 +52,10 @@ def own_convert(kind: RowType) -> Callable[[Row], Row] | None:
 
 
 def own_source(config: DatasetConfig) -> bytes:
-    """The file with the class of a user's own type; b"" for a built-in type. Raises as
-    `row_type`."""
+    """The file with the class of a user's own type; b"" for a built-in type.
+
+    Raises as `row_type`.
+    """
     if config.like is None:
         return b""
     path = inspect.getsourcefile(import_own("dataset type", config.type))

@@ -129,8 +129,10 @@ class RowType(ABC):
         return 0
 
     def convert(self, row: Row) -> Row:
-        """A row of the file as one with the keys of the type. A type of a user's own overrides
-        this; what it raises is a problem of the row."""
+        """A row of the file as one with the keys of the type.
+
+        A type of a user's own overrides this; what it raises is a problem of the row.
+        """
         return row
 
     @abstractmethod

@@ -39,7 +39,8 @@ REAL_KEYS: Final = {"chosen": "pos_answers", "rejected": "neg_answers"}
 class Preferences(PromptAnswers):
     """The sequences of a row are those of its pairs, each with the whole prompt: chosen, rejected,
     chosen, rejected, … Where a chat template is applied, an answer may be a list of messages: the
-    turns after the prompt, or the whole conversation, whose prompt is what both begin with."""
+    turns after the prompt, or the whole conversation, whose prompt is what both begin with.
+    """
 
     dataset = "slurmrl.data.dataset:TokenizedDataset"
 

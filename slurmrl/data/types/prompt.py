@@ -132,10 +132,12 @@ class Conversations(RowType):
 
 
 class PromptAnswers(RowType):
-    """One sequence: prompt, answer, end-of-text token. Both are tokenised separately, so that a
-    prompt has the same tokens as in generation, and the answer as a continuation. With a chat
-    template the answer is the assistant's turn, which ends as the template says, or a list of
-    messages with its turns."""
+    """One sequence: prompt, answer, end-of-text token.
+
+    Both are tokenised separately, so that a prompt has the same tokens as in generation, and the
+    answer as a continuation. With a chat template the answer is the assistant's turn, which ends as
+    the template says, or a list of messages with its turns.
+    """
 
     dataset = "slurmrl.data.dataset:TokenizedDataset"
     templates = ("prompt_template", "answer_template")

@@ -37,8 +37,11 @@ class Contents:
 def collect(
     settings: Settings, code: OwnCode, elsewhere: Mapping[KeyPath, str] | None = None
 ) -> Contents:
-    """Find what a configuration names. ``elsewhere`` are settings that name what only the cluster
-    has. Raises ConfigError for what a bundle cannot hold."""
+    """Find what a configuration names.
+
+    ``elsewhere`` are settings that name what only the cluster has. Raises ConfigError for what a
+    bundle cannot hold.
+    """
     config, source = settings.config, settings.source
     values = _without_profile(source)
     files, notes, problems = _Files(), [*code.notes], []
@@ -80,8 +83,10 @@ class _Files:
         self._names: dict[Path, str] = {}
 
     def add(self, name: str, source: Path) -> str:
-        """Add a file, or those of a folder, and return the name. What is there already, such as
-        the model of two roles, is added once. Raises UsageError."""
+        """Add a file, or those of a folder, and return the name.
+
+        What is there already, such as the model of two roles, is added once. Raises UsageError.
+        """
         if source in self._names:
             return self._names[source]
         if name in (CONFIG, MANIFEST, INPUTS, WHEELS):

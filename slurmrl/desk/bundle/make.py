@@ -44,8 +44,11 @@ def make_bundle(
     output: Path | None,
     packages: tuple[str, str] | None,
 ) -> Made:
-    """Check a configuration as `submit` does, and write the bundle. ``packages``: the Python and
-    the build of torch to add wheels for. Raises ConfigError, UsageError, EnvironmentFailure."""
+    """Check a configuration as `submit` does, and write the bundle.
+
+    ``packages``: the Python and the build of torch to add wheels for. Raises ConfigError,
+    UsageError, EnvironmentFailure.
+    """
     source = load(config, overrides)
     elsewhere = _elsewhere(source)
     stand_ins = [f"{dotted(key)}={OF_CLUSTER[key]}" for key in elsewhere]

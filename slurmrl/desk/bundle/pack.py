@@ -58,8 +58,10 @@ def _add_file(archive: tarfile.TarFile, name: str, path: Path) -> Member:
 def _add(
     archive: tarfile.TarFile, name: str, file: IO[bytes], size: int, path: Path | None = None
 ) -> Member:
-    """Write a member without owner, time and mode of its file. Raises UsageError if the file
-    becomes shorter or longer meanwhile."""
+    """Write a member without owner, time and mode of its file.
+
+    Raises UsageError if the file becomes shorter or longer meanwhile.
+    """
     info = tarfile.TarInfo(name)
     info.size, info.mode = size, 0o600
     read = _Digest(file)

@@ -98,8 +98,10 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
 
 
 def _members(archive: tarfile.TarFile, path: Path) -> dict[str, tarfile.TarInfo]:
-    """The archive's members. Raises UsageError for any that is not a regular file below the folder
-    that it is unpacked into."""
+    """The archive's members.
+
+    Raises UsageError for any that is not a regular file below the folder that it is unpacked into.
+    """
     found: dict[str, tarfile.TarInfo] = {}
     for member in archive:
         shown = repr(member.name[:80])
@@ -154,8 +156,10 @@ def _extract(
     part: Path,
     path: Path,
 ) -> None:
-    """Write what a trial needs. The folder is new and only regular files are made in it, so no
-    name can lead out of it."""
+    """Write what a trial needs.
+
+    The folder is new and only regular files are made in it, so no name can lead out of it.
+    """
     atomic.make_private_directory(part)
     for stated in manifest.unpacked:
         target = part / stated.name
@@ -198,7 +202,8 @@ def _publish(part: Path, folder: Path) -> None:
 
 def _check_unpacked(folder: Path, manifest: BundleManifest) -> None:
     """Raises OwnershipError if other users could change what is there, UsageError if files of a
-    bundle that was unpacked earlier have been lost or changed their sizes."""
+    bundle that was unpacked earlier have been lost or changed their sizes.
+    """
     for warning in ownership.check(folder):
         logger.warning("%s", warning)
     for stated in manifest.unpacked:

@@ -1,5 +1,6 @@
 """Whether the data of a trial have changed since its last commit, which keeps the order of the
-items. Torch-free."""
+items. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +68,11 @@ def changed_data(config: Config) -> Iterator[Finding]:
 
 
 def _is_same(part: DatasetConfig, fingerprint: str, prepared: Path) -> bool | None:
-    """Return whether a source has the content with this fingerprint. None: neither the sizes and
-    times of prepared rows tell it, and the files are too large to be read."""
+    """Return whether a source has the content with this fingerprint.
+
+    None: neither the sizes and times of prepared rows tell it, and the files are too large to be
+    read.
+    """
     try:
         files = open_source(Path(part.path), part.split).files
     except ConfigError:  # another check reports it

@@ -26,8 +26,10 @@ TRANSFORMER_ENGINE: Final = "transformer_engine"
 
 
 def check(settings: Settings, plan: Plan) -> list[Finding]:
-    """Return the engines whose GPU or package is missing. A container has its own packages, and
-    set-up lines may bring others."""
+    """Return the engines whose GPU or package is missing.
+
+    A container has its own packages, and set-up lines may bring others.
+    """
     slurm = settings.config.cluster.slurm
     without = [
         Finding(SUBJECT, Weight.FAILED, problem.message, problem.key)

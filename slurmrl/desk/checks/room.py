@@ -54,8 +54,10 @@ def check(settings: Settings) -> list[Finding]:
 
 
 def checkpoint_bytes(settings: Settings) -> int:
-    """Estimate the bytes of one checkpoint: weights and optimizer states of the trained models. A
-    model of unknown architecture counts 0."""
+    """Estimate the bytes of one checkpoint: weights and optimizer states of the trained models.
+
+    A model of unknown architecture counts 0.
+    """
     total = 0
     for use in uses_of(settings.config, settings.algorithm):
         if use.trained:
@@ -68,7 +70,8 @@ def checkpoint_bytes(settings: Settings) -> int:
 
 def version_bytes(settings: Settings) -> int:
     """Estimate the bytes of the whole weight versions, of which there is one more before an old one
-    is removed. What those between them take depends on the training."""
+    is removed. What those between them take depends on the training.
+    """
     publish = settings.config.rollout.publish
     if publish is None:
         return 0

@@ -54,8 +54,9 @@ def check(
     compared: set[str] | None = None,
     more: Sequence[Finding] = (),
 ) -> list[Finding]:
-    """Check everything that needs no GPU; return the findings, and ``more``, worst first. Change
-    nothing.
+    """Check everything that needs no GPU; return the findings, and ``more``, worst first.
+
+    Change nothing.
 
     ``compared``: folders of models whose adapters were compared with their base before. That reads
     all of the base, so they are left out; those that are compared now are added.
@@ -159,9 +160,11 @@ def inspect(
     shown: bool = False,
     **more: Any,
 ) -> ChildRequest:
-    """Return a request to the inspector about a configuration. ``folder`` receives the
-    configuration, and the code of a trial that has no snapshot; ``variables`` are those of the
-    configuration."""
+    """Return a request to the inspector about a configuration.
+
+    ``folder`` receives the configuration, and the code of a trial that has no snapshot;
+    ``variables`` are those of the configuration.
+    """
     config = folder / "config.yaml"
     config.write_text(dump(settings.config), encoding="utf-8")
     place = folder / "empty"  # jobs have another current directory than the command, too
@@ -177,9 +180,11 @@ def inspect(
 
 
 def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a job, so that imports fail here as they would there. ``folder``
-    receives a copy of the user's code, without what lies beside it; ``variables`` are those of the
-    configuration."""
+    """Return the environment of a job, so that imports fail here as they would there.
+
+    ``folder`` receives a copy of the user's code, without what lies beside it; ``variables`` are
+    those of the configuration.
+    """
     place = code.snapshot
     if place is None:
         place = folder / "code"
@@ -198,8 +203,10 @@ def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[
 
 
 def job_variables(settings: Settings) -> dict[str, str]:
-    """Return ``cluster.env`` and the variables of ``variables_file``, if that can be read. (If not,
-    another check reports it.)"""
+    """Return ``cluster.env`` and the variables of ``variables_file``, if that can be read.
+
+    (If not, another check reports it.)
+    """
     cluster = settings.config.cluster
     file = cluster.variables_file
     with contextlib.suppress(SlurmrlError):
@@ -211,7 +218,8 @@ def _understood(
     replies: Sequence[dict[str, Any]], ended: ChildEnd, timeout_s: float
 ) -> tuple[list[Finding], Collection[str]]:
     """Return the inspector's findings, and what it could not check; and the subjects of the checks
-    that it has begun."""
+    that it has begun.
+    """
     findings, begun = [], [{"begins": "starting to check", "subject": "checks"}]
     for values in replies:
         if "begins" in values:

@@ -33,7 +33,9 @@ def check(
     settings: Settings, request: SubmissionRequest, client: SlurmClient | None = None
 ) -> list[Finding]:
     """Return what Slurm would refuse, with its words and the setting, and what would never start.
-    Nothing is submitted."""
+
+    Nothing is submitted.
+    """
     client = client or SlurmClient(timeout_s=TIMEOUT_S)
     try:
         refused = list(refusals(client, request))
@@ -129,7 +131,8 @@ def _gpu_type(slurm: Slurm, partitions: list[Partition]) -> Iterator[tuple[str, 
 
 def _by_accounting(slurm: Slurm, client: SlurmClient) -> Iterator[tuple[str, Weight, str]]:
     """Yield names that the accounting database does not have, though sbatch accepts them, and a
-    time above the limit of the QOS."""
+    time above the limit of the QOS.
+    """
     try:
         accounts = client.accounts(user_name()).names if slurm.account is not None else ()
         limits = client.qos_limits() if slurm.qos is not None else {}

@@ -73,7 +73,8 @@ class Quota:
 
 def parse_quota(text: str) -> list[Quota]:
     """The lines with numbers in what ``quota -w -p`` or ``lfs quota`` print: file system, KiB used,
-    quota, limit, grace, files used, quota, limit, grace. The lower of quota and limit counts."""
+    quota, limit, grace, files used, quota, limit, grace. The lower of quota and limit counts.
+    """
     quotas = []
     for line in text.splitlines():
         words = [word.rstrip("*") for word in line.split()]

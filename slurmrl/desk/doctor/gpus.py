@@ -19,7 +19,8 @@ ADVICE = (
 def check(expected: int, visible: str, seen: list[str] | None) -> Check:
     """``visible`` is CUDA_VISIBLE_DEVICES; ``seen`` are the UUIDs that nvidia-smi lists, in the
     order of their indices, None where there is no such tool. Raises EnvironmentFailure for a value
-    of CUDA_VISIBLE_DEVICES that cannot be parsed."""
+    of CUDA_VISIBLE_DEVICES that cannot be parsed.
+    """
     given = parse_visible(visible)
     names = ",".join(device.text for device in given) or "none"
     there = "nvidia-smi is not here" if seen is None else f"nvidia-smi sees {len(seen)}"

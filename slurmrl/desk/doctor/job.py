@@ -90,7 +90,8 @@ class ProbeJob:
         narrow: Sequence[str] = (),
     ) -> None:
         """``servers``: those of `servers.running_settings`, which the job's first host must reach;
-        ``narrow``: models that compute in bfloat16 on processors."""
+        ``narrow``: models that compute in bfloat16 on processors.
+        """
         self.paths = paths
         self.kind = kind
         self.cluster = cluster

@@ -84,8 +84,10 @@ def scheduler(
     plan: Plan | None,
     hosts: Hosts | None,
 ) -> list[Check]:
-    """Whether Slurm answers and has what the configuration needs. ``kind`` is the scheduler that
-    ``requested`` stands for; ``hosts`` are the cluster's."""
+    """Whether Slurm answers and has what the configuration needs.
+
+    ``kind`` is the scheduler that ``requested`` stands for; ``hosts`` are the cluster's.
+    """
     advice = "see whether Slurm's commands work in your shell (module load slurm, SLURM_CONF)"
     if kind == "local" and requested == AUTO and shutil.which("sbatch"):
         return [warning("scheduler", "local: sbatch is here, but finds no configuration", advice)]

@@ -105,7 +105,8 @@ def act(folder: Path, do: str, name: str) -> dict[str, Any]:
 
 def see(path: Path) -> dict[str, Any]:
     """Wait for a file: the seconds until it was visible (None: not within LONGEST_DELAY_S), and the
-    digest of its content."""
+    digest of its content.
+    """
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < LONGEST_DELAY_S:
         try:
@@ -118,8 +119,10 @@ def see(path: Path) -> dict[str, Any]:
 
 
 def ask(address: str, token: str, do: str, name: str = "") -> dict[str, Any]:
-    """Send a request to the server at ``host:port``. Raises OSError where it cannot be reached,
-    EnvironmentFailure where it reports an error."""
+    """Send a request to the server at ``host:port``.
+
+    Raises OSError where it cannot be reached, EnvironmentFailure where it reports an error.
+    """
     host, _, port = address.rpartition(":")
     timeout_s = CONNECT_S if do in ("time", "bye") else LONGEST_DELAY_S + CONNECT_S
     with socket.create_connection((host, int(port)), CONNECT_S) as connection:
@@ -139,7 +142,8 @@ def ask(address: str, token: str, do: str, name: str = "") -> dict[str, Any]:
 
 def clock_offset(other: Host) -> tuple[float, float]:
     """How far the other host's clock is ahead of ours, and the error bound, half of the round
-    trip; both in seconds (the smallest round trip of five, Cristian 1989)."""
+    trip; both in seconds (the smallest round trip of five, Cristian 1989).
+    """
     best = (0.0, float("inf"))
     for _ in range(5):
         began_wall, began = time.time(), time.monotonic()
@@ -159,8 +163,10 @@ class FileDelay:
 
 
 def file_delay(maker: Host, reader: Host, name: str) -> FileDelay:
-    """How long after ``maker`` has created a file ``reader`` sees it, by the reader's clock. The
-    reader looks for the file first, so that its cache knows it as missing."""
+    """How long after ``maker`` has created a file ``reader`` sees it, by the reader's clock.
+
+    The reader looks for the file first, so that its cache knows it as missing.
+    """
     reader("miss", name)
     made = maker("make", name)
     seen = reader("see", name)

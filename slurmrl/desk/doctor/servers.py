@@ -55,8 +55,10 @@ words like ``import NAME`` that are not there."""
 
 
 def check_environment(config: Config, *, sleeps: bool = False) -> list[Check]:
-    """The Python of ``rollout.python``, if the configuration has servers. ``sleeps``: whether they
-    free their GPUs while other models compute."""
+    """The Python of ``rollout.python``, if the configuration has servers.
+
+    ``sleeps``: whether they free their GPUs while other models compute.
+    """
     try:
         backend = parse(config.rollout.backend).backend if config.rollout.backend else ""
     except AllocationError:
@@ -130,8 +132,10 @@ def running_settings(config: Config) -> dict[str, Any] | None:
 
 
 def check_running(settings: Settings, *, elsewhere: bool = False) -> list[Check]:
-    """One check for each server, or of their keys. ``elsewhere``: the trainers run on other hosts,
-    which may reach a server that this one does not."""
+    """One check for each server, or of their keys.
+
+    ``elsewhere``: the trainers run on other hosts, which may reach a server that this one does not.
+    """
     advice = "see rollout.server_keys"
     keys: list[ServerKeys] = []
 

@@ -25,8 +25,10 @@ def controller() -> Check:
 
 
 def in_jobs(script: Path) -> list[Check]:
-    """Check the commands with which a run adds and cancels links. ``script`` is a batch script that
-    sbatch has taken before; nothing is submitted."""
+    """Check the commands with which a run adds and cancels links.
+
+    ``script`` is a batch script that sbatch has taken before; nothing is submitted.
+    """
     client = SlurmClient(timeout_s=TIMEOUT_S)
     checks = []
     try:

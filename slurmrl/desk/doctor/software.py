@@ -87,7 +87,8 @@ def operators() -> Check:
 
 def processor(models: Sequence[str]) -> list[Check]:
     """Whether the processor of this host has instructions for ``models``, which compute in bfloat16
-    on processors."""
+    on processors.
+    """
     if not models:
         return []
     if slow := slow_bfloat16(models):

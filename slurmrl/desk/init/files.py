@@ -11,6 +11,7 @@ from slurmrl.fsio import atomic
 
 def write(files: Mapping[Path, str], *, force: bool) -> list[Path]:
     """Write all files or none: one that exists with another content is refused, unless ``force``.
+
     Return those that were not there yet with this content.
 
     Raises UsageError, and EnvironmentFailure for what cannot be written. Each file appears as a

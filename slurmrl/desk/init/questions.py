@@ -46,7 +46,9 @@ def first_questions(found: Survey, root: str) -> Iterator[Question]:
 
 def further_questions(found: Survey, partition: str, modules: str) -> Iterator[Question]:
     """Those about the hosts of a partition (empty: the cluster's default), and the others.
-    ``modules`` are those that are loaded in this shell, as LOADEDMODULES lists them."""
+
+    ``modules`` are those that are loaded in this shell, as LOADEDMODULES lists them.
+    """
     chosen = [one for one in found.partitions if one.name in partition.split(",")]
     chosen = chosen or [one for one in found.partitions if one.is_default]
     accounts, default = found.accounts.names, found.accounts.default
@@ -92,8 +94,10 @@ def value_of(question: Question, answer: str) -> Any:
 
 
 def doubt(question: Question, answer: str, found: Survey) -> str:
-    """What speaks against an answer that is allowed; empty if nothing does. (sinfo does not show
-    partitions that are hidden from the user.)"""
+    """What speaks against an answer that is allowed; empty if nothing does.
+
+    (sinfo does not show partitions that are hidden from the user.)
+    """
     known = [one.name for one in found.partitions]
     unknown = [name for name in answer.split(",") if name not in known]
     if question.key != PARTITION or not known or not unknown:

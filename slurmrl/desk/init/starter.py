@@ -47,8 +47,11 @@ STARTERS: Final[dict[str, Starter]] = {
 
 
 def files(kind: str, output: Path) -> dict[Path, str]:
-    """The content of the files to write, the configuration ``output`` first. The others lie beside
-    it and have its name in theirs. Raises UsageError for an unknown kind and an unusable name."""
+    """The content of the files to write, the configuration ``output`` first.
+
+    The others lie beside it and have its name in theirs. Raises UsageError for an unknown kind and
+    an unusable name.
+    """
     starter = STARTERS.get(kind)
     if starter is None:
         raise UsageError(f"'{kind}' is no kind of configuration; {near(kind, list(STARTERS))}")

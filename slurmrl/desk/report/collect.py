@@ -78,8 +78,10 @@ MOST_DIFF = 1 << 20
 
 def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
     """Read everything that a report shows; ``status`` is the object of `watch.overview`.
+
     A trial that runs is read as it stands. Raises CorruptFileError for a damaged history,
-    EnvironmentFailure."""
+    EnvironmentFailure.
+    """
     lines = metrics.read(paths.metrics)
     shown = evaluated.merged(lines, evaluated.read(paths))
     events = event_files.read_all(paths)

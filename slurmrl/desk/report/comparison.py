@@ -54,8 +54,11 @@ def _points(curve: Curve) -> list[Point]:
 
 
 def extent(curve: Curve, common: int | None) -> Extent:
-    """Return the extent of a curve with at least one value. ``common``: the last step of which both
-    trials have one. Among equal values the first is the least or the greatest."""
+    """Return the extent of a curve with at least one value.
+
+    ``common``: the last step of which both trials have one. Among equal values the first is the
+    least or the greatest.
+    """
     points = _points(curve)
     return Extent(
         common=next((point for point in reversed(points) if point.step == common), None),

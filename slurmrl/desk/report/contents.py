@@ -34,7 +34,8 @@ class CallTime:
 @dataclass(frozen=True, kw_only=True)
 class TaskSpan:
     """When one attempt of a rollout task worked, by the master's clock, in seconds since the
-    epoch."""
+    epoch.
+    """
 
     task: str
     attempt: int

@@ -33,7 +33,8 @@ def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
 
 def smoothed(values: Iterable[float | None], factor: float) -> list[float | None]:
     """Return the exponential moving averages; ``factor``, below 1, is the weight of what came
-    before. The first values have no bias towards zero."""
+    before. The first values have no bias towards zero.
+    """
     mean = weight = 0.0
     found: list[float | None] = []
     for value in values:
@@ -45,8 +46,11 @@ def smoothed(values: Iterable[float | None], factor: float) -> list[float | None
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
-    """Return a curve of at most ``most`` points. A longer one is cut into ranges of equal length,
-    and each keeps its least and its greatest value: no peak is lost."""
+    """Return a curve of at most ``most`` points.
+
+    A longer one is cut into ranges of equal length, and each keeps its least and its greatest
+    value: no peak is lost.
+    """
     x, y = curve.x, curve.y
     if len(x) <= most:
         return curve

@@ -56,7 +56,8 @@ def read_samples(folder: Path, most: int = MOST_ROWS) -> Samples:
     """Return at most ``most`` rows, those of evaluations after those of training and marked
     ``evaluation``; if there are both, at most half of each. With more, the steps between are left
     out evenly: the first and the newest step are kept. Long texts are cut. Raises
-    EnvironmentFailure."""
+    EnvironmentFailure.
+    """
     training, evaluations = (
         list(places(folder, evaluation=evaluation).values()) for evaluation in (False, True)
     )
@@ -72,8 +73,10 @@ def read_samples(folder: Path, most: int = MOST_ROWS) -> Samples:
 
 
 def of_step(folder: Path, step: int | None, *, evaluation: bool) -> list[Mapping[str, Any]]:
-    """Return the rows of a step, None for the newest one. Raise UsageError with the steps on either
-    side if it has none; EnvironmentFailure."""
+    """Return the rows of a step, None for the newest one.
+
+    Raise UsageError with the steps on either side if it has none; EnvironmentFailure.
+    """
     found = places(folder, evaluation=evaluation)
     steps = list(found)
     kind = "evaluation" if evaluation else "training"

@@ -87,7 +87,8 @@ def _set_in(section: str, settings: Flat) -> dict[str, Any] | None:
 
 def _default(key: str, settings: Flat) -> Any:
     """The default of a setting as it is written to a file; `NO_DEFAULT` for one that has none, or
-    that is not known."""
+    that is not known.
+    """
     name, *rest = key.split(".")
     if name != "algorithm" or not rest:
         return _default_in(Config, [name, *rest])

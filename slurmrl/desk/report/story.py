@@ -1,5 +1,7 @@
-"""When rollout tasks worked and what a step's time goes to, from events, metrics and the plan. Pure
-functions."""
+"""When rollout tasks worked and what a step's time goes to, from events, metrics and the plan.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,12 @@ def call_times(
     calls: Iterable[Mapping[str, Any]],
     planned: Mapping[str, Any],
 ) -> list[CallTime]:
-    """Return the mean time and operations of each call, in the plan's order. ``planned`` has the
-    estimates of the calls by name, and the tokens of a step that they assume. The operations of a
-    step are nearly proportional to its tokens, so they are scaled to those of the steps."""
+    """Return the mean time and operations of each call, in the plan's order.
+
+    ``planned`` has the estimates of the calls by name, and the tokens of a step that they assume.
+    The operations of a step are nearly proportional to its tokens, so they are scaled to those of
+    the steps.
+    """
     newest = lines[-RECENT:]
     tokens, assumed = mean(newest, TOKENS), planned.get("tokens")
     scale = tokens / assumed if tokens is not None and assumed else None

@@ -50,7 +50,8 @@ def attached(role: str, decoder: PackedModel, lora: Lora) -> Adapters:
 def initial_matrix(shapes: Mapping[str, Index], seed: int, name: str, box: Box) -> Tensor:
     """A box of an adapter matrix's initial float32 values: the same for a (seed, name) on every
     rank. As in PEFT, B is zero, so that training starts with the frozen model, and A is uniform
-    with magnitude 1 / sqrt(inputs)."""
+    with magnitude 1 / sqrt(inputs).
+    """
     if name.endswith(LORA_B):
         return torch.zeros(box.size)
     bound = shapes[name][1] ** -0.5
@@ -60,7 +61,8 @@ def initial_matrix(shapes: Mapping[str, Index], seed: int, name: str, box: Box) 
 
 def dropout_keys(sample: SequenceSample, role: str, seed: int, steps: int) -> Tensor:
     """A number for each token [T] int64, on the host: of its sample, sequence and position, and of
-    the optimizer steps before it."""
+    the optimizer steps before it.
+    """
     states = [
         start(hash64(role), seed, steps, hash64(name), sequence)
         for name, row in zip(sample.ids, sample.lengths[TOKENS], strict=True)
@@ -74,7 +76,8 @@ def dropout_keys(sample: SequenceSample, role: str, seed: int, steps: int) -> Te
 class MergedWeights(Mapping[str, Tensor]):
     """This rank's chunks of a decoder's weights, each with its adapter: W + scale * B A, rounded to
     the type of W (see `models.adapters`). They are computed when they are read, always from the
-    frozen W; only the last one is kept. To be made by all ranks of the model together."""
+    frozen W; only the last one is kept. To be made by all ranks of the model together.
+    """
 
     def __init__(
         self, local: Mapping[str, Tensor], adapters: Adapters, context: ParallelContext
@@ -106,7 +109,8 @@ class MergedWeights(Mapping[str, Tensor]):
     @torch.no_grad()
     def sample(self, most: int) -> list[Tensor]:
         """Return equally spaced rows of the adapted weights as flat float32 values that are not
-        rounded: about ``most`` in all, at least a row of each weight."""
+        rounded: about ``most`` in all, at least a row of each weight.
+        """
         every = sum(self._weights[name].numel() for name in self._rows) // most | 1
         sampled = []
         for name, b in self._rows.items():
@@ -126,7 +130,9 @@ class MergedWeights(Mapping[str, Tensor]):
 @torch.no_grad()
 def merged_weight(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
     """weight + scale * b a (see `models.adapters`), in the type and on the device of ``weight``.
-    It is computed on the device of ``a``, block by block."""
+
+    It is computed on the device of ``a``, block by block.
+    """
     device, merged = a.device, torch.empty_like(weight)
     block = BLOCK if device.type == "cpu" else DEVICE_BLOCK
     each = max(1, block // max(1, weight.shape[1]))
@@ -141,8 +147,10 @@ def merged_weight(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
 def _gathered_rows(
     chunks: Mapping[str, Tensor], rows: int, context: ParallelContext
 ) -> dict[str, Tensor]:
-    """All ``rows`` of each matrix, of which data- and context-parallel ranks have ceil-chunks. One
-    collective."""
+    """All ``rows`` of each matrix, of which data- and context-parallel ranks have ceil-chunks.
+
+    One collective.
+    """
     ranks = context.axis_size("dp") * context.axis_size("cp")
     if ranks == 1:
         return {name: chunk.to(context.device) for name, chunk in chunks.items()}

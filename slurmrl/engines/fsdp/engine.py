@@ -1,5 +1,6 @@
 """The fsdp engine: the built-in decoder or a model of transformers, sharded by FSDP2, with one of
-slurmrl's optimizers."""
+slurmrl's optimizers.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +73,9 @@ from slurmrl.tensors.parallel.groups import ParallelContext
 
 
 class FSDPEngine(TrainEngine, GatheredGeneration):
-    """One role's model on the data-parallel ranks of ``context``. It generates with all shards
-    gathered.
+    """One role's model on the data-parallel ranks of ``context``.
+
+    It generates with all shards gathered.
 
     Trained models keep float32 weights and compute in ``model.dtype``; frozen models are stored
     in that dtype. Weights are read from the folder ``source``, or drawn at random for
@@ -217,7 +219,8 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
     @property
     def _may_share(self) -> bool:
         """(The load-balancing loss counts a token in each of its sequences, and dropout differs
-        between these.)"""
+        between these.)
+        """
         return (
             self.context.device.type == "cpu"
             and isinstance(self.config, ModelConfig)
@@ -350,7 +353,9 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
 
     def _tokens(self, sample: SequenceSample | None) -> tuple[Tensor, Tensor, int]:
         """The decoder's inputs for a micro-batch: tokens, ``cu_seqlens`` and the longest length.
-        A rank with no micro-batch left joins the others' collectives with two tokens."""
+
+        A rank with no micro-batch left joins the others' collectives with two tokens.
+        """
         if sample is not None:
             return sample.tensor(TOKENS), sample.cu_seqlens(TOKENS), longest(sample)
         ids = torch.zeros(2, dtype=torch.int64, device=self.context.device)

@@ -31,8 +31,11 @@ class GatheredGeneration(GenerateEngine):
 
     @contextmanager
     def serving(self, version: str, options: ServingOptions) -> Iterator[Served]:
-        """See `GenerateEngine`. The weights stay gathered meanwhile, so no rank may call another
-        method. Without turns each rank gets an engine."""
+        """See `GenerateEngine`.
+
+        The weights stay gathered meanwhile, so no rank may call another method. Without turns each
+        rank gets an engine.
+        """
         self._offload.check()
         with torch.no_grad(), self._shards.gathered() as decoder:
             if not isinstance(decoder, Decoder):

@@ -1,5 +1,6 @@
 """Parameters of a model: its construction and split over ranks, filling them box by box, and saving
-and loading an engine's shards, moments, step count and random state."""
+and loading an engine's shards, moments, step count and random state.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def new_model(
     dtype: str,
 ) -> PackedModel:
     """Return this rank's part of a built-in decoder on the meta device, or a model of transformers
-    with its weights on the CPU."""
+    with its weights on the CPU.
+    """
     if isinstance(config, ModelConfig):
         with torch.device("meta"):
             return build(config, head, split).to(getattr(torch, dtype))
@@ -55,8 +57,10 @@ def whole_shapes(model: PackedModel) -> dict[str, Index]:
 
 
 def constant_specs(model: PackedModel, *, trained: bool) -> dict[str, TensorSpec]:
-    """The model's constants, by name. Raises UsageError if a checkpoint of a trained model cannot
-    store them."""
+    """The model's constants, by name.
+
+    Raises UsageError if a checkpoint of a trained model cannot store them.
+    """
     specs = {
         name: TensorSpec(tuple(values.shape), str(values.dtype).removeprefix("torch."))
         for name, values in model.constants().items()

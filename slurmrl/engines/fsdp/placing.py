@@ -1,7 +1,8 @@
 """The placement of each parameter's parts on the ranks of a model.
 
 Tensor ranks split a dim that depends on the parameter. Data- and context-parallel ranks split each
-of these parts into ceil-chunks of dim 0, as FSDP2 does, or hold copies of it. Torch-free."""
+of these parts into ceil-chunks of dim 0, as FSDP2 does, or hold copies of it. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ from slurmrl.tensors.parallel.topology import JOINT, ProcessTopology
 
 @dataclass(frozen=True)
 class Placing:
-    """The shapes of a model's whole parameters and their placement. ``tensor`` is None for one
-    tensor rank."""
+    """The shapes of a model's whole parameters and their placement.
+
+    ``tensor`` is None for one tensor rank.
+    """
 
     shapes: Mapping[str, Index]
     dtype: str
@@ -69,7 +72,9 @@ class Placing:
 
     def layout(self, prefixes: Sequence[str] = ("",), *, copies: bool = True) -> Layout:
         """The layout of every parameter, once for each prefix of its name, and of the constants.
-        Without ``copies`` only the first rank that stores an element lists it."""
+
+        Without ``copies`` only the first rank that stores an element lists it.
+        """
         own = self._holders(copies=copies)
         ranks = tuple(range(self.topology.world_size if copies else 1))
         constants = {

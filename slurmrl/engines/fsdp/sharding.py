@@ -1,5 +1,6 @@
 """FSDP2 sharding of a decoder over data- and context-parallel ranks, its local shards, and their
-gradients: sums over copies, the global norm, clipping."""
+gradients: sums over copies, the global norm, clipping.
+"""
 
 from __future__ import annotations
 
@@ -106,8 +107,10 @@ class Shards:
         return gradients
 
     def set_last_micro_batch(self, last: bool) -> None:
-        """Set whether the next backward is the step's last. Only then does a small model reduce
-        its gradients and free its gathered parameters."""
+        """Set whether the next backward is the step's last.
+
+        Only then does a small model reduce its gradients and free its gathered parameters.
+        """
         if self.plan.wrapped and self.plan.small:
             root = cast(FSDPModule, self.decoder)
             root.set_requires_gradient_sync(last)
@@ -127,8 +130,10 @@ class Shards:
 
     @contextmanager
     def cleared_on_error(self) -> Iterator[None]:
-        """After an exception in forward or backward passes, drop gathered parameters and
-        gradients. Raises RunFailedError where torch could not do that after an earlier one."""
+        """After an exception in forward or backward passes, drop gathered parameters and gradients.
+
+        Raises RunFailedError where torch could not do that after an earlier one.
+        """
         if self._stuck:
             raise RunFailedError(
                 f"an earlier step failed, and torch {torch.__version__} cannot reset FSDP after "
@@ -194,7 +199,8 @@ def _wrap(decoder: PackedModel, plan: ShardPlan, context: ParallelContext) -> No
 
 def _kept_after_forward(decoder: PackedModel) -> tuple[nn.Module | None, ...]:
     """The units that stay gathered until backward: the root, whose head is used after its forward,
-    and the projection, whose backward comes first."""
+    and the projection, whose backward comes first.
+    """
     return decoder, decoder.projection
 
 
@@ -207,7 +213,9 @@ def sum_copies(
     gradients: Mapping[str, Tensor], split: TensorSplit, tensor: Axis, device: torch.device
 ) -> None:
     """Sum, in place, the partial gradients of parameters that are on several tensor ranks.
-    Collective over these ranks, on ``device``; all of them have gradients of the same names."""
+
+    Collective over these ranks, on ``device``; all of them have gradients of the same names.
+    """
     names = [name for name in gradients if split.sums(name)]
     everywhere = [gradients[name] for name in names if split.copies(name) == split.ranks]
     _sum(everywhere, tensor, device, count=1, row=0)
@@ -241,7 +249,8 @@ def global_norm(
     """The 2-norm of gradients whose chunks are on the ranks of ``groups`` (the axes of a grid).
 
     Each parameter has ``copies`` copies. Squares are summed in float64, over the ranks on
-    ``device`` (None: the device of the gradients)."""
+    ``device`` (None: the device of the gradients).
+    """
     norms = torch._foreach_norm(list(gradients.values()))
     squares = torch.stack(norms).double().square()
     times = [copies(name) for name in gradients]

@@ -27,8 +27,10 @@ def make(*args: Any, **kwargs: Any) -> TrainEngine:
 
 
 def require() -> None:
-    """Prepare megatron-core. Raises UsageError if it is missing, with the command that installs it,
-    or if there is no GPU."""
+    """Prepare megatron-core.
+
+    Raises UsageError if it is missing, with the command that installs it, or if there is no GPU.
+    """
     if _missing("megatron.core"):
         install = ENGINES["megatron"].install
         raise UsageError(f"the megatron engine needs megatron-core: {install}")

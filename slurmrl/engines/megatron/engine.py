@@ -1,5 +1,6 @@
 """The megatron engine: megatron-core's layers, schedules, gradient buffers and distributed
-optimizer, under any product of its axes."""
+optimizer, under any product of its axes.
+"""
 
 from __future__ import annotations
 
@@ -277,8 +278,10 @@ class MegatronEngine(TrainEngine):
             self._pipeline.run(count, micro, use, backward=backward)
 
     def _micro(self, sample: SequenceSample | None) -> Micro:
-        """A micro-batch. A rank with no micro-batch left joins the others' collectives with two
-        tokens."""
+        """A micro-batch.
+
+        A rank with no micro-batch left joins the others' collectives with two tokens.
+        """
         device = self.context.device
         if sample is None:
             ids = torch.zeros(2, dtype=torch.int64, device=device)

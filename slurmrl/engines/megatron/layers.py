@@ -74,8 +74,11 @@ class Norm(RMSNorm):
 
 
 class PackedAttention(nn.Module):
-    """Rotation and attention within each sequence. Along the context axis tokens are exchanged
-    for heads before, and back afterwards (Jacobs et al. 2023, DeepSpeed Ulysses)."""
+    """Rotation and attention within each sequence.
+
+    Along the context axis tokens are exchanged for heads before, and back afterwards (Jacobs et al.
+    2023, DeepSpeed Ulysses).
+    """
 
     def __init__(
         self,
@@ -129,8 +132,11 @@ class PackedAttention(nn.Module):
 
 
 class SelectiveLayer(TransformerLayer):  # type: ignore[misc]
-    """Keeps the same activations as the built-in decoder's ``selective``. (megatron's own selection
-    drops only the attention scores, which a fused attention never stores.)"""
+    """Keeps the same activations as the built-in decoder's ``selective``.
+
+    (megatron's own selection drops only the attention scores, which a fused attention never
+    stores.)
+    """
 
     def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -148,15 +154,18 @@ class SelectiveLayer(TransformerLayer):  # type: ignore[misc]
 
 class RowProduct(RowParallelLinear):  # type: ignore[misc]
     """A row-parallel product whose input is saved before it is computed (megatron's own saves it
-    afterwards), so that a recomputation can end before the product."""
+    afterwards), so that a recomputation can end before the product.
+    """
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:
         return F.linear(input, weight)
 
 
 class GatedHalves(nn.Module):
-    """The gated product of the halves of a first linear layer's outputs. (megatron's own form keeps
-    three tensors of the inner size more.)"""
+    """The gated product of the halves of a first linear layer's outputs.
+
+    (megatron's own form keeps three tensors of the inner size more.)
+    """
 
     def __init__(self, config: TransformerConfig, *, activation: str) -> None:
         super().__init__()
@@ -277,7 +286,8 @@ def micro_batch(
     experts: Tensor | None = None,
 ) -> Micro:
     """ids [T], cu_seqlens [S+1] int32 in host memory; the padded length is a multiple of
-    ``multiple``."""
+    ``multiple``.
+    """
     tokens = ids.shape[0]
     order, cu_sorted = length_order(cu_seqlens, tokens)
     padding = -tokens % multiple
@@ -299,9 +309,11 @@ def micro_batch(
 
 
 def uses_te(wanted: bool | None, device: torch.device, dtype: str) -> bool:
-    """Whether layers use TransformerEngine's modules. If ``wanted`` is None, they do if it is
-    installed, on GPUs in half precision (its float32 products use TF32). Raises UsageError if they
-    are wanted and missing."""
+    """Whether layers use TransformerEngine's modules.
+
+    If ``wanted`` is None, they do if it is installed, on GPUs in half precision (its float32
+    products use TF32). Raises UsageError if they are wanted and missing.
+    """
     if wanted is None:
         return device.type == "cuda" and dtype != "float32" and te.HAVE_TE and _suits()
     if wanted and not te.HAVE_TE:

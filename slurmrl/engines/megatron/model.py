@@ -129,7 +129,8 @@ class Chunk(GPTModel):  # type: ignore[misc]
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Hidden states [T/c, 1, h] (split further by sequence parallelism), as the last layer
-        of the chunk left them."""
+        of the chunk left them.
+        """
         return hidden_states
 
     def outputs(self, hidden: Tensor, micro: Micro, temperature: float) -> Outputs:
@@ -188,5 +189,6 @@ def _mark(parameter: nn.Parameter | None, dim: int) -> None:
 
 def _forget(experts: MoELayer, *_: Any) -> None:
     """The dispatcher keeps the routing weights, and they the graph of the last micro-batch, whose
-    nodes hold the model through megatron's hooks for as long as the process lives."""
+    nodes hold the model through megatron's hooks for as long as the process lives.
+    """
     experts.token_dispatcher.probs = None

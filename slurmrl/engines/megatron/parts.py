@@ -52,7 +52,8 @@ class Stage:
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Coordinates and sizes: tensor, pipeline (in ``virtual`` chunks), experts, and tensors of
-    experts. What lies along data and context axes are copies."""
+    experts. What lies along data and context axes are copies.
+    """
 
     tp: int = 1
     tp_rank: int = 0
@@ -106,7 +107,8 @@ def parts_of(
     config: ModelConfig, head: Head, place: Place, vocabulary: int, *, grouped: bool
 ) -> Parts:
     """All shards of a rank; ``vocabulary`` is the padded number of rows; ``grouped`` where one
-    module has the experts of a layer."""
+    module has the experts of a layer.
+    """
     return _Parts(config, head, place, vocabulary, EXPERTS[grouped]).parts
 
 
@@ -140,7 +142,8 @@ def layout_of(
 
 def part_of_flat(shards: Iterable[Shard], first: int, last: int) -> Iterator[Shard]:
     """The parts of contiguous shards of one storage in its elements ``first`` to ``last``, as
-    shards of a storage of those elements only."""
+    shards of a storage of those elements only.
+    """
     for shard in shards:
         begin, end = max(first, shard.offset), min(last, shard.offset + shard.box.count)
         offset = begin - first
@@ -278,9 +281,11 @@ def misfits(
     *,
     trains_whole: bool = False,
 ) -> Iterator[str]:
-    """Why a model cannot be split that way. ``vocabulary`` is the padded number of rows;
-    ``trains_whole`` means training without sequence parallelism. (The plan checks the same.
-    megatron itself would silently drop layers or heads.)"""
+    """Why a model cannot be split that way.
+
+    ``vocabulary`` is the padded number of rows; ``trains_whole`` means training without sequence
+    parallelism. (The plan checks the same. megatron itself would silently drop layers or heads.)
+    """
     heads, moe = config.num_heads, config.moe
     parts = [
         (f"t{place.tp}", place.tp, "num_attention_heads", heads),
@@ -312,8 +317,10 @@ class MegatronModel:
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> ModelConfig:
-        """Read a ``config.json`` object. Raises UsageError for parts that the engine
-        does not run."""
+        """Read a ``config.json`` object.
+
+        Raises UsageError for parts that the engine does not run.
+        """
         config = ModelConfig.from_hf(values, strict=strict)
         check(config)
         return config

@@ -25,7 +25,8 @@ from slurmrl.models.experts import UNKNOWN, Balance
 def marks(real: Tensor, recorded: Tensor | None, experts: int) -> Tensor:
     """The mask of tokens [T, 1 + L * E]: whether a token is ``real`` [T], and if there are
     ``recorded`` experts [T, L, K], those that it may be sent to in each block. Those are all where
-    the record does not name K different ones, as where it is `UNKNOWN`."""
+    the record does not name K different ones, as where it is `UNKNOWN`.
+    """
     if recorded is None:
         return real[:, None]
     allowed = real.new_zeros((*recorded.shape[:2], experts))
@@ -37,7 +38,8 @@ def marks(real: Tensor, recorded: Tensor | None, experts: int) -> Tensor:
 class Router(TopKRouter):  # type: ignore[misc]
     """A router that takes recorded experts, with the gradient of the load-balancing loss over the
     whole batch. (megatron's own loss is per micro-batch, or uses counts that change between
-    micro-batches.)"""
+    micro-batches.)
+    """
 
     router_replay: _Among | None
 
@@ -49,8 +51,11 @@ class Router(TopKRouter):  # type: ignore[misc]
         """This router's index among those of its chunk."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [T, 1, E] -> weights and choices, both [T, E]. The mask [T, 1, 1 + L * E] has the
-        tokens' `marks`; None where there is neither a record nor a loss."""
+        """logits [T, 1, E] -> weights and choices, both [T, E].
+
+        The mask [T, 1, 1 + L * E] has the tokens' `marks`; None where there is neither a record nor
+        a loss.
+        """
         if padding_mask is None:
             assert self.balance is None
             return self._among(logits, None)

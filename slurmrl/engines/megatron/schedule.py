@@ -47,7 +47,8 @@ class PipelineSchedule:
 
     def run(self, count: int, micro: Callable[[int], Micro], use: Use, *, backward: bool) -> None:
         """Run the forward and optionally the backward passes of ``count`` micro-batches, then
-        reduce the gradients over ranks."""
+        reduce the gradients over ranks.
+        """
         self._run(
             forward_step_func=partial(self._step, micro=micro, use=use),
             data_iterator=[iter(range(count)) for _ in self._chunks],

@@ -43,7 +43,8 @@ def transformer_config(
     transformer_engine: bool,
 ) -> TransformerConfig:
     """Losses are sums that the engine divides, so megatron scales no gradient; parameters are
-    filled from shards, so it draws none."""
+    filled from shards, so it draws none.
+    """
     tp = context.axis_size("tp")
     return TransformerConfig(
         num_layers=config.num_layers,

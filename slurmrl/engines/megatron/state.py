@@ -1,5 +1,6 @@
 """What a rank holds of a model: parameters and optimizer state by their shards, for checkpoints,
-moves and offloading. Our optimizers are wrapped in megatron-core's distributed optimizer."""
+moves and offloading. Our optimizers are wrapped in megatron-core's distributed optimizer.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +84,10 @@ class ModelState:
         return held
 
     def tensors(self) -> list[Tensor]:
-        """All of them. (A float32 shard has the name of the bfloat16 weight that it is copied
-        to.)"""
+        """All of them.
+
+        (A float32 shard has the name of the bfloat16 weight that it is copied to.)
+        """
         return [tensor for tensor, _ in (*self.weights().values(), *self.shards().values())]
 
     def gradients(self) -> list[Tensor]:
@@ -111,7 +114,8 @@ class ModelState:
 
     def snapshot(self, role: str, step: int, host: HostCopies | None) -> RoleSnapshot:
         """This rank's part of a checkpoint: tensors are copied to the ``host`` now, or else read
-        when it is written. The random state is that of now. Collective."""
+        when it is written. The random state is that of now. Collective.
+        """
         held = {name: tensor for name, (tensor, _) in self.shards().items()}
         if host is not None:
             held = dict(host.copy(held))
@@ -286,8 +290,10 @@ class ShardedOptimizer:
         return self._inner[0].ours.names
 
     def step(self, *, vetoed: bool) -> dict[str, float]:
-        """Update the parameters from the gradients that megatron has reduced. Skips the update if
-        the gradient is not finite or the step is ``vetoed``."""
+        """Update the parameters from the gradients that megatron has reduced.
+
+        Skips the update if the gradient is not finite or the step is ``vetoed``.
+        """
         self._all.prepare_grads()
         norm = float(self._all.get_grad_norm())
         rate = self._inner[0].ours.learning_rate
@@ -322,8 +328,10 @@ def _optimizer(
     *,
     experts: bool,
 ) -> DistributedOptimizer:
-    """Return megatron's class around a placeholder, which the caller replaces. (For its own
-    checkpoints, which are not used, megatron's class accepts AdamW only.)"""
+    """Return megatron's class around a placeholder, which the caller replaces.
+
+    (For its own checkpoints, which are not used, megatron's class accepts AdamW only.)
+    """
     parameters = [p for chunk in chunks for p in _parameters(chunk, experts=experts)]
     group = {"params": parameters, "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": experts}
     buffers = [chunk.expert_parallel_buffers if experts else chunk.buffers for chunk in chunks]

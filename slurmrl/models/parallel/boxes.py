@@ -63,7 +63,8 @@ class TensorSplit:
 
     def sums(self, name: str) -> bool:
         """Whether the gradients of the copies are partial and must be summed; otherwise they are
-        equal."""
+        equal.
+        """
         if self.ranks == 1 or self.copies(name) == 1:
             return False
         partial = self._is_heads(name) or _in_layer(name) in OF_PARTS

@@ -60,7 +60,8 @@ class Linear(nn.Linear):
 
 class RowLinear(Linear):
     """A linear layer split by input columns: the products of the ranks are summed, and then the
-    bias is added once."""
+    bias is added once.
+    """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, split: Split) -> None:
         """``inputs`` is the number of this rank's columns."""
@@ -80,8 +81,11 @@ class RowLinear(Linear):
 
 
 class VocabProjection(nn.Linear):
-    """The vocabulary projection, split by rows. It calls a function with its weight, because logits
-    are never stored; a sharded engine gathers the weight for that call."""
+    """The vocabulary projection, split by rows.
+
+    It calls a function with its weight, because logits are never stored; a sharded engine gathers
+    the weight for that call.
+    """
 
     def __init__(self, hidden: int, vocabulary: int, split: Split) -> None:
         first, last = vocabulary_rows(vocabulary, split)
@@ -158,7 +162,8 @@ def split_logprobs(
 
 def split_values(split: Split, values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Values [T] of whole sequences, in their order, from those of a rank's tokens [N];
-    cu_seqlens [S+1] is in host memory."""
+    cu_seqlens [S+1] is in host memory.
+    """
     tokens = int(cu_seqlens[-1])
     order, _ = length_order(cu_seqlens, tokens)
     first, last = split.own_range(tokens)

@@ -36,8 +36,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Split:
-    """Tensor ranks hold parts of matrices; context ranks hold parts of the packed tokens. With
-    ``sequence``, tensor ranks hold parts of the tokens too, outside of matrix products."""
+    """Tensor ranks hold parts of matrices; context ranks hold parts of the packed tokens.
+
+    With ``sequence``, tensor ranks hold parts of the tokens too, outside of matrix products.
+    """
 
     tensor: Axis = Axis()
     context: Axis = Axis()
@@ -82,7 +84,8 @@ class Split:
 
     def enter(self, x: Tensor) -> Tensor:
         """The input of matrices that are split by rows: all of the context rank's tokens [T/c, h];
-        their gradients are summed."""
+        their gradients are summed.
+        """
         if self.tensor.size == 1:
             return x
         group = self.tensor.group
@@ -90,7 +93,8 @@ class Split:
 
     def leave(self, x: Tensor) -> Tensor:
         """The output of matrices that are split by columns: the sum [T/c, h], or with ``sequence``
-        this rank's tokens of it."""
+        this rank's tokens of it.
+        """
         if self.tensor.size == 1:
             return x
         group = self.tensor.group
@@ -98,7 +102,8 @@ class Split:
 
     def together(self, x: Tensor) -> Tensor:
         """All of the context rank's tokens, from their parts between the blocks, with whole
-        gradients."""
+        gradients.
+        """
         return own_to_whole(x, self.tensor.group) if self.by_sequence else x
 
     def over_context(self, x: Tensor) -> Tensor:

@@ -40,8 +40,10 @@ class Draft:
         return {name: place.allocation for name, place in self.placements().items()}
 
     def rules(self, name: str) -> EngineRules | None:
-        """Return the rules of the engine of a role or of generation. Return None where its layout
-        is invalid or no engine runs it."""
+        """Return the rules of the engine of a role or of generation.
+
+        Return None where its layout is invalid or no engine runs it.
+        """
         allocation = self.allocations().get(name)
         return ENGINES.get(allocation.backend) if allocation else None
 
@@ -53,8 +55,11 @@ class Draft:
         return self.source.problem(self._below_models(key_path), message)
 
     def refuse(self, key_path: KeyPath, reason: str, value: object = None) -> Problem:
-        """Return the problem ``VALUE is not allowed REASON``. ``reason`` begins with ``:``, or with
-        the circumstances. A string ``value`` gets quotes; None is left out."""
+        """Return the problem ``VALUE is not allowed REASON``.
+
+        ``reason`` begins with ``:``, or with the circumstances. A string ``value`` gets quotes;
+        None is left out.
+        """
         return self.problem(key_path, f"{_shown(value)}is not allowed{reason}")
 
     def _below_models(self, key_path: KeyPath) -> KeyPath:

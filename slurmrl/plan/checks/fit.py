@@ -63,7 +63,8 @@ Rule: TypeAlias = Callable[[Fit], Found]
 
 def check(fit: Fit) -> Found:
     """Everything that does not fit; only the first misfit of an axis, because another size may
-    solve all."""
+    solve all.
+    """
     reported = set()
     for rule in RULES:
         for misfit in rule(fit):
@@ -301,7 +302,8 @@ def memory(draft: Draft) -> Iterator[Problem]:
 
 def task_refusal(checked: Checked, limit: int, *, certain: bool = False) -> str | None:
     """Why the model of rollout tasks does not fit into GPUs of ``limit`` bytes; None if it may, or
-    without such tasks. ``certain``: assumed lengths of sequences do not count."""
+    without such tasks. ``certain``: assumed lengths of sequences do not count.
+    """
     uses = uses_of(checked.config, checked.algorithm)
     rollout = placements(checked.config, [use.role for use in uses]).get(ROLLOUTS)
     estimate = memories(checked, certain=certain).get(ROLLOUTS)
@@ -326,8 +328,11 @@ def task_refusal(checked: Checked, limit: int, *, certain: bool = False) -> str 
 
 
 def refusal(checked: Checked, name: str, total_bytes: int) -> str | None:
-    """Why models do not fit into a real GPU; None if they may. Assumed lengths of sequences do not
-    count, and a ``cluster.gpu_memory`` was compared at submission."""
+    """Why models do not fit into a real GPU; None if they may.
+
+    Assumed lengths of sequences do not count, and a ``cluster.gpu_memory`` was compared at
+    submission.
+    """
     if checked.config.cluster.gpu_memory is not None:
         return None
     fullest = fullest_gpu(checked, certain=True, limit=total_bytes)
@@ -370,7 +375,8 @@ def advice(checked: Checked, limit: int) -> str:
 
 def _split(checked: Checked, limit: int) -> str:
     """The smallest fsdp layout, in powers of two, of the actor and of all that have its layout,
-    with which the models fit; empty if there is none that a batch can be split over."""
+    with which the models fit; empty if there is none that a batch can be split over.
+    """
     actor = checked.config.actor
     backend = parse(actor.backend)
     if backend.backend != "fsdp":

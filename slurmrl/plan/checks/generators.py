@@ -163,7 +163,8 @@ def evaluation_tasks(draft: Draft) -> Iterator[Problem]:
 
 def _layout_of_evaluations(draft: Draft, text: str, calls: list[Call]) -> Iterator[Problem]:
     """The layout of the actor in evaluations; it also generates unless ``rollout`` has an
-    engine."""
+    engine.
+    """
     own = draft.allocations().get("actor")
     if not text and own is None:
         return  # the actor's layout is reported at the actor

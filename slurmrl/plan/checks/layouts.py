@@ -142,8 +142,10 @@ def batches(draft: Draft) -> Iterator[Problem]:
 
 
 def hosts(draft: Draft) -> Iterator[Problem]:
-    """Workers fill their hosts, and there are enough hosts. (The local scheduler ignores
-    these settings: it has one host.)"""
+    """Workers fill their hosts, and there are enough hosts.
+
+    (The local scheduler ignores these settings: it has one host.)
+    """
     cluster = draft.config.cluster
     placed = draft.placements()
     if "actor" not in placed:
@@ -183,8 +185,10 @@ def rollout_instances(draft: Draft) -> Iterator[Problem]:
 
 
 def _copies_over_hosts(draft: Draft, servers: Placement) -> Iterator[Problem]:
-    """A server in the trainers' job has the GPUs of one host. (Of running servers, only the weights
-    are there.)"""
+    """A server in the trainers' job has the GPUs of one host.
+
+    (Of running servers, only the weights are there.)
+    """
     placed, size = draft.placements(), servers.allocation.instance_size
     per_host = draft.config.cluster.workers_per_host or placement.workers_per_host(
         placement.trainers(placed.values()), _tensor_sizes(placed)
@@ -201,8 +205,10 @@ def _copies_over_hosts(draft: Draft, servers: Placement) -> Iterator[Problem]:
 
 
 def architectures(draft: Draft) -> Iterator[Problem]:
-    """Sizes that do not fit the architecture. A role that inherits layout and weights has the
-    actor's problems, which are reported once."""
+    """Sizes that do not fit the architecture.
+
+    A role that inherits layout and weights has the actor's problems, which are reported once.
+    """
     placed = draft.placements()
     minibatches = draft.algorithm.minibatches
     actor = draft.config.actor

@@ -162,7 +162,8 @@ def base_reference(draft: Draft) -> Iterator[Problem]:
 
 def lengths(draft: Draft) -> Iterator[Problem]:
     """Sequences are not longer than any model supports, nor so long that its results would depend
-    on the rest of the batch."""
+    on the rest of the batch.
+    """
     limits = [limit for _, model in draft.models() if (limit := _length_limit(model))]
     if not limits:
         return

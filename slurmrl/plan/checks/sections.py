@@ -197,7 +197,8 @@ def untrained_steps(draft: Draft) -> Iterator[Problem]:
 
 def length_of_run(draft: Draft) -> Iterator[Problem]:
     """Training has a number of steps, on which learning rates depend; a single pass ends with its
-    dataset."""
+    dataset.
+    """
     config, name, one_pass = draft.config, draft.algorithm.name, draft.algorithm.one_pass
     if config.total_steps is None and (draft.trained or not one_pass):
         message = f"is required: the steps after which {name} is finished"
@@ -256,8 +257,10 @@ def _never_evaluated(draft: Draft, metric: str) -> Iterator[str]:
 
 
 def graphs(draft: Draft) -> Iterator[Problem]:
-    """The calls fit together. (A new algorithm's may not.) Where settings exclude each other, those
-    are the reason."""
+    """The calls fit together.
+
+    (A new algorithm's may not.) Where settings exclude each other, those are the reason.
+    """
     config, algorithm = draft.config, draft.algorithm
     if any(conflicts(draft)):
         return

@@ -1,4 +1,5 @@
 """Memory of each model, and floating-point operations and seconds of each call of a configuration.
+
 Sources: docs/allocation.md.
 
 A multiply-add counts as two operations. Only matrix products count; attention counts the pairs of
@@ -47,8 +48,10 @@ class CallCost(NamedTuple):
 
 
 def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
-    """The memory of each model whose architecture is known. ``certain`` counts only what does not
-    depend on an assumed length of sequences."""
+    """The memory of each model whose architecture is known.
+
+    ``certain`` counts only what does not depend on an assumed length of sequences.
+    """
     config, algorithm = checked.config, checked.algorithm
     uses = {use.role: use for use in uses_of(config, algorithm)}
     placed = placements(config, uses)
@@ -89,7 +92,8 @@ def replays_experts(checked: Checked) -> bool:
 
 def cost(checked: Checked, call: Call, placed: dict[str, Placement]) -> CallCost | None:
     """The cost of a call over all sequences of a step at full length; None for a call without a
-    model, or where the architecture or the lengths are unknown."""
+    model, or where the architecture or the lengths are unknown.
+    """
     name = layout_of(call, list(placed))
     if name is None or name not in placed:
         return None
@@ -117,7 +121,8 @@ def cost(checked: Checked, call: Call, placed: dict[str, Placement]) -> CallCost
 
 def _decoding_bytes(shape: ModelShape, placed: Placement, model: Model, lengths: Lengths) -> float:
     """Bytes that a rank reads to generate one token of each of its sequences: the weights, and half
-    of the final keys and values on average."""
+    of the final keys and values on average.
+    """
     allocation = placed.allocation
     sequences = -(-lengths.sequences // allocation.sizes["dp"])
     cache = sequences * lengths.longest * kv_bytes_per_token(shape, allocation, model.dtype)
@@ -157,7 +162,8 @@ def call_flops(
     frozen: bool = False,
 ) -> int:
     """Operations for all sequences of a step at full length; a train_step makes ``passes`` passes
-    over them. Weights that are ``frozen`` under adapters need no gradients."""
+    over them. Weights that are ``frozen`` under adapters need no gradients.
+    """
     total = lengths.sequences * forward_flops(shape, head, lengths.longest)
     if method is Method.GENERATE:  # an item's prompt is read once
         prompt = lengths.longest - lengths.new_tokens
@@ -182,5 +188,6 @@ def compute_seconds(flops: int, gpus: int, gpu: Gpu) -> float:
 
 def decode_seconds(new_tokens: int, bytes_per_token: float, gpu: Gpu) -> float:
     """The memory-bandwidth bound: each generated token reads a rank's weights, keys and values
-    once."""
+    once.
+    """
     return new_tokens * bytes_per_token / gpu.bytes_per_s

@@ -53,10 +53,12 @@ class _Use(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainersGpus:
-    """The models on the GPUs of the trainers' job. Calls run one after the other, so of the models'
-    transient memory only the largest counts. A model that is offloaded between calls is on the GPU
-    only during its own, and while weights move from or to it. The worker holds the weights of
-    a server only while they move."""
+    """The models on the GPUs of the trainers' job.
+
+    Calls run one after the other, so of the models' transient memory only the largest counts. A
+    model that is offloaded between calls is on the GPU only during its own, and while weights move
+    from or to it. The worker holds the weights of a server only while they move.
+    """
 
     config: Config
     placed: Mapping[str, Placement]
@@ -86,8 +88,10 @@ class TrainersGpus:
 
     @property
     def server_sleeps(self) -> bool:
-        """Whether servers free their memory while other models compute. (Without GPUs, none is
-        freed.)"""
+        """Whether servers free their memory while other models compute.
+
+        (Without GPUs, none is freed.)
+        """
         return ROLLOUTS in self._away and self.config.cluster.gpus_per_worker != 0
 
     def fullest(self) -> Fullest:
@@ -107,7 +111,8 @@ class TrainersGpus:
     def server_bytes(self) -> int:
         """Bytes of each GPU that a server uses: the share that the user sets, or else all that the
         other models leave free, and at least what it needs. Where a GPU's size is unknown: its
-        weights and all sequences of a step."""
+        weights and all sequences of a step.
+        """
         memory, limit = self.sizes[ROLLOUTS], self.limit
         if limit is None:
             return memory.weights + memory.kv_cache
@@ -157,7 +162,8 @@ class TrainersGpus:
 
     def _moving(self, models: Mapping[str, Memory]) -> dict[str, int]:
         """Bytes while weights move to the engine that generates; no rank stages more than it
-        holds."""
+        holds.
+        """
         moved, parts = self.sizes[ROLLOUTS].weights, _resident(models)
         if ROLLOUTS not in models:
             parts["weights"] += moved
@@ -189,8 +195,10 @@ def _resident(models: Mapping[str, Memory]) -> dict[str, int]:
 def trainers_gpus(
     checked: Checked, *, certain: bool = False, limit: int | None = None
 ) -> TrainersGpus:
-    """The GPUs of a configuration; ``certain`` as in `memories`. ``limit`` is by default the size
-    of the cluster's GPUs, if it is known."""
+    """The GPUs of a configuration; ``certain`` as in `memories`.
+
+    ``limit`` is by default the size of the cluster's GPUs, if it is known.
+    """
     uses = uses_of(checked.config, checked.algorithm)
     placed = placements(checked.config, [use.role for use in uses])
     known = hardware.memory_bytes(checked.config.cluster) if limit is None else limit
@@ -206,7 +214,8 @@ def fullest_gpu(checked: Checked, *, certain: bool = False, limit: int | None = 
 
 def share_of_server(checked: Checked, gpu_bytes: int) -> int | None:
     """Bytes of each GPU for a server of the run's own; None if there is none, or if its arguments
-    set that. Assumed lengths of sequences count only where they leave it enough."""
+    set that. Assumed lengths of sequences count only where they leave it enough.
+    """
     if own_share(checked.config.rollout.server_args) is not None:
         return None
     for certain in (False, True):
@@ -228,7 +237,8 @@ SHARES: Final = ("--mem-fraction-static", "--gpu-memory-utilization")
 
 def computing(gpu_bytes: int) -> int:
     """Bytes that a server needs beside weights and caches: activations of the prompts that it reads
-    at a time, logits, CUDA graphs. SGLang and vLLM choose their batches by the GPU's size."""
+    at a time, logits, CUDA graphs. SGLang and vLLM choose their batches by the GPU's size.
+    """
     return max(LEAST_COMPUTING, gpu_bytes // 10)
 
 
@@ -239,7 +249,8 @@ def least(memory: Memory, gpu_bytes: int) -> int:
 
 def share_in_task(arguments: Sequence[str], gpu_bytes: int) -> int:
     """Bytes of each GPU that a server uses which has them to itself, and needs no room for weights
-    that arrive: all but a margin, or the share that the user's arguments set."""
+    that arrive: all but a margin, or the share that the user's arguments set.
+    """
     own = own_share(arguments)
     return gpu_bytes - margin(0) if own is None else round(own * gpu_bytes)
 

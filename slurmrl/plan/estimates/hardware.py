@@ -55,7 +55,8 @@ def memory_bytes(cluster: Cluster) -> int | None:
 
 def margin(needed: int) -> int:
     """Bytes to leave free beside an estimate: about 3 GiB for the CUDA context and NCCL's buffers,
-    and 10 % for fragmentation."""
+    and 10 % for fragmentation.
+    """
     return 3 * GIB + needed // 10
 
 

@@ -47,7 +47,8 @@ a new version; the one before is gone if the server has slept. As many in that o
 
 def slot_bytes(checked: Checked, group: GroupPlan) -> int | None:
     """Host memory that jobs of a group need for each worker with a GPU, or for each GPU if rollout
-    tasks run beside the trainers. None where an architecture is unknown."""
+    tasks run beside the trainers. None where an architecture is unknown.
+    """
     task = task_bytes(checked) if group.elastic or group.tasks_per_host else 0
     if group.elastic:
         return task
@@ -59,7 +60,8 @@ def slot_bytes(checked: Checked, group: GroupPlan) -> int | None:
 
 def worker_bytes(checked: Checked) -> int | None:
     """Host memory of a trainers' worker with a GPU; None where a model's architecture is
-    unknown."""
+    unknown.
+    """
     uses = {use.role: use for use in uses_of(checked.config, checked.algorithm)}
     placed = placements(checked.config, uses)
     away, sizes = offloaded(checked.config, placed), memories(checked)
@@ -91,7 +93,8 @@ def worker_bytes(checked: Checked) -> int | None:
 def task_bytes(checked: Checked) -> int | None:
     """Host memory of the worker of a rollout task with a GPU: its copy of the weights, twice while
     a new version comes; of weights with adapters, the frozen ones besides, and of all others one
-    copy. None where the actor's architecture is unknown."""
+    copy. None where the actor's architecture is unknown.
+    """
     actor = checked.config.actor
     shape = shape_of(actor)
     if shape is None:
@@ -107,7 +110,8 @@ def task_bytes(checked: Checked) -> int | None:
 
 def server_experts_bytes(checked: Checked) -> int:
     """Host memory of an SGLang server for recorded experts, for each of its GPUs; 0 where none of
-    the run's servers records any."""
+    the run's servers records any.
+    """
     config = checked.config
     rollout, shape = _rollouts(checked), shape_of(config.actor)
     if rollout is None or rollout.allocation.backend != SGLANG or config.rollout.servers:
@@ -143,7 +147,8 @@ def _whole_bytes(config: Config, shape: ModelShape) -> float:
 
 def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
     """The copies of a trained model for checkpoints and weight versions, and what ``cpu_offload``
-    keeps in host memory: weights, and of a trained model gradients and moments."""
+    keeps in host memory: weights, and of a trained model gradients and moments.
+    """
     model = model_of(config, use.role)
     shape = shape_of(model)
     if shape is None:
@@ -168,7 +173,8 @@ def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
 
 def _published_bytes(config: Config, shape: ModelShape) -> float:
     """The copies of the weights, or of the adapters alone, that all ranks keep together for weight
-    versions: the newest one, and the one before for what has changed since."""
+    versions: the newest one, and the one before for what has changed since.
+    """
     publish, lora = config.rollout.publish, config.actor.lora
     if publish is None:
         return 0.0

@@ -50,8 +50,10 @@ EXPERTS: Final = "experts"
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU: of `STANDING` all the time, of `PASSING` one at a time. Sharded engines
-    free gradients after each optimizer step."""
+    """Bytes on one GPU: of `STANDING` all the time, of `PASSING` one at a time.
+
+    Sharded engines free gradients after each optimizer step.
+    """
 
     weights: int
     gradients: int
@@ -150,9 +152,12 @@ def _weight_bytes(job: MemoryDemand) -> int:
 
 
 def _training_bytes(job: MemoryDemand) -> tuple[int, int]:
-    """Gradients and optimizer state. Sharded engines: 4 bytes per trained parameter and 4 for each
-    of its moments, 0 with ``cpu_offload``. megatron with its distributed optimizer: float32
-    gradients on every replica, and sharded moments and float32 copies of bfloat16 weights."""
+    """Gradients and optimizer state.
+
+    Sharded engines: 4 bytes per trained parameter and 4 for each of its moments, 0 with
+    ``cpu_offload``. megatron with its distributed optimizer: float32 gradients on every replica,
+    and sharded moments and float32 copies of bfloat16 weights.
+    """
     sharded, moments = _trained_per_rank(job), len(job.model.optimizer.moments)
     if job.allocation.backend in SHARDED:
         if job.model.cpu_offload:
@@ -186,7 +191,8 @@ def tokens_of_microbatch(job: MemoryDemand) -> int:
 
 def _tokens_of_rank(job: MemoryDemand, lengths: Lengths, *, whole: bool = False) -> int:
     """Tokens of one optimizer step, or of one step without training or ``whole``, on one
-    data-parallel rank."""
+    data-parallel rank.
+    """
     parts = 1 if whole else job.minibatches
     return -(-lengths.sequences // (job.allocation.sizes["dp"] * parts)) * lengths.longest
 
@@ -202,7 +208,8 @@ def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
 def layer_activations(job: MemoryDemand, *, selective: bool = False) -> float:
     """Elements per token that one layer keeps for its backward pass: all activations, or with
     ``selective`` checkpointing the inputs of its halves, queries, keys, values and the result of
-    attention."""
+    attention.
+    """
     shape, sizes = job.shape, job.allocation.sizes
     tp = sizes["tp"]
     split = tp if uses_sequence_parallel(job.model, job.allocation) else 1
@@ -225,7 +232,8 @@ def _inner(job: MemoryDemand) -> float:
 def _inner_tensors(job: MemoryDemand) -> int:
     """Tensors of that size that a feed-forward block keeps: the built-in dense one keeps its gate
     and its other half; experts, megatron's blocks and blocks with an adapter of their output also
-    keep their product, and transformers' blocks the activated gate as well."""
+    keep their product, and transformers' blocks the activated gate as well.
+    """
     gated = job.shape.mlp_matrices == 3
     if job.model.implementation == "hf":
         return 4 if gated else 2
@@ -237,8 +245,11 @@ def _inner_tensors(job: MemoryDemand) -> int:
 
 
 def _activations(job: MemoryDemand, gradients: int) -> int:
-    """Bytes beside weights, optimizer state and ``gradients``. With one micro-batch per optimizer
-    step gradients grow only while activations are freed, so these bytes do not add up."""
+    """Bytes beside weights, optimizer state and ``gradients``.
+
+    With one micro-batch per optimizer step gradients grow only while activations are freed, so
+    these bytes do not add up.
+    """
     tokens, width = tokens_of_microbatch(job), BYTES[job.model.dtype]
     if not job.trained:
         head = _projection(job) * width if job.allocation.backend in SHARDED else 0
@@ -267,7 +278,8 @@ def _experts(job: MemoryDemand) -> int:
 
 def _kept(job: MemoryDemand, tokens: int) -> float:
     """Bytes that the forward pass keeps: activations of all layers, and the inputs and outputs of
-    the final norm and of the head."""
+    the final norm and of the head.
+    """
     layers, hidden = _layers_in_flight(job), job.shape.hidden
     each: float = hidden
     if job.model.recompute != "full":
@@ -277,7 +289,8 @@ def _kept(job: MemoryDemand, tokens: int) -> float:
 
 def _head_backward(job: MemoryDemand, tokens: int) -> float:
     """Bytes at the start of the backward pass: logits, and of a sharded engine the gathered
-    projection and its gradient in float32, which is converted once the logits are freed."""
+    projection and its gradient in float32, which is converted once the logits are freed.
+    """
     if job.allocation.backend not in SHARDED:
         return _logits(job, tokens)
     width, matrix = BYTES[job.model.dtype], _projection(job)
@@ -288,7 +301,8 @@ def _head_backward(job: MemoryDemand, tokens: int) -> float:
 
 def _layer_backward(job: MemoryDemand, tokens: int) -> float:
     """Bytes of the backward pass of one layer: what it recomputes, gradients of its activations,
-    and of a sharded engine gathered weights and the gradient that is being reduced."""
+    and of a sharded engine gathered weights and the gradient that is being reduced.
+    """
     width = BYTES[job.model.dtype]
     elements = 4 * _inner(job) + 2 * job.shape.hidden
     if job.model.recompute != "off":
@@ -305,7 +319,8 @@ def _layer_backward(job: MemoryDemand, tokens: int) -> float:
 
 def _tied_projection(job: MemoryDemand) -> float:
     """Elements of a head's matrix that is the embedding, too: the matrix and its gradient stay
-    whole until the end of the backward pass."""
+    whole until the end of the backward pass.
+    """
     return _projection(job) if job.shape.tied and job.head == "lm" else 0
 
 
@@ -344,7 +359,8 @@ def _accumulates(job: MemoryDemand) -> bool:
 
 def _layers_in_flight(job: MemoryDemand) -> float:
     """Layers times micro-batches whose activations the first stage keeps: p micro-batches of L / p
-    layers with the 1F1B schedule, more with the interleaved one (Korthikanti et al. 2022)."""
+    layers with the 1F1B schedule, more with the interleaved one (Korthikanti et al. 2022).
+    """
     pp, sizes = job.allocation.sizes["pp"], job.model.model
     virtual = (sizes.virtual_pipeline_model_parallel_size if sizes else None) or 1
     return job.shape.layers * (1 + (pp - 1) / (pp * virtual) if virtual > 1 else 1)
@@ -372,7 +388,8 @@ def _generation(job: MemoryDemand) -> int:
 
 def _cache(job: MemoryDemand, sequences: int) -> int:
     """Bytes of keys and values of sequences at full length, and of their experts where the built-in
-    engine keeps these beside them."""
+    engine keeps these beside them.
+    """
     tokens = sequences * job.lengths.longest if job.lengths is not None else 0
     each = kv_bytes_per_token(job.shape, job.allocation, job.model.dtype)
     if job.replays_experts and job.allocation.backend in BUILT_IN:
@@ -436,5 +453,6 @@ def beside_cache(shape: ModelShape) -> int:
 
 def on_host_of_server(shape: ModelShape, tokens: float) -> int:
     """Page-locked host memory of each tensor rank of an SGLang server: the experts of all layers,
-    dense ones included, for each of the ``tokens`` that its cache of keys and values takes."""
+    dense ones included, for each of the ``tokens`` that its cache of keys and values takes.
+    """
     return round(SERVED * shape.layers * shape.experts_per_token * tokens)

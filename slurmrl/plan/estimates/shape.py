@@ -1,5 +1,6 @@
 """The sizes of an architecture, from a Hugging Face ``config.json``, the parameters of a rank, and
-the lengths of the sequences of a step. (The engines' own checks decide whether they can run it.)"""
+the lengths of the sequences of a step. (The engines' own checks decide whether they can run it.)
+"""
 
 from __future__ import annotations
 
@@ -186,8 +187,11 @@ def shard_parameters(shape: ModelShape, allocation: Allocation, head: Head) -> f
 
 
 def adapter_parameters(shape: ModelShape, allocation: Allocation, lora: Lora, head: Head) -> float:
-    """Elements of a tensor rank's adapters, and of a value head. Where tensor ranks split a weight
-    by rows, each has a copy of A; where they split it by columns, a copy of B."""
+    """Elements of a tensor rank's adapters, and of a value head.
+
+    Where tensor ranks split a weight by rows, each has a copy of A; where they split it by columns,
+    a copy of B.
+    """
     hidden, split = shape.hidden, _split_sides(shape, allocation.sizes["tp"], lora)
     adapted = sum(layers * (hidden + side) for layers, side in split)
     return lora.rank * adapted + (hidden if head == "value" else 0)
@@ -200,7 +204,8 @@ def adapted_parameters(shape: ModelShape, lora: Lora) -> float:
 
 def _split_sides(shape: ModelShape, tp: int, lora: Lora) -> list[tuple[int, float]]:
     """For each kind of weight with an adapter, the number of layers that have it, and a tensor
-    rank's part of the side that tensor ranks split; the other side is the hidden size."""
+    rank's part of the side that tensor ranks split; the other side is the hidden size.
+    """
     queries, keys = shape.queries / tp, shape.kv_heads_of_rank(tp) * shape.head_dim
     attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
     dense = ("gate_proj", "up_proj", "down_proj")[-shape.mlp_matrices :]
@@ -255,7 +260,8 @@ def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -
 
 def as_long_as_rows(config: Config, algorithm: Algorithm) -> Config:
     """Return the configuration with the longest row of the training data as the limit of lengths,
-    if it allows longer ones: no micro-batch holds more than the data can fill."""
+    if it allows longer ones: no micro-batch holds more than the data can fill.
+    """
     dataset = config.dataset
     rows = resolve(LONGEST_ROW)(dataset)
     allowed = lengths_of(config, algorithm, shape_of(config.actor))
@@ -278,7 +284,8 @@ def bounded_parts(config: Config) -> Iterator[tuple[KeyPath, Dataset, int]]:
 def least_context(config: Config, *, assumed: bool = True) -> int:
     """Tokens of a prompt and its completion that a server must take, of the datasets for which
     servers generate; 0 if they are not bounded. ``assumed``: of a dataset that sets no bound, all
-    that the model takes; else it does not count."""
+    that the model takes; else it does not count.
+    """
     bounds = [
         longest(dataset, new_tokens)
         for where, dataset, new_tokens in bounded_parts(config)
@@ -295,7 +302,8 @@ def least_context(config: Config, *, assumed: bool = True) -> int:
 
 def longest(dataset: Dataset, new_tokens: int) -> int | None:
     """Tokens of the longest sequence, with a completion of ``new_tokens``; None if the dataset sets
-    no bound."""
+    no bound.
+    """
     if dataset.kind == "prompt":
         prompt = dataset.max_prompt_tokens
         return None if prompt is None else prompt + new_tokens

@@ -1,5 +1,6 @@
 """References that only files decide: ``hf://org/name@revision`` becomes a folder of the cache of
-repositories, and the rows of a dataset decide whether it gets the chat template."""
+repositories, and the rows of a dataset decide whether it gets the chat template.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +36,10 @@ def are_in(values: object) -> bool:
 
 
 class HubResolver:
-    """Replaces repositories by folders. ``problems`` are those found. When ``planning``, of models
-    only tokenizers and architectures are fetched, and datasets only if ``data``.
+    """Replaces repositories by folders.
+
+    ``problems`` are those found. When ``planning``, of models only tokenizers and architectures are
+    fetched, and datasets only if ``data``.
 
     A trial that exists keeps the commits that it has, as long as its revisions are the same.
     """
@@ -160,7 +163,8 @@ class HubResolver:
         self, key: KeyPath, folder: str, reference: HubReference, *, fetch: bool
     ) -> str | None:
         """The folder of a commit that a trial has in its configuration, which is fetched again if
-        it has lost files; else None and a problem."""
+        it has lost files; else None and a problem.
+        """
         damage = contents.damage(Path(folder))
         if not damage:
             return folder
@@ -200,7 +204,8 @@ HAS_MESSAGES: Final = "slurmrl.data.records:has_messages"
 
 def decided(config: Config, source: Source) -> tuple[Config, list[Problem]]:
     """The configuration with a decision for each dataset whose first row can be read, and the
-    problems of datasets whose sources differ."""
+    problems of datasets whose sources differ.
+    """
     has_messages: Callable[[Dataset], bool | None] = resolve(HAS_MESSAGES)
     problems: list[Problem] = []
 

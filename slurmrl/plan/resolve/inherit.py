@@ -1,5 +1,6 @@
 """Settings that roles inherit: from the actor, from the kind of device (GPUs of a worker, the
-precision), and each role's layout in one spelling."""
+precision), and each role's layout in one spelling.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ INHERITED: Final = (
 
 def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Config, list[Problem]]:
     """The configuration with a complete section for every role that the algorithm uses and every
-    layout as a string, and the problems where the two spellings of a layout disagree."""
+    layout as a string, and the problems where the two spellings of a layout disagree.
+    """
     problems: list[Problem] = []
     actor = config.actor.model_copy(
         update={
@@ -64,7 +66,9 @@ def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Conf
 
 def _with_completions(rollout: Rollout, algorithm: Algorithm) -> Rollout:
     """The rollout with the algorithm's number of completions for each prompt, if it sets none.
-    (Greedy ones would all be the same.)"""
+
+    (Greedy ones would all be the same.)
+    """
     if "n" in rollout.model_fields_set or rollout.greedy:
         return rollout
     return rollout.model_copy(update={"n": algorithm.completions})
@@ -91,7 +95,8 @@ def _with_pass_score(config: Config) -> Config:
 
 def _for_one_pass(config: Config) -> Config:
     """The rows in the order of the file, and a commit after each step, unless the user chooses
-    otherwise: what a step has made is worth more than the commit costs."""
+    otherwise: what a step has made is worth more than the commit costs.
+    """
     dataset, checkpoint = config.dataset, config.checkpoint
     if "shuffle" not in dataset.model_fields_set:
         dataset = dataset.model_copy(update={"shuffle": False})
@@ -198,7 +203,8 @@ def gpus_per_worker(cluster: Cluster, scheduler: str) -> int:
 
 def with_precision(config: Config, scheduler: str) -> Config:
     """The configuration with the actor's default precision, which the other roles inherit, if the
-    actor sets none. (A resolved configuration sets all, so a trial keeps its precision.)"""
+    actor sets none. (A resolved configuration sets all, so a trial keeps its precision.)
+    """
     if "dtype" in config.actor.model_fields_set:
         return config
     dtype = ON_GPUS if gpus_per_worker(config.cluster, scheduler) else ON_CPUS

@@ -1,5 +1,6 @@
 """Other spellings of layouts: the deprecated ``allocation_mode``, with all roles in one string, and
-sizes in the terms of Megatron and RLinf, merged with the backend's string."""
+sizes in the terms of Megatron and RLinf, merged with the backend's string.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +37,10 @@ USUAL_GPUS_PER_HOST: Final = 8
 
 
 def apply(config: Config, source: Source) -> tuple[Config, list[Problem], list[str]]:
-    """Replace ``allocation_mode`` by the roles' own fields. Returns the configuration, the problems
-    found, and a note with the current spelling."""
+    """Replace ``allocation_mode`` by the roles' own fields.
+
+    Returns the configuration, the problems found, and a note with the current spelling.
+    """
     text = config.allocation_mode
     if not text.strip():
         return config, [], []
@@ -67,8 +70,11 @@ def shape_of(config: Config) -> HostShape:
 
 
 def read(text: str, shape: HostShape, *, trains: bool = True) -> dict[str, Placed]:
-    """The roles in a string of either grammar. Without training, the actor of servers alone has
-    their GPUs. Raises the AllocationError of the grammar that read further."""
+    """The roles in a string of either grammar.
+
+    Without training, the actor of servers alone has their GPUs. Raises the AllocationError of the
+    grammar that read further.
+    """
     try:
         components = parse_components(text)
     except AllocationError as current:
@@ -105,9 +111,12 @@ def _serves(placed: Mapping[str, Placed]) -> bool:
 
 
 def explain(text: str) -> dict[str, Any]:
-    """The sizes of a layout as plain values. A string of an earlier system is explained in the
-    current spelling, with its own under ``legacy``; words such as ``pipe_model`` are for one host
-    of `USUAL_GPUS_PER_HOST`. Raises AllocationError as `read` does."""
+    """The sizes of a layout as plain values.
+
+    A string of an earlier system is explained in the current spelling, with its own under
+    ``legacy``; words such as ``pipe_model`` are for one host of `USUAL_GPUS_PER_HOST`. Raises
+    AllocationError as `read` does.
+    """
     try:
         return parse_components(text).explain()
     except AllocationError:
@@ -119,7 +128,8 @@ def explain(text: str) -> dict[str, Any]:
 def of_components(components: Components, *, trains: bool = True) -> dict[str, Placed]:
     """Components are named after roles; an unnamed one is the rollout if it cannot train, else the
     actor. Raises AllocationError for two components of one role, and if a trial that ``trains`` has
-    no actor."""
+    no actor.
+    """
     roles: dict[str, Placed] = {}
     start = 0
     for place in components.places:

@@ -65,9 +65,10 @@ def parse(text: str) -> TrialReference:
 
 
 class TrialResolver:
-    """Replaces references by folders. ``problems`` are those found. The roles in ``frozen`` are not
-    trained. When ``planning``, nothing is written: architectures stand for checkpoints, and for
-    what a trial will export.
+    """Replaces references by folders.
+
+    ``problems`` are those found. The roles in ``frozen`` are not trained. When ``planning``,
+    nothing is written: architectures stand for checkpoints, and for what a trial will export.
 
     A trial that has a commit keeps the folder that it has, where a reference names the newest.
     """
@@ -121,8 +122,10 @@ class TrialResolver:
         return {"architecture": architecture, "tokenizer": model.tokenizer or tokenizer}
 
     def _folder(self, key: KeyPath, text: str, *, frozen: bool) -> Path | None:
-        """The folder that a reference names; None for a checkpoint when planning. Raises UsageError
-        with what to do first."""
+        """The folder that a reference names; None for a checkpoint when planning.
+
+        Raises UsageError with what to do first.
+        """
         reference = parse(text)
         paths = RunPaths.of(self._root, user_name(), reference.experiment, reference.trial)
         if (kept := self._kept(key, reference, paths)) is not None:
@@ -246,7 +249,8 @@ def _listed(steps: Collection[int]) -> str:
 
 def _earlier_pin(paths: RunPaths, step: int) -> Path | None:
     """The folder of a checkpoint of a step that the trial has deleted since: of the newest
-    incarnation, if there are several."""
+    incarnation, if there are several.
+    """
     folders = paths.exports.iterdir() if paths.exports.is_dir() else ()
     matches = ((_PINNED.fullmatch(folder.name), folder) for folder in folders)
     found = {int(m[2]): folder for m, folder in matches if m and int(m[1]) == step}
@@ -269,7 +273,8 @@ def promised(
 ) -> dict[str, Any] | None:
     """The architecture of a referenced trial without a folder, from its run directory or from the
     configuration next to this one, or that of the trial or folder that it starts from itself; None
-    if none states it."""
+    if none states it.
+    """
     try:
         experiment, trial, _ = parse(text)
     except UsageError:

@@ -1,5 +1,6 @@
 """The environment of tools: a turn that calls tools is answered with their results, any other one
-is the last."""
+is the last.
+"""
 
 from __future__ import annotations
 

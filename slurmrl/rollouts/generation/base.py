@@ -25,8 +25,11 @@ Finish: TypeAlias = Literal["stop", "length", "aborted"]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """Completions of one prompt. Their tokens depend on ``seed``, ``step``, ``keys``, the options
-    and the weights only, and not on what else an engine computes at the time."""
+    """Completions of one prompt.
+
+    Their tokens depend on ``seed``, ``step``, ``keys``, the options and the weights only, and not
+    on what else an engine computes at the time.
+    """
 
     request_id: str
     """Unique among the requests of an engine."""
@@ -96,14 +99,19 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def submit(self, request: GenerationRequest) -> asyncio.Future[tuple[Completion, ...]]:
-        """Queue a request. The future gets one completion for each key; it fails with UsageError
-        for a request that can never be served (an empty prompt, one longer than the context), and
-        with RunFailedError if the engine is lost."""
+        """Queue a request.
+
+        The future gets one completion for each key; it fails with UsageError for a request that can
+        never be served (an empty prompt, one longer than the context), and with RunFailedError if
+        the engine is lost.
+        """
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """End a request: its future gets the tokens drawn so far as ``aborted``. No-op if it is
-        unknown or has ended."""
+        """End a request: its future gets the tokens drawn so far as ``aborted``.
+
+        No-op if it is unknown or has ended.
+        """
 
     @abstractmethod
     async def pause(self) -> None:
@@ -115,8 +123,11 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def update_weights(self, version: WeightVersion) -> None:
-        """Serve ``version`` from the return on. Requests in flight continue with it behind the
-        tokens that they have; no token is drawn meanwhile."""
+        """Serve ``version`` from the return on.
+
+        Requests in flight continue with it behind the tokens that they have; no token is drawn
+        meanwhile.
+        """
 
     @abstractmethod
     async def health(self) -> None:

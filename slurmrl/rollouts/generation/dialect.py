@@ -48,7 +48,8 @@ class Dialect(ABC):
     @abstractmethod
     async def connect(self) -> int:
         """Check that the server is of this kind, in a version and with the flags that the other
-        methods need. Returns the most tokens that a prompt and its completion may have together."""
+        methods need. Returns the most tokens that a prompt and its completion may have together.
+        """
 
     @abstractmethod
     async def draw(self, draw: Draw) -> Completion:
@@ -57,7 +58,8 @@ class Dialect(ABC):
     @abstractmethod
     async def abort(self, name: str) -> None:
         """Have the draw of this name return what it has as ``aborted``; no-op if the server does
-        not know it (yet)."""
+        not know it (yet).
+        """
 
     @abstractmethod
     async def pause(self) -> None:
@@ -82,7 +84,8 @@ class Dialect(ABC):
         """Replace the weights of the paused server by those of ``version``, forget what was cached
         of others (unless requests in flight are to keep it), and check that the server reports the
         version. No time limit: how long it may take depends on the weights and on where they
-        are."""
+        are.
+        """
 
     @abstractmethod
     async def sleep(self) -> None:
@@ -117,10 +120,12 @@ class HttpDialect(Dialect):
         health_s: float = 30.0,
         stale_cache: bool = False,
     ) -> None:
-        """``control``: a client with the key for administration, if that is another one. ``model``:
-        `connect` refuses servers of other models. ``checks``: those of all servers of this run.
-        ``health_s``: time limit of `health`; at least the longest step of the model.
-        ``stale_cache``: requests in flight keep the caches of older weights."""
+        """``control``: a client with the key for administration, if that is another one.
+
+        ``model``: `connect` refuses servers of other models. ``checks``: those of all servers of
+        this run. ``health_s``: time limit of `health`; at least the longest step of the model.
+        ``stale_cache``: requests in flight keep the caches of older weights.
+        """
         self._client, self._control = client, control or client
         self._model = model
         self._checks = checks or WeightChecks()
@@ -164,7 +169,8 @@ class HttpDialect(Dialect):
     @property
     def _keeps_cache(self) -> bool:
         """Whether an update leaves the cache as it is, which another run may have filled before the
-        first one."""
+        first one.
+        """
         return self._stale_cache and self._loaded is not None
 
     async def load(self, version: WeightVersion) -> None:

@@ -53,7 +53,8 @@ class ServedModel:
     def check_folder(self, where: str, folder: object) -> None:
         """Compare the sizes with those in the server's ``folder`` of the model, if there is such a
         folder here. Raises UsageError if one differs: of a model with fewer layers, a server would
-        load the weights without a word."""
+        load the weights without a word.
+        """
         if self.shape is None:
             return
         try:
@@ -70,8 +71,10 @@ class ServedModel:
                 )
 
     async def check_vocabulary(self, where: str, knows: Callable[[int], Awaitable[bool]]) -> None:
-        """``knows``: whether the server's model has a token id. Raises UsageError if its vocabulary
-        has another size."""
+        """``knows``: whether the server's model has a token id.
+
+        Raises UsageError if its vocabulary has another size.
+        """
         if not await knows(self.vocabulary - 1) or await knows(self.vocabulary):
             raise UsageError(
                 f"{where}: the server's model does not have a vocabulary of {self.vocabulary} "
@@ -87,8 +90,11 @@ def field_of(where: str, value: object, name: str) -> object:
 
 
 def check_sglang(where: str, server: object, model: object, needs: ServedModel) -> int:
-    """Check the answers of ``/server_info`` and ``/model_info``. Returns the most tokens that a
-    prompt and its completion may have together. Raises UsageError, RunFailedError."""
+    """Check the answers of ``/server_info`` and ``/model_info``.
+
+    Returns the most tokens that a prompt and its completion may have together. Raises UsageError,
+    RunFailedError.
+    """
     _check_version(where, "sglang", str(field_of(where, server, "version")))
     if field_of(where, server, "enable_custom_logit_processor"):
         raise UsageError(
@@ -111,7 +117,8 @@ def check_sglang(where: str, server: object, model: object, needs: ServedModel) 
 
 def retracts(where: str, server: object) -> bool:
     """Whether an SGLang server with these settings (``/server_info``) can empty its cache while it
-    is paused and keeps its requests."""
+    is paused and keeps its requests.
+    """
     assert isinstance(server, dict), "it was checked"
     if numbers_of(str(field_of(where, server, "version"))) < RETRACTING_SGLANG:
         return False
@@ -121,8 +128,10 @@ def retracts(where: str, server: object) -> bool:
 def check_vllm(
     where: str, version: object, server: object, models: object, needs: ServedModel
 ) -> int:
-    """Check the answers of ``/version``, ``/server_info`` and ``/v1/models``. Returns and raises as
-    `check_sglang`."""
+    """Check the answers of ``/version``, ``/server_info`` and ``/v1/models``.
+
+    Returns and raises as `check_sglang`.
+    """
     _check_version(where, "vllm", str(field_of(where, version, "version")))
     model = field_of(where, field_of(where, server, "vllm_config"), "model_config")
     _check_tokenizer(where, model, needs)
@@ -142,7 +151,8 @@ def check_vllm(
 def check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
     """Raises UsageError if a vLLM server would draw with other weights than those of the files that
     it has read: on CPUs it goes on with the first vocabulary projection, if that is the embedding
-    as well."""
+    as well.
+    """
     config = field_of(where, server, "vllm_config")
     device = config.get("device_config") if isinstance(config, dict) else None
     on_cpu = isinstance(device, dict) and device.get("device") == "cpu"
@@ -162,7 +172,8 @@ def without_dev_mode(where: str, error: UsageError) -> UsageError:
 
 def check_context(where: str, context: int, least: int) -> None:
     """Raises UsageError for a server that takes fewer tokens of a prompt and its completion than
-    ``least``: it would cut completions short, which would look like long ones."""
+    ``least``: it would cut completions short, which would look like long ones.
+    """
     if context < least:
         raise UsageError(
             f"{where}: the server takes {context} tokens of a prompt and its completion, and this "

@@ -64,8 +64,10 @@ class Instances(RolloutEngine):
         limits: InstanceLimits | None = None,
         patience_s: float = 900.0,
     ) -> None:
-        """``connects``: how to reach each instance, by its name in messages. Made in a running
-        asyncio loop."""
+        """``connects``: how to reach each instance, by its name in messages.
+
+        Made in a running asyncio loop.
+        """
         self._limits = limits or InstanceLimits()
         self._wanted: WeightVersion | None = None
         self._paused = False
@@ -87,9 +89,11 @@ class Instances(RolloutEngine):
         self._expect_instances()
 
     async def start(self, *, wait_s: float = 0.0) -> None:
-        """Return once an instance can be used. Closes all of them and raises UsageError if one will
-        never be usable, RunFailedError if all have failed at their first attempt and none can be
-        used within ``wait_s``."""
+        """Return once an instance can be used.
+
+        Closes all of them and raises UsageError if one will never be usable, RunFailedError if all
+        have failed at their first attempt and none can be used within ``wait_s``.
+        """
         await asyncio.wait([instance.tried for instance in self._instances])
         errors = [instance.error for instance in self._instances if instance.error is not None]
         unusable = next((error for error in errors if isinstance(error, UsageError)), None)
@@ -143,9 +147,11 @@ class Instances(RolloutEngine):
         self._dispatch()
 
     async def update_weights(self, version: WeightVersion) -> None:
-        """Have all instances hold ``version``. Those that fail are lost, and load it before they
-        get another request. Raises UsageError if one refuses it and none takes it; then the last
-        one stays."""
+        """Have all instances hold ``version``.
+
+        Those that fail are lost, and load it before they get another request. Raises UsageError if
+        one refuses it and none takes it; then the last one stays.
+        """
         before, self._wanted = self._wanted, version
         updates = (instance.update(version) for instance in self._instances)
         results = await asyncio.gather(*updates, return_exceptions=True)
@@ -185,7 +191,8 @@ class Instances(RolloutEngine):
 
     def _expect_instances(self) -> None:
         """From now on, if no instance can be used, requests wait for one no longer than
-        ``patience_s``."""
+        ``patience_s``.
+        """
         if self._giving_up is None and not any(i.engine for i in self._instances):
             loop = asyncio.get_running_loop()
             self._giving_up = loop.call_later(self._patience_s, self._give_up)
@@ -232,7 +239,8 @@ class Instances(RolloutEngine):
 
     def _choose(self, job: _Waiting, ready: list[int]) -> int:
         """The instance with most of the request's prefix, unless it has much more to do than the
-        one with least; then that one."""
+        one with least; then that one.
+        """
         load = {index: self._instances[index].load for index in ready}
         least = min(load.values())
         matches = self._prefixes.matches(job.request.prompt)
@@ -306,8 +314,11 @@ class InstanceLimits:
 
 
 class Instance:
-    """One instance. ``wanted`` returns the version that it is to hold and whether it is to be
-    paused; ``came`` and ``went`` are called when it can be used and when that is over."""
+    """One instance.
+
+    ``wanted`` returns the version that it is to hold and whether it is to be paused; ``came`` and
+    ``went`` are called when it can be used and when that is over.
+    """
 
     def __init__(
         self,
@@ -344,12 +355,16 @@ class Instance:
 
     def doubt(self) -> None:
         """A request to it failed: it is not usable until it has answered a question after its
-        health."""
+        health.
+        """
         self._doubted.set()
 
     async def update(self, version: WeightVersion) -> None:
-        """Have it hold ``version``. If that fails it is lost, and holds the version that is wanted
-        when it comes back. Raises UsageError if the version cannot be held."""
+        """Have it hold ``version``.
+
+        If that fails it is lost, and holds the version that is wanted when it comes back. Raises
+        UsageError if the version cannot be held.
+        """
         await self._steer(lambda engine: engine.update_weights(version))
 
     async def pause(self) -> None:

@@ -40,8 +40,11 @@ class _Order:
 
 
 class KeptEngine(RolloutEngine):
-    """One server of ours. What it was working on when it ended is drawn again by the next start,
-    once that holds the weights that were installed last."""
+    """One server of ours.
+
+    What it was working on when it ended is drawn again by the next start, once that holds the
+    weights that were installed last.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,8 @@ class KeptEngine(RolloutEngine):
         context: int = 0,
     ) -> None:
         """``speak`` makes the dialect of the server, ``context``: tokens of a prompt and its
-        completion that it must take. Made in a running asyncio loop."""
+        completion that it must take. Made in a running asyncio loop.
+        """
         self._address, self._speak = address, speak
         self._context = context
         self._patience = patience
@@ -72,13 +76,17 @@ class KeptEngine(RolloutEngine):
         return None if self._engine is None else self._engine.version
 
     async def up(self) -> None:
-        """Return once the server is ready. Raises RunFailedError if it is given up, UsageError if
-        it cannot be used."""
+        """Return once the server is ready.
+
+        Raises RunFailedError if it is given up, UsageError if it cannot be used.
+        """
         await self._server.up()
 
     async def _prepare(self) -> None:
-        """Make a new start ready for requests. Raises UsageError if neither it nor an earlier
-        one can be used."""
+        """Make a new start ready for requests.
+
+        Raises UsageError if neither it nor an earlier one can be used.
+        """
         dialect = self._speak(HttpClient(self._address))
         try:
             engine = await ServedEngine.connect(dialect, least=self._context)
@@ -163,8 +171,11 @@ class KeptEngine(RolloutEngine):
                 await self._reach(ServedEngine.resume)
 
     async def update_weights(self, version: WeightVersion) -> None:
-        """As in the contract. Raises UsageError if the server refuses the version; it then serves
-        the one before, or is closed if it refuses that as well."""
+        """As in the contract.
+
+        Raises UsageError if the server refuses the version; it then serves the one before, or is
+        closed if it refuses that as well.
+        """
         async with self._control:
             before, self._wanted = self._wanted, version
             self._rests = False
@@ -178,9 +189,11 @@ class KeptEngine(RolloutEngine):
                 raise
 
     async def sleep(self) -> None:
-        """Free the server's device memory until the next `update_weights`. Until then, a server
-        that has ended is not started again. One that fails to sleep is ended. Raises UsageError if
-        it refuses to sleep."""
+        """Free the server's device memory until the next `update_weights`.
+
+        Until then, a server that has ended is not started again. One that fails to sleep is ended.
+        Raises UsageError if it refuses to sleep.
+        """
         async with self._control:
             self._wanted, self._rests = None, True
             start = await self._server.rest()
@@ -204,7 +217,8 @@ class KeptEngine(RolloutEngine):
 
     async def _reach(self, act: Callable[[ServedEngine], Awaitable[None]]) -> None:
         """Act on the server; on its next start if this one ends meanwhile, or takes longer than one
-        may take to become ready, and then hangs."""
+        may take to become ready, and then hangs.
+        """
         while True:
             start, engine = await self._current()
             try:

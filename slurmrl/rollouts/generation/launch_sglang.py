@@ -35,7 +35,8 @@ def unused_port() -> int:
 
 class PageableMemory:
     """Stands for CUDA's runtime where SGLang asks it to pin the memory for the experts of tokens,
-    which it does on a CPU as well."""
+    which it does on a CPU as well.
+    """
 
     @staticmethod
     def cudaHostRegister(address: int, size: int, flags: int) -> int:  # noqa: N802
@@ -45,7 +46,8 @@ class PageableMemory:
 def need_no_gpu() -> None:
     """On a CPU, let SGLang compute checksums of its weights and record experts: before 0.5.23 it
     waits for a GPU before the first, and the second asks CUDA for memory, also where there is
-    none."""
+    none.
+    """
     import torch
 
     torch.cuda.synchronize = lambda device=None: None

@@ -187,7 +187,8 @@ class ServerLog:
 
 def read_end(path: Path, begin: int) -> ServerLog:
     """Read the end of a log, of which this start of the server has written what follows ``begin``
-    bytes. A log that cannot be read counts as empty."""
+    bytes. A log that cannot be read counts as empty.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -202,7 +203,8 @@ def read_end(path: Path, begin: int) -> ServerLog:
 
 def last_error(lines: Sequence[str]) -> str:
     """The error of the last traceback, those of processes that have lost another one only if there
-    are no others; without a traceback the last line about an error."""
+    are no others; without a traceback the last line about an error.
+    """
     lines = [line for line in lines if not _TOLERATED.match(line)]
     raised = list(_raised([_PREFIX.sub("", line.rstrip(), count=1) for line in lines]))
     causes = [error for error in raised if not _CONSEQUENCE.search(error)]
@@ -261,8 +263,10 @@ class HostFolder:
 
 
 def remove_unused(root: Path = ROOT) -> None:
-    """Remove the folders of this user's processes that were killed. What cannot be removed now is
-    left to the next one that makes a folder."""
+    """Remove the folders of this user's processes that were killed.
+
+    What cannot be removed now is left to the next one that makes a folder.
+    """
     with suppress(OSError):
         for parent in _parents(root):
             with (parent / "lock").open("w") as lock:

@@ -35,12 +35,16 @@ class _Served:
 
 
 class ServedEngine(RolloutEngine):
-    """One running server. The completions of a request are drawn by one HTTP request each, because
-    each has a random stream of its own; they share the prompt in the server's cache."""
+    """One running server.
+
+    The completions of a request are drawn by one HTTP request each, because each has a random
+    stream of its own; they share the prompt in the server's cache.
+    """
 
     def __init__(self, dialect: Dialect, context: int, *, concurrency: int = 256) -> None:
         """``context``: what ``dialect.connect`` returned; ``concurrency``: completions that are
-        requested at a time."""
+        requested at a time.
+        """
         self._dialect = dialect
         self._context = context
         self._free = asyncio.Semaphore(concurrency)
@@ -65,9 +69,12 @@ class ServedEngine(RolloutEngine):
     async def connect(
         cls, dialect: Dialect, *, concurrency: int = 256, least: int = 0
     ) -> ServedEngine:
-        """The engine of a server that answers now. It has no weight version yet, whatever the
-        server holds. Raises UsageError if the server takes fewer than ``least`` tokens of a prompt
-        and its completion. Closes the dialect if that fails."""
+        """The engine of a server that answers now.
+
+        It has no weight version yet, whatever the server holds. Raises UsageError if the server
+        takes fewer than ``least`` tokens of a prompt and its completion. Closes the dialect if that
+        fails.
+        """
         try:
             context = await dialect.connect()
             check_context(dialect.where, context, least)
@@ -145,7 +152,8 @@ class ServedEngine(RolloutEngine):
 
     async def _abort(self, job: _Served) -> None:
         """Abort until all draws have ended: the server may not have read a request yet when it
-        reads that it is to be aborted."""
+        reads that it is to be aborted.
+        """
         backoff = Backoff(0.02, 1.0)
         while unfinished := {name: task for name, task in job.draws.items() if not task.done()}:
             for name, task in unfinished.items():
@@ -171,8 +179,10 @@ class ServedEngine(RolloutEngine):
             job.future.set_result(tuple(results))
 
     def _forget(self, request_id: str) -> None:
-        """End what is left of a request that was answered, failed or cancelled. A server stops
-        drawing for a connection that was closed."""
+        """End what is left of a request that was answered, failed or cancelled.
+
+        A server stops drawing for a connection that was closed.
+        """
         job = self._jobs.pop(request_id)
         for task in (*job.draws.values(), *([job.aborting] if job.aborting else [])):
             task.cancel()
@@ -206,8 +216,10 @@ class ServedEngine(RolloutEngine):
             self._installed.set()
 
     async def sleep(self) -> None:
-        """Free the server's device memory until the next `update_weights`. There must be no
-        request."""
+        """Free the server's device memory until the next `update_weights`.
+
+        There must be no request.
+        """
         assert not self._jobs, "a server sleeps once its requests are answered"
         async with self._control:
             self._version = None
@@ -217,7 +229,8 @@ class ServedEngine(RolloutEngine):
 
     async def _let_run(self) -> None:
         """Wait until the server has run for as long as its last update took, so that updates in
-        quick succession leave it time to compute caches again and to draw."""
+        quick succession leave it time to compute caches again and to draw.
+        """
         if self._jobs and not self.paused:
             await asyncio.sleep(self._updated + self._update_s - time.monotonic())
 

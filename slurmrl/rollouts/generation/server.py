@@ -132,8 +132,11 @@ class KeptServer:
         self._task = asyncio.create_task(self._keep(), name=program.name)
 
     async def up(self) -> int:
-        """Wait until the server is ready; return the number of its start. Raises RunFailedError
-        once it is given up or closed, UsageError if no start of it can be used."""
+        """Wait until the server is ready; return the number of its start.
+
+        Raises RunFailedError once it is given up or closed, UsageError if no start of it can be
+        used.
+        """
         async with self._changed:
             await self._changed.wait_for(lambda: self._up is not None or self._lost is not None)
         if self._lost is not None:
@@ -143,7 +146,8 @@ class KeptServer:
 
     async def settle(self, start: int) -> None:
         """After a request to a start failed: return once that start has answered a probe, or
-        another one is ready. Raises as ``up`` does."""
+        another one is ready. Raises as ``up`` does.
+        """
         if self._up == start:
             self._doubted.set()
             async with self._changed:
@@ -167,12 +171,16 @@ class KeptServer:
 
     def heard(self) -> None:
         """Take the answer to a request as a sign of life: between such answers, a server with much
-        to do may not come to answer a probe."""
+        to do may not come to answer a probe.
+        """
         self._heard = self._answered = True
 
     async def rest(self) -> int | None:
-        """Start the server no more until `want`. Returns the number of the start that is ready, or
-        None if the server has ended. Raises as ``up`` does."""
+        """Start the server no more until `want`.
+
+        Returns the number of the start that is ready, or None if the server has ended. Raises as
+        ``up`` does.
+        """
         self._needed.clear()
         async with self._changed:
             await self._changed.wait_for(
@@ -398,5 +406,6 @@ class FailedStarts:
     @property
     def hopeless(self) -> bool:
         """Whether the last starts ended with the same error before they answered a request, so that
-        another one would as well."""
+        another one would as well.
+        """
         return self._alike >= MOST_FAILED_STARTS

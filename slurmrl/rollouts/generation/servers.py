@@ -39,8 +39,10 @@ ROOT_UID = 0
 
 
 class Speak(Protocol):
-    """Makes the dialect of a server. ``control`` is a client with its key for administration;
-    without one, ``client`` has it."""
+    """Makes the dialect of a server.
+
+    ``control`` is a client with its key for administration; without one, ``client`` has it.
+    """
 
     def __call__(self, client: HttpClient, control: HttpClient | None = None) -> Dialect: ...
 
@@ -54,8 +56,10 @@ class Servers(ABC):
 
     @abstractmethod
     async def up(self) -> None:
-        """Return once requests can be served. Raises RunFailedError if that takes too long,
-        UsageError if it will never be so."""
+        """Return once requests can be served.
+
+        Raises RunFailedError if that takes too long, UsageError if it will never be so.
+        """
 
     async def install(self, version: WeightVersion) -> None:
         """Serve ``version``, whose folder is in ``folder``. Raises UsageError if it is refused."""
@@ -128,7 +132,8 @@ class RunningServers(Servers):
 
 def _new_folder(parent: Path) -> Path:
     """A folder of this process in ``parent``, which is emptied: what is there belongs to
-    incarnations that have ended. Raises EnvironmentFailure."""
+    incarnations that have ended. Raises EnvironmentFailure.
+    """
     try:
         atomic.make_private_directory(parent)
         for older in parent.iterdir():
@@ -142,7 +147,8 @@ def _new_folder(parent: Path) -> Path:
 
 def _check_owner(socket: str) -> None:
     """Another user's server would get the path of the weights, and its tokens would be trained
-    on."""
+    on.
+    """
     try:
         owner = os.stat(socket).st_uid
     except OSError as error:
@@ -192,7 +198,8 @@ class ServerKind(ABC):
     @abstractmethod
     def memory_flags(share: int, free: int, total: int) -> Sequence[str]:
         """Arguments with which a server uses ``share`` bytes of each GPU, of which ``free`` of
-        ``total`` are free when it starts."""
+        ``total`` are free when it starts.
+        """
 
     @abstractmethod
     def environment(self) -> Mapping[str, str]:
@@ -248,5 +255,6 @@ class ServerKind(ABC):
 
 def weights_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The ``config.json`` of weights that servers load, without the model's stop tokens: a request
-    has its own."""
+    has its own.
+    """
     return {**config.to_hf(head="lm", dtype=dtype), "eos_token_id": None}

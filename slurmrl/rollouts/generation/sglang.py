@@ -182,8 +182,11 @@ class SglangDialect(HttpDialect):
         await self._post("/resume_memory_occupation", {})
 
     async def _wait_until_idle(self) -> None:
-        """Return once no batch runs. The last one may end after the answers to its requests, and
-        after its requests were cancelled. Raises RunFailedError if it does not end."""
+        """Return once no batch runs.
+
+        The last one may end after the answers to its requests, and after its requests were
+        cancelled. Raises RunFailedError if it does not end.
+        """
         try:
             await self._post(f"/flush_cache?timeout={IDLE_S:g}", {}, IDLE_S + CONTROL_S)
         except UsageError as error:
@@ -194,7 +197,8 @@ class SglangDialect(HttpDialect):
 
     async def _info(self, timeout_s: float) -> object:
         """The settings of the server, with the state of the processes that compute, which they
-        report themselves, even while they are paused."""
+        report themselves, even while they are paused.
+        """
         return await self._client.get("/server_info", timeout_s=timeout_s)
 
     async def _succeed(self, path: str, body: Mapping[str, object]) -> object:
@@ -252,7 +256,8 @@ _CHECKSUMS = TypeAdapter(_ChecksumReply)
 
 def digest_of(settings: object) -> Digest | str:
     """How a server with these settings (``/server_info``) computes checksums, or why that is not
-    known."""
+    known.
+    """
     values: Mapping[str, object] = settings if isinstance(settings, dict) else {}
     if values.get("quantization") or values.get("torchao_config"):
         return "it quantizes them"
@@ -377,9 +382,12 @@ class SglangServer(ServerKind):
     speaks = SglangDialect
 
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
-        """As in the contract. ``model`` has a ``config.json`` without ``eos_token_id``, so that
-        only the stop tokens of a request end it. Stop strings and a minimum of new tokens need a
-        tokenizer; its end of a sequence then always ends a completion."""
+        """As in the contract.
+
+        ``model`` has a ``config.json`` without ``eos_token_id``, so that only the stop tokens of a
+        request end it. Stop strings and a minimum of new tokens need a tokenizer; its end of a
+        sequence then always ends a completion.
+        """
         if serving.tokenizer is None:
             text: tuple[str, ...] = ("--skip-tokenizer-init",)
         else:
@@ -401,13 +409,17 @@ class SglangServer(ServerKind):
     @staticmethod
     def _watched(serving: Serving) -> Sequence[str]:
         """With requests that it keeps in place, SGLang takes an update for a batch that hangs, and
-        ends after 300 s."""
+        ends after 300 s.
+        """
         return ("--watchdog-timeout", f"{300 + 2 * serving.patience.start_s:g}")
 
     @staticmethod
     def memory_flags(share: int, free: int, total: int) -> Sequence[str]:
-        """As in the contract. SGLang takes a fraction of the memory that is ``free`` when it starts
-        for weights and caches; it computes with the rest of its share."""
+        """As in the contract.
+
+        SGLang takes a fraction of the memory that is ``free`` when it starts for weights and
+        caches; it computes with the rest of its share.
+        """
         fraction = (share - computing(total)) / max(free, 1)
         return ("--mem-fraction-static", f"{min(max(fraction, LEAST_SHARE), MOST_SHARE):.4f}")
 

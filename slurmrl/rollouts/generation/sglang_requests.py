@@ -257,9 +257,12 @@ class PiecewiseDraw:
         return tuple(token for piece in self.pieces for token in piece.completion.tokens)
 
     def rest(self) -> Draw:
-        """The draw of what is missing. It begins again if the last piece was aborted within a
-        character that a stop string may have. One that a stop string has ended there would end
-        there again, so the draw goes on, and misses a stop string with that character."""
+        """The draw of what is missing.
+
+        It begins again if the last piece was aborted within a character that a stop string may
+        have. One that a stop string has ended there would end there again, so the draw goes on, and
+        misses a stop string with that character.
+        """
         stops = self.draw.options.stop_strings
         aborted = bool(self.pieces) and self.pieces[-1].completion.finish == "aborted"
         if stops and aborted and self._text.endswith(INCOMPLETE):
@@ -274,9 +277,11 @@ class PiecewiseDraw:
         return replace(self.draw, prompt=self.draw.prompt + tokens, options=left)
 
     def add(self, piece: DrawnPiece) -> Finish | None:
-        """How the draw has ended; "aborted" if only the piece has. None: the piece ended at a stop
-        string before the least number of tokens, or at the rest of one that did not follow its
-        beginning, so that the draw goes on."""
+        """How the draw has ended; "aborted" if only the piece has.
+
+        None: the piece ended at a stop string before the least number of tokens, or at the rest of
+        one that did not follow its beginning, so that the draw goes on.
+        """
         self.pieces.append(piece)
         if self._is_stopped(piece):
             return "stop"
@@ -285,8 +290,10 @@ class PiecewiseDraw:
         return None if piece.stop else piece.completion.finish
 
     def _is_stopped(self, piece: DrawnPiece) -> bool:
-        """Whether the last token of the piece ends the draw. A server names one reason of several
-        to stop, or none if it has aborted the piece."""
+        """Whether the last token of the piece ends the draw.
+
+        A server names one reason of several to stop, or none if it has aborted the piece.
+        """
         options, tokens, text = self.draw.options, self.tokens, self._text
         if piece.completion.finish == "stop" and not piece.stop:
             return True  # at a stop token

@@ -100,8 +100,11 @@ PREFIX = "generate-tokens-"
 
 
 def request_body(draw: Draw, *, cache: str | None = None) -> dict[str, Any]:
-    """The body of a request for one completion. ``cache``: prompts are shared in the server's cache
-    with requests of the same name only; None: with all without."""
+    """The body of a request for one completion.
+
+    ``cache``: prompts are shared in the server's cache with requests of the same name only; None:
+    with all without.
+    """
     return {
         "request_id": draw.name,
         "token_ids": list(draw.prompt),
@@ -253,7 +256,8 @@ COMPARED = ("embed_tokens.weight", "wte.weight", "norm.weight", ".bias")
 
 def digest_of(settings: object) -> Digest | str:
     """How a server with these settings (``/server_info``) computes checksums, or why that is not
-    known."""
+    known.
+    """
     if _model_config(settings).get("quantization"):
         return "it quantizes them"
     return _sha256
@@ -319,8 +323,10 @@ class VllmServer(ServerKind):
     speaks = VllmDialect
 
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
-        """As in the contract. Stop strings need a tokenizer. Sequences may be as long as the model
-        and the memory allow."""
+        """As in the contract.
+
+        Stop strings need a tokenizer. Sequences may be as long as the model and the memory allow.
+        """
         if serving.tokenizer is None:
             text: tuple[str, ...] = ("--skip-tokenizer-init",)
         else:

@@ -91,8 +91,10 @@ class Leftovers:
         self._trackers_end = time.monotonic() + TRACKER_S
 
     def kill(self, spared: Collection[int] = ()) -> bool:
-        """Kill all children except those in ``spared``. Return whether any have not ended yet: call
-        it again soon."""
+        """Kill all children except those in ``spared``.
+
+        Return whether any have not ended yet: call it again soon.
+        """
         children = [pid for pid in child_pids() if pid not in spared]
         others = [pid for pid in children if not is_resource_tracker(pid)]
         now = time.monotonic()
@@ -109,7 +111,8 @@ class Leftovers:
 
 def child_pids() -> list[int]:
     """Children of this process, adopted ones and zombies included; none on a kernel without this
-    list."""
+    list.
+    """
     try:
         with open("/proc/thread-self/children", encoding="ascii") as file:
             return [int(pid) for pid in file.read().split()]

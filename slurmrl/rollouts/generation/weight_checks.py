@@ -174,8 +174,10 @@ class WeightChecks:
     """
 
     def __init__(self, device: torch.device | None = None, *, own: bool = False) -> None:
-        """``device``: of this process, to compute on. ``own``: whether servers start without
-        weights."""
+        """``device``: of this process, to compute on.
+
+        ``own``: whether servers start without weights.
+        """
         self.own = own
         self._device = device or torch.device("cpu")
         self._lock = asyncio.Lock()
@@ -192,7 +194,8 @@ class WeightChecks:
     ) -> Digest | str:
         """Return how a server computes checksums of what it holds in its own type, which is logged
         if it is not that of the files. Arguments as for `in_type`; ``digest`` may be the reason
-        why it is not known."""
+        why it is not known.
+        """
         name = type_name(server)
         if stored is not None and name not in (None, stored):
             self.tell(where, f"it computes in {name}, training in {stored} (actor.dtype)")
@@ -240,8 +243,10 @@ class WeightChecks:
     async def expect(
         self, version: WeightVersion, held: Iterable[Held], digest: Digest
     ) -> Expected:
-        """The checksums of a version's files for the parameters of ``held``. They are computed once
-        for all servers; a second caller waits for the first one."""
+        """The checksums of a version's files for the parameters of ``held``.
+
+        They are computed once for all servers; a second caller waits for the first one.
+        """
         assert version.folder is not None, "a server loads it from there"
         ended = threading.Event()
         async with self._lock:
@@ -338,7 +343,8 @@ class ServerCheck:
         first_only: bool = False,
     ) -> None:
         """``digest``: or why that of the server is not known; ``report`` asks it for what it holds;
-        ``first_only``: whether that takes too long to be done for each version."""
+        ``first_only``: whether that takes too long to be done for each version.
+        """
         self._checks, self._where, self._report = checks, where, report
         self._first_only = first_only
         self._digest: Digest | None = None
@@ -350,8 +356,11 @@ class ServerCheck:
             self._digest = digest
 
     async def before_load(self, version: WeightVersion) -> None:
-        """To be called before the server replaces its weights by those of ``version``. What it is
-        to hold then is computed while it reads them, if it is known which parameters it has."""
+        """To be called before the server replaces its weights by those of ``version``.
+
+        What it is to hold then is computed while it reads them, if it is known which parameters it
+        has.
+        """
         first = self._checks.own and not self._checks.began(self._where)
         self._replaced = (await self._held() or ()) if first else ()
         self.close()

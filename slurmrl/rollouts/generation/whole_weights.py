@@ -27,8 +27,11 @@ from slurmrl.tensors.parallel.groups import ParallelContext
 
 
 class WholeWeights:
-    """Writes the weights of one copy. Its leader reads the parts of the other ranks one tensor at a
-    time, so no rank ever holds more than its own part and one tensor."""
+    """Writes the weights of one copy.
+
+    Its leader reads the parts of the other ranks one tensor at a time, so no rank ever holds more
+    than its own part and one tensor.
+    """
 
     def __init__(
         self,
@@ -87,7 +90,8 @@ class WholeWeights:
 
     def _senders(self, name: str, wanted: Box) -> Iterator[tuple[int, HeldBox, Box]]:
         """What the leader lacks of a box, with the ranks that send it and the parts that they
-        have."""
+        have.
+        """
         for part, box in sources(self._layout.holders[name], wanted):
             if self._copy[0] not in part.ranks:
                 yield next(rank for rank in self._copy if rank in part.ranks), part, box

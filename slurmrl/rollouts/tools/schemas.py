@@ -1,5 +1,7 @@
-"""JSON schemas of tools, which chat templates describe to the policy. Torch-free, except for what
-transformers imports."""
+"""JSON schemas of tools, which chat templates describe to the policy.
+
+Torch-free, except for what transformers imports.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from slurmrl.rollouts.tools.toolbox import find_tool
 
 class ToolSchemas:
     """The schemas of an episode's tools by their names. transformers makes a schema of annotations
-    and of a docstring in Google's form (``Args:``)."""
+    and of a docstring in Google's form (``Args:``).
+    """
 
     def __init__(self, episode: EpisodeSettings) -> None:
         self._episode = episode
@@ -48,7 +51,8 @@ class ToolSchemas:
 
 def tool_schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
     """Return the schema of a function, or of the objects of a class, that the policy calls by
-    ``name``. Raises UsageError with what it lacks."""
+    ``name``. Raises UsageError with what it lacks.
+    """
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,

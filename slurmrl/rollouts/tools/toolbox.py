@@ -26,8 +26,10 @@ class ToolResult(NamedTuple):
 
 
 class Tools(Mapping[str, Callable[..., Any]]):
-    """The tools by the names under which the policy calls them. All episodes of a rank share
-    the tools, and each counts its own calls."""
+    """The tools by the names under which the policy calls them.
+
+    All episodes of a rank share the tools, and each counts its own calls.
+    """
 
     def __init__(self, tools: Mapping[str, Callable[..., Any]]) -> None:
         self._tools = dict(tools)
@@ -49,8 +51,11 @@ class Tools(Mapping[str, Callable[..., Any]]):
         return len(self._tools)
 
     async def call(self, name: str, /, *arguments: Any, **keywords: Any) -> ToolResult:
-        """Call a tool. A function that is not ``async`` runs in a thread. What it raises is the
-        result, beginning with ``error:``; the episode continues."""
+        """Call a tool.
+
+        A function that is not ``async`` runs in a thread. What it raises is the result, beginning
+        with ``error:``; the episode continues.
+        """
         if name not in self._tools:
             return self.refused(f"there is no tool {name!r}; tools: {', '.join(self._tools)}")
         tool = self._tools[name]
@@ -151,8 +156,10 @@ class Job:
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """Call a function in a thread of its own. One that hangs keeps no other from running, and does
-    not keep the process from ending."""
+    """Call a function in a thread of its own.
+
+    One that hangs keeps no other from running, and does not keep the process from ending.
+    """
     job = Job(function)
     threading.Thread(target=job.run, daemon=True).start()
     return await job.future

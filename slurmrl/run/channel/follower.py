@@ -138,7 +138,8 @@ class Follower:
 
     def read_due(self) -> list[Message]:
         """Return the new messages of the logs whose writers rang or whose poll is due; those of all
-        logs where the kernel reports changes. Raises CorruptFileError."""
+        logs where the kernel reports changes. Raises CorruptFileError.
+        """
         if self._wakeup.fileno() >= 0:
             return self.read()
         self.drain()
@@ -173,7 +174,8 @@ class Follower:
 
     def wait(self, also: Collection[int] = (), most_s: float = math.inf) -> None:
         """Wait until there may be news, one of the descriptors ``also`` is readable, or ``most_s``
-        are over."""
+        are over.
+        """
         until = self._clock() + most_s
         while not self.woken and (left_s := min(self.pause_s(), until - self._clock())) > 0:
             descriptors = [one for one in (self.fileno(), *also) if one >= 0]
@@ -248,7 +250,8 @@ class Wakeup:
 
     def fileno(self) -> int:
         """A descriptor that is readable when a file has changed since the last `drain`; -1 if
-        notification is not available."""
+        notification is not available.
+        """
         return int(self._descriptor)
 
     def follow(self, paths: Iterable[Path]) -> bool:

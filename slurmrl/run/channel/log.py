@@ -89,8 +89,10 @@ class LogWriter:
         self._queued = b""
 
     def _rotate(self) -> None:
-        """Continue in a new segment, which exists before the old one names it. Every part can be
-        repeated after a failure."""
+        """Continue in a new segment, which exists before the old one names it.
+
+        Every part can be repeated after a failure.
+        """
         start = self._create(self._segment + 1)
         self._write(encode({OWN: {"next": self._segment + 1}}))
         self._segment += 1
@@ -116,8 +118,10 @@ class LogWriter:
 
 
 class LogReader:
-    """Follows a log. Each read opens the file anew, because that is when NFS clients check for
-    writes of other hosts."""
+    """Follows a log.
+
+    Each read opens the file anew, because that is when NFS clients check for writes of other hosts.
+    """
 
     def __init__(
         self, path: Path, *, start: LogPosition | None = None, calls: SystemCalls = REAL
@@ -183,7 +187,8 @@ class LogReader:
 
     def _read_tail(self, descriptor: int) -> bytes:
         """Read from the end of the last message: an incomplete message is read again, because its
-        writer may have rewritten it."""
+        writer may have rewritten it.
+        """
         chunks: list[bytes] = []
         offset = self._offset
         while chunk := self._calls.pread(descriptor, CHUNK_BYTES, offset):

@@ -148,7 +148,8 @@ class Connection:
 
     def take_fd(self) -> int | None:
         """Return the oldest received descriptor that was not taken yet, which the caller then owns;
-        None if there is none."""
+        None if there is none.
+        """
         return self._descriptors.popleft() if self._descriptors else None
 
     def close(self) -> None:

@@ -132,8 +132,10 @@ class History:
         return unpack(data, slot, path)
 
     def _listed(self) -> int:
-        """Return one more than the highest slot in the listing. Listing also makes an NFS client
-        drop cached absences of new files."""
+        """Return one more than the highest slot in the listing.
+
+        Listing also makes an NFS client drop cached absences of new files.
+        """
         try:
             names = atomic.list_names(self._directory, calls=self._calls)
         except FileNotFoundError as error:

@@ -55,8 +55,11 @@ class Recent:
 def recent(
     directory: Path, *, incarnations: int = 1, exports: bool = True, calls: SystemCalls = REAL
 ) -> Recent:
-    """Read the end of a history. Without ``exports`` the search for the newest export is skipped,
-    which reads all records if there is none. Raises as `History.read`."""
+    """Read the end of a history.
+
+    Without ``exports`` the search for the newest export is skipped, which reads all records if
+    there is none. Raises as `History.read`.
+    """
     history = History(directory, calls=calls)
     count = history.count()
     if count == 0:

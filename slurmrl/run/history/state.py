@@ -158,7 +158,8 @@ class Lineage:
 
     def has(self, step: int, incarnation: int) -> bool:
         """Whether the weights that an incarnation had after a step are among those that led to the
-        newest ones."""
+        newest ones.
+        """
         if incarnation not in self.last_steps:
             return False
         last = self.last_steps[incarnation]

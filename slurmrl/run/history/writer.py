@@ -32,8 +32,11 @@ class IncarnationWriter:
         self._history = history
 
     def append(self, kind: Kind, data: dict[str, Any]) -> Record:
-        """Append a record. Raises StaleIncarnationError or TrialEndedError (nothing was appended,
-        nor ever will be), EnvironmentFailure (the record may or may not be there)."""
+        """Append a record.
+
+        Raises StaleIncarnationError or TrialEndedError (nothing was appended, nor ever will be),
+        EnvironmentFailure (the record may or may not be there).
+        """
         return _append(self._history, kind, data, self._permitted)
 
     def check(self) -> TrialState:
@@ -59,8 +62,9 @@ def begin(
     data: dict[str, Any] | Callable[[TrialState], dict[str, Any]],
     judge: Callable[[list[Record]], dict[str, Any] | None] = lambda records: None,
 ) -> IncarnationWriter:
-    """Begin a new incarnation; ``data`` may be computed from the state that it begins on. Raises
-    TrialEndedError if the trial has ended.
+    """Begin a new incarnation; ``data`` may be computed from the state that it begins on.
+
+    Raises TrialEndedError if the trial has ended.
 
     ``judge`` gets all previous records. If it returns data for a FAILED record, the trial ends with
     that instead, and TrialEndedError is raised. No record can come between those that it saw and

@@ -96,8 +96,10 @@ class Precision:
     tensors: Mapping[str, str] = field(default_factory=dict)
 
     def apply(self, entry: TensorEntry) -> TensorEntry:
-        """Convert an entry to its type. Its ``data`` raises CheckpointError for a finite value that
-        overflows in that type."""
+        """Convert an entry to its type.
+
+        Its ``data`` raises CheckpointError for a finite value that overflows in that type.
+        """
         stored = entry.spec.dtype
         bare = entry.name.partition(".")[2]  # its name in files saved without a head
         wanted = self.tensors.get(entry.name) or self.tensors.get(bare) or self.default
@@ -163,8 +165,9 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     calls: SystemCalls = REAL,
 ) -> Path:
-    """Write a role of a checkpoint as a folder that transformers loads. (`open_verified` opens a
-    checkpoint after verifying its files.)
+    """Write a role of a checkpoint as a folder that transformers loads.
+
+    (`open_verified` opens a checkpoint after verifying its files.)
 
     ``config`` is the object for config.json, ``generation`` that for generation_config.json.
     ``storage`` maps parameters to tensors of the files, and ``precision`` gives their types. The
@@ -185,7 +188,8 @@ def export(
 
 def write_folder(target: Path, fill: Callable[[Path], None], calls: SystemCalls = REAL) -> Path:
     """Make a folder that is complete or absent: ``fill`` writes its files under a temporary name,
-    which is then renamed. An existing folder is replaced. Raises EnvironmentFailure."""
+    which is then renamed. An existing folder is replaced. Raises EnvironmentFailure.
+    """
     temporary = temporary_beside(target)
     try:
         calls.mkdir(temporary)
@@ -229,8 +233,10 @@ def in_written_order(
 
 
 def _shards(entries: Iterable[TensorEntry], limit_bytes: int) -> list[Shard]:
-    """Split entries, in order, into as few files as the limit allows. A larger tensor gets its own
-    file."""
+    """Split entries, in order, into as few files as the limit allows.
+
+    A larger tensor gets its own file.
+    """
     shards: list[Shard] = [[]]
     size = 0
     for entry in entries:

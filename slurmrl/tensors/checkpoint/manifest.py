@@ -102,7 +102,8 @@ def write_listing(directory: Path, manifest: Manifest, *, calls: SystemCalls = R
 
 def read_manifest(directory: Path) -> Manifest:
     """Raises DamagedCheckpointError if it is missing or incomplete, CheckpointError if another
-    version of slurmrl wrote it, EnvironmentFailure if it cannot be read."""
+    version of slurmrl wrote it, EnvironmentFailure if it cannot be read.
+    """
     path = directory / MANIFEST
     values = _read(path, {"version": INTEGER}, ("version",))
     if not 1 <= values["version"] <= VERSION:
@@ -118,8 +119,11 @@ def read_manifest(directory: Path) -> Manifest:
 def read_state(
     directory: Path, fields: Fields | None = None, required: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the state that ``write_manifest`` was given. Raises DamagedCheckpointError, also for
-    fields of other types than ``fields``, and EnvironmentFailure."""
+    """Return the state that ``write_manifest`` was given.
+
+    Raises DamagedCheckpointError, also for fields of other types than ``fields``, and
+    EnvironmentFailure.
+    """
     return _read(directory / STATE, fields or {}, required)
 
 
@@ -138,13 +142,16 @@ def verify(directory: Path, *, checksums: bool = True) -> Manifest:
 
 def verify_share(directory: Path, rank: int, ranks: int) -> None:
     """`verify` one of ``ranks`` equal shares of the files: together the ranks read each file
-    once."""
+    once.
+    """
     _check(directory, read_manifest(directory).files[rank::ranks], True)
 
 
 def until_certain(check: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
-    """Run a check of a checkpoint. Repeat it for about a minute while it finds damage that may
-    pass: a good checkpoint must not be given up.
+    """Run a check of a checkpoint.
+
+    Repeat it for about a minute while it finds damage that may pass: a good checkpoint must not be
+    given up.
 
     Raises as ``check``.
     """
@@ -211,7 +218,8 @@ def _problem(directory: Path, file: SavedFile, checksums: bool) -> _Problem | No
 
 def _damage_of(path: Path, number: int) -> _Problem | None:
     """Return what is wrong with a file that could not be read; None if the file itself need not be
-    the reason, because a mount is missing or does not answer."""
+    the reason, because a mount is missing or does not answer.
+    """
     if number in NO_FILE:
         return _Problem(f"{path.name} cannot be read: it is {NO_FILE[number]}")
     if number == errno.ENOENT and any(map(is_absent, (path, path.parent))):
@@ -281,8 +289,10 @@ def read_origin(folder: Path) -> PinnedOrigin:
 
 
 def pin(checkpoint: Path, origin: PinnedOrigin, folder: Path, calls: SystemCalls = REAL) -> None:
-    """Add the links, the manifest and the origin to a folder, durably. Raises
-    DamagedCheckpointError, EnvironmentFailure, OSError."""
+    """Add the links, the manifest and the origin to a folder, durably.
+
+    Raises DamagedCheckpointError, EnvironmentFailure, OSError.
+    """
     manifest = read_manifest(checkpoint)
     files = tuple(file for file in manifest.files if file.name.startswith(f"{origin.role}."))
     for file in files:

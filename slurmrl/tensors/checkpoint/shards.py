@@ -144,8 +144,11 @@ class RoleSnapshot:
 
 
 class RoleCheckpoint:
-    """Reader of one role. Raises CheckpointError or CorruptFileError if files are missing or
-    inconsistent, EnvironmentFailure if they cannot be read."""
+    """Reader of one role.
+
+    Raises CheckpointError or CorruptFileError if files are missing or inconsistent,
+    EnvironmentFailure if they cannot be read.
+    """
 
     def __init__(self, directory: Path, role: str) -> None:
         self.directory = directory
@@ -192,7 +195,8 @@ class RoleCheckpoint:
 
     def blocks(self, name: str, box: Box) -> Iterator[tuple[Box, Array]]:
         """Read a box of a tensor in parts of at most `BLOCK_BYTES`, each with its values as from
-        `read`. Raises as `read`."""
+        `read`. Raises as `read`.
+        """
         dtype = NUMPY_DTYPES[self._spec(name).dtype]
         for block, fill in self._blocks(name, box):
             values = np.empty(block.size, dtype=dtype)
@@ -258,8 +262,10 @@ def layout_text(role: str, step: int, layout: Layout, frozen: str | None) -> byt
 
 
 def read_layout(directory: Path, role: str, files: RankFiles) -> tuple[int, Layout, str | None]:
-    """The optimizer steps so far, the layout, and `RoleSnapshot.frozen`. Checkpoints of version 1
-    have the layout in the headers of all ranks' files, which are opened then.
+    """The optimizer steps so far, the layout, and `RoleSnapshot.frozen`.
+
+    Checkpoints of version 1 have the layout in the headers of all ranks' files, which are opened
+    then.
 
     Raises CheckpointError, CorruptFileError, EnvironmentFailure.
     """
@@ -301,8 +307,11 @@ def file_name(role: str, rank: int) -> str:
 
 
 class RankFiles:
-    """The arrays of all ranks' files. Raises CheckpointError or CorruptFileError for a file that is
-    missing or does not belong here, EnvironmentFailure for one that cannot be read."""
+    """The arrays of all ranks' files.
+
+    Raises CheckpointError or CorruptFileError for a file that is missing or does not belong here,
+    EnvironmentFailure for one that cannot be read.
+    """
 
     def __init__(self, directory: Path, role: str) -> None:
         self._directory = directory

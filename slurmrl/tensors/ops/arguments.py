@@ -90,7 +90,8 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 @dataclass(frozen=True)
 class OnHost:
     """A tensor that stays in host memory when it is passed to a sharded module: FSDP copies plain
-    tensors among the arguments to the GPU, and the host waits for it."""
+    tensors among the arguments to the GPU, and the host waits for it.
+    """
 
     tensor: Tensor
 

@@ -118,7 +118,8 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, window: in
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
     """Sliding-window attention over one run's q [S, Hq, L, D] and k, v [S, Hkv, L, D]: one block of
-    queries at a time, with only the keys in their windows."""
+    queries at a time, with only the keys in their windows.
+    """
     outputs, shared, length = [], q.shape[1] != k.shape[1], q.shape[2]
     starts = range(0, length, BLOCK)
     sizes = [min(BLOCK, length - start) for start in starts]
@@ -156,7 +157,8 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
 
 def cache_bias(lengths: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """What is added to the scores of each row's cached ``keys`` [S, M]: 0 for the first
-    ``lengths`` [S] of them, or the last ``window`` of these, and minus infinity for the others."""
+    ``lengths`` [S] of them, or the last ``window`` of these, and minus infinity for the others.
+    """
     places = torch.arange(keys, device=lengths.device)
     unseen = places >= lengths[:, None]
     if window is not None and window < keys:
@@ -312,7 +314,8 @@ def prefix_attention(
 class _PrefixAttention(torch.autograd.Function):
     """The gradients of an attention depend on the other keys only through its result and its
     normalizers. With those of all keys, the gradients of the two partial attentions add up to that
-    of the whole."""
+    of the whole.
+    """
 
     @staticmethod
     def forward(
@@ -382,7 +385,8 @@ def _prefixes(
     packing: PrefixPacking, per_reader: Sequence[Tensor], per_key: Sequence[Tensor]
 ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
     """For each prefix, views [1, H, readers, ...] of tensors [N, H, ...] and views
-    [1, H, length, ...] of tensors [T, H, ...]."""
+    [1, H, length, ...] of tensors [T, H, ...].
+    """
     sizes = [prefix.readers for prefix in packing.prefixes]
     parts = (x.split_with_sizes(sizes) for x in per_reader)
     for prefix, *part in zip(packing.prefixes, *parts, strict=True):

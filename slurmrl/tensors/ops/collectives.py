@@ -48,7 +48,8 @@ def partial_to_own(x: Tensor, group: Group) -> Tensor:
 
 def exchange(x: Tensor, group: Group) -> Tensor:
     """All-to-all: dim 0 has one part for each rank; received parts are in the order of their
-    senders."""
+    senders.
+    """
     return _call(_Exchange, x, group)
 
 

@@ -57,7 +57,8 @@ def cpu_fits(*tensors: Tensor) -> bool:
 
 def cpu_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dim [..., n], and
-    1 / sqrt(mean(x^2) + eps) [..., 1]."""
+    1 / sqrt(mean(x^2) + eps) [..., 1].
+    """
     x = x.contiguous()
     out, scales = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1))
     for_floats(x).norm.default(x, weight.contiguous(), out, scales, eps, offset)
@@ -84,7 +85,8 @@ def cpu_gated_product(gate: Tensor, up: Tensor) -> Tensor:
 
 def cpu_gated_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """The product silu(gate) * up [T, n], and the gradients of gate and up from the product's, side
-    by side [T, 2n]."""
+    by side [T, 2n].
+    """
     gate, up = _alike(gate, up)
     rows, columns = gate.shape
     product, gradients = gate.new_empty(rows, columns), gate.new_empty(rows, 2 * columns)
@@ -126,7 +128,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 class _RMSNorm(torch.autograd.Function):
     """With n = x r, r = 1 / rms(x) and w the weight and its offset:
-    dx = r (g w - n mean(g w n)), dw = sum(g n)."""
+    dx = r (g w - n mean(g w n)), dw = sum(g n).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -274,7 +277,8 @@ def _product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def _gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """The product [T, i], and the gradients of gate and up from the product's, side by side
-    [T, 2i]."""
+    [T, 2i].
+    """
     if fused.fits(gate):
         return fused.gated_gradient(gate, up, grad, activation)
     if activation == COMPILED and cpu_fits(gate):

@@ -138,7 +138,8 @@ def gated_gradient(
     gate: Tensor, up: Tensor, grad: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
     """The product activation(gate) * up [T, i], and the gradients of gate and up from the
-    product's, side by side [T, 2i]."""
+    product's, side by side [T, 2i].
+    """
     results: tuple[Tensor, Tensor] = _gated_gradient(gate, up, grad, ACTIVATIONS[activation])
     return results
 

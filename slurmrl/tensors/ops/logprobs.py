@@ -101,8 +101,10 @@ def packed_logprobs_of_logits(
 
 
 def following_tokens(cu_seqlens: Tensor) -> Tensor:
-    """Indices of all tokens that are not the first of their sequence [T - S]. They are made in
-    host memory, as ``cu_seqlens`` is."""
+    """Indices of all tokens that are not the first of their sequence [T - S].
+
+    They are made in host memory, as ``cu_seqlens`` is.
+    """
     counts = (cu_seqlens.diff().long() - 1).clamp(min=0)
     before = counts.cumsum(0) - counts
     following = torch.repeat_interleave(cu_seqlens[:-1] + 1 - before, counts)
@@ -157,7 +159,8 @@ def statistics(
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalizer, entropy and log p(target) of softmax(hidden @ weight.T / temperature), restricted
-    to ``support``, each [T]."""
+    to ``support``, each [T].
+    """
     parts = [
         _statistics(
             _logits(hidden, weight, span, temperature, support), targets[span], 1.0 / temperature
@@ -257,7 +260,8 @@ class Rows:
         """All ranks' columns [S, V], concatenated to [S, total].
 
         Each row lies in one piece: torch adds up rows of other strides in an order that depends
-        on S, so that a token's log-probability would depend on the tokens beside it."""
+        on S, so that a token's log-probability would depend on the tokens beside it.
+        """
         padded = own.new_zeros((self.each, own.shape[0]))
         padded[: own.shape[1]] = own.t()
         return gathered(padded, self.group)[:total].t().contiguous()

@@ -20,7 +20,8 @@ from slurmrl.tensors.ops.paged_kernels import reference
 def reads_in_place(cache: Tensor, heads: int, page: int) -> bool:
     """Whether attention of ``heads`` query heads reads a cache [C, Hkv, D] like this one, in pages
     of ``page`` cells, where it lies; the torch form copies it. On a GPU the first call for these
-    sizes compiles and tries the kernels, and the host waits for them."""
+    sizes compiles and tries the kernels, and the host waits for them.
+    """
     return _attends(cache, heads, page) or for_floats(cache) is not None
 
 
@@ -61,7 +62,8 @@ def paged_attention(
 
 def write_cells(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Put the keys k and values v [T, Hkv, D] of tokens into the cells ``slots`` [T] int64 of a
-    cache [C, Hkv, D]. Of several tokens with one slot any may be the last."""
+    cache [C, Hkv, D]. Of several tokens with one slot any may be the last.
+    """
     if paged_kernels.supported(keys) and paged_kernels.writes(keys.device, keys.dtype):
         paged_kernels.write(keys, values, slots, k, v)
         return
@@ -89,7 +91,8 @@ def attend_heads(
 
     heads [T, Hq + 2 Hkv, D]: the queries, the key and the value of each token; queries and keys are
     rotated by ``rotation`` (see `tensors.ops.elementwise.rotate`). Keys and values are written into
-    the cells ``slots`` [T] int64."""
+    the cells ``slots`` [T] int64.
+    """
     native = for_floats(heads)
     count, size = heads.shape[1] - 2 * keys.shape[1], heads.shape[2]
     if native is not None:

@@ -74,8 +74,11 @@ def attend(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """See ``paged_attention.paged_attention``. Nothing waits for the device, and what is launched
-    depends on shapes and numbers only, not on the tensors' content."""
+    """See ``paged_attention.paged_attention``.
+
+    Nothing waits for the device, and what is launched depends on shapes and numbers only, not on
+    the tensors' content.
+    """
     if q.stride(1) != q.shape[2] or q.stride(2) != 1:
         q = q.contiguous()
     tensors = (q, keys, values, tables.contiguous(), rows.contiguous(), lengths.contiguous())
@@ -155,7 +158,8 @@ def _write(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor, wi
 
 def _rows(x: Tensor) -> Tensor:
     """x [T, Hkv, D] with each token's elements side by side; a part of a wider tensor is not
-    copied."""
+    copied.
+    """
     side_by_side = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if side_by_side else x.contiguous()
 
@@ -167,7 +171,8 @@ def _block(bytes_per_cell: int) -> int:
 
 def _splits(programs: int, longest: int, device: torch.device) -> int:
     """Parts into which the cells of each token are divided, a power of 2: enough for all
-    multiprocessors, but not for less than a block each."""
+    multiprocessors, but not for less than a block each.
+    """
     wanted = -(-PROGRAMS * _multiprocessors(device) // programs)
     most = min(MOST_SPLITS, max(1, longest // MOST_CELLS))
     return 1 << (min(wanted, most).bit_length() - 1)
@@ -258,7 +263,8 @@ def _tried(wrong: Callable[[], str], consequence: str) -> str:
 @torch.no_grad()
 def _wrong_attention(sizes: Sizes) -> str:
     """What is wrong with the kernels' results, by a computation on the host: single tokens and
-    chunks, rows that are split and that are not, with and without a window."""
+    chunks, rows that are split and that are not, with and without a window.
+    """
     for longest, bound, chunk, window in (
         (LONG, BOUND, 1, None),
         (SHORT, SHORT, 1, WINDOW),
@@ -284,7 +290,8 @@ def _wrong_attention(sizes: Sizes) -> str:
 
 def example(sizes: Sizes, longest: int, chunk: int) -> tuple[Any, ...]:
     """q, keys, values, tables, rows and lengths of random tokens, in host memory: single ones of
-    several rows, and ``chunk`` of one row."""
+    several rows, and ``chunk`` of one row.
+    """
     _, dtype, heads, kv_heads, size, page = sizes
     draw = torch.Generator().manual_seed(longest + chunk)
     single = (1, page, page + 1, longest)
@@ -340,6 +347,8 @@ def reference(
 
 
 def _cells(slab: Tensor, pages: Tensor) -> Tensor:
-    """Copy pages [T, N] of a slab [pages, page, Hkv, D]: [T, M, Hkv, D]. (``index_select`` copies a
-    page at once; indexing copies number by number.)"""
+    """Copy pages [T, N] of a slab [pages, page, Hkv, D]: [T, M, Hkv, D].
+
+    (``index_select`` copies a page at once; indexing copies number by number.)
+    """
     return slab.index_select(0, pages.flatten()).view(len(pages), -1, *slab.shape[2:])

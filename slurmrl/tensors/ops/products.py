@@ -89,7 +89,8 @@ class _WideLinear(torch.autograd.Function):
 @dataclass(frozen=True)
 class PackedMatrix:
     """A copy of a matrix W [o, i] and a bias b [o] in the order in which the compiled products of
-    CPUs read them. Their results for a row depend on that row alone, not on the number of rows."""
+    CPUs read them. Their results for a row depend on that row alone, not on the number of rows.
+    """
 
     packed: Tensor
     """[⌈o / 32⌉, i, 32]: 32 outputs side by side, zeros behind the last one."""
@@ -137,7 +138,8 @@ class RootMeanSquare:
 class PackedLayer:
     """y = x + o(attention(qkv(norm(x)))), and y + down(silu(gate) * up), where gate and up are the
     halves of gate_up(norm(y)). The weights are copied to one tensor, of which the matrices here are
-    views."""
+    views.
+    """
 
     def __init__(
         self,
@@ -213,7 +215,8 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
 @dataclass(frozen=True)
 class Dropout:
     """Which inputs of a product are zero, as a pure function of the ``keys`` [T] int64 of the
-    tokens, the ``salt`` of the matrix, and the column of the whole matrix."""
+    tokens, the ``salt`` of the matrix, and the column of the whole matrix.
+    """
 
     keys: Tensor
     salt: int
@@ -245,8 +248,10 @@ class Dropout:
 def low_rank_linear(
     x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: Dropout | None = None
 ) -> Tensor:
-    """scale * dropout(x) A^T B^T: x [T, i], a [r, i], b [o, r] of one dtype -> [T, o]. Only x and
-    [T, r] are kept for the backward pass, which draws the dropout again."""
+    """scale * dropout(x) A^T B^T: x [T, i], a [r, i], b [o, r] of one dtype -> [T, o].
+
+    Only x and [T, r] are kept for the backward pass, which draws the dropout again.
+    """
     out: Tensor = _LowRankLinear.apply(x, a, b, scale, dropout)  # type: ignore[no-untyped-call]
     return out
 

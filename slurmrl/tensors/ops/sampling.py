@@ -147,7 +147,8 @@ def _restrict(scaled: Tensor, top_k: int | None, top_p: float) -> Tensor:
 
 def _kept(allowed: Tensor, top_k: int) -> Tensor:
     """The tokens [S, top_k] int32 whose logits are not minus infinity, of which there are no more;
-    see `Sampled`."""
+    see `Sampled`.
+    """
     values, ids = allowed.topk(min(top_k, allowed.shape[-1]), dim=-1)
     kept = ids.masked_fill(values == float("-inf"), NONE).sort(-1).values.to(torch.int32)
     return _widened(kept, top_k)
@@ -180,7 +181,8 @@ class Support:
     @staticmethod
     def of(sizes: Tensor, ids: Tensor) -> Support:
         """From the sizes [T] and token ids [N] of any integer type; a size of 0 stands for the
-        whole vocabulary."""
+        whole vocabulary.
+        """
         return Support(sizes > 0, sizes.long(), ids.long())
 
     def at(self, places: Tensor) -> Support:

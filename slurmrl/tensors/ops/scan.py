@@ -23,7 +23,8 @@ from slurmrl.tensors.ops.native.load import operators
 
 class SequenceIndex:
     """The sequence of each packed token [T], and the number of tokens from it to the end of the
-    sequence, itself included [T]."""
+    sequence, itself included [T].
+    """
 
     def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
         ends = cu_seqlens[1:].long()
@@ -116,7 +117,8 @@ def _keep_scan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """With c = factor decay: dx_t = dy_t + c_{t-1} dx_{t-1}, dc_t = dx_t y_{t+1} and
-    dtail = c dx at each sequence's last token."""
+    dtail = c dx at each sequence's last token.
+    """
     cu_seqlens, decay, tail, y = ctx.saved_tensors
     index = SequenceIndex(cu_seqlens, len(grad))
     grad_x = forward_sums(
@@ -172,8 +174,10 @@ def scan_reference(
 
 
 def doubled(sums: Tensor, index: SequenceIndex, factor: float) -> Tensor:
-    """sum_i factor^i x[t+i] to the end of t's sequence. Each pass doubles the number of terms, so
-    there are log2(longest) passes over all tokens."""
+    """sum_i factor^i x[t+i] to the end of t's sequence.
+
+    Each pass doubles the number of terms, so there are log2(longest) passes over all tokens.
+    """
     span, longest = 1, index.longest_bound()
     while span < longest and factor**span > 0.0:
         further = torch.where(index.left[:-span] > span, sums[span:], torch.zeros_like(sums[span:]))
@@ -287,8 +291,10 @@ def _keep_gae(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 def _gae_backward(
     ctx: Any, grad_advantages: Tensor, grad_returns: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """dr_t = sum_i (gamma lam)^i (dA + dR)_{t-i}. The value before step t gets dR_t - dr_t, the
-    value after it gamma dr_t."""
+    """dr_t = sum_i (gamma lam)^i (dA + dR)_{t-i}.
+
+    The value before step t gets dR_t - dr_t, the value after it gamma dr_t.
+    """
     cu_seqlens, truncated = ctx.saved_tensors
     index = SequenceIndex(cu_seqlens, len(grad_returns))
     grad_rewards = forward_sums(grad_advantages + grad_returns, cu_seqlens, ctx.gamma * ctx.lam)

@@ -186,7 +186,8 @@ def _attended(
 ):
     """Queries [M, columns] over the cells from ``first`` to ``last`` of a row, of which each sees
     the first ``seen_by`` [M]: the largest score, the sum of the weights relative to it, and the
-    values' sum with these weights. keys, values: those of a head in cell 0, by column."""
+    values' sum with these weights. keys, values: those of a head in cell 0, by column.
+    """
     peak = tl.full([asked.shape[0]], -float("inf"), tl.float32)
     total = tl.zeros([asked.shape[0]], tl.float32)
     mixed = tl.zeros([asked.shape[0], columns], tl.float32)
@@ -225,7 +226,8 @@ def _together(rows, lengths, token, row, length, known):
 @triton.jit
 def _store(target, norms, entry, inside, column, size, peak, total, mixed, split: tl.constexpr):
     """The weighted sums as rows ``entry`` of target [·, size], zeros where nothing was seen; with
-    ``split`` also norms, and only the rows that saw anything."""
+    ``split`` also norms, and only the rows that saw anything.
+    """
     divisor = tl.where(total > 0.0, total, 1.0)
     if split:
         norm = tl.where(total > 0.0, peak + tl.log2(divisor), -float("inf"))
@@ -320,8 +322,10 @@ def attend(
 
 @triton.jit
 def merge(parts, norms, out, size, splits: tl.constexpr, columns: tl.constexpr):
-    """One program per token and query head: its parts, weighted by the sums of their weights. A
-    part that saw no cell has a norm of minus infinity and is not read."""
+    """One program per token and query head: its parts, weighted by the sums of their weights.
+
+    A part that saw no cell has a norm of minus infinity and is not read.
+    """
     entry = tl.program_id(0).to(tl.int64)
     part = entry * splits + tl.arange(0, splits)
     column = tl.arange(0, columns)
@@ -342,7 +346,8 @@ def merge(parts, norms, out, size, splits: tl.constexpr, columns: tl.constexpr):
 @triton.jit
 def write(k, v, slots, keys, values, width, k_stride, v_stride, block: tl.constexpr):
     """One program per token and ``block`` of its keys and values [T, width], whose tokens are
-    ``k_stride`` and ``v_stride`` elements apart; keys, values [C, width]."""
+    ``k_stride`` and ``v_stride`` elements apart; keys, values [C, width].
+    """
     token = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * block + tl.arange(0, block)
     inside = place < width

@@ -54,8 +54,9 @@ GPU = Accelerator(torch.device("cuda", 0), "nccl")
 
 
 def choose(gpus: int) -> Accelerator:
-    """Return the device of a worker with ``gpus`` GPUs in the plan. Without any it is the CPU, even
-    on a machine with GPUs; with one it is never the CPU.
+    """Return the device of a worker with ``gpus`` GPUs in the plan.
+
+    Without any it is the CPU, even on a machine with GPUs; with one it is never the CPU.
 
     Raises UsageError for a CPU build of torch: all hosts run the environment that submitted, so no
     other start would do better. Whatever else is missing (driver, device) may be missing on this
@@ -78,17 +79,22 @@ def choose(gpus: int) -> Accelerator:
 
 
 def _unusable(error: BaseException) -> UnusableGpuError:
-    """Return the error. Its text names no host and no device, so that the same lack on two hosts
-    reads the same (see `workers.master.judgement`)."""
+    """Return the error.
+
+    Its text names no host and no device, so that the same lack on two hosts reads the same (see
+    `workers.master.judgement`).
+    """
     reason = " ".join(str(error).split())
     build = f"torch {torch.__version__} for CUDA {torch.version.cuda}"
     return UnusableGpuError(f"{reason} [{build}, driver {gpu.driver_version() or 'not loaded'}]")
 
 
 def pending_error() -> RuntimeError | None:
-    """Return the error that this process's GPU has run into, if any. CUDA reports it from every
-    call, but libraries translate it (``CUBLAS_STATUS_EXECUTION_FAILED``). This waits for no
-    kernel."""
+    """Return the error that this process's GPU has run into, if any.
+
+    CUDA reports it from every call, but libraries translate it
+    (``CUBLAS_STATUS_EXECUTION_FAILED``). This waits for no kernel.
+    """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     try:
@@ -100,7 +106,8 @@ def pending_error() -> RuntimeError | None:
 
 def describe_gpu() -> str:
     """Return the name and UUID of this process's GPU, ``GPU 3 (NVIDIA H100, GPU-1f…)``: the index
-    alone means another one in another container. Works on a GPU that failed."""
+    alone means another one in another container. Works on a GPU that failed.
+    """
     number = f"GPU {env.VISIBLE_DEVICES.get()}".rstrip()
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return number
@@ -133,8 +140,11 @@ def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> No
 
 
 def _keep_freed_memory() -> None:
-    """Let malloc keep up to 1 GiB of freed memory. Each step needs the same tensors again, and
-    faulting their pages in takes a twentieth of a small model's step time on a CPU."""
+    """Let malloc keep up to 1 GiB of freed memory.
+
+    Each step needs the same tensors again, and faulting their pages in takes a twentieth of a small
+    model's step time on a CPU.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # glibc; elsewhere memory is managed as it is
         mallopt(M_MMAP_THRESHOLD, 32 << 20)

@@ -50,8 +50,11 @@ _FORMS: Final = {
 
 @dataclass(frozen=True)
 class Device:
-    """One entry of CUDA_VISIBLE_DEVICES. ``text`` is as it was written: UUIDs stay UUIDs, because
-    an index means another GPU in another container."""
+    """One entry of CUDA_VISIBLE_DEVICES.
+
+    ``text`` is as it was written: UUIDs stay UUIDs, because an index means another GPU in another
+    container.
+    """
 
     text: str
     kind: DeviceKind
@@ -123,7 +126,8 @@ def driver_version() -> str | None:
 def newest_cuda(version: str) -> int | None:
     """Return the newest CUDA release whose builds a driver of this version serves (10: none that
     torch still supports); None if the version is unknown. A newer libcuda (the package cuda-compat)
-    counts, as nvidia-smi reports it."""
+    counts, as nvidia-smi reports it.
+    """
     branch = re.match(r"\d+", version)
     if branch is None:
         return None
@@ -159,7 +163,9 @@ def compute_capability() -> float | None:
 
 def processes_on(gpu: str) -> list[str]:
     """Return what nvidia-smi says about the processes on a GPU (UUID or index): pid, name, memory.
-    In a container it sees none."""
+
+    In a container it sees none.
+    """
     text = nvidia_smi(
         f"--id={gpu}", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"
     )

@@ -13,8 +13,11 @@ JOINT: Final = {"shard": ("dp", "cp"), "data": ("pp", "cp", "tp")}
 
 
 class ProcessTopology:
-    """Ranks 0 … world_size-1 on a grid, for example axes ``("pp", "dp", "tp")``. Raises ValueError
-    for sizes below 1, axes named twice, and ranks or coordinates outside the grid."""
+    """Ranks 0 … world_size-1 on a grid, for example axes ``("pp", "dp", "tp")``.
+
+    Raises ValueError for sizes below 1, axes named twice, and ranks or coordinates outside the
+    grid.
+    """
 
     def __init__(self, axes: Sequence[str], sizes: Sequence[int]) -> None:
         if len(axes) != len(sizes) or len(set(axes)) != len(axes):
@@ -68,7 +71,8 @@ class ProcessTopology:
 
     def blocks(self, axes: Sequence[str]) -> list[list[int]]:
         """The ranks of every group along several axes at once, in rank order; axes that the grid
-        does not have are left out."""
+        does not have are left out.
+        """
         along = [axis for axis in axes if axis in self.axes]
         firsts = self.filter(**dict.fromkeys(along, 0))
         fixed = [axis for axis in self.axes if axis not in along]
@@ -101,8 +105,11 @@ class ProcessTopology:
 
 
 class ModelRanks(Protocol):
-    """The ranks of a model in its plan. ``ranks[i]`` is the world's rank that is the model's
-    i-th rank, in row-major order of the axes in ``sizes``."""
+    """The ranks of a model in its plan.
+
+    ``ranks[i]`` is the world's rank that is the model's i-th rank, in row-major order of the axes
+    in ``sizes``.
+    """
 
     @property
     def role(self) -> str: ...

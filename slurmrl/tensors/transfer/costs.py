@@ -1,5 +1,7 @@
 """The costs of a planned move: bytes by link and by rank, the least possible, memory, messages.
-Torch-free."""
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ def costs(
     plan: MovePlan, source: PlacedLayout, target: PlacedLayout, hosts: Mapping[int, int]
 ) -> MoveCosts:
     """The costs of the plan of a move from ``source`` to ``target``; ``hosts`` gives the host of
-    each global rank."""
+    each global rank.
+    """
     links, staging = plan.links(), plan.staging()
     sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)

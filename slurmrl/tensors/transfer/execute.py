@@ -149,8 +149,10 @@ class Mover:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Execute the move. Every rank of the plan calls it; each may return when its own part is
-        done."""
+        """Execute the move.
+
+        Every rank of the plan calls it; each may return when its own part is done.
+        """
         arrived: Arrived = {}
         slots = sorted({*self._sends, *self._receives})
         for slot in slots:
@@ -171,8 +173,10 @@ class Mover:
                 self._copies.write(target, source, self._eta)
 
     def _post(self, slot: int, arrived: Arrived) -> _UnderWay:
-        """Begin what a slot sends and receives. ``arrived`` is what the slot before received and
-        this one passes on."""
+        """Begin what a slot sends and receives.
+
+        ``arrived`` is what the slot before received and this one passes on.
+        """
         operations: list[tuple[dist.P2POp, list[_Message]]] = []
         arriving: Arrived = {}
         for leg in self._receives.get(slot, ()):
@@ -256,12 +260,16 @@ def _bytes(view: Tensor) -> Tensor:
 
 
 class BoxCopies:
-    """The copies of a move. It keeps the intervals of each form of a box, which the layers of a
-    model share, on the device."""
+    """The copies of a move.
+
+    It keeps the intervals of each form of a box, which the layers of a model share, on the device.
+    """
 
     def __init__(self, device: torch.device, *, kernels: bool | None = None) -> None:
-        """``kernels``: whether to use the interval operators. Default: where compiled ones run on
-        the GPU."""
+        """``kernels``: whether to use the interval operators.
+
+        Default: where compiled ones run on the GPU.
+        """
         self._device = device
         self._kernels = kernels
         self._intervals: dict[tuple[Index, Index], Intervals] = {}
@@ -274,7 +282,8 @@ class BoxCopies:
 
     def write(self, target: Tensor, elements: Tensor, eta: float) -> None:
         """Fill ``target`` with ``eta elements + (1 - eta) target``, computed in float32 (float64
-        where either is)."""
+        where either is).
+        """
         plain = eta == 1.0 and target.is_contiguous()
         if not plain and elements.is_contiguous() and self._suits(target, elements):
             scatter(_flat(target), self._of(target), elements.reshape(-1), eta)
@@ -318,7 +327,8 @@ def _flat(view: Tensor) -> Tensor:
 
 def _runs(size: Index, strides: Index) -> tuple[int, list[tuple[int, int]]]:
     """The length of a run of adjacent elements, and the lengths and strides of the dims that
-    repeat it, outermost first."""
+    repeat it, outermost first.
+    """
     run = 1
     outer: list[tuple[int, int]] = []
     for length, step in reversed([*zip(size, strides, strict=True)]):
@@ -406,7 +416,9 @@ def _checksums(
 
 def checksum(values: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of (2i + 1) times the bits of the i-th element in ``dtype``, modulo 2^64: int64 [].
-    It changes if elements change, or change places."""
+
+    It changes if elements change, or change places.
+    """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     first = 0
     for box in blocks(Box.whole(tuple(values.shape)), BLOCK):

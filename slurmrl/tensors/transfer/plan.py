@@ -92,7 +92,8 @@ class Cargo:
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Cargo that travels together along ``chain`` in one buffer, from ``slot`` on: it takes link n
-    of the chain in slot ``slot + n``."""
+    of the chain in slot ``slot + n``.
+    """
 
     chain: Ranks
     cargo: tuple[Cargo, ...]
@@ -241,7 +242,8 @@ def _least_loaded(ranks: Iterable[int], load: Mapping[int, int]) -> int:
 
 def _segments(cargo: Sequence[Cargo], limit: int) -> Iterator[tuple[Cargo, ...]]:
     """The cargo of a chain in buffers of at most ``limit`` bytes; wide elements first, which keeps
-    all of a buffer aligned."""
+    all of a buffer aligned.
+    """
     packed: list[Cargo] = []
     used = 0
     for whole in sorted(cargo, key=lambda item: -ITEM_BYTES[item.dtype]):
@@ -278,7 +280,8 @@ def _scheduled(
     cut: Sequence[tuple[Ranks, tuple[tuple[Cargo, ...], ...]]], budget: int
 ) -> Iterator[Segment]:
     """The segments with the first slots in which they fit into the budgets of all their ranks, in
-    the order of the slots."""
+    the order of the slots.
+    """
     numbers = {rank: n for n, rank in enumerate(sorted({r for chain, _ in cut for r in chain}))}
     places = [np.array([numbers[rank] for rank in chain]) for chain, _ in cut]
     room = _Room(len(numbers), budget)
@@ -303,8 +306,10 @@ class _Room:
         self._left = np.full((2 * LOOK_AHEAD, ranks), budget, dtype=np.int64)
 
     def take(self, chain: npt.NDArray[np.intp], count: int, *, after: int) -> int:
-        """Take ``count`` bytes at both ends of each link of a chain, a slot for each link. Return
-        the first slot, which is ``after`` or later."""
+        """Take ``count`` bytes at both ends of each link of a chain, a slot for each link.
+
+        Return the first slot, which is ``after`` or later.
+        """
         links = np.arange(len(chain) - 1)
         slot = after
         while True:
@@ -371,7 +376,8 @@ def _ranks(boxes: dict[Box, list[int]], numbers: Numbers) -> Numbers:
 def _cells(shape: Index, held: Boxes, taken: Boxes) -> tuple[tuple[Box, Numbers, Numbers], ...]:
     """Boxes that cover all taken elements once, with the numbers of the held and of the taken
     boxes that contain each. The edges of all boxes cut the tensor into a grid; neighbours with the
-    same numbers are joined."""
+    same numbers are joined.
+    """
     cuts = [
         sorted({edge for box in (*held, *taken) for edge in (box.start[dim], box.stop[dim])})
         for dim in range(len(shape))

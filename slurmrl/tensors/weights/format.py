@@ -190,14 +190,19 @@ def read_record(path: Path, kind: type[R], *, calls: SystemCalls = REAL) -> R:
 
 
 def read_part(folder: Path, part: int, *, calls: SystemCalls = REAL) -> PartIndex:
-    """The index of a part that its rank has finished. Raises WeightVersionError,
-    EnvironmentFailure."""
+    """The index of a part that its rank has finished.
+
+    Raises WeightVersionError, EnvironmentFailure.
+    """
     return _read(folder / part_index(part), PartIndex, calls)
 
 
 def read_manifest(folder: Path, *, calls: SystemCalls = REAL) -> VersionManifest:
-    """The manifest of a published version. Raises WeightVersionError if there is none or it is
-    damaged, EnvironmentFailure if it cannot be read."""
+    """The manifest of a published version.
+
+    Raises WeightVersionError if there is none or it is damaged, EnvironmentFailure if it cannot be
+    read.
+    """
     manifest = _read(folder / MANIFEST, VersionManifest, calls)
     if manifest.id.name != folder.name:
         raise WeightVersionError(f"{folder / MANIFEST} is that of version {manifest.id}")
@@ -205,8 +210,10 @@ def read_manifest(folder: Path, *, calls: SystemCalls = REAL) -> VersionManifest
 
 
 def version_ids(folder: Path, *, calls: SystemCalls = REAL) -> list[VersionId]:
-    """The versions that have a directory in ``folder``, published or not, from old to new. Raises
-    EnvironmentFailure."""
+    """The versions that have a directory in ``folder``, published or not, from old to new.
+
+    Raises EnvironmentFailure.
+    """
     found = []
     try:
         names = atomic.list_names(folder, calls=calls)
@@ -251,8 +258,10 @@ def compress_delta(bits: Array, base: Array, item_bytes: int) -> bytes:
 
 
 def apply_delta(stored: bytes | memoryview, bits: Array, item_bytes: int) -> None:
-    """Change ``bits`` in place by a difference of `compress_delta`. Raises WeightVersionError if
-    it is not of an array of this size; the bits are then unusable."""
+    """Change ``bits`` in place by a difference of `compress_delta`.
+
+    Raises WeightVersionError if it is not of an array of this size; the bits are then unusable.
+    """
     buffer = np.empty(min(BLOCK_BYTES, bits.size), np.uint8)
     try:
         with zstandard.ZstdDecompressor().stream_reader(stored) as reader:
@@ -287,8 +296,10 @@ def _joined(planes: Array, item_bytes: int) -> Array:
 
 
 def _word(item_bytes: int) -> str:
-    """The numpy type of elements as unsigned integers. Shifts of these are several times as fast as
-    a transposition of bytes."""
+    """The numpy type of elements as unsigned integers.
+
+    Shifts of these are several times as fast as a transposition of bytes.
+    """
     return f"<u{item_bytes}"
 
 

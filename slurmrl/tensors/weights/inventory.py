@@ -1,5 +1,6 @@
 """The weight versions of a trial: what they consist of, whether they are intact, and the removal of
-those that no reader needs."""
+those that no reader needs.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +56,10 @@ class StoredVersion:
 def inventory(
     versions: Path, *, verify: bool = False, calls: SystemCalls = REAL
 ) -> list[StoredVersion]:
-    """All versions in a directory, from old to new. Sizes of files and bases are always checked,
-    stored bytes if ``verify``. One that is removed meanwhile is omitted.
+    """All versions in a directory, from old to new.
+
+    Sizes of files and bases are always checked, stored bytes if ``verify``. One that is removed
+    meanwhile is omitted.
 
     Raises EnvironmentFailure if the directory or one of its versions cannot be read.
     """
@@ -178,8 +181,10 @@ def superseded(
 
 
 def prune(versions: Path, keep_whole: int, *, calls: SystemCalls = REAL) -> list[VersionId]:
-    """Remove the `superseded` versions of a directory; return them. Raises EnvironmentFailure: what
-    is left is removed the next time."""
+    """Remove the `superseded` versions of a directory; return them.
+
+    Raises EnvironmentFailure: what is left is removed the next time.
+    """
     known = version_ids(versions, calls=calls)
     published = []
     for version in known:

@@ -101,8 +101,11 @@ class CopiedVersion:
         return self.folder / FILE
 
     def open(self) -> TensorFile:
-        """Map the weights. They stay readable when the copy moves on. Raises WeightVersionError if
-        it has moved on already: `LocalCopy.advance` returns the newer one."""
+        """Map the weights.
+
+        They stay readable when the copy moves on. Raises WeightVersionError if it has moved on
+        already: `LocalCopy.advance` returns the newer one.
+        """
         try:
             return TensorFile(self.file)
         except (CheckpointError, EnvironmentFailure) as error:
@@ -193,7 +196,8 @@ class LocalCopy:
 
     def _candidates(self, to: VersionId | None) -> Iterator[tuple[VersionId, bool, bool]]:
         """The versions to try, whether only a whole one will do, and whether to wait for what is
-        not there: not for a version that was removed. What is published meanwhile is tried too."""
+        not there: not for a version that was removed. What is published meanwhile is tried too.
+        """
         known = version_ids(self._versions, calls=self._calls)
         tried: set[VersionId] = set()
         if to is not None:
@@ -334,7 +338,8 @@ class VersionFiles:
 
     def chain(self, to: VersionId, held: VersionId | None = None) -> list[VersionManifest]:
         """The versions that lead to ``to``, in the order in which they are applied: the first one
-        is whole, or a difference from ``held``. Raises WeightVersionError, EnvironmentFailure."""
+        is whole, or a difference from ``held``. Raises WeightVersionError, EnvironmentFailure.
+        """
         found = [self.manifest(to)]
         while found[-1].base is not None:
             base = VersionId.parse(found[-1].base)
@@ -346,8 +351,10 @@ class VersionFiles:
         return found[::-1]
 
     def stored(self, version: VersionId, tensor: StoredTensor) -> Array:
-        """The stored bytes of a tensor, verified. Raises WeightVersionError,
-        EnvironmentFailure."""
+        """The stored bytes of a tensor, verified.
+
+        Raises WeightVersionError, EnvironmentFailure.
+        """
         path = self._folder / version.name / tensor.file
         return self._patiently(lambda: self._verified(path, tensor))
 

@@ -63,8 +63,10 @@ class PartWriter:
         frozen: str | None = None,
         calls: SystemCalls = REAL,
     ) -> None:
-        """``base``: write differences from these bits. ``frozen``: that of the manifest. Raises
-        EnvironmentFailure."""
+        """``base``: write differences from these bits.
+
+        ``frozen``: that of the manifest. Raises EnvironmentFailure.
+        """
         self._folder, self._part = folder, part
         self._base, self._frozen = base, frozen
         self._calls = calls
@@ -92,8 +94,10 @@ class PartWriter:
         self.abandon()
 
     def add(self, name: str, dtype: str, shape: Sequence[int], bits: Array) -> StoredTensor:
-        """Write a tensor; ``bits`` is its flat array of uint8, contiguous. Raises
-        EnvironmentFailure; the part is given up then."""
+        """Write a tensor; ``bits`` is its flat array of uint8, contiguous.
+
+        Raises EnvironmentFailure; the part is given up then.
+        """
         spec = TensorSpec(tuple(shape), dtype)
         assert dtype in CODES, f"{name} has the type {dtype}"
         assert bits.dtype == np.uint8, name
@@ -112,8 +116,10 @@ class PartWriter:
         return tensor
 
     def finish(self) -> PartIndex:
-        """Wait until the part is on disk, and write its index. Raises EnvironmentFailure; the part
-        is given up then."""
+        """Wait until the part is on disk, and write its index.
+
+        Raises EnvironmentFailure; the part is given up then.
+        """
         try:
             self._sync()
             file = PartFile(self._path.name, self._size)
@@ -174,8 +180,10 @@ def publish(
     clock: Callable[[], float] = time.time,
     calls: SystemCalls = REAL,
 ) -> VersionManifest:
-    """Make the parts in ``folder`` a version, durably. ``base``: the published version that their
-    differences are against; None if all tensors are whole.
+    """Make the parts in ``folder`` a version, durably.
+
+    ``base``: the published version that their differences are against; None if all tensors are
+    whole.
 
     Raises WeightVersionError if the parts do not fit together or to the base, EnvironmentFailure.
     """

@@ -31,7 +31,8 @@ CLOSE_S = 10.0
 
 def check(logging: Logging) -> None:
     """Raise MissingDependencyError, with the command that installs it, if a configured sink's
-    package is missing."""
+    package is missing.
+    """
     for setting, module, package in _packages(logging):
         if importlib.util.find_spec(module) is None:
             raise MissingDependencyError(
@@ -56,11 +57,14 @@ def make_feeders(
 
 
 class MetricsRecorder:
-    """Records the metrics of one incarnation, which continues after ``last_step``. Lines of later
-    steps, which an earlier incarnation wrote and did not commit, are dropped; -1 drops all.
+    """Records the metrics of one incarnation, which continues after ``last_step``.
+
+    Lines of later steps, which an earlier incarnation wrote and did not commit, are dropped; -1
+    drops all.
 
     Each line of the file also gets the ``time`` of its writing. Sinks get the lines that are
-    committed, as long as ``incarnation`` is the newest (None: no other one exists)."""
+    committed, as long as ``incarnation`` is the newest (None: no other one exists).
+    """
 
     def __init__(
         self,
@@ -98,7 +102,8 @@ class MetricsRecorder:
 
     def close(self) -> None:
         """Close the sinks; what they could not take within CLOSE_S, a later incarnation hands
-        over."""
+        over.
+        """
         for feeder in self._feeders:
             feeder.end()
         deadline = time.monotonic() + CLOSE_S
@@ -109,7 +114,8 @@ class MetricsRecorder:
 def _load(logging: Logging) -> None:
     """Import what the sinks use before they do so in their threads: two imports at the same time
     whose modules need each other can both get modules that are not complete. A library that cannot
-    be imported is its sink's failure, which is reported there."""
+    be imported is its sink's failure, which is reported there.
+    """
     configured = (
         (logging.tensorboard, tensorboard.load),
         (logging.wandb is not None, wandb.load),
@@ -122,8 +128,10 @@ def _load(logging: Logging) -> None:
 
 
 def _check_of(paths: RunPaths, incarnation: int | None) -> Callable[[], object]:
-    """What raises StaleIncarnationError once a newer one has begun. Each thread has its own view
-    of the history, which remembers what it has read."""
+    """What raises StaleIncarnationError once a newer one has begun.
+
+    Each thread has its own view of the history, which remembers what it has read.
+    """
     if incarnation is None:
         return lambda: None
     return IncarnationWriter(History(paths.history), incarnation).check

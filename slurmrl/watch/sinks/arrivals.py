@@ -89,8 +89,11 @@ def _set_variables(cluster: Cluster) -> None:
 
 
 def _recorded(paths: RunPaths) -> list[dict[str, Any]]:
-    """All lines of the file, to which new ones are added first. A result counts once: of two about
-    the same step, the one that arrived first; and the trial's own before both."""
+    """All lines of the file, to which new ones are added first.
+
+    A result counts once: of two about the same step, the one that arrived first; and the trial's
+    own before both.
+    """
     lines = metrics.read(paths.arrived)
     known = {(line["step"], name) for line in lines for name in line}
     new = []
@@ -142,7 +145,8 @@ def turn(
     Several evaluations may end at the same time, on any hosts. The next turn is taken by the
     exclusive creation of its file, and its holder says when it has finished. A holder is killed
     after ``held_s``, so a holder of which nothing has been heard for longer is gone. No clock of
-    another machine is used. Raises EnvironmentFailure."""
+    another machine is used. Raises EnvironmentFailure.
+    """
     number = _taken(folder, sleep, held_s)
     try:
         yield
@@ -173,8 +177,11 @@ def _taken(folder: Path, sleep: Callable[[float], None], held_s: int) -> int:
 
 
 def _created(folder: Path, number: int) -> bool:
-    """Whether a turn is now this process's. Between its last look and this one, others may have had
-    that turn and later ones, and have removed its file."""
+    """Whether a turn is now this process's.
+
+    Between its last look and this one, others may have had that turn and later ones, and have
+    removed its file.
+    """
     if not atomic.exclusive_create(folder / str(number), uuid.uuid4().hex.encode()):
         return False
     if max(map(_number, atomic.list_names(folder)), default=0) <= number:

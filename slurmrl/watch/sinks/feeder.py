@@ -35,8 +35,10 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 class Sink(Protocol):
-    """Opened with the step up to which it certainly held everything; -1: none. One whose files or
-    run are not there begins with the first step again."""
+    """Opened with the step up to which it certainly held everything; -1: none.
+
+    One whose files or run are not there begins with the first step again.
+    """
 
     @property
     def last(self) -> int:
@@ -155,8 +157,10 @@ class Feeder:
                 sink.close()
 
     def _may_write(self) -> None:
-        """Raises StaleIncarnationError. An end of the trial does not hold back what was committed
-        before it."""
+        """Raises StaleIncarnationError.
+
+        An end of the trial does not hold back what was committed before it.
+        """
         with suppress(TrialEndedError):
             self._check()
 

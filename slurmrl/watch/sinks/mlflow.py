@@ -26,7 +26,8 @@ class MLflow:
     """Logs all incarnations of a trial to one MLflow run, found by a tag with the trial's uuid.
 
     A step can have been taken in part by the time of a kill, and MLflow keeps what it is given
-    twice, so values that the run has already are left out."""
+    twice, so values that the run has already are left out.
+    """
 
     def __init__(self, paths: RunPaths, wanted: Mlflow, after: int) -> None:
         self._client = _client(wanted, paths)
@@ -77,7 +78,8 @@ class MLflow:
 def log_arrived(paths: RunPaths, wanted: Mlflow, lines: Lines) -> None:
     """Log what the trial's run lacks of some lines, at their steps.
 
-    Raises EnvironmentFailure if it has no run yet, which only its own process creates."""
+    Raises EnvironmentFailure if it has no run yet, which only its own process creates.
+    """
     client = _client(wanted, paths)
     run = _find(client, wanted.experiment, paths)
     if run is None:
@@ -141,8 +143,10 @@ def _values_after(
 
 
 def named(name: str) -> str:
-    """A name that MLflow accepts. It keeps names as paths, where ``reward`` and ``reward/math``
-    could not both exist."""
+    """A name that MLflow accepts.
+
+    It keeps names as paths, where ``reward`` and ``reward/math`` could not both exist.
+    """
     return re.sub(r"[^\w.\- :]", "_", name.replace("@", "_at_").replace("/", "."))
 
 

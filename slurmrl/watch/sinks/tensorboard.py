@@ -21,9 +21,12 @@ def load() -> None:
 
 
 class TensorBoard:
-    """Writes event files in ``tensorboard/``. The first event of a new file says at which step it
-    starts, and TensorBoard drops that step and later ones from earlier files: those were handed
-    over, perhaps in part, by a process that was killed."""
+    """Writes event files in ``tensorboard/``.
+
+    The first event of a new file says at which step it starts, and TensorBoard drops that step and
+    later ones from earlier files: those were handed over, perhaps in part, by a process that was
+    killed.
+    """
 
     def __init__(self, directory: Path, after: int) -> None:
         from tensorboard.compat.proto import event_pb2
@@ -58,9 +61,12 @@ class TensorBoard:
 
 
 def write_arrived(directory: Path, lines: Lines) -> None:
-    """Write each line into a file of its own, if that is not there. The files are named by the
-    order of the lines, because TensorBoard does not come back to an earlier file; and they have a
-    folder of their own, because it would not come back to that of the steps either."""
+    """Write each line into a file of its own, if that is not there.
+
+    The files are named by the order of the lines, because TensorBoard does not come back to an
+    earlier file; and they have a folder of their own, because it would not come back to that of the
+    steps either.
+    """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 

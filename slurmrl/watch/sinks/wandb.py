@@ -31,7 +31,8 @@ class WeightsAndBiases:
 
     The library hands steps to a process of its own, which writes its files every 15 s. A kill loses
     what it had not written, so the steps that its files hold say where to continue; with
-    ``mode: online``, those that the server has."""
+    ``mode: online``, those that the server has.
+    """
 
     def __init__(self, paths: RunPaths, wanted: Wandb, after: int) -> None:
         run = uuid(paths)
@@ -54,7 +55,8 @@ class WeightsAndBiases:
 def log_arrived(paths: RunPaths, wanted: Wandb, lines: Lines, held: int) -> None:
     """Log lines, of which ``held`` are certainly there, to a run of their own in the group of the
     trial's: a run takes rows in order, and these come when later steps are there. The number of a
-    line is its row; its step is a metric, which charts have as their x axis."""
+    line is its row; its step is a metric, which charts have as their x axis.
+    """
     run = f"{uuid(paths)}-evaluations"
     first = held_by(paths.wandb, run, wanted.project, held - 1) + 1
     name = f"{_group(paths)} evaluations"
@@ -68,8 +70,11 @@ def log_arrived(paths: RunPaths, wanted: Wandb, lines: Lines, held: int) -> None
 
 
 def held_by(directory: Path, run: str, project: str, after: int) -> int:
-    """The step up to which the files for a project hold a run. ``after`` is what they certainly
-    held, which may have been sent and removed since; of another project it says nothing."""
+    """The step up to which the files for a project hold a run.
+
+    ``after`` is what they certainly held, which may have been sent and removed since; of another
+    project it says nothing.
+    """
     folders = sorted(directory.glob(f"offline-run-*-{run}"), reverse=True)
     files = [file for folder in folders for file in folder.glob("*.wandb")]
     for number, file in enumerate(files):
@@ -127,8 +132,10 @@ def _content(file: Path) -> tuple[str | None, int]:
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """The complete records of a file: LevelDB's log format behind a header. What follows a torn
-    one was never written."""
+    """The complete records of a file: LevelDB's log format behind a header.
+
+    What follows a torn one was never written.
+    """
     at, whole = HEADER_BYTES, b""
     while at + HEADER_BYTES <= len(data):
         if BLOCK_BYTES - at % BLOCK_BYTES < HEADER_BYTES:  # no header fits into the block's rest

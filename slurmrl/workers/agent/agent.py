@@ -85,8 +85,10 @@ class Agent:
             logger.info("incarnation %d has ended; waiting for the next one", self._served)
 
     def _roll_out(self) -> int:
-        """Supervise a rollout task to its end. Another task replaces one that fails, or in the
-        trainers' job another attempt."""
+        """Supervise a rollout task to its end.
+
+        Another task replaces one that fails, or in the trainers' job another attempt.
+        """
         task = RolloutTask(self.host, orphan_s=self.host.orphan_s)
         try:
             task.run()
@@ -161,7 +163,8 @@ class Agent:
 
     def _look(self) -> tuple[bool, Failure | None]:
         """Return whether another job began the newest incarnation, and the first failure of the one
-        that has ended."""
+        that has ended.
+        """
         superseded = self.host.superseded(self._served)
         return superseded, published.failure(self.host.names, self._served)
 
@@ -194,8 +197,11 @@ class Agent:
 
 
 def serve(run: Path, submission: int, group: str, task: int | None = None) -> int:
-    """Run an agent; return its exit code. ``task``: see `Host`. A user error that the trainers meet
-    ends the trial. Raises SlurmrlError if the agent cannot start for another reason."""
+    """Run an agent; return its exit code.
+
+    ``task``: see `Host`. A user error that the trainers meet ends the trial. Raises SlurmrlError if
+    the agent cannot start for another reason.
+    """
 
     def start() -> Host:
         for warning in ownership.check(run):

@@ -181,12 +181,15 @@ class Host:
 
     def superseded(self, after: int) -> bool:
         """Return whether another job has begun an incarnation newer than ``after``, one of ours.
-        Raises TrialEndedError, EnvironmentFailure."""
+
+        Raises TrialEndedError, EnvironmentFailure.
+        """
         return self._superseded(self.state(), after)
 
     def _superseded(self, state: TrialState, after: int) -> bool:
         """``after`` is 0 before our first incarnation: the newest one may still be that of the
-        previous job."""
+        previous job.
+        """
         return 0 < after < state.incarnation and not self._ours(state)
 
     def _ours(self, state: TrialState) -> bool:
@@ -231,8 +234,10 @@ class Host:
         self.events.write("failure", incarnation=incarnation, **short)
 
     def close(self) -> None:
-        """End all processes and delete the names that this process owns. If it is killed before,
-        they expire with its lease."""
+        """End all processes and delete the names that this process owns.
+
+        If it is killed before, they expire with its lease.
+        """
         self.children.close()
         try:
             self.names.reset()
@@ -386,7 +391,8 @@ class Output:
 
     def newest_after_now(self) -> Callable[[], str]:
         """Return a function that reads the newest output written after this call, at most
-        NEWEST_BYTES of it; empty if it cannot be read."""
+        NEWEST_BYTES of it; empty if it cannot be read.
+        """
         begin = self.path.stat().st_size if self.path.exists() else 0
 
         def newest() -> str:

@@ -53,8 +53,11 @@ class LeaseGuard:
         ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``beat`` renews the lease. ``check`` raises if this host must end. Both raise
-        EnvironmentFailure while the directory does not answer."""
+        """``beat`` renews the lease.
+
+        ``check`` raises if this host must end. Both raise EnvironmentFailure while the directory
+        does not answer.
+        """
         self._beat = beat
         self._check = check
         self._beat_s = beat_s
@@ -147,8 +150,10 @@ def leave_without(
     identity: Identity,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Requeue the job in place of its batch process, which was lost with ``host``. If the batch
-    process is alive after all, it ends this process within the grace."""
+    """Requeue the job in place of its batch process, which was lost with ``host``.
+
+    If the batch process is alive after all, it ends this process within the grace.
+    """
     waited_s = 0.0
     while waited_s < GRACE_S and usable_hosts([host], ()):
         sleep(LOOK_S)
@@ -187,13 +192,17 @@ class TrainersLease:
 
     def beat_since(self, seen: Orphaned) -> bool:
         """Return whether there was a heartbeat since another task has seen the last one, or may
-        have been: the directory does not answer."""
+        have been: the directory does not answer.
+        """
         lease = self._paths.lease(TRAINERS, 0, seen.attempt)
         return LeaseObserver(lease, self._ttl_s, self._clock).observe().counter != seen.counter
 
     def gone_s(self) -> float:
-        """Look when due. Return for how long the lease was not renewed; 0 while it is valid. Time
-        during which the directory did not answer does not count."""
+        """Look when due.
+
+        Return for how long the lease was not renewed; 0 while it is valid. Time during which the
+        directory did not answer does not count.
+        """
         if self._looks.due():
             self._seek()
             self._view = self._lease.observe()

@@ -166,8 +166,9 @@ class Children:
     # -- starting ----------------------------------------------------------------------------
 
     def start_workers(self, devices: list[str], output: IO[bytes]) -> None:
-        """Fork one worker per entry of ``devices``: what it sees of this host's GPUs. The fork
-        server outlives its workers; it is started if there is none.
+        """Fork one worker per entry of ``devices``: what it sees of this host's GPUs.
+
+        The fork server outlives its workers; it is started if there is none.
 
         Raises EnvironmentFailure if the command cannot be executed.
         """
@@ -234,8 +235,10 @@ class Children:
         self._unlisten(follower.fileno())
 
     def turn(self, timeout_s: float) -> News:
-        """Wait at most ``timeout_s`` until a child sends a message or ends. The last messages of a
-        child are returned no later than its end."""
+        """Wait at most ``timeout_s`` until a child sends a message or ends.
+
+        The last messages of a child are returned no later than its end.
+        """
         for pipe in (self._line, *(slot.pipe for slot in self.slots)):
             if pipe is not None:
                 pipe.flush()  # what did not fit into the buffer of a busy process
@@ -379,9 +382,11 @@ class Children:
     # -- ending ------------------------------------------------------------------------------
 
     def end(self, *, grace_s: float = 0.0, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Kill all workers at once, and the master if it still runs after ``grace_s``. The fork
-        server stays, unless it does not answer: then it is killed together with its workers.
-        ``meanwhile`` is called while workers take long to end."""
+        """Kill all workers at once, and the master if it still runs after ``grace_s``.
+
+        The fork server stays, unless it does not answer: then it is killed together with its
+        workers. ``meanwhile`` is called while workers take long to end.
+        """
         for slot in self.slots:
             if slot.running and self._line is not None:
                 self._line.send(TO_FORK_SERVER.to_json(Kill(rank=slot.rank)))
@@ -399,7 +404,8 @@ class Children:
 
     def _await_exits(self, meanwhile: Callable[[], None]) -> None:
         """Wait until workers that were killed have ended and freed their GPUs, even if the fork
-        server does not answer."""
+        server does not answer.
+        """
         exits = [
             exit_fd
             for slot in self.slots
@@ -425,7 +431,8 @@ class Children:
 
     def close(self) -> None:
         """End everything, the workers before the fork server: they must have released their devices
-        when this process ends."""
+        when this process ends.
+        """
         self.end()
         self._drop_fork_server()
         while self.slots:

@@ -64,7 +64,8 @@ def of_fork_server(
     group: GroupPlan, devices: Sequence[str], environ: Mapping[str, str], more: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the environment of a fork server, which sees the ``devices`` of all its ranks; each
-    worker sees its own (see `of_rank`). ``environ`` is the agent's, ``more`` are `defaults`."""
+    worker sees its own (see `of_rank`). ``environ`` is the agent's, ``more`` are `defaults`.
+    """
     visible = ",".join(filter(None, devices))
     ours = {**FLIGHT_RECORDER, **(ALLOCATOR if visible else {}), **more}
     return {
@@ -84,8 +85,10 @@ def of_rank(visible: str) -> dict[str, str]:
 def interpreter(
     slurm: Slurm, environ: Mapping[str, str], chosen: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return the command up to and including Python. ``environ`` is the fork server's, ``chosen``
-    are the names in ``cluster.env``."""
+    """Return the command up to and including Python.
+
+    ``environ`` is the fork server's, ``chosen`` are the names in ``cluster.env``.
+    """
     if slurm.container is None:
         return (sys.executable,)
     given = [

@@ -170,7 +170,8 @@ class Incarnation:
 
     def _relay(self) -> None:
         """Relay the master's messages to the workers until ``exit``; none while this host's lease
-        may have expired."""
+        may have expired.
+        """
         host, replies = self.host, self.replies
         assert replies is not None
         master = self._master_log = Follower(
@@ -237,8 +238,10 @@ class Incarnation:
     # -- one turn of the loop ----------------------------------------------------------------
 
     def wait(self, what: str, poll: Callable[[], T | None], timeout_s: float) -> T:
-        """Poll until there is a value. Time during which the directory does not answer does not
-        count towards ``timeout_s``."""
+        """Poll until there is a value.
+
+        Time during which the directory does not answer does not count towards ``timeout_s``.
+        """
         host = self.host
         backoff = Backoff(last_s=min(host.intervals.poll_s, host.intervals.beat_s))
         waited_s = 0.0
@@ -294,7 +297,8 @@ class Incarnation:
 
     def fail(self, error: SlurmrlError) -> Failure:
         """Publish a failure of this host, unless another one was first, and send it to the master,
-        which then ends the incarnation on the other hosts too."""
+        which then ends the incarnation on the other hosts too.
+        """
         host, failure = self.host, self.host.describe(error)
         if failure.cause != Cause.LOST_HOST:  # else there is no master left to begin
             self._await_begin()
@@ -312,7 +316,8 @@ class Incarnation:
 
     def _explain(self, failure: Failure) -> None:
         """Keep the evidence of a hang: the stacks of all hosts if the master can still request
-        them, else those of this host."""
+        them, else those of this host.
+        """
         if failure.cause == Cause.HUNG and failure.rank is None:  # the master
             taken = self._witness.take(self.number, 0, failure.reason, self._idle)
             publish_hang(self.host.names, self.host.events, self.number, taken.ranks, [taken.file])
@@ -340,7 +345,8 @@ class Incarnation:
 
     def _await_begin(self) -> None:
         """After a failure before the incarnation began, give the master time to begin it: then the
-        history counts this failure, and restarts come to an end."""
+        history counts this failure, and restarts come to an end.
+        """
         children = self.host.children
         backoff = Backoff()
         deadline = time.monotonic() + LATE_BEGIN_S
@@ -357,8 +363,10 @@ class Incarnation:
             logger.info("%s", error)
 
     def close(self) -> None:
-        """End its processes on this host. If there are other hosts, the master gets the time to
-        post ``over``."""
+        """End its processes on this host.
+
+        If there are other hosts, the master gets the time to post ``over``.
+        """
         host = self.host
         host.serving = 0
         deadline = time.monotonic() + EXPLAIN_S
@@ -414,8 +422,10 @@ class Answers:
 
 
 class Replies:
-    """The agent's log of one incarnation. With a ``bell``, which it owns, it rings the master's
-    bell after each write."""
+    """The agent's log of one incarnation.
+
+    With a ``bell``, which it owns, it rings the master's bell after each write.
+    """
 
     def __init__(self, writer: LogWriter, workers: int, bell: Bell | None = None) -> None:
         self.answers = Answers(workers)
@@ -426,8 +436,10 @@ class Replies:
         self._masters_bell: BellAddress | None = None
 
     def send(self, *news: FromAgent) -> None:
-        """Send messages. Those that the directory does not take now are sent first the next
-        time."""
+        """Send messages.
+
+        Those that the directory does not take now are sent first the next time.
+        """
         if not (news or self._unsent):
             return
         self._unsent = True

@@ -56,7 +56,8 @@ class RolloutTask:
         self, host: Host, *, orphan_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """``orphan_s``: how long it waits for trainers that are gone; infinite in their own job,
-        with which it ends."""
+        with which it ends.
+        """
         self.host = host
         self._orphan_s = orphan_s
         self._clock = clock
@@ -82,8 +83,11 @@ class RolloutTask:
         """When workers that were told to retire are killed."""
 
     def run(self) -> None:
-        """Return when the workers have retired and exited. Raises TrialEndedError, RunGoneError,
-        and other SlurmrlErrors for failures on this host (see `fail`)."""
+        """Return when the workers have retired and exited.
+
+        Raises TrialEndedError, RunGoneError, and other SlurmrlErrors for failures on this host (see
+        `fail`).
+        """
         if self._is_orphaned():
             return
         self._start()
@@ -136,8 +140,11 @@ class RolloutTask:
     # -- what it follows ---------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """When due, look for a newer incarnation and tell the workers. Raises TrialEndedError, also
-        when a newer submission has taken the trial over, with tasks of its own."""
+        """When due, look for a newer incarnation and tell the workers.
+
+        Raises TrialEndedError, also when a newer submission has taken the trial over, with tasks of
+        its own.
+        """
         if not self._looks.due():
             return
         host = self.host
@@ -173,7 +180,8 @@ class RolloutTask:
 
     def _look_at_folder(self) -> None:
         """When due, raise if the master has removed the directory of this attempt: it was lost
-        while it did not run, and no request to leave can reach its workers any more."""
+        while it did not run, and no request to leave can reach its workers any more.
+        """
         if not self._folder_looks.due():
             return
         try:
@@ -216,8 +224,11 @@ class RolloutTask:
             raise WaitTimeoutError("its workers have not exited in time and are killed")
 
     def fail(self, error: SlurmrlError) -> Failure:
-        """Record a failure of this task, with the stacks of its workers if they hang. Workers that
-        were told to retire were about to exit anyway: nobody needs to know why they failed."""
+        """Record a failure of this task, with the stacks of its workers if they hang.
+
+        Workers that were told to retire were about to exit anyway: nobody needs to know why they
+        failed.
+        """
         host, failure = self.host, self.host.describe(error)
         host.write_failure(host.serving, failure)
         if not self._told:
@@ -271,8 +282,10 @@ def _lost(why: str) -> SlurmrlError:
 
 
 def time_to_retire_s(warned: Warned) -> float:
-    """Return how long workers may take after a warning. How long Slurm waits before it kills a job
-    that it preempts is not known here."""
+    """Return how long workers may take after a warning.
+
+    How long Slurm waits before it kills a job that it preempts is not known here.
+    """
     left_s = warned.time_left_s
     if warned.cause != "time_limit" or left_s is None:
         return SHORT_S

@@ -98,13 +98,15 @@ class Symptoms:
 
     def _last_words(self) -> str:
         """Return the last line that the fork server, or the program that starts its container,
-        has printed."""
+        has printed.
+        """
         lines = [line.strip() for line in self._output().splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
     def _fault_that_aborted(self) -> GpuFault | None:
         """Return the fault for which torch's NCCL watchdog ended a process: it looks at the GPU
-        every 100 ms, and may be faster than the rank itself."""
+        every 100 ms, and may be faster than the rank itself.
+        """
         lines = self._output().splitlines()
         faults = (find_in(line) for line in lines if WATCHDOG in line)
         return next((fault for fault in faults if fault is not None), None)
@@ -124,7 +126,8 @@ class Symptoms:
 class OomKills:
     """Reads the kernel's count of such kills from the most precise counter of this machine: that of
     our control group (version 2, else 1), else that of the whole host. Our children are in that
-    group or below it, also in containers."""
+    group or below it, also in containers.
+    """
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._path = next((path for path in _counters(root) if _count(path) is not None), None)

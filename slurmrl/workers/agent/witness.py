@@ -71,8 +71,10 @@ class StacksAnswer:
 def collect(
     children: Children, ranks: Sequence[int | None], pause: Callable[[float], None]
 ) -> list[StacksAnswer]:
-    """Return the stacks of these processes, within `ANSWER_S` plus the time of py-spy. ``pause``
-    waits."""
+    """Return the stacks of these processes, within `ANSWER_S` plus the time of py-spy.
+
+    ``pause`` waits.
+    """
     for rank in ranks:
         stacks.clear(children.stacks_fd(rank))
         children.ask_stacks(rank)
@@ -122,7 +124,8 @@ def _state(pid: int) -> str:
 def _py_spy(pid: int, state: str, deadline: float) -> str:
     """Return what py-spy reads from outside, or why it could not: with C frames, for which it
     pauses the process, and without them if the process is stopped or blocked. Empty if it is not
-    installed."""
+    installed.
+    """
     beside = Path(sys.executable).with_name(PY_SPY)  # PATH of a job need not have the environment
     program = str(beside) if beside.exists() else shutil.which(PY_SPY)
     if program is None:
@@ -174,8 +177,10 @@ class Witness:
         pause: Callable[[float], None],
         ranks: Collection[int] | None = None,
     ) -> Stacked:
-        """Write the file and return the message about it. ``pause`` waits. ``ranks`` None means all
-        of them, the master and this agent."""
+        """Write the file and return the message about it.
+
+        ``pause`` waits. ``ranks`` None means all of them, the master and this agent.
+        """
         host = self._host
         there = host.children.witnesses()
         wanted = [rank for rank in there if ranks is None or rank in ranks]

@@ -99,8 +99,10 @@ class Committer:
     # -- one checkpoint ----------------------------------------------------------------------
 
     def start(self, step: int, state: dict[str, Any], *, asynchronous: bool) -> Outcome | None:
-        """Tell the ranks to save ``step``; the previous checkpoint must be over (`wait`). Returns
-        the outcome only if the checkpoint cannot be started."""
+        """Tell the ranks to save ``step``; the previous checkpoint must be over (`wait`).
+
+        Returns the outcome only if the checkpoint cannot be started.
+        """
         assert self._writing is None, "one checkpoint at a time"
         began = time.monotonic()
         directory = self.paths.checkpoint(step, self.writer.incarnation)
@@ -128,8 +130,10 @@ class Committer:
         return self._finish(writing, [saved for _, saved in answers])
 
     def wait(self) -> Outcome | None:
-        """Wait until the pending checkpoint is over; return None if there is none. Raises
-        WaitTimeoutError, StaleIncarnationError, TrialEndedError."""
+        """Wait until the pending checkpoint is over; return None if there is none.
+
+        Raises WaitTimeoutError, StaleIncarnationError, TrialEndedError.
+        """
         writing = self._writing
         if writing is None:
             return None
@@ -153,7 +157,8 @@ class Committer:
 
     def _name(self, writing: Writing) -> Outcome:
         """Win the COMMIT slot, retrying while it is unclear whether it was won: the directory must
-        stay until then. (A second record of the same commit would change nothing.)"""
+        stay until then. (A second record of the same commit would change nothing.)
+        """
         return retry(f"commit step {writing.step}", lambda: self._win_slot(writing))
 
     def _win_slot(self, writing: Writing) -> Outcome:
@@ -181,7 +186,8 @@ class Committer:
 
     def _give_up(self, writing: Writing, reason: str) -> Outcome:
         """Remove its files and those set aside from damaged commits at once, because the disk may
-        be full. Commits are never removed to make room."""
+        be full. Commits are never removed to make room.
+        """
         logger.warning("no checkpoint of step %d: %s", writing.step, reason)
         for directory in (writing.directory, *self.paths.damaged_checkpoints()):
             shutil.rmtree(directory, ignore_errors=True)
@@ -230,7 +236,9 @@ def begin_on_base(
     judge: Callable[[list[Record]], dict[str, Any] | None],
 ) -> tuple[IncarnationWriter, list[Damage]]:
     """Begin an incarnation on the newest usable commit; also return the newer, damaged ones.
-    Raises as `begin`, and EnvironmentFailure."""
+
+    Raises as `begin`, and EnvironmentFailure.
+    """
     damages: list[Damage] = []
 
     def describe(state: TrialState) -> dict[str, Any]:
@@ -251,7 +259,8 @@ def choose(
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[str | None, list[Damage]]:
     """Return the directory of the newest usable commit (None if there is none) and the damages of
-    newer ones. This checks file sizes; ranks have checked and reported wrong checksums."""
+    newer ones. This checks file sizes; ranks have checked and reported wrong checksums.
+    """
     damages: list[Damage] = []
     reported = _reported_damage(names, state)
     for commit in reversed(state.commits):
@@ -297,7 +306,8 @@ def _damage(directory: Path, sleep: Callable[[float], None]) -> str | None:
 
 def _reported_damage(names: NameStore, state: TrialState) -> dict[str, str]:
     """Return the reasons by directory of checkpoints that recent incarnations found damaged: ranks
-    when loading, masters when exporting."""
+    when loading, masters when exporting.
+    """
     damage: dict[str, str] = {}
     for number in range(max(1, state.incarnation - LOOK_BACK + 1), state.incarnation + 1):
         failure = published.failure(names, number)

@@ -73,7 +73,8 @@ def _futile(reason: str, traceback: str = "") -> dict[str, Any]:
 
 def _with_shared_losses(endings: list[Ending]) -> list[Ending]:
     """Mark incarnations that ended with a broken connection because a host had died: only the next
-    incarnation of the same job finds the host missing."""
+    incarnation of the same job finds the host missing.
+    """
     marked: list[Ending] = []
     for ending in reversed(endings):
         follower = marked[-1] if marked else None
@@ -84,7 +85,8 @@ def _with_shared_losses(endings: list[Ending]) -> list[Ending]:
 
 def _with_repeated_faults(endings: list[Ending]) -> list[Ending]:
     """Mark GPU faults of a host that failed before, since nothing replaces it, and those that the
-    same call met at the same step on another host, since the code may cause them."""
+    same call met at the same step on another host, since the code may cause them.
+    """
     marked: list[Ending] = []
     for ending in endings:
         before = [fault for fault in marked if ending.cause == fault.cause == Cause.GPU_FAULT]
@@ -100,8 +102,11 @@ def _with_repeated_faults(endings: list[Ending]) -> list[Ending]:
 def read_ending(
     names: NameStore, begin: Record, next_job: JobTag, taken: Collection[str] = ()
 ) -> Ending:
-    """Return how the incarnation of a BEGIN record ended. ``next_job`` is the job of the next
-    incarnation; ``taken`` are the starts of jobs that Slurm has taken away."""
+    """Return how the incarnation of a BEGIN record ended.
+
+    ``next_job`` is the job of the next incarnation; ``taken`` are the starts of jobs that Slurm has
+    taken away.
+    """
     number, job = begin.incarnation, JobTag.of(begin.data)
     failure = published.failure(names, number) or Failure()
     return Ending(

@@ -339,7 +339,8 @@ class Master:
 
     def _retry(self, what: str, action: Callable[[], T]) -> T:
         """Retry while the directory does not accept it: the disk may be full of a failed
-        checkpoint, which is removed meanwhile."""
+        checkpoint, which is removed meanwhile.
+        """
         return retry(what, action, self.channel.rest)
 
     # -- weight versions ---------------------------------------------------------------------
@@ -351,8 +352,10 @@ class Master:
             self._tell_version(self.versions.start(self.progress.step))
 
     def _publish_again(self) -> None:
-        """Publish the weights of now if rollout tasks need them and have no version to read. The
-        ranks must be between two steps."""
+        """Publish the weights of now if rollout tasks need them and have no version to read.
+
+        The ranks must be between two steps.
+        """
         versions, rollouts, now = self.versions, self.rollouts, time.monotonic()
         if versions is None or rollouts is None or now < self._publish_at:
             return
@@ -399,7 +402,8 @@ class Master:
 
     def _commit_last(self) -> None:
         """Commit the step that this incarnation stops at, retrying until the job ends: all progress
-        since the last commit would be lost otherwise."""
+        since the last commit would be lost otherwise.
+        """
         self.timeline.write()
         backoff = Backoff(*LAST_RETRY_S)
         self._tell(self.committer.wait())

@@ -55,7 +55,8 @@ def _is_ledger(value: Any) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class RecordedSteps:
     """The steps ``first`` to ``last``, for each of which an incarnation wrote ``files`` part
-    files."""
+    files.
+    """
 
     first: Annotated[int, COUNT]
     last: Annotated[int, COUNT]
@@ -180,6 +181,7 @@ class Progress:
         directories: Sequence[Path] = (),
     ) -> None:
         """Set the dataset that the ranks have read; ``directories`` hold its prepared rows.
+
         ``held_out`` are the sizes of those of `Config.evaluations`.
 
         Raises:
@@ -224,8 +226,10 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """Epochs of which all items are trained or dropped. With weights, an epoch has as many
-        items as all sources together."""
+        """Epochs of which all items are trained or dropped.
+
+        With weights, an epoch has as many items as all sources together.
+        """
         return self.ledger.settled // self.order.size
 
     def take_batch(self) -> list[tuple[int, int]]:
@@ -234,8 +238,11 @@ class Progress:
         return self.items(self.take(self.batch_size))
 
     def take(self, count: int) -> list[int]:
-        """Take the numbers of the next items for the next step. `advance` counts those as trained
-        that are neither dropped nor given back by then. In a single pass, there may be fewer."""
+        """Take the numbers of the next items for the next step.
+
+        `advance` counts those as trained that are neither dropped nor given back by then. In a
+        single pass, there may be fewer.
+        """
         if self._one_pass:
             count = min(count, self.order.size - self.ledger.settled)
         taken = self.ledger.take(count, self.step + 1)
@@ -277,7 +284,8 @@ class Progress:
 
     def advance(self, metrics: Mapping[str, Any]) -> None:
         """Finish the step: its batch is trained, and its metrics change the scalars, unless the
-        filter left nothing to train on."""
+        filter left nothing to train on.
+        """
         self.step += 1
         self.ledger.train(self._batch, self.step)
         if self._batch:
@@ -304,8 +312,11 @@ class Progress:
 
     @property
     def known_steps(self) -> int | None:
-        """Steps of the whole run. In a single pass they follow from the dataset, and are not known
-        before it was read for the first time."""
+        """Steps of the whole run.
+
+        In a single pass they follow from the dataset, and are not known before it was read for the
+        first time.
+        """
         given = self.config.total_steps
         if not self._one_pass:
             assert given is not None, "checked at submission"
@@ -317,8 +328,11 @@ class Progress:
         return steps if given is None else min(given, steps)
 
     def finish_reason(self) -> str | None:
-        """Return why the run is finished after this step, or None. It is evaluated again after a
-        restart, so a run that was killed between its last commit and its end stops there."""
+        """Return why the run is finished after this step, or None.
+
+        It is evaluated again after a restart, so a run that was killed between its last commit and
+        its end stops there.
+        """
         if self.stop_when is not None and self.stop_when.met(self.metrics):
             return f"stop_when: {self.stop_when}"
         if self._one_pass and self.ledger.settled >= self.order.size:

@@ -74,7 +74,8 @@ class StatusPublisher:
 
     def update(self, **changes: Any) -> None:
         """Change the status and publish it now: ``step``, ``total_steps``, ``metrics``, ``phase``,
-        ``checkpoint_failed`` (step and reason of the newest, until one succeeds)."""
+        ``checkpoint_failed`` (step and reason of the newest, until one succeeds).
+        """
         self._status.update(changes, waiting=None)
         self._publish_now()
 
@@ -112,7 +113,8 @@ class StatusPublisher:
 
     def dead(self) -> list[str]:
         """Return the agents whose lease had expired when it was read last, apart from those that
-        were started again since."""
+        were started again since.
+        """
         return [
             label
             for label, view in self._views.items()
@@ -174,8 +176,11 @@ Answered = list[tuple[CallPlan, Answers]]
 
 
 def mean_stats(call: CallPlan, *rounds: Answers) -> dict[str, float]:
-    """Return means over all items. A training call's stats are global already, the same on
-    every rank; those of other calls are sums and counts over a rank's part and are added up."""
+    """Return means over all items.
+
+    A training call's stats are global already, the same on every rank; those of other calls are
+    sums and counts over a rank's part and are added up.
+    """
     ranks = call.ranks[:1] if call.method == Method.TRAIN_STEP else call.ranks
     sums = _sums(ranks, rounds)
     return {name: total / count for name, (total, count) in sums.items() if count}
@@ -215,7 +220,8 @@ def of_step(calls: Sequence[tuple[CallPlan, Answers]], step_s: float) -> dict[st
 
 def of_evaluation(metrics: Mapping[str, Any], suite: str = WHOLE) -> dict[str, Any]:
     """Metrics of the evaluation of a suite, from those of its calls (`of_step`): of the times, only
-    the whole."""
+    the whole.
+    """
     own = {name: value for name, value in metrics.items() if not name.startswith("time/")}
     named = {f"{evaluation_metric(suite)}{name}": value for name, value in own.items()}
     seconds = EVALUATION_S if suite == WHOLE else f"{EVALUATION_S}/{suite}"
@@ -224,7 +230,8 @@ def of_evaluation(metrics: Mapping[str, Any], suite: str = WHOLE) -> dict[str, A
 
 def texts(calls: Sequence[tuple[CallPlan, Answers]]) -> list[Mapping[str, Any]]:
     """Readable samples of the batch, or of the first candidates for it, from whichever calls give
-    some, with the notes of all calls on them. Notes on others are left out."""
+    some, with the notes of all calls on them. Notes on others are left out.
+    """
     first = {call.name: (call, answers) for call, answers in reversed(calls)}
     names = dict.fromkeys(call.name for call, _ in calls)
     answered = [first[name] for name in names]

@@ -54,8 +54,10 @@ class Results:
         self._summary: Summary | None = None
 
     def finish_step(self) -> None:
-        """Count the part files of the step that was finished last. (There are none if a filter left
-        it without items.)"""
+        """Count the part files of the step that was finished last.
+
+        (There are none if a filter left it without items.)
+        """
         items = self._progress.ledger.trained
         if self._files and items > self._recorded:
             self._progress.record(self._incarnation, self._files)
@@ -119,7 +121,8 @@ class Results:
 
 def summary_text(head: Mapping[str, Any], summary: Summary) -> Iterator[bytes]:
     """One JSON object that begins with ``head``, with the score of each item on a line of its
-    own."""
+    own.
+    """
     estimates = {name: each._asdict() for name, each in summary.estimates.items()}
     whole = {**head, "items": len(summary.scores), "estimates": estimates}
     yield json.dumps(finite(whole), indent=1).removesuffix("\n}").encode()
@@ -131,7 +134,8 @@ def summary_text(head: Mapping[str, Any], summary: Summary) -> Iterator[bytes]:
 
 def files_of_step(plan: Plan) -> int:
     """The number of part files that the ranks write in a step: one for each share of the items of
-    the call that records; 0 without such a call."""
+    the call that records; 0 without such a call.
+    """
     calls = [call for call in plan.calls if call.method is Method.RECORD]
     if not calls:
         return 0
@@ -153,8 +157,10 @@ class ScoringCall(NamedTuple):
 
 
 class EvaluationScores:
-    """Ranks write the scores of an evaluation to part files. The master makes one file of those of
-    each suite before it records the metrics of the step, and so before the commit of that step.
+    """Ranks write the scores of an evaluation to part files.
+
+    The master makes one file of those of each suite before it records the metrics of the step, and
+    so before the commit of that step.
 
     ``check`` raises once a newer incarnation has begun.
     """
@@ -169,7 +175,8 @@ class EvaluationScores:
         interrupted evaluations have left, and what `keep` did not. Raises EnvironmentFailure.
 
         The folder of part files is made here and stays: an NFS client that has found it missing may
-        believe so for a minute after a rank on another host has made it."""
+        believe so for a minute after a rank on another host has made it.
+        """
         if self._settings.config.evaluation is not None:
             make_private_directory(self._paths.parts)
         for name in _names(self._paths.parts):
@@ -208,7 +215,9 @@ class EvaluationScores:
 
     def keep(self, committed: int) -> None:
         """Remove all but the newest ``evaluation.keep_last`` files of steps up to the last commit.
-        Later ones do not count: the next incarnation removes them. Raises EnvironmentFailure."""
+
+        Later ones do not count: the next incarnation removes them. Raises EnvironmentFailure.
+        """
         evaluation = self._settings.config.evaluation
         if evaluation is None or evaluation.keep_last is None:
             return
@@ -261,8 +270,11 @@ def _names(directory: Path) -> list[str]:
 
 
 def _merged(calls: Sequence[ScoringCall], records: Sequence[Record]) -> Record:
-    """What several calls say about an item. Raises UsageError if two of them give the same score:
-    one would silently replace the other in the estimates."""
+    """What several calls say about an item.
+
+    Raises UsageError if two of them give the same score: one would silently replace the other in
+    the estimates.
+    """
     line: dict[str, object] = {}
     givers: dict[str, str] = {}
     for call, record in zip(calls, records, strict=True):

@@ -260,7 +260,8 @@ def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Except
 
 def explain_limit(paths: RunPaths, config: Config, ending: Ending) -> str:
     """Return advice for a job that reached its time limit before the first commit: how far it came,
-    and which settings to change."""
+    and which settings to change.
+    """
     ready_s = next(
         (
             event["seconds"]

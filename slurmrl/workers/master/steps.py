@@ -1,5 +1,6 @@
 """A step or an evaluation, executed by the ranks: one batch through all calls, or rounds of
-candidates up to a filter and then those that it accepted through the calls after it."""
+candidates up to a filter and then those that it accepted through the calls after it.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +58,10 @@ class StepRunner:
         while_idle: Callable[[], None] = lambda: None,
     ) -> None:
         """With ``rollouts``, the items of a step are those that rollout tasks have finished.
+
         ``while_idle`` is called often while the ranks wait for them, with the weights of the last
-        step."""
+        step.
+        """
         self._rollouts, self._while_idle = rollouts, while_idle
         self._waited_s = 0.0
         self._scores = scores
@@ -69,9 +72,11 @@ class StepRunner:
         self._timeout_s = timeout_s
 
     def train(self, step: int) -> Executed | None:
-        """Train on the next items. None: the job will end before rollout tasks have finished them.
-        Raises UsageError if the filter leaves too few of them and the settings require a full
-        batch."""
+        """Train on the next items.
+
+        None: the job will end before rollout tasks have finished them. Raises UsageError if the
+        filter leaves too few of them and the settings require a full batch.
+        """
         began = time.monotonic()
         self._waited_s = 0.0
         counts: dict[str, int] = {}
@@ -111,7 +116,8 @@ class StepRunner:
 
     def evaluate(self, step: int) -> Executed:
         """Evaluate held-out items of one suite after the other; the state of training does not
-        change."""
+        change.
+        """
         metrics: dict[str, Any] = {}
         rows: list[Any] = []
         answered: Answered = []
@@ -127,8 +133,11 @@ class StepRunner:
         return Executed(metrics, rows, answered)
 
     def _evaluate(self, step: int, suite: str, first: int) -> Executed:
-        """Evaluate a suite. ``first`` is the number of its first call among those of all suites:
-        each has part files of its own."""
+        """Evaluate a suite.
+
+        ``first`` is the number of its first call among those of all suites: each has part files of
+        its own.
+        """
         began = time.monotonic()
         items, calls = self._progress.evaluation_items(suite), self._plan.evaluation(suite)
         parts = [
@@ -149,7 +158,8 @@ class StepRunner:
     def _filtered(self, step: int, refill: Refill) -> tuple[Answered, dict[str, int]] | None:
         """Take candidates until enough are accepted for a batch, or as many were judged as the
         rounds have, and train on those. Candidates beyond a batch are queued again, or their groups
-        wait for the next step."""
+        wait for the next step.
+        """
         progress, calls = self._progress, self._plan.calls
         before, after = calls[: self._plan.filtered], calls[self._plan.filtered :]
         answered: Answered = []
@@ -215,8 +225,10 @@ class StepRunner:
         candidates: bool = False,
         samples: Sequence[StoredGroup] = (),
     ) -> Answered:
-        """Post a batch and calls at once, in their fixed order, and collect the answers. ``parts``
-        are the prefixes of the calls' part files, where each call has its own."""
+        """Post a batch and calls at once, in their fixed order, and collect the answers.
+
+        ``parts`` are the prefixes of the calls' part files, where each call has its own.
+        """
         scalars = self._progress.scalars()
         load = LoadBatch(
             step=step,

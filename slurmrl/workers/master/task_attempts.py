@@ -172,7 +172,9 @@ class RolloutAttempt:
 
     def read(self) -> Iterator[RolloutResult]:
         """Yield the new results, which `take` and the ledger must all get before the next commit.
-        Raises CorruptFileError, EnvironmentFailure."""
+
+        Raises CorruptFileError, EnvironmentFailure.
+        """
         news = self._reader.read()
         self.is_read = True
         self.record = replace(self.record, read=self._reader.position)
@@ -180,15 +182,19 @@ class RolloutAttempt:
             yield RESULT_LOG.from_json(values)
 
     def rang(self, read_at: float) -> None:
-        """It says that its log has grown, which is to be read then. Rings without news bring reads
-        forward less and less (see `run.channel.follower`)."""
+        """It says that its log has grown, which is to be read then.
+
+        Rings without news bring reads forward less and less (see `run.channel.follower`).
+        """
         if self._spare > 0:
             self._rung = True
             self.read_at = min(self.read_at, read_at)
 
     def listened(self, now: float, most_s: float) -> None:
-        """Its log was read to the end, which is due every ``most_s``. A read that hung says
-        nothing about the time before."""
+        """Its log was read to the end, which is due every ``most_s``.
+
+        A read that hung says nothing about the time before.
+        """
         news = self.heard_at == now
         silent_s = self.silent_s + min(now - self._read_at, most_s)
         self.silent_s = 0.0 if news else silent_s
@@ -222,7 +228,9 @@ class RolloutAttempt:
 
     def send(self) -> bool:
         """Append the queued requests to the log; what the directory does not take stays queued.
-        Return whether anything was appended."""
+
+        Return whether anything was appended.
+        """
         if not self._outbox and not self._unsent:
             return False
         try:
@@ -254,8 +262,10 @@ AT_ONCE = 15
 
 
 class TaskBells:
-    """Hears which attempts have recorded results, and rings at theirs. Without a ``bell`` nothing
-    is ever heard."""
+    """Hears which attempts have recorded results, and rings at theirs.
+
+    Without a ``bell`` nothing is ever heard.
+    """
 
     def __init__(self, bell: Bell | None = None) -> None:
         self._bell = bell
@@ -271,7 +281,8 @@ class TaskBells:
 
     def hear(self, attempts: Iterable[RolloutAttempt], now: float) -> None:
         """Have the logs of those be read that have rung: of a few at once, of a thousand at the
-        pace at which logs of results are read."""
+        pace at which logs of results are read.
+        """
         if self._bell is None:
             return
         rings = self._bell.hear()
@@ -300,7 +311,8 @@ LOST: Final = "lost"
 
 class TaskEvents:
     """Tells a state of an attempt once: a master that resumes from a commit reads again what
-    attempts have said since, which earlier masters have told."""
+    attempts have said since, which earlier masters have told.
+    """
 
     def __init__(
         self, paths: RunPaths, writer: EventWriter, lineage: Lineage, incarnation: int
@@ -375,7 +387,8 @@ class FailedTasks:
 
     def __init__(self, paths: RunPaths, *, inside: bool) -> None:
         """``inside``: whether the tasks are in the trainers' job, where each of them is started
-        again on its own GPUs. Earlier failures do not count."""
+        again on its own GPUs. Earlier failures do not count.
+        """
         self._names = FileNameStore(paths.names)
         self._inside = inside
         self._failures: dict[tuple[int, int], Failure] = {}
@@ -385,8 +398,10 @@ class FailedTasks:
     def look(
         self, attempts: Collection[RolloutAttempt], lives: Callable[[RolloutAttempt], bool]
     ) -> None:
-        """Read new failures. They begin to count again once an attempt that ``lives`` holds
-        weights."""
+        """Read new failures.
+
+        They begin to count again once an attempt that ``lives`` holds weights.
+        """
         worked = {(one.task, one.number) for one in attempts if one.record.version}
         try:
             self._read_new(worked)
@@ -413,7 +428,8 @@ class FailedTasks:
     ) -> None:
         """Raise RunFailedError if nothing but such failures is to be expected of the ``allowed``
         tasks that may run at a time: there are enough of them, and each attempt that still starts
-        is on a host, or at a task of the trainers' job, where one has failed."""
+        is on a host, or at a task of the trainers' job, where one has failed.
+        """
         alike: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for place, failure in self._failures.items():
             alike[_NUMBER.sub("", endings.attempt_failure_words(failure))].append(place)

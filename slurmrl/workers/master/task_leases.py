@@ -71,8 +71,10 @@ class TaskLeases:
         bell: BellAddress | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``living``: the attempts that are not over, by name, which the caller keeps up to
-        date. ``bell``: where they may ring."""
+        """``living``: the attempts that are not over, by name, which the caller keeps up to date.
+
+        ``bell``: where they may ring.
+        """
         self.step = 0
         """The last one that was trained; for the caller to set."""
         self.rows: Callable[[Iterable[int]], Sequence[tuple[int, int]]] | None = None
@@ -121,7 +123,8 @@ class TaskLeases:
 
     def _expected(self) -> set[str]:
         """The attempts that have not taken the newest weights yet but should soon, and then need
-        items too."""
+        items too.
+        """
         since_s = self._clock() - self._newest_at
         return {
             one.name
@@ -141,7 +144,8 @@ class TaskLeases:
 
     def take_back(self) -> None:
         """Queue items again whose samples would be too stale for every step to come, and those of
-        attempts that cannot write: without staleness a step waits for them alone."""
+        attempts that cannot write: without staleness a step waits for them alone.
+        """
         oldest, silent = self._ledger.oldest, self._silent()
         useless = oldest - self._of_use(oldest).keys()
         for lease in self._ledger.leases if useless or silent else ():
@@ -173,7 +177,8 @@ class TaskLeases:
 
     def grant(self) -> None:
         """Lease items to those who have the least to do, as far as their weights allow, and to none
-        more than its share of what may be with tasks now."""
+        more than its share of what may be with tasks now.
+        """
         silent = self._silent()
         able = {name: held for name, held in self.able().items() if name not in silent}
         rooms = {
@@ -202,7 +207,8 @@ class TaskLeases:
 
 def dealt(loads: Mapping[str, int], rooms: Mapping[str, int], share: int) -> Counter[str]:
     """Items for each task, one after the other to the one with the least: none gets more than its
-    ``share`` with its load, nor any that exceeds its room, which counts those of all."""
+    ``share`` with its load, nor any that exceeds its room, which counts those of all.
+    """
     queue = [(load, name) for name, load in loads.items()]
     heapq.heapify(queue)
     granted: Counter[str] = Counter()
@@ -264,8 +270,11 @@ class SampleChecks:
         return damaged
 
     def _check(self, check: _Check, now: float) -> tuple[StoredGroup, str] | None:
-        """Read a sample; return it with the reason if it is damaged. It may only be hidden from
-        this host for a while, so it counts as damaged if it still looks so after about a minute."""
+        """Read a sample; return it with the reason if it is damaged.
+
+        It may only be hidden from this host for a while, so it counts as damaged if it still looks
+        so after about a minute.
+        """
         folder = self._paths.samples_of(check.sample.task)
         try:
             read_once(folder, check.sample, calls=self._calls)
@@ -356,7 +365,8 @@ class SampleSweep:
 
     def look(self) -> None:
         """Visit the next attempt: remove the files that the commit has no need of, or the whole
-        directory of one that is over. What fails is tried again after the next commit."""
+        directory of one that is over. What fails is tried again after the next commit.
+        """
         if not self._visits:
             return
         visit = self._visits.pop()

@@ -94,8 +94,11 @@ class VersionPublisher:
         return step % self._settings.every_steps == 0
 
     def distrust(self, versions: Collection[VersionId]) -> None:
-        """Tasks cannot read these. What builds on them cannot be read either; what was published
-        before the newest whole version does not matter any more."""
+        """Tasks cannot read these.
+
+        What builds on them cannot be read either; what was published before the newest whole
+        version does not matter any more.
+        """
         if not self._chain & set(versions):
             return
         self._last = None
@@ -107,7 +110,8 @@ class VersionPublisher:
     @property
     def is_lacking(self) -> bool:
         """Whether the newest version could not be published or read, or is gone, and no other is
-        being written. Raises EnvironmentFailure."""
+        being written. Raises EnvironmentFailure.
+        """
         if self._writing is not None:
             return False
         return self._newest is None or not _is_published(self._folder / self._newest.name)
@@ -115,7 +119,8 @@ class VersionPublisher:
     def start(self, step: int, *, again: bool = False) -> Publication | None:
         """Tell the ranks to write the version of ``step``, which they hold now; the previous one
         must be over (`wait`). ``again``: a whole one, in the place of what there may be: whoever
-        reads that finds a missing version. Returns the outcome only if it cannot be started."""
+        reads that finds a missing version. Returns the outcome only if it cannot be started.
+        """
         assert self._writing is None, "one version at a time"
         version = VersionId(step, self._incarnation)
         delta = not again and self._since_whole + 1 < self._settings.whole_every
@@ -135,7 +140,9 @@ class VersionPublisher:
 
     def poll(self) -> Publication | None:
         """Publish once all ranks have written; return None before that, and if nothing is pending.
-        Raises StaleIncarnationError, TrialEndedError."""
+
+        Raises StaleIncarnationError, TrialEndedError.
+        """
         if self._writing is None:
             return None
         answers = self._channel.saved(self._writing.number)
@@ -146,8 +153,10 @@ class VersionPublisher:
         return self._finish(writing, [saved for _, saved in answers])
 
     def wait(self) -> Publication | None:
-        """Wait until the pending version is over; return None if there is none. Raises
-        WaitTimeoutError, and as `poll`."""
+        """Wait until the pending version is over; return None if there is none.
+
+        Raises WaitTimeoutError, and as `poll`.
+        """
         writing = self._writing
         if writing is None:
             return None
@@ -214,7 +223,8 @@ class VersionPublisher:
 
 def remove_leftovers(folder: Path, lineage: Lineage, incarnation: int) -> None:
     """Remove what earlier incarnations left: versions without a manifest, and those of steps that
-    were rolled back. Raises EnvironmentFailure."""
+    were rolled back. Raises EnvironmentFailure.
+    """
     for version in version_ids(folder):
         if version.incarnation >= incarnation:
             continue  # a newer master may be writing

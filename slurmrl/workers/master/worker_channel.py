@@ -140,8 +140,10 @@ class WorkerChannel:
         return self.mailbox.warning is not None
 
     def post(self, *batch: Order) -> list[int]:
-        """Append orders in execution order; return their numbers. Retries while the directory
-        does not answer."""
+        """Append orders in execution order; return their numbers.
+
+        Retries while the directory does not answer.
+        """
         numbered = [replace(order, seq=next(self._numbers)) for order in batch]
         self._append(*numbered)
         return [order.seq for order in numbered]
@@ -157,7 +159,8 @@ class WorkerChannel:
 
     def end(self, stacks: str = "") -> None:
         """Tell the agents that this incarnation is over; if that fails, they find out later by
-        themselves. ``stacks``: the reason for which they take stacks first."""
+        themselves. ``stacks``: the reason for which they take stacks first.
+        """
         try:
             self._log.append(CONTROL_LOG.to_json(Over(stacks=stacks)))
             self._ring()
@@ -166,7 +169,8 @@ class WorkerChannel:
 
     def collect_stacks(self, timeout_s: float) -> list[Stacked]:
         """Return the reports of all agents that have said hello, or of those that answer in
-        time."""
+        time.
+        """
         stacked: dict[str, Stacked] = {}
         deadline = time.monotonic() + timeout_s
         while self.mailbox.agents.keys() - stacked and time.monotonic() < deadline:
@@ -217,7 +221,8 @@ class WorkerChannel:
 
     def wait_for(self, take: Callable[[], T | None], what: Callable[[], str]) -> T | None:
         """Call ``take`` until it returns something, or the job will end (None); errors of ranks are
-        raised meanwhile. ``what`` tells what is waited for."""
+        raised meanwhile. ``what`` tells what is waited for.
+        """
         since = time.monotonic()
         while (found := take()) is None and not self.warned:
             self._waits = what, set, since
@@ -261,8 +266,10 @@ class WorkerChannel:
         timeout_s: float,
         news: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Wait; time in which the directory does not answer does not count. The time-out starts
-        again whenever ``news`` returns another number."""
+        """Wait; time in which the directory does not answer does not count.
+
+        The time-out starts again whenever ``news`` returns another number.
+        """
         left_s, known = timeout_s, news()
         looked_at = time.monotonic()
         self._waits = (lambda: what), missing, looked_at
@@ -283,8 +290,10 @@ class WorkerChannel:
         self._waits = None
 
     def _pause(self, most_s: float) -> None:
-        """Wait until there may be something to do. However many rings a waker hears, the master
-        looks only every `LOOK_S` for them."""
+        """Wait until there may be something to do.
+
+        However many rings a waker hears, the master looks only every `LOOK_S` for them.
+        """
         early_s = self._woken_at + LOOK_S - time.monotonic()
         if self._wakers and early_s > 0:
             self._agents.wait(most_s=min(most_s, early_s))
@@ -359,9 +368,11 @@ class AgentRegistry(Mapping[str, Identity]):
             logger.warning("cannot look for agents, will retry: %s", error)
 
     def report_lost(self, labels: list[str]) -> None:
-        """End the incarnation because of one of these agents, if it is one of the trainers'. Its
-        host is recorded as lost in the name store, unless it is the master's own, where only the
-        agent can hang. Raises RunFailedError."""
+        """End the incarnation because of one of these agents, if it is one of the trainers'.
+
+        Its host is recorded as lost in the name store, unless it is the master's own, where only
+        the agent can hang. Raises RunFailedError.
+        """
         ours = f"{TRAINERS}/0"
         watched = {f"{TRAINERS}/{task}" for task in range(self._hosts)}
         for label in watched.intersection(labels) - {ours}:

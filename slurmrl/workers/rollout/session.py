@@ -77,7 +77,8 @@ class Session:
 
     def __init__(self, *, most_begun: int, most_unwritten: int) -> None:
         """``most_begun``: items that are drawn at a time; ``most_unwritten``: items whose samples
-        may wait to be judged or recorded before no further one begins."""
+        may wait to be judged or recorded before no further one begins.
+        """
         self.incarnation: int | None = None
         self.held: VersionId | None = None
         """The weights that draw the next token."""
@@ -119,16 +120,20 @@ class Session:
                 self.retire(ASKED, request.within_s, now)
 
     def retire(self, reason: str, within_s: float, now: float) -> None:
-        """Begin nothing more, and give back what is unfinished in ``within_s``. The earliest
-        deadline counts."""
+        """Begin nothing more, and give back what is unfinished in ``within_s``.
+
+        The earliest deadline counts.
+        """
         until = now + within_s
         if self.retirement is None or until < self.retirement.until:
             self.retirement = Retirement(reason, until)
         self._return(self._waiting)
 
     def expire(self, now: float) -> None:
-        """Give back what is unfinished at the deadline. What is drawn is recorded without
-        rewards."""
+        """Give back what is unfinished at the deadline.
+
+        What is drawn is recorded without rewards.
+        """
         if self.retirement is None or now < self.retirement.until:
             return
         self._expired = True
@@ -180,7 +185,8 @@ class Session:
 
     def drew(self, key: Key, group: SampleGroup) -> None:
         """The tokens of an item are there, and are to be judged; no-op if nobody wants them any
-        more. `finish` follows."""
+        more. `finish` follows.
+        """
         if self._begun.pop(key, None) is not None:
             self._drawn[key] = group
 
@@ -213,7 +219,8 @@ class Session:
     @property
     def over(self) -> bool:
         """Whether the task retires and owes nothing: also at the deadline while nobody says
-        which leases hold."""
+        which leases hold.
+        """
         at_work = self._waiting or self._begun or self._drawn or self._recording
         if self.retirement is None or at_work:
             return False
@@ -299,7 +306,8 @@ class TaskBell:
 
     def __init__(self, bell: Bell | None, spread_s: float) -> None:
         """A ring is heeded half of ``spread_s`` to ``spread_s`` seconds later: the master may have
-        rung at a thousand tasks. Further rings are ignored meanwhile."""
+        rung at a thousand tasks. Further rings are ignored meanwhile.
+        """
         self._bell, self._spread_s = bell, spread_s
         self._random = random.Random()
         self._master: BellAddress | None = None

@@ -141,8 +141,10 @@ def _peers(
 
 
 class FollowingRank:
-    """Another rank of a task whose decoder is split. What the task is asked for is the first
-    rank's, which says what to compute until it retires."""
+    """Another rank of a task whose decoder is split.
+
+    What the task is asked for is the first rank's, which says what to compute until it retires.
+    """
 
     def __init__(self, rank: int, make_engine: Callable[[], NativeRollout]) -> None:
         self._rank, self._make_engine = rank, make_engine
@@ -151,8 +153,10 @@ class FollowingRank:
         return Ready(rank=self._rank, size=0, fingerprint="")
 
     def serve(self, agent: Connection) -> None:
-        """Compute until the first rank lets this one go. Raises RuntimeError if that one is
-        gone."""
+        """Compute until the first rank lets this one go.
+
+        Raises RuntimeError if that one is gone.
+        """
         with torch.no_grad():
             self._make_engine().follow()
 
@@ -189,7 +193,8 @@ class TaskWorker:
 
     def serve(self, agent: Connection) -> None:
         """Serve the incarnations that the agent names, until it says `Retire` or the master says
-        ``Leave``. Raises RunFailedError if the agent is gone."""
+        ``Leave``. Raises RunFailedError if the agent is gone.
+        """
         host = HostFolder()
         try:
             with torch.no_grad():
@@ -279,7 +284,8 @@ def actor_config(model: Model) -> ModelConfig:
 
 def _cores(trainers: GroupPlan) -> int:
     """CPU cores for the rewards of a task: the host's, or its share of those of the trainers' job
-    in which it runs."""
+    in which it runs.
+    """
     cores = len(os.sched_getaffinity(0))
     if not trainers.tasks_per_host:
         return cores
@@ -295,7 +301,8 @@ def native(
     settings: Settings, decoder: Decoder, decode: Decode, peers: Peers | None = None
 ) -> NativeRollout:
     """``decoder``: with any weights, in ``actor.dtype``; ``decode``: for stop strings; ``peers``:
-    the ranks of a decoder that is split."""
+    the ranks of a decoder that is split.
+    """
     config = settings.config
     rows, fit = config.rollout.episode.concurrency, config.rollout.episode.cache_bytes
     tokens = max(rows, config.actor.max_tokens_per_microbatch)
@@ -315,8 +322,10 @@ def served(
     log: Path,
     events: EventWriter,
 ) -> MakeEngine:
-    """A server on all GPUs of this worker, of which ``device`` is one, that writes to ``log``. Its
-    ends are told in ``events``."""
+    """A server on all GPUs of this worker, of which ``device`` is one, that writes to ``log``.
+
+    Its ends are told in ``events``.
+    """
     serving = own_server(settings, log, events, memory_bytes=_share(settings, device))
     make: type[ServerKind] = ENGINES.load(model.engine).kind
     size = model.sizes["tp"]

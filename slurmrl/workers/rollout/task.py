@@ -80,8 +80,11 @@ class TaskAtWork:
         bell: Bell | None = None,
         calls: SystemCalls = REAL,
     ) -> None:
-        """``judging``: None leaves it to the trainers. ``bell``: closed at the end of `run`. Raises
-        EnvironmentFailure if the attempt's files cannot be made."""
+        """``judging``: None leaves it to the trainers.
+
+        ``bell``: closed at the end of `run`. Raises EnvironmentFailure if the attempt's files
+        cannot be made.
+        """
         self._paths, self._agent = paths, agent
         self._engine, self._weights = engine, weights
         self._generation, self._judging = generation, judging
@@ -115,7 +118,8 @@ class TaskAtWork:
 
     async def run(self) -> None:
         """Raises RunFailedError and UsageError of the engine, EpisodeError, and CorruptFileError
-        for damaged requests or rows."""
+        for damaged requests or rows.
+        """
         try:
             with self._bell.hung():
                 await self._run()
@@ -313,7 +317,8 @@ class TaskAtWork:
 
     async def _news(self, seen: int, within_s: float | None) -> None:
         """Let others look, and wait for a change after those that were ``seen``, or for a time if
-        that is not over."""
+        that is not over.
+        """
         limit_s = None if within_s is None or within_s <= 0 else within_s
         async with self._changed:
             self._changed.notify_all()

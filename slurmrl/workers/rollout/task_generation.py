@@ -97,8 +97,10 @@ class Generation:
 
 
 class TaskRows:
-    """Reads rows for any number of threads. Opened at the first row: trainers that ask for one have
-    prepared all of them."""
+    """Reads rows for any number of threads.
+
+    Opened at the first row: trainers that ask for one have prepared all of them.
+    """
 
     def __init__(self, folder: Path, config: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
         """``folder``: of the run's prepared data."""
@@ -107,8 +109,10 @@ class TaskRows:
         self._opened: SampleRows | None = None
 
     def sample(self, row: RequestedItem) -> SequenceSample:
-        """The row as a sample of one item. Raises CorruptFileError, and EnvironmentFailure if it
-        cannot be read for `READ_S`."""
+        """The row as a sample of one item.
+
+        Raises CorruptFileError, and EnvironmentFailure if it cannot be read for `READ_S`.
+        """
         return retry("read the dataset", lambda: self._read(row), timeout_s=READ_S)
 
     def _read(self, row: RequestedItem) -> SequenceSample:
@@ -136,7 +140,8 @@ MOST_LATE: Final = 2
 class Judging:
     """Judges groups in processes of its own, each of which has the whole reward and judges one
     group at a time. What it cannot judge it leaves to the trainers, who meet the same error where
-    it is the reward's, and say so as if they judged everything."""
+    it is the reward's, and say so as if they judged everything.
+    """
 
     def __init__(
         self,
@@ -164,8 +169,11 @@ class Judging:
         """How often nobody waited for the score of an item."""
 
     async def judged(self, row: RequestedItem, group: SampleGroup) -> SampleGroup:
-        """The group with what the reward gave it, or unchanged. When it is cancelled, the reward is
-        stopped. An item that comes back again and again so is left to the trainers: they wait."""
+        """The group with what the reward gave it, or unchanged.
+
+        When it is cancelled, the reward is stopped. An item that comes back again and again so is
+        left to the trainers: they wait.
+        """
         if self._left:
             return group
         if self._late[row.item] >= MOST_LATE:
@@ -220,8 +228,10 @@ class Judging:
     def _ask(
         self, questions: Questions, pool: ProcessPool, gone: Callable[[], bool]
     ) -> JudgedCompletions:
-        """``gone``: whether nobody waits for the judgement any more. Raises SlurmrlError: there is
-        none."""
+        """``gone``: whether nobody waits for the judgement any more.
+
+        Raises SlurmrlError: there is none.
+        """
         try:
             wanted = pool.start()["wanted"]
         except (UsageError, WorkerDiedError, EnvironmentFailure):

@@ -48,8 +48,11 @@ METADATA = {"format": "pt"}
 
 
 class TaskWeights:
-    """Follows the published versions. Those of a later incarnation of the trainers are newer, even
-    if it began at an older step, so after a rollback the task goes to what holds now."""
+    """Follows the published versions.
+
+    Those of a later incarnation of the trainers are newer, even if it began at an older step, so
+    after a rollback the task goes to what holds now.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,8 @@ class TaskWeights:
         calls: SystemCalls = REAL,
     ) -> None:
         """``folder``: of this task alone, in the host's memory or on a local disk; ``config``: the
-        model's ``config.json``; ``merging``: of a model that trains adapters."""
+        model's ``config.json``; ``merging``: of a model that trains adapters.
+        """
         self._versions, self._folder, self._config = versions, folder, config
         self._merging = merging
         self._copy = LocalCopy(folder / "copy", versions, calls=calls)
@@ -102,7 +106,8 @@ class TaskWeights:
 
     def _published(self) -> Iterator[tuple[VersionId, Stamp]]:
         """Newer versions, from new to old; those that were refused only when they are published
-        anew."""
+        anew.
+        """
         for version in reversed(version_ids(self._versions, calls=self._calls)):
             if self._held is not None and not self._held < version:
                 return
@@ -125,7 +130,8 @@ class TaskWeights:
 
     def _model_folder(self, copied: CopiedVersion) -> Path:
         """A folder that keeps the weights when the copy moves on, and has the configuration that
-        servers read. (They get the tokenizer by an argument.)"""
+        servers read. (They get the tokenizer by an argument.)
+        """
         folder = self._models / copied.id.name
         shutil.rmtree(folder, ignore_errors=True)
         atomic.make_private_directory(folder, calls=self._calls)
@@ -161,7 +167,8 @@ class MergingHost:
     ) -> None:
         """``source``: the folder of ``actor.path``; ``folder``: of this task alone, in the host's
         memory or on a local disk; ``dtype``: of frozen and merged weights. Computes on
-        ``device``."""
+        ``device``.
+        """
         self._source, self._folder = source, folder
         self._config, self._dtype, self._device = config, dtype, device
         self._scale = lora.scale

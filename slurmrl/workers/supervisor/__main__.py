@@ -138,7 +138,8 @@ def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:
 
 def read_variables(file: Path) -> dict[str, str]:
     """Raises UsageError for what its owner has to change, EnvironmentFailure for the rest: this
-    host may lack a mount or map users in its own way."""
+    host may lack a mount or map users in its own way.
+    """
     try:
         return variables.read(file)
     except OwnershipError as error:
@@ -150,8 +151,11 @@ def read_variables(file: Path) -> dict[str, str]:
 
 
 def cannot_begin(link: Link, error: SlurmrlError, *, in_chain: bool) -> int:
-    """Leave a job whose preparation failed. A user error ends the trial; anything else may be the
-    fault of this host, so the link goes back into the queue. Returns the exit code."""
+    """Leave a job whose preparation failed.
+
+    A user error ends the trial; anything else may be the fault of this host, so the link goes back
+    into the queue. Returns the exit code.
+    """
     logger.error("this job cannot begin: %s", error)
     events = EventWriter(link.run, f"supervisor.{link.group}.{job_tag()}")
     user_error = isinstance(error, UsageError) or was_removed(link.run)
@@ -178,7 +182,8 @@ def was_removed(paths: RunPaths) -> bool:
 
 def run_link(link: Link, rounds: Rounds) -> int:
     """Run the rounds of a Slurm job and the upkeep of the trial's other jobs, then prepare the next
-    link. Returns the exit code of the rounds."""
+    link. Returns the exit code of the rounds.
+    """
     jobs = Plan.read(link.run.plan).jobs
     elastic = {group.name: group.hosts for group in jobs if group.elastic}
     if link.group in elastic:
@@ -200,8 +205,11 @@ def run_link(link: Link, rounds: Rounds) -> int:
 
 
 def run_task(link: Link, rounds: Rounds) -> int:
-    """Run a task of an elastic group. If the trainers are gone, no queued task starts until they
-    are back; without a job of theirs none ever starts."""
+    """Run a task of an elastic group.
+
+    If the trainers are gone, no queued task starts until they are back; without a job of theirs
+    none ever starts.
+    """
     code = rounds.run()
     try:
         if demand.is_orphaned(link.run, link.group):

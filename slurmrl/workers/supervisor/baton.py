@@ -111,7 +111,8 @@ class Baton:
 
     def _beats(self, holder: Turn) -> bool:
         """Return whether the first agent of a job renews its lease and the job has not reported its
-        end."""
+        end.
+        """
         ends = events.read_ends(self._paths, f"supervisor.{self._link.group}.{holder.start}")
         if any(event["kind"] == "end" for event in ends):
             return False
@@ -169,7 +170,8 @@ def wait_for_turn(
 
 def _in_chain(link: Link, scheduler: SlurmScheduler) -> bool:
     """Return whether the job belongs to one of the submission's arrays, as opposed to a script
-    submitted by hand. If neither Slurm nor the run directory can tell, it does."""
+    submitted by hand. If neither Slurm nor the run directory can tell, it does.
+    """
     try:
         return link.job in scheduler.recover(link.run, link.submission).get(link.group, (link.job,))
     except EnvironmentFailure as error:

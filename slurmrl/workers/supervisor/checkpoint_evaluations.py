@@ -70,8 +70,10 @@ HAND_OVER_S: Final = 180.0
 
 
 class CheckpointEvaluations:
-    """Looks for commits in a thread of its own. ``kind`` is the scheduler that gets the trials,
-    ``told`` writes an event."""
+    """Looks for commits in a thread of its own.
+
+    ``kind`` is the scheduler that gets the trials, ``told`` writes an event.
+    """
 
     def __init__(
         self, paths: RunPaths, kind: str, told: Callable[[str, Mapping[str, Any]], None]
@@ -91,8 +93,11 @@ class CheckpointEvaluations:
             self._thread.start()
 
     def stop(self, *, ended: bool) -> None:
-        """Stop. If the trial has ``ended``, look a last time, for its last commit; else the next
-        link does so, for which this one must not wait."""
+        """Stop.
+
+        If the trial has ``ended``, look a last time, for its last commit; else the next link does
+        so, for which this one must not wait.
+        """
         self._last = ended
         self._stop.set()
         if ended:
@@ -115,8 +120,10 @@ class CheckpointEvaluations:
             remove_evaluated(self._paths, given_up=True)
 
     def _look(self, *, now: bool = False) -> bool:
-        """Submit what is missing, ``now`` also what has failed a moment ago. Return whether the
-        configuration wants any evaluation."""
+        """Submit what is missing, ``now`` also what has failed a moment ago.
+
+        Return whether the configuration wants any evaluation.
+        """
         try:
             config = load_resolved(self._paths.config)
             if config.evaluation is None or config.evaluation.tasks is None:
@@ -138,7 +145,8 @@ class CheckpointEvaluations:
 
     def _missing(self, config: Config, commits: Sequence[Commit]) -> Iterator[tuple[Commit, str]]:
         """Checkpoints and suites that no link has submitted, by step; also of checkpoints that the
-        trial has deleted, if they are linked."""
+        trial has deleted, if they are linked.
+        """
         marks = self._paths.evaluation_marks
         make_private_directory(marks)
         submitted = set(list_names(marks))
@@ -152,7 +160,8 @@ class CheckpointEvaluations:
     def _command(self, config: Config, commit: Commit, suite: str) -> list[str]:
         """The command that submits the evaluation of a suite, on as many rows as an evaluation
         during training has, rounded up to whole batches, and with the code that the trial runs,
-        wherever that came from."""
+        wherever that came from.
+        """
         folder = str(self._paths.checkpoint_to_evaluate(commit.directory))
         root = str(self._paths.run.parents[2])
         whole = [sys.executable, "-P", "-m", "slurmrl", "eval", str(self._paths.config)]
@@ -168,8 +177,9 @@ class CheckpointEvaluations:
         return [*whole, *chosen, "--detach", "--no-check", *limit, *own_code]
 
     def _submit(self, commit: Commit, suite: str, command: list[str], *, now: bool) -> None:
-        """Submit an evaluation. A kill before the mark repeats the command, which then finds its
-        trial.
+        """Submit an evaluation.
+
+        A kill before the mark repeats the command, which then finds its trial.
 
         Raises EnvironmentFailure.
         """
@@ -254,7 +264,8 @@ def linked_commits(paths: RunPaths) -> list[Commit]:
 def remove_evaluated(paths: RunPaths, *, given_up: bool = False) -> None:
     """Remove the folders that no evaluation needs: all of its suites were submitted, or the others
     are ``given_up``, and have ended. Any process may do so. Raises nothing: a later one makes up
-    for it."""
+    for it.
+    """
     try:
         commits = linked_commits(paths)
         suites = load_resolved(paths.config).evaluations if commits else {}
@@ -281,8 +292,10 @@ def _submitted(paths: RunPaths, commit: Commit, suites: Collection[str]) -> bool
 
 
 def _in_use(paths: RunPaths, commit: Commit, least: int) -> bool:
-    """Whether an evaluation reads the folder or may do so again: a failed one can be resumed. Of
-    ``least`` trials that do or did so, a stale listing may lack those submitted last."""
+    """Whether an evaluation reads the folder or may do so again: a failed one can be resumed.
+
+    Of ``least`` trials that do or did so, a stale listing may lack those submitted last.
+    """
     folder = paths.checkpoint_to_evaluate(commit.directory)
     trials = evaluating_trials(paths, commit.step, folder)
     if len(trials) < least:
@@ -293,7 +306,8 @@ def _in_use(paths: RunPaths, commit: Commit, least: int) -> bool:
 
 def evaluated_trial(paths: RunPaths) -> RunPaths | None:
     """The trial whose checkpoint a trial evaluates; None if it evaluates none, or does something
-    else. Raises ConfigError, UsageError."""
+    else. Raises ConfigError, UsageError.
+    """
     model = _model(paths)
     if model is None or len(model.parents) < 2:
         return None
@@ -305,7 +319,8 @@ def evaluated_trial(paths: RunPaths) -> RunPaths | None:
 
 def evaluating_trials(paths: RunPaths, step: int, model: Path) -> list[RunPaths]:
     """The trials that evaluate a folder of a step of a trial, by whatever path to the root they do
-    so. Raises as `subject`."""
+    so. Raises as `subject`.
+    """
     own = (trial for number, trial in evaluated.trials(paths) if number == step)
     found = ((trial, _model(trial)) for trial in own if trial.config.is_file())
     return [trial for trial, of in found if of is not None and of.parts[-4:] == model.parts[-4:]]
@@ -320,7 +335,8 @@ def _model(paths: RunPaths) -> Path | None:
 
 def hand_over_results(paths: RunPaths) -> None:
     """Let the sinks of the trial that this one evaluates have all results, or those of this one if
-    others evaluate it. Raises nothing."""
+    others evaluate it. Raises nothing.
+    """
     try:
         trained = evaluated_trial(paths) or paths
         remove_evaluated(trained)

@@ -123,8 +123,10 @@ def post(url: str, notice: Mapping[str, Any]) -> None:
 
 
 def write_report(paths: RunPaths, within_s: float = REPORT_S) -> None:
-    """Write ``report.html`` if the trial has finished or failed, unless `logging.report` is off. A
-    report that fails or takes too long costs no more than this time."""
+    """Write ``report.html`` if the trial has finished or failed, unless `logging.report` is off.
+
+    A report that fails or takes too long costs no more than this time.
+    """
     try:
         end = recent(paths.history, exports=False).end
         if end is None or end.kind is Kind.CANCELLED or not _wanted(paths):

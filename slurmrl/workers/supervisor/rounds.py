@@ -87,8 +87,10 @@ class JobHosts:
 
     def choose(self) -> tuple[str, ...] | None:
         """Return the hosts of the next round, the first usable ones; None if too few are left.
+
         Spares replace hosts because of which an incarnation failed, such as one without a mount.
-        With too few spares, those that failed longest ago are used again."""
+        With too few spares, those that failed longest ago are used again.
+        """
         failed = {start.host for start in self.failed_starts()}
         good = usable_hosts(self.hosts, self.lost() | failed)
         if len(good) < self.needed:
@@ -142,7 +144,9 @@ def agent_command(
     options: Namespace, hosts: Sequence[str] = (), *, overlap: bool = False
 ) -> list[str]:
     """Return the command that starts the agents on ``hosts``, or on all hosts of the job.
-    ``overlap``: use resources even if an earlier step has not released them yet."""
+
+    ``overlap``: use resources even if an earlier step has not released them yet.
+    """
     agent = [sys.executable, "-P", "-m", AGENT]
     agent += ["--run", str(options.run), "--submission", str(options.submission)]
     agent += ["--group", options.group]
@@ -184,7 +188,8 @@ class Rounds:
 
     def run(self) -> int:
         """Return the exit code of the last round (128 plus the number of a signal); 0 if nothing is
-        left to do, because srun also fails after kills that were recovered from."""
+        left to do, because srun also fails after kills that were recovered from.
+        """
         for warning in SIGNALS:
             signal.signal(warning, self._relay)
         self.events.write("start", link=env.LINK.get(), job=job_tag(), hosts=self.allocation.hosts)
@@ -221,7 +226,8 @@ class Rounds:
 
     def failed_start(self) -> tuple[str, str]:
         """Return why nothing began in this job and the host to blame, which is empty if it is
-        unknown or already recorded."""
+        unknown or already recorded.
+        """
         if self._no_agents:
             return self._no_agents, env.NODE_NAME.get()
         starts = self.allocation.failed_starts()
@@ -280,8 +286,10 @@ class Rounds:
             child.terminate()  # srun ends its step
 
     def _start(self, number: int, hosts: Sequence[str]) -> subprocess.Popen[bytes] | None:
-        """Start the agents' process with signals blocked, until it can receive them. Returns None
-        if a signal came already, or if the process cannot start."""
+        """Start the agents' process with signals blocked, until it can receive them.
+
+        Returns None if a signal came already, or if the process cannot start.
+        """
         direct = self.options.launcher == "direct"
         end = self.allocation.end
         environ = {env.ROUND.name: str(number), env.JOB_END.name: "" if end is None else str(end)}
@@ -307,7 +315,8 @@ class Rounds:
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int | None:
         """Return its exit code, or None after a while; only a job of several hosts can lose one,
-        and only one with tasks has to start them again."""
+        and only one with tasks has to start them again.
+        """
         look_s = LOOK_S if len(self.allocation.hosts) > 1 else None
         try:
             return child.wait(KEEP_S if self.tasks else look_s)
@@ -315,8 +324,11 @@ class Rounds:
             return None
 
     def _relay(self, number: int, frame: FrameType | None) -> None:
-        """Forward a signal. Slurm itself sends TERM to every task of a step, so under srun only the
-        warning is forwarded."""
+        """Forward a signal.
+
+        Slurm itself sends TERM to every task of a step, so under srun only the warning is
+        forwarded.
+        """
         self.warned = True
         if number != signal.SIGUSR2 and self.options.launcher != "direct":
             return
@@ -346,8 +358,10 @@ def avoid_failed(paths: RunPaths, options: Namespace, starts: Iterable[BadHost])
 
 
 def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]) -> None:
-    """Record the hosts that made these incarnations fail. Exclude those that did so before, and
-    those whose GPU has certainly failed."""
+    """Record the hosts that made these incarnations fail.
+
+    Exclude those that did so before, and those whose GPU has certainly failed.
+    """
     try:
         with FileNameStore(paths.names) as names:
             failures = [(number, published.failure(names, number)) for number in incarnations]

@@ -94,7 +94,8 @@ class TasksInside:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``job``: this start of it (``JOBID.RESTART``); ``per_host``: tasks on each of its
-        ``hosts``; ``job_end``: when it reaches its time limit, by this host's clock."""
+        ``hosts``; ``job_end``: when it reaches its time limit, by this host's clock.
+        """
         self._options, self._job, self._events, self._clock = options, job, events, clock
         self._paths = RunPaths(options.run)
         self._direct = options.launcher == "direct"
@@ -178,7 +179,8 @@ class TasksInside:
 
     def _host(self, task: _Task, hosts: Sequence[str]) -> str:
         """Return where a task is to run: where it was if that host is still used, else where no
-        other task has its slot."""
+        other task has its slot.
+        """
         if not hosts or task.host in hosts:
             return task.host
         taken = {one.host for one in self._tasks if one.slot == task.slot and one is not task}

@@ -82,8 +82,10 @@ class Watcher:
             sleep(self._ttl_s / GAPS_PER_TTL / 2)
 
     def _is_busy(self) -> bool:
-        """Return whether the first agent of the newest round lives. As long as it does, the trial
-        goes on, even without a batch process, and Slurm is not asked."""
+        """Return whether the first agent of the newest round lives.
+
+        As long as it does, the trial goes on, even without a batch process, and Slurm is not asked.
+        """
         if self._lease is not None and self._lease.observe().alive:
             return True
         try:
@@ -99,7 +101,8 @@ class Watcher:
 
     def _is_lost(self) -> bool | None:
         """Return whether the job runs without its batch host, but with this one; None if this start
-        of it is over."""
+        of it is over.
+        """
         try:
             row = this_start(self._client, self._link)
         except SchedulerError as error:
@@ -124,8 +127,10 @@ class Watchers:
         self._steps: list[subprocess.Popen[bytes]] = []
 
     def start(self, job: JobHosts) -> None:
-        """Start a step on each of the job's last hosts, if it has spares. It shares its host with
-        whatever runs there in a round."""
+        """Start a step on each of the job's last hosts, if it has spares.
+
+        It shares its host with whatever runs there in a round.
+        """
         batch = env.NODE_NAME.get()
         others = [host for host in job.hosts if host != batch]
         if len(job.hosts) == job.needed or batch not in job.hosts:

@@ -4,7 +4,8 @@
 measures the share of each update of the actor that the generating weights have: they may be of a
 narrower type, in which a small update disappears until several add up. Generation then samples from
 older weights, plus rounding. The share is that of exports (see `tensors.checkpoint.export`),
-of an equally spaced part of this rank's weights."""
+of an equally spaced part of this rank's weights.
+"""
 
 from __future__ import annotations
 
@@ -140,8 +141,11 @@ class Executor:
         raise TypeError(f"a trainer cannot execute {order}")
 
     def load(self, order: LoadBatch) -> Done:
-        """Begin a batch. Every rank reads the ids and lengths of all items, so all agree on the
-        shares without communication, and then only the items of its own shares."""
+        """Begin a batch.
+
+        Every rank reads the ids and lengths of all items, so all agree on the shares without
+        communication, and then only the items of its own shares.
+        """
         began = time.monotonic()
         self._mail.finish()
         calls = self._calls(order)
@@ -174,7 +178,8 @@ class Executor:
 
     def call(self, order: RunCall) -> Done:
         """Execute one call of the dataflow graph on this rank's part, if the rank takes part in the
-        call. Of ranks with the same part, only the first one's results count."""
+        call. Of ranks with the same part, only the first one's results count.
+        """
         began = time.monotonic()
         call = next(call for call in self._calls(order) if call.name == order.name)
         models = () if call.role is None else (self._layout(call),)
@@ -234,9 +239,11 @@ class Executor:
         return result, tokens
 
     def save(self, order: Save, say: Callable[[Saved], None]) -> Done:
-        """Write this rank's part of a checkpoint of every trained model. An asynchronous save only
-        copies it to host memory, and a thread writes it during the next messages. ``say`` receives
-        `Saved` once it is on disk, perhaps from that thread."""
+        """Write this rank's part of a checkpoint of every trained model.
+
+        An asynchronous save only copies it to host memory, and a thread writes it during the next
+        messages. ``say`` receives `Saved` once it is on disk, perhaps from that thread.
+        """
         began = time.monotonic()
         self._make_room(())
         self._saver.wait()
@@ -254,8 +261,11 @@ class Executor:
         return self._done(order, began)
 
     def publish(self, order: WriteVersion, say: Callable[[Saved], None]) -> Done:
-        """Copy this rank's tensors of a weight version to host memory. A thread writes them during
-        the next messages, and ``say`` receives `Saved` once they are on disk."""
+        """Copy this rank's tensors of a weight version to host memory.
+
+        A thread writes them during the next messages, and ``say`` receives `Saved` once they are on
+        disk.
+        """
         began = time.monotonic()
         assert self._versions is not None, "the master publishes versions without settings"
         self._make_room(())
@@ -267,8 +277,10 @@ class Executor:
     # -- parts -------------------------------------------------------------------------------
 
     def _read_stored(self, name: str) -> SampleGroup:
-        """Read what a rollout task has made of an item. Scores of another submission do not count:
-        the reward may have changed since."""
+        """Read what a rollout task has made of an item.
+
+        Scores of another submission do not count: the reward may have changed since.
+        """
         sample = self._stored[name]
         folder = self.paths.samples_of(sample.task)
         group = retry("read samples", lambda: read_group(folder, sample), timeout_s=READ_S)
@@ -421,7 +433,8 @@ class UpdateKept:
 
     def stats(self, before: Array, engine: Engine | None) -> Stats:
         """Return the share of the update since ``before``, as statistics of a training call; none
-        without an update."""
+        without an update.
+        """
         assert self._dtype is not None, "there are weights to compare with"
         assert engine is not None, "there are weights to compare with"
         share = survival(before, _part_of(engine), self._dtype).share

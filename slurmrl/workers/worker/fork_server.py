@@ -48,7 +48,8 @@ POLL_S = 0.01
 
 def preload(run: Path, group: str) -> None:
     """Import what the workers of a group need, except the user's modules: importing those may have
-    any side effect. Nothing of it is ever garbage."""
+    any side effect. Nothing of it is ever garbage.
+    """
     from transformers import AutoTokenizer  # noqa: F401
 
     import slurmrl.workers.worker.orders  # noqa: F401
@@ -79,8 +80,10 @@ class Forked(NamedTuple):
 
 
 def serve(agent: Connection, stacks_fd: int) -> Forked | None:
-    """Fork workers on request. Return in each worker, and in the fork server with None once the
-    agent is gone. Running workers die with the fork server.
+    """Fork workers on request.
+
+    Return in each worker, and in the fork server with None once the agent is gone. Running workers
+    die with the fork server.
 
     ``stacks_fd``: where this process writes its stacks (see `stacks.answer`); in a worker it
     becomes the rank's own file.

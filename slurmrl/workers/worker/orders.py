@@ -74,9 +74,11 @@ SERVING = _Place("rollout")
 
 
 def serve(run: Path, who: RankId, pipe: Connection, activity: Activity) -> int:
-    """Execute messages until the last one or until the agent is gone. Exits without the
-    interpreter's clean-up: that would wait for the process groups of ranks that may be gone, and
-    takes seconds in a process that was forked from a large one."""
+    """Execute messages until the last one or until the agent is gone.
+
+    Exits without the interpreter's clean-up: that would wait for the process groups of ranks that
+    may be gone, and takes seconds in a process that was forked from a large one.
+    """
     rank = _Rank(run, who, pipe, activity)
     code = 1
     try:
@@ -150,17 +152,20 @@ def _place(order: Order) -> _Place:
 
 def _linger(pipe: Connection) -> None:
     """Stay until the agent kills this process, so that the report is sent completely and other
-    ranks do not fail in their collectives before it is known which rank failed first."""
+    ranks do not fail in their collectives before it is known which rank failed first.
+    """
     deadline = time.monotonic() + LINGER_S
     while not pipe.closed and (left_s := deadline - time.monotonic()) > 0:
         pipe.receive(left_s)
 
 
 def _describe(error: BaseException, who: RankId, place: _Place) -> Failure:
-    """Return the failure, without the host. A user error is final: its message needs no traceback,
-    and another start would raise it again. What one host lacks at the start, another one may have,
-    and an input that cannot be read now may be readable later. Ranks that do not reach each other
-    at the start have met no code of the user."""
+    """Return the failure, without the host.
+
+    A user error is final: its message needs no traceback, and another start would raise it again.
+    What one host lacks at the start, another one may have, and an input that cannot be read now may
+    be readable later. Ranks that do not reach each other at the start have met no code of the user.
+    """
     unreadable = isinstance(error, UnreadableInputError)
     user_error = isinstance(error, UsageError)
     text = str(error) if user_error else f"{type(error).__name__}: {error}"
@@ -184,9 +189,11 @@ def _describe(error: BaseException, who: RankId, place: _Place) -> Failure:
 
 
 def recognise(error: BaseException) -> Failure:
-    """Classify an exception: its cause, the GPU that failed, and whether it is an echo. A GPU that
-    failed explains the others too, also where the exception is a consequence of that (see
-    `device.pending_error`)."""
+    """Classify an exception: its cause, the GPU that failed, and whether it is an echo.
+
+    A GPU that failed explains the others too, also where the exception is a consequence of that
+    (see `device.pending_error`).
+    """
     chain = list(_chain(error))
     fault = _gpu_fault(chain)
     if fault or isinstance(error, UnusableGpuError):

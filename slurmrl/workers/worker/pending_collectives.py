@@ -49,8 +49,10 @@ class Collectives:
         """Entries of those that were pending at the call before as well."""
 
     def waiting(self) -> PendingCollective | None:
-        """Return the oldest collective that was pending at the last call too. None if there is
-        none, or if torch does not report any."""
+        """Return the oldest collective that was pending at the last call too.
+
+        None if there is none, or if torch does not report any.
+        """
         pending = _pending(_dump(entries=False))
         stuck = pending & self._pending
         self._pending = pending

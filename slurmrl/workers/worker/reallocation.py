@@ -1,5 +1,7 @@
-"""Reallocation: the weights of a model of the plan go into the layout of another one. And the
-models that are in device memory only while they are used (`Residence`)."""
+"""Reallocation: the weights of a model of the plan go into the layout of another one.
+
+And the models that are in device memory only while they are used (`Residence`).
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ Verify = Literal["first", "always", "never"]
 
 @dataclass(frozen=True)
 class PreparedMove:
-    """A reallocation that this rank takes part in. Its engines are None where the rank holds no
-    part of the model."""
+    """A reallocation that this rank takes part in.
+
+    Its engines are None where the rank holds no part of the model.
+    """
 
     hook: Reallocation
     engines: tuple[Engine | None, Engine | None]
@@ -40,8 +44,11 @@ class PreparedMove:
     copies: BoxCopies
 
     def run(self, *, verify: bool) -> None:
-        """Execute the move. Collective over the ranks of both models. Raises MoveError on every
-        rank if ``verify`` finds a difference; a moving average cannot be verified."""
+        """Execute the move.
+
+        Collective over the ranks of both models. Raises MoveError on every rank if ``verify`` finds
+        a difference; a moving average cannot be verified.
+        """
         rank = dist.get_rank()
         # (an engine's storages may be other ones than at the last move)
         held, taken = (
@@ -115,8 +122,11 @@ def prepare(
     staging_bytes: int,
     timeout: timedelta,
 ) -> dict[Reallocation, PreparedMove]:
-    """This rank's part of each reallocation of the plan. Collective over all ranks. ``timeout``
-    bounds one collective, ``staging_bytes`` the buffers of a rank."""
+    """This rank's part of each reallocation of the plan.
+
+    Collective over all ranks. ``timeout`` bounds one collective, ``staging_bytes`` the buffers of a
+    rank.
+    """
     prepared = {}
     for hook in plan.reallocations:
         sides = plan.models[hook.source], plan.models[hook.target]
@@ -148,7 +158,8 @@ def _placed(
     device: torch.device,
 ) -> PlacedLayout:
     """A model's layout on all ``ranks`` of the group; those without a part of the model get it from
-    its first rank. Collective."""
+    its first rank. Collective.
+    """
     engine = engines.get(model.role)
     layout = None if engine is None else engine.layout()
     if len(model.ranks) < len(ranks):
@@ -186,7 +197,8 @@ class Residence:
     @contextmanager
     def using(self, *models: str) -> Iterator[None]:
         """The models are in device memory for the duration of the block, as far as this rank holds
-        parts of them. After an exception they stay there."""
+        parts of them. After an exception they stay there.
+        """
         for name in models:
             if name in self._engines:
                 self._engines[name].onload()

@@ -1,5 +1,4 @@
-"""Writer of this rank's part of a checkpoint or a weight version, in the background of
-training.
+"""Writer of this rank's part of a checkpoint or a weight version, in the background of training.
 
 The part of a version is copied to host memory at once and written by a thread.
 """
@@ -56,7 +55,8 @@ class Snapshot(Protocol):
 class Saver:
     """Writes the snapshots of one order at a time, then sends `Saved` with the files, or with the
     error if the directory did not take them; that error ends nothing. Any other exception is a bug,
-    which `wait` raises again."""
+    which `wait` raises again.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -115,8 +115,10 @@ class Saver:
 
 @dataclass(frozen=True)
 class VersionPart:
-    """The tensors that a rank owns of a version, in host memory. With a ``base``, the part stores
-    what has changed since then."""
+    """The tensors that a rank owns of a version, in host memory.
+
+    With a ``base``, the part stores what has changed since then.
+    """
 
     number: int
     version: VersionId
@@ -132,8 +134,10 @@ class VersionPart:
         return [directory / part_file(self.number), directory / part_index(self.number)]
 
     def write(self, directory: Path) -> list[SavedFile]:
-        """Write the part and its index, durably; the index lists the file. Raises
-        EnvironmentFailure."""
+        """Write the part and its index, durably; the index lists the file.
+
+        Raises EnvironmentFailure.
+        """
         with PartWriter(directory, self.number, self.base, frozen=self.frozen) as writer:
             for entry in self.entries:
                 writer.add(entry.name, entry.spec.dtype, entry.spec.shape, _bits(entry))
@@ -142,8 +146,10 @@ class VersionPart:
 
 
 class VersionWriting:
-    """Writes this rank's parts, one at a time. ``parts`` is None on a rank without weights of the
-    actor."""
+    """Writes this rank's parts, one at a time.
+
+    ``parts`` is None on a rank without weights of the actor.
+    """
 
     def __init__(
         self, folder: Path, rank: int, parts: OwnedTensors | None, frozen: str | None = None
@@ -158,8 +164,11 @@ class VersionWriting:
     def write(
         self, order: WriteVersion, engine: Engine | None, say: Callable[[Saved], None]
     ) -> None:
-        """Copy the weights of now. Collective over the actor's ranks. ``say`` receives `Saved` once
-        the part is on disk, perhaps from a thread."""
+        """Copy the weights of now.
+
+        Collective over the actor's ranks. ``say`` receives `Saved` once the part is on disk,
+        perhaps from a thread.
+        """
         if self._parts is None or engine is None:
             say(Saved(rank=self._rank, seq=order.seq))
             return
@@ -186,8 +195,10 @@ def prepare_versions(
     accelerator: Accelerator,
     timeout: timedelta,
 ) -> VersionWriting | None:
-    """This rank's writing of versions; None if the trial publishes none. Collective over all
-    ranks. ``timeout`` bounds one collective."""
+    """This rank's writing of versions; None if the trial publishes none.
+
+    Collective over all ranks. ``timeout`` bounds one collective.
+    """
     publish = settings.config.rollout.publish
     if publish is None:
         return None

@@ -1,5 +1,8 @@
-"""Construction of a worker. A trainer is built from the run directory: process group, models,
-datasets, tokenizer. Rank 0 prepares the datasets, and all ranks read them (`Datasets`)."""
+"""Construction of a worker.
+
+A trainer is built from the run directory: process group, models, datasets, tokenizer. Rank 0
+prepares the datasets, and all ranks read them (`Datasets`).
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,8 @@ class RolloutWorker(Protocol):
 
     def serve(self, agent: Connection) -> None:
         """Serve the incarnations that ``agent`` names, until it says `Retire`, the master says
-        ``Leave``, or the agent is gone."""
+        ``Leave``, or the agent is gone.
+        """
 
 
 def build(
@@ -350,8 +354,10 @@ class Datasets:
     def provide(
         self, tokenizer: PreTrainedTokenizerBase, rank: int, say: Callable[[Preparing], None]
     ) -> tuple[SampleRows, ...]:
-        """Return the training dataset and those of `Config.evaluations`. ``say`` sends
-        `Preparing` to the master now and then while rank 0 tokenises."""
+        """Return the training dataset and those of `Config.evaluations`.
+
+        ``say`` sends `Preparing` to the master now and then while rank 0 tokenises.
+        """
         if rank == 0:
             self._prepare(tokenizer, lambda: say(Preparing(rank=rank)))
         return self._open()

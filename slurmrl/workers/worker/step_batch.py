@@ -59,8 +59,11 @@ class Batch:
         first: int = 0,
         stop: int | None = None,
     ) -> None:
-        """``take`` reads the items at these places of the batch from the dataset. This batch
-        executes ``calls[first:stop]``; ``take_over`` gets what the calls before ``first`` made."""
+        """``take`` reads the items at these places of the batch from the dataset.
+
+        This batch executes ``calls[first:stop]``; ``take_over`` gets what the calls before
+        ``first`` made.
+        """
         self.ids = meta.ids
         self._calls, self._first = calls, first
         self._take = take
@@ -88,8 +91,10 @@ class Batch:
         """Waits for the lengths of all items with their completions."""
 
     def take_over(self, sources: Sequence[Batch]) -> None:
-        """Get what earlier batches, of candidates, have made of this batch's items. Each item is in
-        one of them, and stays with the ranks that have it."""
+        """Get what earlier batches, of candidates, have made of this batch's items.
+
+        Each item is in one of them, and stays with the ranks that have it.
+        """
         origins = {
             name: (source, place)
             for source, batch in enumerate(sources)
@@ -128,7 +133,8 @@ class Batch:
 
     def add(self, call: CallPlan, made: SequenceSample | None) -> None:
         """Keep what a call made on the first rank of a part, and drop the keys that no later call
-        reads."""
+        reads.
+        """
         spread = self._spread(call)
         if made is not None and spread.speaks(self._rank):
             own = self._part(spread)
@@ -159,7 +165,8 @@ class Batch:
 
     def _spread(self, call: CallPlan) -> Spread:
         """The spread of a call, after it is known how long the completions are if it follows from
-        that."""
+        that.
+        """
         if self._shares.needs_lengths(call):
             self._shares.use_lengths(self._all_lengths())
         return self._shares.of(call)
@@ -181,14 +188,16 @@ class Batch:
 
     def _send_made(self, done: int) -> None:
         """Send the outputs of the first ``done`` calls to their readers, in the plan's order, up to
-        the first one whose shares are not known yet."""
+        the first one whose shares are not known yet.
+        """
         for maker, readers in self._readers[:done]:
             while readers and not self._shares.needs_lengths(readers[0]):
                 self._send(maker, readers.pop(0))
 
     def _send(self, maker: CallPlan, reader: CallPlan) -> None:
         """Send what this rank has made to the ranks of a reader, unless they got it for an earlier
-        one."""
+        one.
+        """
         source, target = self._shares.of(maker), self._shares.of(reader)
         sent = self._sent.setdefault(target, set())
         keys = [key for key in reader.inputs if key in maker.outputs and key not in sent]
@@ -204,7 +213,8 @@ class Batch:
         self, maker: CallPlan, keys: Sequence[str], reader: CallPlan
     ) -> SequenceSample | None:
         """The keys that a call made, of all items of this rank's part for the reader; None on a
-        rank that does not speak for a part."""
+        rank that does not speak for a part.
+        """
         source, target = self._shares.of(maker), self._shares.of(reader)
         if source == target:
             speaks = source.speaks(self._rank)
@@ -322,12 +332,16 @@ ALL = "data"
 
 
 class Mail:
-    """Samples from rank to rank, through host memory. A rank sends without waiting; messages
-    of one ``tag`` between two ranks arrive in the order in which they were sent."""
+    """Samples from rank to rank, through host memory.
+
+    A rank sends without waiting; messages of one ``tag`` between two ranks arrive in the order in
+    which they were sent.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """``group`` moves tensors in host memory between all ranks (gloo); ``device`` is where
-        received tensors go."""
+        received tensors go.
+        """
         self._group = group
         self._device = device
         self._sent: list[tuple[dist.Work, Tensor]] = []
@@ -354,8 +368,10 @@ class Mail:
         return _unpacked(header, content[header_size:], self._device)
 
     def total(self, own: Tensor) -> Callable[[], Tensor]:
-        """Begin to add up a tensor in host memory over all ranks, without waiting. Return a
-        function that waits for the sum. Collective."""
+        """Begin to add up a tensor in host memory over all ranks, without waiting.
+
+        Return a function that waits for the sum. Collective.
+        """
         work = dist.all_reduce(own, group=self._group, async_op=True)
         assert work is not None, "this rank is in the group"
         self._sent.append((work, own))

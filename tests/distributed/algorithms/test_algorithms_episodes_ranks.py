@@ -61,7 +61,8 @@ def test_ranks_make_the_episodes_that_one_rank_makes(
     ranks: RankPool, sizes: dict[str, int], split: list[list[int]]
 ) -> None:
     """Also where a rank has no prompt, and where the ranks of a model follow their leader: tools
-    and environments run on it alone."""
+    and environments run on it alone.
+    """
     settings = model(architecture={**ARCHITECTURE, "vocab_size": 34, "hidden_size": 24})
     (alone,) = ranks(
         1, f"{HERE}:episodes", Setup(model=settings, split=[range(5)]), f"{OWN}:several"

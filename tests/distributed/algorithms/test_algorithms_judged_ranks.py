@@ -122,7 +122,8 @@ def test_a_step_on_ranks_is_the_step_on_one(
     ranks: RankPool, size: int, name: str, engine: str
 ) -> None:
     """Metrics, KTO's divergence and the update do not depend on the number of ranks or on how items
-    are spread over them; a rank may have none."""
+    are spread over them; a rank may have none.
+    """
     ((wanted, trained, after_one),) = ranks(1, f"{HERE}:train", 1, name, engine)
     results = ranks(size, f"{HERE}:train", size, name, engine)
     for evaluated, stats, after in results:

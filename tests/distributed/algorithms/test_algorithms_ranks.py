@@ -200,7 +200,8 @@ def test_completions_of_one_prompt_train_as_those_of_several(
     ranks: RankPool, size: int, engine: str, options: dict[str, int]
 ) -> None:
     """Two completions of each of four prompts give the update of eight prompts, on any number of
-    ranks, although a group exceeds the token budget of a micro-batch."""
+    ranks, although a group exceeds the token budget of a micro-batch.
+    """
     (wanted, after_one), *_ = ranks(1, f"{HERE}:train", 1, engine, **options)
     results = ranks(size, f"{HERE}:train", size, engine, grouped=True, **options)
     assert wanted["completions"] == 8
@@ -214,8 +215,10 @@ def test_completions_of_one_prompt_train_as_those_of_several(
 def test_groups_on_ranks_have_the_advantages_that_they_have_on_one(
     ranks: RankPool, std: str
 ) -> None:
-    """A group stays on one rank, and statistics of the batch are those of all ranks. The KL penalty
-    in the loss has the same weight on any number of ranks."""
+    """A group stays on one rank, and statistics of the batch are those of all ranks.
+
+    The KL penalty in the loss has the same weight on any number of ranks.
+    """
     options: dict[str, Any] = {
         "n_minibatches": 2,
         "advantage": "group",

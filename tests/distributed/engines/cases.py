@@ -199,7 +199,8 @@ def outputs_around_training(setup: Setup) -> list[dict[str, Tensor]]:
 
 def offloaded(setup: Setup) -> tuple[int, int, list[dict[str, float]], list[dict[str, float]]]:
     """Bytes of this rank's weights and moments before and while offloaded; statistics of steps
-    with offloading between them and without."""
+    with offloading between them and without.
+    """
     engine, kept = make(setup), make(setup)
     sample = batch().take(setup.split[engine.context.dp_rank])
 
@@ -277,7 +278,8 @@ def completed(
 
 def saved_after_failed_training(setup: Setup, folder: Path) -> tuple[str, bool, str, str]:
     """The error of a loss that fails in the last of several rounds, whether all weights are sharded
-    after it, and the checksums of what is saved after another step and by a fresh engine's."""
+    after it, and the checksums of what is saved after another step and by a fresh engine's.
+    """
     engine, fresh = make(setup), make(setup)
     sample = batch().take(setup.split[engine.context.dp_rank])
     calls: list[int] = []

@@ -37,7 +37,8 @@ def held(setup: Setup) -> list[tuple[str, tuple[int, ...], Tensor]]:
 
 def load_from_few_files(setup: Setup, folder: Path, needed: Sequence[Sequence[int]]) -> int:
     """Load a checkpoint of which each rank sees the files of its ``needed`` ranks only; return the
-    most bytes allocated meanwhile beside the engine's tensors, with blocks of 64 KiB."""
+    most bytes allocated meanwhile beside the engine's tensors, with blocks of 64 KiB.
+    """
     engine = make(setup)
     rank = dist.get_rank()
     own = folder / f"seen by {rank}"
@@ -61,7 +62,8 @@ def forward(setup: Setup) -> dict[str, Tensor]:
 
 def several(layouts: dict[str, dict[str, int]], models: dict[str, dict[str, Any]]) -> Any:
     """Engines of all roles side by side, each with its own layout: outputs of the frozen ones,
-    and what two steps of the trained ones gave, with an offload in between."""
+    and what two steps of the trained ones gave, with an offload in between.
+    """
     ranks = tuple(range(dist.get_world_size()))
     placed = [Placed(role, ranks, sizes) for role, sizes in layouts.items()]
     contexts = build(placed, rank=dist.get_rank(), device=torch.device("cpu"))

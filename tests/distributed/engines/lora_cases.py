@@ -16,7 +16,8 @@ Chunk = tuple[str, tuple[int, ...], Tensor]
 
 def loaded(setup: Setup, folder: Path) -> tuple[Outputs, Outputs, list[Chunk]]:
     """Outputs with the adapters of a checkpoint and without them, and this rank's chunks of the
-    merged weights: name, start of the box, values."""
+    merged weights: name, start of the box, values.
+    """
     engine = make(setup)
     engine.load(folder)
     sample = batch(1).take(setup.split[engine.context.dp_rank])
@@ -30,7 +31,8 @@ def loaded(setup: Setup, folder: Path) -> tuple[Outputs, Outputs, list[Chunk]]:
 
 def stored(setup: Setup) -> tuple[dict[str, torch.dtype], bool, float]:
     """The type of each parameter, whether a training step left the frozen ones as they were, and
-    the step's loss."""
+    the step's loss.
+    """
     engine = make(setup)
     local = engine._shards.local()  # type: ignore[attr-defined]
     trained = engine._shards.trained()  # type: ignore[attr-defined]
@@ -43,7 +45,8 @@ def stored(setup: Setup) -> tuple[dict[str, torch.dtype], bool, float]:
 
 def offloaded(setup: Setup) -> tuple[int, list[float], list[float]]:
     """Bytes of all parameters while offloaded; losses of steps with offloading between them and
-    without."""
+    without.
+    """
     engine, kept = make(setup), make(setup)
     sample = batch().take(setup.split[engine.context.dp_rank])
     losses: tuple[list[float], list[float]] = ([], [])

@@ -122,7 +122,8 @@ def held(case: Case) -> tuple[Layout, dict[str, Tensor]]:
 
 def offloaded(case: Case) -> tuple[int, int, list[dict[str, float]], list[dict[str, float]]]:
     """Bytes of weights, moments and gradients before and while offloaded; statistics of steps with
-    and without."""
+    and without.
+    """
     engine: Any = make(case)
     kept = make(case)
     first = [step(engine, 0)]
@@ -137,7 +138,8 @@ def offloaded(case: Case) -> tuple[int, int, list[dict[str, float]], list[dict[s
 
 def kept(case: Case) -> tuple[bool, float]:
     """Whether the weights that are compared are float32 ones, and the share of a step's update that
-    remains in bfloat16."""
+    remains in bfloat16.
+    """
     engine, measure = make(case), UpdateKept("bfloat16")
     trains: Any = SimpleNamespace(method=Method.TRAIN_STEP, role="actor")
     before = measure.before(trains, engine)

@@ -1,5 +1,6 @@
 """What ranks do in the test of several models with layouts of their own in one worker, and one
-process in their place: PolicyGradient's calls on recorded rollouts."""
+process in their place: PolicyGradient's calls on recorded rollouts.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ ROLES = (
 
 def context(step: int, batch: tuple[str, ...]) -> CallContext:
     """The context of PPO's calls: one update per step, counted from 0 here, with all terms of
-    the losses."""
+    the losses.
+    """
     ppo = PolicyGradient(
         batch_size=10, n_minibatches=1, gae_lambda=0.95, discount=0.99, entropy_coef=0.01
     )
@@ -96,8 +98,10 @@ def replay(
     rollouts: Sequence[SequenceSample],
     trained: Callable[[str, int], None] = lambda role, number: None,
 ) -> list[Step]:
-    """PPO's calls on each of the rollouts: what the models say of one reaches the losses. All
-    models but the one that computes are offloaded; ``trained`` is called after each update."""
+    """PPO's calls on each of the rollouts: what the models say of one reaches the losses.
+
+    All models but the one that computes are offloaded; ``trained`` is called after each update.
+    """
     found = []
     for engine in engines.values():
         engine.offload()
@@ -127,8 +131,10 @@ def share(engine: Any) -> list[int]:
 
 
 def everyone(engine: Any, own: SequenceSample) -> SequenceSample:
-    """The results of all ranks of a model, each item once. Other layouts of this worker have the
-    items on other ranks."""
+    """The results of all ranks of a model, each item once.
+
+    Other layouts of this worker have the items on other ranks.
+    """
     if not dist.is_initialized():
         return own
     found: list[SequenceSample | None] = [None] * dist.get_world_size()

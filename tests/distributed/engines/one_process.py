@@ -1,5 +1,6 @@
 """Models in one process, from the folders that engines start from, and comparing engines with
-them."""
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def random_model(
     folder: Path, architecture: dict[str, Any], head: Any = "lm", seed: int = 7
 ) -> Decoder:
     """A model in which every tensor has different values, also the biases and norms that begin
-    as zeros and ones; and its folder."""
+    as zeros and ones; and its folder.
+    """
     folder.mkdir(exist_ok=True)
     config = ModelConfig.from_hf(architecture)
     decoder = build(config, head)

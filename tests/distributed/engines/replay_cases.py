@@ -29,7 +29,8 @@ from tests.support import megatron_cpu
 
 def supported() -> SequenceSample:
     """A batch in which every fourth token, and the first of each sequence, was drawn from all
-    tokens, and the others from up to nine."""
+    tokens, and the others from up to nine.
+    """
     sample, support = batch(), SampledSupport()
     generator = torch.Generator().manual_seed(3)
     vocabulary = int(ARCHITECTURE["vocab_size"])  # type: ignore[call-overload]
@@ -43,7 +44,8 @@ def supported() -> SequenceSample:
 
 def with_experts(sample: SequenceSample, blocks: int, experts: int) -> SequenceSample:
     """The same with arbitrary two of the ``experts`` of each block for every token but the last of
-    each sequence, and with none for the fourth sequence."""
+    each sequence, and with none for the fourth sequence.
+    """
     generator = torch.Generator().manual_seed(5)
     rows = []
     for number, length in enumerate(sample.item_lengths("input_ids")):

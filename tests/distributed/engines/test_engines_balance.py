@@ -1,5 +1,6 @@
 """The load-balancing loss of experts is that of an optimizer step's whole batch, however the batch
-is cut into micro-batches and spread over ranks."""
+is cut into micro-batches and spread over ranks.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ KINDS = [
 
 def sum_of_unequal_parts(setup: Setup, folder: Path) -> None:
     """A step on items of the same tokens, each a micro-batch of its own; the first one's loss
-    counts ``LARGE`` times. Powers of two scale gradients exactly, in any type."""
+    counts ``LARGE`` times. Powers of two scale gradients exactly, in any type.
+    """
     engine = make(setup)
     tokens = torch.randint(33, (12,), generator=torch.Generator().manual_seed(3))
     sample = SequenceSample.from_default(

@@ -1,5 +1,6 @@
 """Models of transformers with tensors that are no parameters and belong to the model all the
-same: what balances the experts of deepseek_v3."""
+same: what balances the experts of deepseek_v3.
+"""
 
 from __future__ import annotations
 

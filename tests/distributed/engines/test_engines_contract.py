@@ -42,8 +42,10 @@ BUDGET = {"max_tokens_per_microbatch": 16}
 
 
 def plain_decoder(head: Any, *, new_head: bool = True, **architecture: Any) -> Decoder:
-    """The same initial weights in one plain module. A new value head is zero, and so are all values
-    and the gradients of what is below it."""
+    """The same initial weights in one plain module.
+
+    A new value head is zero, and so are all values and the gradients of what is below it.
+    """
     config = ModelConfig.from_hf({**ARCHITECTURE, **architecture})
     decoder = build(config, head)
     with torch.no_grad():
@@ -281,7 +283,8 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
 @pytest.mark.parametrize("split", ["one", "unequal"])
 def test_memory_is_given_back_and_taken_again(ranks: RankPool, units: str, split: str) -> None:
     """Of every weight and its moments; megatron's, which has gradients too, is beside its other
-    tests."""
+    tests.
+    """
     setup = Setup(model=model(**BUDGET), options=UNITS[units], split=SPLITS[split])
     for before, during, found, kept in ranks(len(setup.split), f"{HERE}:offloaded", setup):
         assert before > 0

@@ -1,5 +1,6 @@
 """Every family through the fsdp engine, and transformers' models in the built-in decoder's
-place."""
+place.
+"""
 
 from __future__ import annotations
 

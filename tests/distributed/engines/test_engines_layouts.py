@@ -77,7 +77,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 def setup_of(sizes: dict[str, int], architecture: dict[str, Any], **changes: Any) -> Setup:
     """One unit a layer where the setup says ``layers``, and sequence parallelism with
-    ``sequence``."""
+    ``sequence``.
+    """
     options = {"small_bytes": 0} if changes.pop("layers", False) else {}
     parallel = {"sequence_parallel": changes.pop("sequence", False)}
     head, engine = changes.pop("head", "lm"), changes.pop("engine", "fsdp")

@@ -140,7 +140,8 @@ def test_a_step_is_that_of_peft(
     ranks: RankPool, reference: Reference, tmp_path: Path, layout: str
 ) -> None:
     """Outputs with and without adapters, loss, and every gradient, from a checkpoint of one rank,
-    which every layout can load."""
+    which every layout can load.
+    """
     assert_step(ranks, reference, tmp_path, layout)
 
 
@@ -183,7 +184,8 @@ def test_merged_weights_are_those_of_peft(
     ranks: RankPool, reference: Reference, tmp_path: Path
 ) -> None:
     """The engine's weights for moves, which are bit for bit the export's, and transformers' logits
-    on the export."""
+    on the export.
+    """
     config = ModelConfig.from_hf(MODELS["qwen3"])
     trained = RoleCheckpoint(reference.checkpoint, "actor")
     weights = MergedCheckpoint(trained, reference.model, config, "lm", reference.lora)
@@ -253,7 +255,8 @@ def test_dropout_does_not_depend_on_the_layout(
     ranks: RankPool, reference: Reference, tmp_path: Path
 ) -> None:
     """Losses of several steps are equal in all layouts and after a restart, and other ones than
-    without dropout. Outputs without gradients have none."""
+    without dropout. Outputs without gradients have none.
+    """
     lora = reference.lora.model_copy(update={"dropout": 0.4})
     dropping = replace(reference, lora=lora)
     found = {}

@@ -212,7 +212,8 @@ def compared(
     **options: Any,
 ) -> None:
     """Loss and gradient norm of each step, every gradient of the first where the optimizer keeps
-    it, and the weights after the last. ``more`` settings of the model, and its optimizer's."""
+    it, and the weights after the last. ``more`` settings of the model, and its optimizer's.
+    """
     settings = model(architecture=None, optimizer=options, **BUDGET, **more or {})
     case = Case(where, settings, head, source=tmp_path)
     saved = tmp_path / "saved"

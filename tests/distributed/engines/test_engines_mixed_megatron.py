@@ -1,5 +1,6 @@
 """Megatron models with virtual stages, experts and context parallelism side by side in one worker:
-bit by bit what each gives when it is alone."""
+bit by bit what each gives when it is alone.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +72,10 @@ def made(chosen: dict[str, Role]) -> dict[str, TrainEngine]:
 
 
 def trained(chosen: dict[str, Role], folder: Path, *, offload: bool) -> dict[str, Any]:
-    """What each model gives at each step, and the checksum of what it saves in the end. All are
-    in host memory but the one that works; their calls alternate."""
+    """What each model gives at each step, and the checksum of what it saves in the end.
+
+    All are in host memory but the one that works; their calls alternate.
+    """
     engines = made(chosen)
     found: dict[str, Any] = {name: [] for name in engines}
     for engine in engines.values() if offload else ():

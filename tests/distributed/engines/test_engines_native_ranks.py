@@ -212,7 +212,8 @@ def test_split_models_serve_what_one_rank_serves(
     ranks: RankPool, layout: str, late: bool, stale_cache: bool, folders: tuple[Path, Path]
 ) -> None:
     """Groups, stops, aborts, refusals, preemption, pauses and new weights in the middle: the same
-    completions, and on all ranks the same steps; each step costs one broadcast."""
+    completions, and on all ranks the same steps; each step costs one broadcast.
+    """
     setup = LAYOUTS[layout]
     whole = Setup(model=model(), split=[range(5)])
     more = {"late": late, "stale_cache": stale_cache}
@@ -251,7 +252,8 @@ def test_log_probabilities_of_split_models_do_not_depend_on_company(
     ranks: RankPool, layout: str
 ) -> None:
     """Else a trial of episodes, whose requests come when they come, would end with other bits each
-    time."""
+    time.
+    """
     leader, _ = ranks(2, f"{HERE}:work", LAYOUTS[layout], "in_company")
     assert {name: len(bits) for name, bits in leader.result.items()} == {
         f"one {n}": 1 for n in range(6)
@@ -371,7 +373,8 @@ def test_a_leader_that_raises_lets_the_others_go(ranks: RankPool) -> None:
 
 def whole_batch(setup: Setup) -> tuple[list[Any], list[Any]]:
     """A batch is generated twice: each time the tokens that each call of the model read, the
-    completions and their log-probabilities."""
+    completions and their log-probabilities.
+    """
     engine: Any = make(setup)
     sample = prompts(batch())
     options = GenerationOptions(max_new_tokens=8, stop_token_ids=(3, 4))
@@ -417,7 +420,8 @@ def test_ranks_that_draw_different_tokens_of_a_whole_batch_end(
     ranks: RankPool, layout: str, token: int
 ) -> None:
     """All of them, before one computes with fewer rows than another, which would hang, and before
-    anything is trained on what they do not share."""
+    anything is trained on what they do not share.
+    """
     with pytest.raises(RankError) as caught:
         ranks(2, f"{HERE}:disagreeing", LAYOUTS[layout], token)
     message = "RunFailedError: rank 1 of a model that is split has drawn other tokens"
@@ -427,7 +431,8 @@ def test_ranks_that_draw_different_tokens_of_a_whole_batch_end(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_whole_batches_of_split_models_are_served_as_requests(ranks: RankPool, layout: str) -> None:
     """Three completions of each prompt read it once, as on one rank; all ranks get the same bits,
-    each time."""
+    each time.
+    """
     whole = Setup(model=model(), split=[range(10)])
     ((alone, _),) = ranks(1, f"{HERE}:whole_batch", whole)
     (first, second), other = ranks(2, f"{HERE}:whole_batch", LAYOUTS[layout])

@@ -56,7 +56,8 @@ def held_bytes(engine: Any) -> int:
 
 def away_and_back(case: Setup | Case) -> tuple[int, int, bool]:
     """Bytes of this rank's weights before and while offloaded; whether outputs are the same
-    afterwards."""
+    afterwards.
+    """
     engine = made(case)
     first = engine.forward(batch())
     before = held_bytes(engine)

@@ -1,5 +1,6 @@
 """What the megatron engine computes again in backward passes and what it keeps; values stay the
-same to the bit. (Tests of models and families check that of the built-in decoder.)"""
+same to the bit. (Tests of models and families check that of the built-in decoder.)
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ COMPILED = {
 
 class Traced(TorchDispatchMode):
     """How often each operator runs, and the bytes of results that are alive when the backward pass
-    reaches attention for the first time."""
+    reaches attention for the first time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +97,8 @@ def test_what_runs_again_and_that_values_stay(
     ranks: RankPool, tmp_path: Path, name: str, dtype: str
 ) -> None:
     """``selective`` repeats first products of feed-forward blocks, but no product and no attention
-    of the attention halves; the results of all modes are the same to the bit."""
+    of the attention halves; the results of all modes are the same to the bit.
+    """
     where, architecture, head = {**FAST, **LONG}[name]
     case = Case(where, model(architecture=architecture, dtype=dtype, **BUDGET), head)
     found = {}
@@ -119,7 +122,8 @@ def test_what_runs_again_and_that_values_stay(
 
 def test_both_engines_keep_the_same(ranks: RankPool) -> None:
     """What ``selective`` adds to ``full`` is the same in both engines, and far less than what
-    ``off`` adds, because inner units are most of a layer's activations."""
+    ``off`` adds, because inner units are most of a layer's activations.
+    """
     architecture = {**EVEN, "intermediate_size": 960, "num_key_value_heads": 4}
     more: dict[str, list[int]] = {"off": [], "selective": []}
     for where in ("fsdp", "megatron"):

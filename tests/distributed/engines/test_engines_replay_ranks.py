@@ -66,7 +66,8 @@ def test_ranks_replay_experts_as_one_process_does(
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_megatron_replays_experts_as_fsdp_does(name: str, ranks: RankPool, tmp_path: Path) -> None:
     """Outputs, and the gradients, the statistics and the weights of a step with several
-    micro-batches. Beside it a model without a record routes as before."""
+    micro-batches. Beside it a model without a record routes as before.
+    """
     megatron_as_fsdp(*LAYOUTS[name], ranks, tmp_path)
 
 

@@ -1,5 +1,6 @@
 """Engines of servers on several ranks: weights come by moves, requests go to a stand-in of SGLang
-that draws from transformers' model."""
+that draws from transformers' model.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def drawn(servers: ServerEngine, prompts: tuple[tuple[int, ...], ...], step: int
 
 def trained_and_served(sizes: dict[str, int], program: str, folder: Path) -> list[Any]:
     """After each of two steps of training: what this rank gets, and the log-probabilities that the
-    engine that trains gives these tokens."""
+    engine that trains gives these tokens.
+    """
     setup = Setup(model=model(architecture=ARCHITECTURE), sizes={"dp": 2})
     trained: Any = cases.make(setup)
     serving = Serving(
@@ -139,7 +141,8 @@ def test_servers_draw_with_the_weights_of_every_step(
     """One server for two tensor ranks, of which both get its completions, or one for each
     data-parallel rank. The log-probabilities of transformers are those of the engine that trains,
     so every tensor arrived whole, in both steps. Between them the server sleeps, which loses its
-    weights, and nothing of them stays in the host's memory."""
+    weights, and nothing of them stays in the host's memory.
+    """
     record = tmp_path / "record"
     results = ranks(
         2, f"{HERE}:trained_and_served", sizes, python(tmp_path / "bin", record), tmp_path
@@ -176,9 +179,11 @@ def killed_by_requests(program: str, log: Path) -> None:
 def test_a_server_that_always_ends_with_the_same_error_ends_the_trial(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Each of its starts installs the weights and dies of the first request. The error of the rank
-    is a user error, after which no incarnation is tried, and says which server ended how and of
-    what, and where its log is."""
+    """Each of its starts installs the weights and dies of the first request.
+
+    The error of the rank is a user error, after which no incarnation is tried, and says which
+    server ended how and of what, and where its log is.
+    """
     program = python(tmp_path / "bin", options="--dies-of 'no kernel for heads of 4'")
     log = tmp_path / "server.log"
     message = (
@@ -226,8 +231,10 @@ def served(settings: Running) -> list[Any]:
 def test_running_servers_share_the_requests_and_get_every_version(
     ranks: RankPool, tmp_path: Path, started: list[Started]
 ) -> None:
-    """By TCP and by a Unix socket, each with its keys, one of which is for updates alone. A folder
-    with the weights holds those of this incarnation while it runs, and nothing afterwards."""
+    """By TCP and by a Unix socket, each with its keys, one of which is for updates alone.
+
+    A folder with the weights holds those of this incarnation while it runs, and nothing afterwards.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -15,7 +15,8 @@ FOLDERS = ("before", "copied", "again", "after")
 
 def saved_around_training(setup: Setup, folder: Path) -> list[str]:
     """Checksums of this rank's arrays: written before more training, of two copies taken then and
-    later and written after it, and written after it."""
+    later and written after it, and written after it.
+    """
     engine = make(setup)
     sample = batch().take(setup.split[engine.context.dp_rank])
     engine.train_batch(sample, loss, denominator(sample))

@@ -1,5 +1,6 @@
 """Steps with everything an optimizer has (clipping by the norm over all ranks, decay, moments that
-add up) against torch's in one process, and steps that are left out."""
+add up) against torch's in one process, and steps that are left out.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def steps(case: Setup | Case, folder: Path) -> list[dict[str, float]]:
 
 def left_out(case: Setup | Case, folders: tuple[Path, Path], why: str) -> tuple[Any, ...]:
     """Statistics of a step that is left out, the number of steps made then, and the statistics of
-    a step after it and of a fresh engine's; both are saved."""
+    a step after it and of a fresh engine's; both are saved.
+    """
     engine, fresh = made(case), made(case)
     sample = batch().take(share(engine))
     if why == "skipped":  # the gradient is infinite on one data-parallel rank

@@ -41,8 +41,10 @@ def of_megatron(case: Case, dtype: str, folder: Path) -> list[Taken]:
 
 
 def of_adapters(setup: Setup, versions: Path) -> Taken:
-    """Write this rank's part of version 1.1 of adapters after a step. Returns the tensors that this
-    rank gets in a move of the merged weights."""
+    """Write this rank's part of version 1.1 of adapters after a step.
+
+    Returns the tensors that this rank gets in a move of the merged weights.
+    """
     engine = cases.make(setup)
     sample = batch().take(setup.split[engine.context.dp_rank])
     engine.train_batch(sample, loss, denominator(sample))
@@ -63,7 +65,8 @@ def of_adapters(setup: Setup, versions: Path) -> Taken:
 def _taken(engine: TrainEngine, dtype: str, folder: Path, step: Any) -> list[Taken]:
     """The tensors that this rank owns after each of two steps, looked at after the second one, and
     after a third one's took the place of the first one's. Each step's checkpoint is in a folder of
-    its number."""
+    its number.
+    """
     config, group = engine.config, dist.new_group(range(dist.get_world_size()))
     storage = storage_of(config) if isinstance(config, ModelConfig) else stored
     parts = _parts(engine.layout(), storage, dtype, group)

@@ -66,7 +66,8 @@ def test_no_tokens_give_nothing(ranks: RankPool) -> None:
 
 def test_logits_are_never_kept_whole(ranks: RankPool) -> None:
     """Not a rank's part of them either: the largest tensor is that of three numbers of each token
-    of each rank."""
+    of each rank.
+    """
     case = Case(tokens=400, hidden=4, vocabulary=90, chunk=10)
     for found in ranks(2, f"{HERE}:compute", case):
         assert found.largest <= 2 * 3 * case.tokens < case.tokens * case.vocabulary // 2

@@ -100,8 +100,11 @@ def _planned(side: Side, engine: Engine) -> Layout:
 
 
 def all_pairs(sides: list[Side], architecture: dict[str, Any]) -> dict[tuple[int, int], int]:
-    """Move every side's weights to every other side, whose own are overwritten before. All bits are
-    compared with those that the target had at first. Returns the bytes that this rank received."""
+    """Move every side's weights to every other side, whose own are overwritten before.
+
+    All bits are compared with those that the target had at first. Returns the bytes that this rank
+    received.
+    """
     made = engines(sides, architecture)
     layouts = placed_layouts(sides, made)
     rank = dist.get_rank()
@@ -208,7 +211,8 @@ def coalesced(sides: list[Side], architecture: dict[str, Any]) -> None:
 
 def moving_average(sides: list[Side], architecture: dict[str, Any], eta: float) -> None:
     """Four moves with ``eta`` into other weights, by turns with torch and with interval operators,
-    equal the average computed in float64."""
+    equal the average computed in float64.
+    """
     made = engines(sides, architecture)
     layouts, rank = placed_layouts(sides, made), dist.get_rank()
     source, target = ({} if e is None else e.storages() for e in made)

@@ -60,7 +60,8 @@ def test_every_bit_arrives_between_all_pairs(
 def test_a_move_allocates_its_staging_at_most(ranks: RankPool) -> None:
     """Rows of a matrix are sent from where they are and received into their place; only what lies
     scattered on a side passes through buffers, which the plan's staging bounds. Whole models of
-    which several copies are made one after the other need none."""
+    which several copies are made one after the other need none.
+    """
     whole = [Side({"dp": 1}), Side({"dp": 4}, "native")]
     for peak, _ in ranks(4, f"{HERE}:allocated", whole, EVEN):
         assert peak < 1024  # (norms share a message)

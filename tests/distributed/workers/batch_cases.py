@@ -73,7 +73,8 @@ def run(
 ) -> list[list[str]]:
     """Execute calls (name, number of the layout, inputs, outputs) on batches of so many items, and
     check every input. Returns the events of this rank for each batch. The call "generate" makes
-    completions, "judge" has no model. "busy" and "meanwhile" wait for each other."""
+    completions, "judge" has no model. "busy" and "meanwhile" wait for each other.
+    """
     rank, device = dist.get_rank(), torch.device("cpu")
     contexts = build(layouts, rank=rank, device=device)
     plans = [plan_of(layouts, *call) for call in calls]
@@ -120,7 +121,8 @@ def choose(
 ) -> list[list[int]]:
     """Execute rounds of candidates, each a list of items, through the first ``filtered`` calls, and
     chosen ones of them through the other calls; check every input. Returns the items of this rank
-    in the last call of each step."""
+    in the last call of each step.
+    """
     rank, device = dist.get_rank(), torch.device("cpu")
     contexts = build(layouts, rank=rank, device=device)
     plans = [plan_of(layouts, *call) for call in calls]
@@ -173,7 +175,8 @@ def choose(
 def rebalance(sizes: list[list[int]], minibatches: int) -> tuple[list[int], list[list[int]]]:
     """Four ranks generate completions, several per prompt, with item ``i``'s sequences of
     ``sizes[i]`` tokens. Returns the items that this rank trains on, and the lengths of their
-    sequences; checks that every sequence has its own tokens."""
+    sequences; checks that every sequence has its own tokens.
+    """
     rank, device = dist.get_rank(), torch.device("cpu")
     where = Where("actor", {"dp": 4}, (0, 1, 2, 3))
     context = build([where], rank=rank, device=device)["actor"]

@@ -42,7 +42,8 @@ def test_every_call_finds_its_inputs(ranks: RankPool) -> None:
 def test_chosen_items_keep_what_was_made_of_them(ranks: RankPool, filtered: int) -> None:
     """Calls up to a filter see all candidates of several rounds, calls after it the chosen items
     with what the former made of them, wherever that is: also of parts that are empty, of a round
-    without a chosen item, and after a step in which none was chosen."""
+    without a chosen item, and after a step in which none was chosen.
+    """
     steps = [
         ([list(range(9)), list(range(20, 27))], [25, 3, 0, 21, 8, 20, 4]),
         ([[30, 31]], []),
@@ -57,7 +58,8 @@ def test_chosen_items_keep_what_was_made_of_them(ranks: RankPool, filtered: int)
 
 def test_a_rank_that_only_sends_does_not_wait(ranks: RankPool) -> None:
     """Ranks 0 and 1 finish a batch although rank 2 has not begun to read what they made: it waits
-    for rank 3, which waits for them."""
+    for rank 3, which waits for them.
+    """
     layouts = [
         Where("actor", {"dp": 2}, (0, 1)),
         Where("ref", {"dp": 1}, (3,)),
@@ -100,9 +102,11 @@ def test_one_rank_sends_nothing(ranks: RankPool, items: int) -> None:
 def test_training_is_balanced_by_the_tokens_of_completions(
     ranks: RankPool, items: int, minibatches: int
 ) -> None:
-    """Prompts say nothing about their completions' lengths. After these are known, every minibatch
-    has the same items as before, and about the same number of tokens on each rank. An item may have
-    any number of sequences, and a rank none."""
+    """Prompts say nothing about their completions' lengths.
+
+    After these are known, every minibatch has the same items as before, and about the same number
+    of tokens on each rank. An item may have any number of sequences, and a rank none.
+    """
     sizes = [[1 + (item * item * 37) % 200] * (item % 3) + [7] for item in range(items)]
     parts = ranks(4, f"{HERE}:rebalance", sizes, minibatches, deadline_s=60.0)
     assert sorted(item for own, _ in parts for item in own) == list(range(items))

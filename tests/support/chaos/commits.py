@@ -41,7 +41,8 @@ STEPS = 3
 
 class Ranks:
     """A workforce whose ranks copy at once and write while the master does other things: each check
-    lets one rank write its file. The first attempt to write the second checkpoint fails halfway."""
+    lets one rank write its file. The first attempt to write the second checkpoint fails halfway.
+    """
 
     def __init__(self, paths: RunPaths, incarnation: int) -> None:
         self._paths = paths
@@ -133,7 +134,8 @@ def successor(folder: Path, me: int, note: Note) -> None:
 
 def late_writer(folder: Path, me: int, note: Note) -> None:
     """Threads of ranks whose master is dead: they continue to write into an uncommitted
-    checkpoint."""
+    checkpoint.
+    """
     paths = RunPaths(folder)
     for number in range(4):
         for name in leftovers(folder):

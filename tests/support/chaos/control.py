@@ -30,7 +30,8 @@ def setup(folder: Path) -> None:
 
 def master(folder: Path, me: int, note: Note) -> None:
     """Posts batches of two messages until there is a newer incarnation, which it sees at the latest
-    when it reads the history, like a master at its next commit."""
+    when it reads the history, like a master at its next commit.
+    """
     paths = RunPaths(folder)
     writer = begin(History(paths.history), {"by": me})
     incarnation = writer.incarnation

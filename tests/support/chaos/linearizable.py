@@ -15,8 +15,11 @@ ABSENT = None
 
 @dataclass(frozen=True)
 class Operation:
-    """One call. ``add``: (value) → True/False, ``put``: (value) → None, ``get`` → value or None,
-    ``delete`` → True/False, ``drop``: (value) delete it if it is still this one → None."""
+    """One call.
+
+    ``add``: (value) → True/False, ``put``: (value) → None, ``get`` → value or None, ``delete`` →
+    True/False, ``drop``: (value) delete it if it is still this one → None.
+    """
 
     kind: str
     argument: str | None

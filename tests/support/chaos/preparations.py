@@ -1,5 +1,6 @@
 """Scenario: the data of a trial is prepared by the first ranks of successive incarnations, of which
-older ones may be alive still."""
+older ones may be alive still.
+"""
 
 from __future__ import annotations
 

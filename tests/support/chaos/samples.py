@@ -1,5 +1,6 @@
 """Scenarios: a rollout task writes samples and records them; masters read them and remove what is
-settled."""
+settled.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +42,10 @@ def task(folder: Path, me: int, note: Note) -> None:
 
 
 def master(folder: Path, me: int, note: Note) -> None:
-    """Reads what the first attempt has recorded. Every second look is that of a later incarnation,
-    which begins at the position of the last one."""
+    """Reads what the first attempt has recorded.
+
+    Every second look is that of a later incarnation, which begins at the position of the last one.
+    """
     place = "rollout", 0, 0
     paths = RunPaths(folder)
     log, samples = paths.rollout_results(*place), paths.rollout_samples(*place)

@@ -76,8 +76,10 @@ class Pacer:
 
 
 class Process:
-    """The controller's side of one actor's process, which runs one part after the other. During a
-    part it is stopped before ``operation``; None: it waits for the next part."""
+    """The controller's side of one actor's process, which runs one part after the other.
+
+    During a part it is stopped before ``operation``; None: it waits for the next part.
+    """
 
     def __init__(self, parts: Mapping[str, Actor]) -> None:
         self.operation: str | None = None
@@ -96,7 +98,8 @@ class Process:
 
     def go(self, note: Callable[[dict[str, Any]], None], *, half: bool = False) -> None:
         """Let the actor execute its operation; receive its notes until it stops before the next
-        one."""
+        one.
+        """
         if self.operation != "start":
             self.count += 1
             self._line.send(HALF if half else GO)

@@ -1,5 +1,6 @@
 """Scenario: submissions by two processes at once, and again after a crash, to a Slurm in a
-folder."""
+folder.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ PENDING, CANCELLED = "PENDING", "CANCELLED"
 
 class FolderSlurm(SlurmClient):
     """A Slurm whose jobs are files ``<id>__<job name>__<state>``, so that each of its actions is
-    one operation, which either happened or not when its caller is killed."""
+    one operation, which either happened or not when its caller is killed.
+    """
 
     def __init__(self, folder: Path, me: int = 0) -> None:
         super().__init__()
@@ -98,8 +100,11 @@ def _configuration() -> str:
 
 
 def _put_in(folder: Path, me: int) -> None:
-    """Install a Slurm in a folder and a small package. Slow parts that no protocol depends on run
-    once (the configuration, which all submitters share) or not at all."""
+    """Install a Slurm in a folder and a small package.
+
+    Slow parts that no protocol depends on run once (the configuration, which all submitters share)
+    or not at all.
+    """
     prepare.slurmrl.__file__ = str(folder / "slurmrl" / "__init__.py")
     for module in (proposal, submit, live):
         module.make = lambda kind: _scheduler(folder, me)

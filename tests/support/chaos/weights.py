@@ -34,8 +34,10 @@ def _versions(folder: Path) -> Path:
 
 
 def trainers(folder: Path, me: int, note: Note, calls: SystemCalls = REAL) -> None:
-    """The next incarnation: two ranks and the publisher. Every other version is whole; one of the
-    whole ones is kept."""
+    """The next incarnation: two ranks and the publisher.
+
+    Every other version is whole; one of the whole ones is kept.
+    """
     versions = _versions(folder)
     incarnation = max((one.incarnation for one in version_ids(versions)), default=0) + 1
     note(event="began", incarnation=incarnation)

@@ -13,8 +13,11 @@ PHASES = {"step": 6, "commit": 2, "start": 2}
 
 @dataclass(frozen=True)
 class Plan:
-    """One kill. Its time is defined by the trial's observed progress and a fraction of the usual
-    length of that phase, so that it means the same on a machine of another speed."""
+    """One kill.
+
+    Its time is defined by the trial's observed progress and a fraction of the usual length of that
+    phase, so that it means the same on a machine of another speed.
+    """
 
     number: int
     cause: str
@@ -34,8 +37,10 @@ class Plan:
 
 
 def draw(seed: int, kills: int, causes: Sequence[str], steps: int) -> list[Plan]:
-    """``kills`` plans in order. Each has its own window of steps, and all causes occur equally
-    often."""
+    """``kills`` plans in order.
+
+    Each has its own window of steps, and all causes occur equally often.
+    """
     generator = random.Random(f"slurmrl chaos {seed}")
     order = list(itertools.islice(itertools.cycle(causes), kills))
     generator.shuffle(order)

@@ -92,8 +92,10 @@ class Monkey:
             self.trial.until(f"recovery from {self.kills[-1]}", self._recovered)
 
     def _recovered(self) -> bool:
-        """Whether the trial has recovered from the last kill. Completes the results of all kills
-        that wait for the same recovery."""
+        """Whether the trial has recovered from the last kill.
+
+        Completes the results of all kills that wait for the same recovery.
+        """
         incarnation, witness = self.trial.incarnation, self.trial.witness
         if incarnation <= self.kills[-1].incarnation or not witness.has_trained(incarnation):
             return False

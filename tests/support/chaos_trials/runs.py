@@ -99,7 +99,8 @@ def chaos(
     setting: Setting, folder: Path, seed: int, causes: Sequence[str], calm: Undisturbed
 ) -> tuple[list[str], list[Kill]]:
     """Differences to the undisturbed run, and the kills; a plan that was not executed also counts
-    as a difference."""
+    as a difference.
+    """
     plans = draw(seed, setting.kills, causes, setting.steps - LAST_STEPS)
     outcome, kills = disturbed(setting, folder, plans, calm.usual)
     missed = len(plans) - len(kills)

@@ -76,8 +76,11 @@ class Watched:
         return self.witness.state.end is not None
 
     def until(self, what: str, check: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> bool:
-        """Observe until ``check`` holds; False if the trial ended first. Raises TimeoutError after
-        ``timeout_s`` without news, and AssertionError if the trial no longer has jobs."""
+        """Observe until ``check`` holds; False if the trial ended first.
+
+        Raises TimeoutError after ``timeout_s`` without news, and AssertionError if the trial no
+        longer has jobs.
+        """
         heard_at = ask_at = time.monotonic()
         news = -1
         while not (over := self.over()) and not check():
@@ -96,8 +99,10 @@ class Watched:
         return not over
 
     def outcome(self) -> Outcome:
-        """The result of the trial once it has completed. Raises AssertionError if it ends
-        otherwise."""
+        """The result of the trial once it has completed.
+
+        Raises AssertionError if it ends otherwise.
+        """
         self.until("the end", lambda: False)
         status = self.site.wait_for_end(self.name)
         if status["state"] != "COMPLETED":

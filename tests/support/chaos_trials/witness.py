@@ -93,7 +93,9 @@ class Witness:
 
     def committed(self) -> dict[int, Items]:
         """Batch of each step according to the history: of the incarnation that committed the step.
-        Raises AssertionError if a step was committed twice."""
+
+        Raises AssertionError if a step was committed twice.
+        """
         found: dict[int, Items] = {}
         last = 0
         for record in self.records:

@@ -1,5 +1,6 @@
 """Imported by every Python that has this folder on PYTHONPATH: the GPUs of a Slurm test bed are
-files, so workers that get one compute on the CPU, and a torch for CPUs is accepted for them."""
+files, so workers that get one compute on the CPU, and a torch for CPUs is accepted for them.
+"""
 
 import sys
 

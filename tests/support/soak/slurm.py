@@ -1,5 +1,6 @@
 """Faults of the cluster that must not end a trial: hosts on which nothing starts, links that are
-alive at once."""
+alive at once.
+"""
 
 from __future__ import annotations
 

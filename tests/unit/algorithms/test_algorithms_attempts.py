@@ -44,7 +44,8 @@ def test_pass_at_k_is_exact_for_many_completions() -> None:
 
 def test_a_majority_is_the_mean_over_subsets_and_orders_of_breaking_ties() -> None:
     """maj@k against the enumeration of all subsets of k completions, in which each vote that is
-    tied for first wins equally often."""
+    tied for first wins equally often.
+    """
     rng = random.Random(3)
     for _ in range(200):
         votes = [rng.choice(["4", "5", "6", None]) for _ in range(rng.randint(1, 7))]
@@ -72,9 +73,11 @@ def _first_is_right(votes: tuple[str | None, ...]) -> float:
 def test_a_majority_of_many_completions_is_the_sum_over_what_a_subset_can_hold(
     counts: tuple[int, ...],
 ) -> None:
-    """maj@k against exact sums over the numbers of completions of each vote in a subset. The first
-    vote is right in three of four completions or in all, the second in all; four completions have
-    no vote."""
+    """maj@k against exact sums over the numbers of completions of each vote in a subset.
+
+    The first vote is right in three of four completions or in all, the second in all; four
+    completions have no vote.
+    """
     n = sum(counts) + 4
     right = [Fraction(3, 4) if counts[0] % 4 == 0 else Fraction(1), Fraction(1), *[Fraction(0)] * 3]
     votes = [place for place, count in enumerate(counts) for _ in range(count)] + [None] * 4
@@ -108,7 +111,8 @@ def _held(counts: tuple[int, ...], k: int) -> Iterator[tuple[int, ...]]:
 
 def test_votes_of_all_sizes_take_no_longer_than_few_votes() -> None:
     """800 completions, 1 to 39 for each vote: the product over votes, ties and sizes of subsets
-    that an exact sum needs would take minutes."""
+    that an exact sum needs would take minutes.
+    """
     votes = [size for size in range(1, 40) for _ in range(size)]
     first, last = majorities(votes, [vote == 39 for vote in votes], [1, len(votes)])
     assert (first, last) == (pytest.approx(39 / len(votes)), 1.0)

@@ -176,8 +176,10 @@ EQUAL = (0.1, 1 / 3, -0.7, 5.0, 1e-3)
 def test_advantages_are_exactly_zero_in_groups_of_equal_scores(
     advantage: str, std: str, epsilon: float, dtype: torch.dtype
 ) -> None:
-    """On any number of ranks; rounding would become a full step of Adam. Compared within a group,
-    the others do not matter; compared with the batch, all are equal."""
+    """On any number of ranks; rounding would become a full step of Adam.
+
+    Compared within a group, the others do not matter; compared with the batch, all are equal.
+    """
     spread = {} if std == "none" else {"std_epsilon": epsilon}
     settings = algorithm(advantage=advantage, advantage_std=std, kl={"coef": 0.0}, **spread)
     for value in EQUAL:
@@ -305,7 +307,8 @@ def test_equal_rewards_give_no_advantage(advantage: str, std: str, reward: float
 )
 def test_advantages_do_not_depend_on_ranks_or_order(advantage: str, std: str) -> None:
     """Any distribution of whole groups over ranks gives each completion the same advantage, also a
-    rank without items."""
+    rank without items.
+    """
     settings = algorithm(advantage=advantage, advantage_std=std)
     sample = rollout()
     whole = estimates(sample, settings).advantages

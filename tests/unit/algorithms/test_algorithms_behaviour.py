@@ -38,7 +38,8 @@ def settled(dtype: str, rollout: dict[str, Any], **options: Any) -> tuple[bool |
 @pytest.mark.parametrize("name", ["m2po", "grpo", "cispo", "sapo", "dapo"])
 def test_gradient_is_that_of_the_paper_with_stale_completions(name: str, dtype: str) -> None:
     """The calls that the schema chooses train completions of another policy; their ratios and masks
-    are those of the policy that drew them."""
+    are those of the policy that drew them.
+    """
     options: dict[str, Any] = {"name": name, "kl": {"coef": 0.0}, "n_minibatches": 1}
     chosen = PolicyGradient(batch_size=8, **options).completed(configured(dtype, STALE))
     generator = torch.Generator().manual_seed(5)

@@ -39,7 +39,8 @@ def weight(t: int, level: str) -> float:
 @pytest.mark.parametrize("kind", ["weight", "truncate", "mask"])
 def test_a_correction_weighs_each_token_as_defined(kind: str, level: str) -> None:
     """A weight is that of its token, or the product or the geometric mean over its response; bounds
-    move or drop it. Tokens that do not count have none."""
+    move or drop it. Tokens that do not count have none.
+    """
     bounds = {} if kind == "weight" else {"correction_lower": 0.6, "correction_upper": 1.4}
     settings = Correction(correction=kind, correction_level=level, **bounds)
     found = correction_weights(TRAINING, BEHAVIOUR, MASK, SEQUENCES, settings)
@@ -184,7 +185,8 @@ def test_engines_that_agree_have_no_mismatch() -> None:
 
 def algorithm_1(log_ratios: Tensor, advantages: Tensor, mask: Tensor, limit: float) -> list[bool]:
     """The paper's loop: drop the largest square of the trust-region tokens while their mean square
-    exceeds the limit."""
+    exceeds the limit.
+    """
     kept = mask.tolist()
     trusted = {
         t: float(log_ratios[t]) ** 2

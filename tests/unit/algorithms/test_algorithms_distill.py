@@ -31,7 +31,8 @@ def gradient(
     student: Tensor, teacher: Tensor, sampled: Tensor, options: Distill
 ) -> tuple[Tensor, float]:
     """The expected gradient with respect to the student's logits, and the expected loss, of tokens
-    that are drawn with the log-probabilities ``sampled``."""
+    that are drawn with the log-probabilities ``sampled``.
+    """
     logits = student.clone().requires_grad_()
     sample = tokens(sampled, teacher)
     total = torch.zeros_like(student)
@@ -74,7 +75,8 @@ def test_the_estimate_is_the_gradient_of_the_reverse_divergence(cap: float | Non
 
 def test_importance_weights_correct_for_another_sampling_distribution() -> None:
     """Tokens of another distribution give the same expectation with weights, without a cap too, and
-    another one with a cap that cuts them."""
+    another one with a cap that cuts them.
+    """
     student, teacher, sampled = distributions()
     wanted, _ = exact(student, teacher)
     for cap in (None, 1e3):

@@ -73,7 +73,8 @@ def generated(
 @pytest.mark.parametrize("n", [1, 3])
 def test_an_episode_of_one_turn_is_a_completion(n: int, make_world: MakeWorld) -> None:
     """The same tokens and ends as generation without episodes; log-probabilities but for the
-    rounding of other batches."""
+    rounding of other batches.
+    """
     world = make_world()
     episode, _ = generated(world, context_of(world, {"name": f"{OWN}:once"}, n=n), ["a", "b"])
     plain, _ = generated(world, context_of(world, {}, n=n), ["a", "b"])
@@ -86,7 +87,8 @@ def test_an_episode_of_one_turn_is_a_completion(n: int, make_world: MakeWorld) -
 
 def test_log_probabilities_are_those_of_the_whole_sequence(make_world: MakeWorld) -> None:
     """Those of every turn's tokens are what the training engine computes for them in their
-    context, messages included; tokens of messages are marked and have none."""
+    context, messages included; tokens of messages are marked and have none.
+    """
     world = make_world()
     sample, result = generated(world, context_of(world, SEVERAL, n=4), ["a", "bb", "ccc"])
     read = sample.tensor("prompt_mask")
@@ -163,7 +165,8 @@ def judged(world: Any, context: CallContext, sample: SequenceSample) -> CallResu
 
 def test_a_failed_episode_has_its_prompt_and_no_reward(make_world: MakeWorld) -> None:
     """It is counted, its prompt is all that later calls get of it, it is not judged, and no
-    token of it is trained on."""
+    token of it is trained on.
+    """
     world = make_world()
     context = context_of(world, SEVERAL)
     sample, result = generated(world, context, ["a", "x", "b"])
@@ -178,7 +181,8 @@ def test_a_failed_episode_has_its_prompt_and_no_reward(make_world: MakeWorld) ->
 
 def test_the_last_turn_is_judged_and_turns_are_paid(make_world: MakeWorld) -> None:
     """A reward is that of the last turn's text plus what the turns have earned; the table of
-    samples shows the turns and what was between them."""
+    samples shows the turns and what was between them.
+    """
     world = make_world()
     context = context_of(world, SEVERAL)
     tokenizer = context.tokenizer

@@ -94,7 +94,8 @@ def test_each_prompt_is_judged_by_its_own_completions() -> None:
 
 def test_failed_episodes_are_left_out_of_the_comparison() -> None:
     """Their reward of 0 is no judgement: where the other completions got equal rewards, or there is
-    no other, the prompt is dropped. A failed episode is not a truncated one either."""
+    no other, the prompt is dropped. A failed episode is not a truncated one either.
+    """
     wrote = [[True, True, False], [True, False], [False, False], [True, True, False, False]]
     sample = SequenceSample(
         ("equal@0", "alone@0", "none@0", "differ@0"),

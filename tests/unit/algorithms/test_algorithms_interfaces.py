@@ -101,7 +101,8 @@ def test_a_greedy_baseline_has_one_most_probable_completion(make_world: MakeWorl
 
 def test_a_completion_does_not_depend_on_how_many_its_prompt_has(make_world: MakeWorld) -> None:
     """The first one is the only one of n = 1, and the others have streams of their own; prompts
-    and completions of a group lie side by side."""
+    and completions of a group lie side by side.
+    """
     world = make_world()
     drawn = {}
     for n in (1, 2, 5):
@@ -158,7 +159,8 @@ def test_a_reward_does_not_see_the_stop_token(make_world: MakeWorld) -> None:
 
 def test_a_completion_ends_with_a_stop_string(make_world: MakeWorld) -> None:
     """In training and evaluation: with the token that completes it, of which the reward sees the
-    text."""
+    text.
+    """
     world = make_world()
     context = judging(with_rollout(world.context(step=1), stop_strings=STOPS), samples=1)
     for asked in (context, evaluating(context, max_new_tokens=9)):
@@ -204,7 +206,8 @@ def test_evaluation_has_settings_and_a_stream_of_its_own(make_world: MakeWorld) 
 
 def test_recomputed_logprobs_replace_those_of_generation(make_world: MakeWorld) -> None:
     """They are the engine's own, the distance of generation's is reported, and an update depends on
-    them alone."""
+    them alone.
+    """
     world, other = make_world(), make_world()
     sample, expected = world.rollout(step=1), other.rollout(step=1)
     expected_stats = other.train_actor(expected, 1, kl_coef=0.1)
@@ -303,7 +306,8 @@ def test_samples_show_rendered_prompt_if_template_adds_text(make_world: MakeWorl
 
 def test_a_reward_model_scores_completions(make_world: MakeWorld) -> None:
     """A part named ``model`` is the value at the last token, less the bias and times the scale; it
-    adds up with others."""
+    adds up with others.
+    """
     world = make_world()
     context = judging(world.context(step=1), samples=1)
     sample = completed()
@@ -401,7 +405,8 @@ def rewarded(context: CallContext, name: str) -> CallContext:
 
 def test_a_reward_that_is_not_finite_fails_the_call(make_world: MakeWorld) -> None:
     """Otherwise every update of the step would be skipped, and the run would end as if it had
-    learned."""
+    learned.
+    """
     context = judging(make_world().context(step=1), samples=1)
     config = context.settings.config.model_copy(
         update={"reward": Reward(name="tests.support.users_rewards:nan_for_the_second")}

@@ -141,7 +141,8 @@ DPOS = (
 @pytest.mark.parametrize("dpo", DPOS)
 def test_dpo_equals_its_formula(dpo: DPO) -> None:
     """Loss and gradient of each variant, over items with one and several pairs and answers of one
-    token. No two variants agree."""
+    token. No two variants agree.
+    """
     sample, at = judged(LENGTHS), tokens_of(LENGTHS)
     check(
         lambda logp: dpo_loss({"logp": logp}, sample, dpo)[0],
@@ -343,7 +344,8 @@ def test_steps_learn_and_evaluation_agrees(
     algorithm: Any, interface: Any, lengths: list[list[int]], head: Any
 ) -> None:
     """Each step reports what an evaluation of the same batch reports before it; after some steps
-    the chosen answers are ahead."""
+    the chosen answers are ahead.
+    """
     sample, model = batch_of(lengths), engine(head)
     before = means(interface().inference(model, sample, context(algorithm)))
     first = means(interface().train_step(model, sample, context(algorithm)))
@@ -381,8 +383,10 @@ def test_the_scores_of_an_evaluation_s_items_add_up_to_its_metrics(
 
 
 def test_the_accuracy_of_kto_is_the_share_of_answers_on_their_side() -> None:
-    """Beyond the reference point in the direction of the label; a tie is no success. That is where
-    the loss is below half of its most."""
+    """Beyond the reference point in the direction of the label; a tie is no success.
+
+    That is where the loss is below half of its most.
+    """
     logratios = torch.tensor([0.5, 0.2, 0.1, 0.5, 0.2, 0.1])
     desirable = torch.tensor([True, True, True, False, False, False])
     kto = KTO(batch_size=4)

@@ -79,8 +79,10 @@ def targets(**changes: Any) -> PolicyTargets:
 
 
 def loop(settings: Objective, at: Tensor, frozen: Tensor | None = None) -> float:
-    """The sum over tokens. ``frozen`` is what the ratio is computed from where no gradient flows
-    through it."""
+    """The sum over tokens.
+
+    ``frozen`` is what the ratio is computed from where no gradient flows through it.
+    """
     total = 0.0
     for t in MASK.nonzero().flatten().tolist():
         moving = at.tolist()
@@ -98,7 +100,8 @@ def loop(settings: Objective, at: Tensor, frozen: Tensor | None = None) -> float
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_surrogate_and_its_gradient_are_those_of_its_definition(name: str, ratio: str) -> None:
     """Each objective, at each level of the ratio, is the sum of its paper's loss over tokens, and
-    its gradient that of finite differences with the detached parts held."""
+    its gradient that of finite differences with the detached parts held.
+    """
     settings = Objective(**OBJECTIVES[name], ratio=ratio)
     logp = LOGP.clone().requires_grad_()
     loss, _ = policy_loss(logp, ENTROPY, targets(), settings)
@@ -223,7 +226,8 @@ def test_nothing_to_learn_from_is_a_loss_of_zero() -> None:
 def test_kl_estimators_and_their_gradients_in_the_mean() -> None:
     """Over all tokens of a vocabulary, weighted by the policy: k1 and k3 have the mean
     KL(policy || reference). The gradient of k1 vanishes, that of k2 is the one of
-    KL(policy || reference), and that of k3 the one of KL(reference || policy)."""
+    KL(policy || reference), and that of k3 the one of KL(reference || policy).
+    """
     generator = torch.Generator().manual_seed(1)
     logits, other = torch.randn(2, 7, generator=generator, dtype=torch.float64)
     ref = other.log_softmax(0)
@@ -264,7 +268,8 @@ def test_an_aggregation_does_not_depend_on_how_a_batch_is_cut(
     aggregation: str, groups: list[int]
 ) -> None:
     """Weighted sums and denominators of items add up to the definition, whether each sequence is an
-    item of its own or several form a group, and whichever part an item is in."""
+    item of its own or several form a group, and whichever part an item is in.
+    """
     rows, start = [], 0
     for count in groups:
         rows.append(LENGTHS[start : start + count])

@@ -230,8 +230,11 @@ def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
 def test_the_update_whose_ratio_runs_away_is_not_made(
     make_world: MakeWorld, runs_away: int | None
 ) -> None:
-    """A vetoed update also ends the step. The third of four minibatches was sampled by a very
-    different policy, so its mean ratio exceeds the limit."""
+    """A vetoed update also ends the step.
+
+    The third of four minibatches was sampled by a very different policy, so its mean ratio exceeds
+    the limit.
+    """
     world, other = (make_world(n_minibatches=4, n_epochs=2) for _ in range(2))
     sample = world.rollout(step=1)
     if runs_away is not None:
@@ -275,7 +278,8 @@ def test_a_step_waits_as_often_whatever_the_number_of_micro_batches(
 
 def test_a_step_without_critic_and_reference_trains(make_world: MakeWorld) -> None:
     """Groups of completions need neither values nor reference log-probabilities, and report none of
-    their metrics, but the number of completions."""
+    their metrics, but the number of completions.
+    """
     world = make_world(advantage="none", kl=KL(coef=0.0), n_minibatches=1)
     sample = world.rollout(step=1)
     sample = sample.only(set(sample.keys) - {"values", "ref_logprobs"})

@@ -41,8 +41,11 @@ def test_a_preset_gives_defaults_that_the_user_may_override(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_kl_penalty_that_is_described_has_a_coefficient(name: str) -> None:
-    """Without one the settings would silently do nothing. An explicit 0 switches the penalty off,
-    and the settings of a trial that were resolved so can be read back."""
+    """Without one the settings would silently do nothing.
+
+    An explicit 0 switches the penalty off, and the settings of a trial that were resolved so can be
+    read back.
+    """
     kl = {"where": "loss", "estimator": "k3"}
     if PolicyGradient.model_validate({"batch_size": 8, "name": name}).uses_reference:
         settings = PolicyGradient.model_validate({"batch_size": 8, "name": name, "kl": kl})

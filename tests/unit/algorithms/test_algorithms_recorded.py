@@ -1,5 +1,6 @@
 """Training with what generation has recorded: the part of the vocabulary that each token was drawn
-from, and the experts that read it."""
+from, and the experts that read it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def test_all_models_compute_the_distribution_that_tokens_were_drawn_from(
     options: dict[str, Any], make_world: MakeWorld
 ) -> None:
     """The policy before its first update is the one that generated, and so is a reference of the
-    same weights: ratios are 1 and divergences 0. Over all tokens they would not be."""
+    same weights: ratios are 1 and divergences 0. Over all tokens they would not be.
+    """
     world = make_world(**options)
     restrict(world)
     sample = world.rollout(step=1)
@@ -72,7 +74,8 @@ def test_all_models_compute_the_distribution_that_tokens_were_drawn_from(
 
 def test_an_update_changes_the_probabilities_within_the_supports(make_world: MakeWorld) -> None:
     """A loss of one token has the gradient of the restricted log-probability: logits outside of its
-    support do not move it."""
+    support do not move it.
+    """
     world = make_world()
     restrict(world)
     sample = world.rollout(step=1, prompts=4)
@@ -131,7 +134,8 @@ def test_the_actor_is_trained_with_the_experts_that_generation_chose(
     turns: bool, make_world: MakeWorld
 ) -> None:
     """As the same weights choose them, nothing differs; once the routers' weights are others, they
-    do not choose."""
+    do not choose.
+    """
     world = make_world()
     world.actor = engine(architecture={**ARCHITECTURE, **EXPERTS_OF_TWO, "vocab_size": 80})
     rollout = {"n": 2, "replay_experts": True}
@@ -170,7 +174,8 @@ def completion(tokens: tuple[int, ...], support: SampledSupport | None) -> Compl
 
 def test_supports_of_tasks_pass_through_their_files(make_world: MakeWorld) -> None:
     """Of completions that are different in length, with a message between two turns, and beside one
-    whose engine has recorded none."""
+    whose engine has recorded none.
+    """
     world = make_world()
     restrict(world)
     turns, other = Completions([2, 3]), Completions([4])
@@ -236,9 +241,11 @@ def _named(*ids: str) -> SequenceSample:
 
 
 def test_records_are_keys_of_the_calls_that_need_them(make_world: MakeWorld) -> None:
-    """The critic reads no log-probabilities, and a reference has experts of its own. Without the
-    settings, and in evaluations, there are none; nor in an algorithm of the user's own, unless it
-    says so."""
+    """The critic reads no log-probabilities, and a reference has experts of its own.
+
+    Without the settings, and in evaluations, there are none; nor in an algorithm of the user's own,
+    unless it says so.
+    """
     world = make_world(recompute_logprobs=True, kl={"coef": 0.1})
     config = restricted(world.settings.config)
 

@@ -1,5 +1,6 @@
 """Whole training steps, from sampled completions to updated weights, against loops over tokens in
-float64 on a model of transformers."""
+float64 on a model of transformers.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +66,10 @@ def descend(model: PreTrainedModel, loss: Tensor) -> None:
 
 
 def cispo(model: PreTrainedModel, groups: Sequence[Sequence[Completion]]) -> float:
-    """Two passes over two minibatches of prompts: eq. 4 and 5 without a lower bound, averaged over
-    the tokens of a minibatch."""
+    """Two passes over two minibatches of prompts: eq.
+
+    4 and 5 without a lower bound, averaged over the tokens of a minibatch.
+    """
     largest = 0.0
     with torch.no_grad():
         old = [[[float(x) for x in logprobs(model, c)] for c in group] for group in groups]
@@ -175,7 +178,8 @@ def completions_of(sample: SequenceSample) -> list[list[Completion]]:
 
 def test_a_step_of_cispo_is_that_of_its_paper(tmp_path: Path) -> None:
     """Advantages, weights, their bound, averages and minibatches: after four updates, the last of
-    them far from the sampling policy, all weights are the same."""
+    them far from the sampling policy, all weights are the same.
+    """
     settings = {"name": "cispo", "n_minibatches": 2, "n_epochs": 2, "clip_ratio_high": HIGH}
     algorithm = PolicyGradient.model_validate({"batch_size": PROMPTS, **settings})
     check(ActorInterface(), algorithm, cispo, tmp_path)

@@ -109,7 +109,8 @@ def test_only_models_that_the_settings_need_are_in_the_graph(
     options: dict[str, Any], roles: list[str]
 ) -> None:
     """A critic serves GAE alone, a reference a KL coefficient above 0; their calls, keys and
-    metrics come and go with them."""
+    metrics come and go with them.
+    """
     algorithm = PolicyGradient.model_validate({"batch_size": 8, **options})
     assert [use.role for use in algorithm.roles()] == roles
     calls = {call.name: call for call in algorithm.calls(config())}

@@ -37,8 +37,10 @@ def layout(turns: Sequence[tuple[int, int]]) -> list[bool]:
 def batch(
     rows: Sequence[Sequence[Sequence[tuple[int, int]]]], seed: int, failed: Sequence[int] = ()
 ) -> SequenceSample:
-    """Groups of completions with random numbers and rewards at the last token of each turn. The
-    completions with the numbers ``failed`` have a prompt only."""
+    """Groups of completions with random numbers and rewards at the last token of each turn.
+
+    The completions with the numbers ``failed`` have a prompt only.
+    """
     generator = torch.Generator().manual_seed(seed)
     written = [layout(turns) for row in rows for turns in row]
     for number in failed:
@@ -95,7 +97,8 @@ def test_advantages_step_from_turn_to_turn(
 ) -> None:
     """Each token that the policy wrote is one step, whose next state is the one before the next
     token that it writes. A turn's reward comes with its last token, scaled like the score, and the
-    sum of a completion's rewards is its score."""
+    sum of a completion's rewards is its score.
+    """
     kl_coef, scale = 0.3, 2.0
     ppo = PolicyGradient(
         batch_size=8,
@@ -164,7 +167,8 @@ def test_more_groups_than_completions_that_did_not_fail(advantage: str) -> None:
 
 def poisoned(sample: SequenceSample) -> SequenceSample:
     """Other numbers on every token that the policy has read; values only where no state that
-    counts is."""
+    counts is.
+    """
     read = sample.tensor("prompt_mask")
     before_own = torch.cat([~read[1:], torch.tensor([True])])
     data = dict(sample.data)
@@ -271,7 +275,8 @@ def test_recomputed_log_probabilities_are_compared_on_own_tokens(make_world: Mak
 
 def test_a_long_completion_is_one_of_which_the_policy_wrote_much() -> None:
     """The penalty for the length counts the policy's tokens, up to what it may write in an
-    episode."""
+    episode.
+    """
     ppo = PolicyGradient(
         name="grpo", batch_size=1, kl={"coef": 0.0}, overlong_buffer=4, advantage_std="none"
     )

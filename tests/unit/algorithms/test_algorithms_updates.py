@@ -1,5 +1,6 @@
 """The updates of a step: which items a minibatch has, what its loss is divided by, and what ends
-them early."""
+them early.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +53,10 @@ class Recorder:
 
 
 def groups(items: list[int]) -> SequenceSample:
-    """Groups of two sequences: of 2 and of 3 tokens, of which the first is a prompt. The second
-    sequence of item 0 has no response, the one of item 1 has one that does not count."""
+    """Groups of two sequences: of 2 and of 3 tokens, of which the first is a prompt.
+
+    The second sequence of item 0 has no response, the one of item 1 has one that does not count.
+    """
     rows = [[2, 3]] * len(items)
     written = torch.tensor([[0, 1, 0, item > 0, item > 0] for item in items]).bool().flatten()
     mask = torch.tensor([[0, 1, 0, item > 1, item > 1] for item in items]).bool().flatten()
@@ -85,8 +88,10 @@ def names(seen: list[tuple[tuple[str, ...], float]]) -> list[set[str]]:
 
 
 def test_shuffled_minibatches_follow_seed_step_and_epoch() -> None:
-    """Each epoch trains on each item once, in minibatches of its own. A rank's minibatch is its
-    part of the one of all ranks."""
+    """Each epoch trains on each item once, in minibatches of its own.
+
+    A rank's minibatch is its part of the one of all ranks.
+    """
     everything = list(range(8))
     options = {"n_minibatches": 3, "n_epochs": 2, "shuffle_minibatches": True}
     whole, _ = updates(everything, **options)
@@ -104,8 +109,11 @@ def test_shuffled_minibatches_follow_seed_step_and_epoch() -> None:
 
 
 def _joined(parts: list[list[set[str]]], whole: list[set[str]]) -> list[set[str]]:
-    """The ranks' items of each update. A rank that has none of one is not called with it here,
-    because the recorder knows no other ranks."""
+    """The ranks' items of each update.
+
+    A rank that has none of one is not called with it here, because the recorder knows no other
+    ranks.
+    """
     found = []
     rest = [list(part) for part in parts]
     for wanted in whole:
@@ -130,7 +138,8 @@ def test_denominators_are_tokens_that_count_or_sequences_with_responses(
     aggregation: str, denominators: list[float]
 ) -> None:
     """Losses are divided by the denominators, other statistics by the numbers of tokens that
-    count."""
+    count.
+    """
     seen, means = updates([0, 1, 2, 3], n_minibatches=4, aggregation=aggregation)
     assert [denominator for _, denominator in seen] == denominators
     assert means["actor/loss"] == means["actor_loss"] == 12.0 / sum(denominators)
@@ -172,7 +181,8 @@ def weights(world: Any) -> list[torch.Tensor]:
 
 def test_the_actor_waits_while_the_critic_warms_up(make_world: MakeWorld) -> None:
     """Neither weights nor schedule of the actor move in these steps, whose metrics are complete;
-    the critic trains."""
+    the critic trains.
+    """
     world = make_world(critic_warmup_steps=2)
     before = weights(world)
     for step in (1, 2):
@@ -190,7 +200,8 @@ def test_the_actor_waits_while_the_critic_warms_up(make_world: MakeWorld) -> Non
 
 def test_the_first_minibatch_compares_training_with_generation(make_world: MakeWorld) -> None:
     """Before any update, by its own forward pass; later minibatches, of another policy, do not
-    count. The largest ratio is that of all micro-batches."""
+    count. The largest ratio is that of all micro-batches.
+    """
     world = make_world(n_minibatches=2, n_epochs=2)
     world.actor._max_tokens = 40
     sample = world.rollout(step=1)
@@ -221,7 +232,8 @@ def test_recomputation_compares_training_with_generation(make_world: MakeWorld) 
 
 def test_corrections_weigh_the_updates_of_recomputed_policies(make_world: MakeWorld) -> None:
     """Where generation gave every token a 2.7 times higher probability, the mask of small weights
-    leaves no gradient, and the truncation halves it less."""
+    leaves no gradient, and the truncation halves it less.
+    """
     made = {}
     for kind, bounds in [
         ("none", {}),
@@ -277,7 +289,8 @@ def test_all_options_together_make_the_host_wait_no_more_often(make_world: MakeW
 
 def test_settings_of_the_losses_reach_the_updates(make_world: MakeWorld) -> None:
     """The constant is by default the longest completion, here 6 tokens: of 48 completions, the sum
-    over tokens is divided by 6 times 48."""
+    over tokens is divided by 6 times 48.
+    """
     norms = {}
     for name, options in {
         "tokens": {},

@@ -1,5 +1,6 @@
 """Normalised returns: their running moments, as a part of the committed state, and what the critic
-does with them."""
+does with them.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def test_the_moments_are_part_of_the_committed_state() -> None:
 
 def take_rewards(world: Any, step: int, scalars: dict[str, float]) -> Any:
     """A rollout of finished completions with large rewards, and the values that ``scalars``
-    give."""
+    give.
+    """
     sample = world.rollout(step)
     sample.data["finished"] = torch.ones_like(sample.tensor("finished"))
     sample.data["rewards"] = 100.0 + 20.0 * sample.tensor("rewards")
@@ -97,8 +99,11 @@ OPTIONS = {"reward_clip": None, "n_minibatches": 1, "value_clip": 0.2, "value_no
 
 
 def test_the_critic_predicts_normalised_returns(make_world: MakeWorld) -> None:
-    """Its outputs are scaled back for the advantages. Its loss compares the outputs with returns
-    normalised by moments that include them, and old outputs with new ones in the same units."""
+    """Its outputs are scaled back for the advantages.
+
+    Its loss compares the outputs with returns normalised by moments that include them, and old
+    outputs with new ones in the same units.
+    """
     world = make_world(**{**OPTIONS, "value_norm": "none"})
     before = ReturnMoments().moving(90.0, 90.0**2 + 25.0, 10.0)
     plain, _ = take_rewards(world, 1, {})

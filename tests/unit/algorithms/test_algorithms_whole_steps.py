@@ -1,5 +1,6 @@
 """Whole steps of policy gradients with random settings, on ranks, against loops over single tokens
-(tests/support/policy_reference.py)."""
+(tests/support/policy_reference.py).
+"""
 
 from __future__ import annotations
 
@@ -205,7 +206,8 @@ def means(result: CallResult) -> dict[str, float]:
 def test_steps_are_those_of_loops_over_single_tokens(name: str) -> None:
     """Weights and metrics after a step with any settings: minibatches and epochs, groups of
     different sizes, failed episodes, several turns, micro-batches, and ranks of which some have
-    nothing."""
+    nothing.
+    """
     for seed in range(STEPS_OF_A_PRESET):
         check(Case.draw(name, seed), f"{name} {seed}")
 
@@ -251,7 +253,8 @@ def check_order(
     case: Case, minibatches: Sequence[Sequence[Prompt]], *, stopped: bool = False
 ) -> None:
     """An epoch trains on each prompt once, in minibatches of equal numbers of prompts; those
-    without a token in the loss are left out."""
+    without a token in the loss are left out.
+    """
     trained = [
         prompt.name
         for prompt in case.batch.prompts

@@ -1,6 +1,7 @@
 """What a link executes in tests in place of the supervisor: it trains nothing, but writes and
 obeys what a real master does. ``stand_in.py RUN_DIR STEPS train|fail|held|stubborn``: ``held``
-trains its second step once there is a file ``go`` in RUN_DIR."""
+trains its second step once there is a file ``go`` in RUN_DIR.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Every file of a run directory damaged in every way, and every command on it (at length:
-``scripts/soak fuzz``)."""
+``scripts/soak fuzz``).
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def test_many_trials_in_columns() -> None:
 
 def test_rollout_tasks() -> None:
     """How many there are and how fast, how old the samples were, and what was lost; an empty
-    section says nothing."""
+    section says nothing.
+    """
     shown = status(rollouts=rollouts())
     lines = status_text.one(shown).splitlines()
     assert [line.strip() for line in lines if line.startswith("  ")][4:7] == [

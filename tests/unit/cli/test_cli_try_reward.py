@@ -125,8 +125,10 @@ def test_only_the_rows_that_are_needed_are_read(
 
 
 def test_a_reward_gets_what_it_asks_for(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """As in the first step of a run; the completions of one row are siblings. A pool changes
-    nothing."""
+    """As in the first step of a run; the completions of one row are siblings.
+
+    A pool changes nothing.
+    """
     texts = ["--rows", "2", "--completion", "12", "--completion", "345"]
     for pool in ("null", "{processes: 1}"):
         changes = ["reward.name=mine:asks", f"reward.pool={pool}"]
@@ -237,7 +239,8 @@ def test_rows_of_an_own_type_of_dataset_are_judged(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its module, which may import torch, is imported in the child; what it raises names the
-    row."""
+    row.
+    """
     config.with_name("sums.py").write_text(OWN_TYPE)
     rows = config.with_name("rows.jsonl")
     rows.write_text("".join(json.dumps({"a": number}) + "\n" for number in range(3)))

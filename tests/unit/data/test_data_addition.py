@@ -97,7 +97,8 @@ def test_labels_are_those_of_the_sampled_pairs() -> None:
 
 def test_judged_answers_become_pairs_and_labels(tmp_path: Path) -> None:
     """A prompt with answers of one kind only has no pair; truncated and unjudged answers are left
-    out, and results without rewards are refused."""
+    out, and results without rewards are refused.
+    """
 
     def row(name: str, *answers: tuple[str, float | None, bool]) -> dict[str, Any]:
         keys = ("text", "reward", "finished")

@@ -147,7 +147,8 @@ def test_tools_of_the_dataset_described_in_rows_without_tools(
 )
 def test_parts_of_text_reach_every_template(site: Site, template: str, text: str) -> None:
     """A template that knows no parts would print the list, or leave it out; one that knows them
-    reads them as it always does."""
+    reads them as it always does.
+    """
     site.template(template)
     parts = [{"type": "text", "text": " Hi,"}, {"type": "text", "text": " you"}]
     turns = [{"role": "user", "content": parts}]
@@ -291,7 +292,8 @@ GIVEN = [f"{ASKED}[{text}<|im_end|>]\n" for text in ("Yes", "No")]
 )
 def test_answers_of_a_pair_may_be_messages(site: Site, row: dict[str, Any]) -> None:
     """All of TRL's conversational forms become the tokens of the same texts: only the answer is a
-    target."""
+    target.
+    """
     sample = site.sample(row, type="preference", chat_template=True)
     assert site.all_marked(sample) == GIVEN
     ids = sample.tensor("input_ids").tolist()[: sample.lengths["input_ids"][0][0]]
@@ -300,7 +302,8 @@ def test_answers_of_a_pair_may_be_messages(site: Site, row: dict[str, Any]) -> N
 
 def test_earlier_turns_of_the_assistant_are_context_and_later_ones_targets(site: Site) -> None:
     """In a prompt they are what the model has said already; in an answer of several turns, the
-    user's turns are context."""
+    user's turns are context.
+    """
     history, later = [USER, SAID, THEN], [GOOD, THEN, GOOD]
     pair = {"chosen": [*history, *later], "rejected": [*history, BAD]}
     chosen, rejected = site.all_marked(site.sample(pair, type="preference", chat_template=True))

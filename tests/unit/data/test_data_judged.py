@@ -73,7 +73,8 @@ REAL = {"id": "c", "prompt": "1+1=", "pos_answers": ["2", "2"], "neg_answers": [
 
 def test_pairs_stay_together_in_an_item(tmp_path: Path) -> None:
     """All sequences of a row form one item, as chosen, rejected, chosen, …, whatever spelling the
-    row uses; the prompt's tokens are masked in each, and the end-of-text token is learnt."""
+    row uses; the prompt's tokens are masked in each, and the end-of-text token is learnt.
+    """
     made = make("preference", tmp_path, PAIR, PAIRS, REAL)
     assert texts(made, 1, 0, 2) == [
         [("2+2=", f"{answer}<eos>") for answer in ("4", "5", "04", "6")],
@@ -158,7 +159,8 @@ LABELLED = [
 def test_mismatched_answers_belong_to_other_prompts(tmp_path: Path) -> None:
     """The second sequence of a labelled row has the answer of the closest row before it with
     another prompt (at the start of the file, of the first one after it), cut at the limit; rows
-    that are left out lend no answer."""
+    that are left out lend no answer.
+    """
     made = make("kto", tmp_path, *LABELLED)
     mismatched = [item[1] for item in texts(made, *range(5))]
     assert mismatched == [

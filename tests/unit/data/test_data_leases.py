@@ -64,7 +64,8 @@ def sample(item: int, *versions: str) -> StoredGroup:
 
 class Account(RuleBasedStateMachine):
     """The ledger beside a list that holds the state of each item that was ever taken: a tuple that
-    begins with queued, leased, finished, in flight, trained or dropped."""
+    begins with queued, leased, finished, in flight, trained or dropped.
+    """
 
     BATCH = 2
     STALENESS = 1
@@ -311,7 +312,8 @@ def test_rollouts_run_ahead_by_the_staleness_and_no_sample_becomes_stale(
     max_staleness: int,
 ) -> None:
     """Tasks that take whatever there is room for finish each step's samples with the weights that
-    the bound allows: none is dropped, and with 0 a step begins when the one before is over."""
+    the bound allows: none is dropped, and with 0 a step begins when the one before is over.
+    """
     admission = Admission(max_staleness=max_staleness, batch_size=4, max_leased=100)
     ledger = SampleLedger(1, ALL_STEPS)
     seen = set()
@@ -335,7 +337,8 @@ def test_rollouts_run_ahead_by_the_staleness_and_no_sample_becomes_stale(
 def test_where_a_filter_drops_items_more_are_made_ahead(max_staleness: int, share: float) -> None:
     """Steps judge candidates until a batch is accepted, in few rounds, because tasks make most of
     them while the step before trains. What is accepted and too much for a batch waits for the next
-    step. None becomes stale, also of tasks that are always ahead."""
+    step. None becomes stale, also of tasks that are always ahead.
+    """
     admission = Admission(
         max_staleness=max_staleness, batch_size=8, max_leased=None, filter_rounds=20
     )

@@ -246,7 +246,8 @@ def train(master: Master, max_staleness: int) -> Master | None:
 @cache
 def check(text: str, weights: Weights, queued: tuple[int, ...]) -> None:
     """This master trains or drops each item once, and so does a trial that goes on from its record
-    alone."""
+    alone.
+    """
     trained = [int(one.partition("x")[0]) for one in weights]
     assert len(set(trained)) == len(trained), f"an item is trained twice: {weights}"
     record = read(text)
@@ -297,7 +298,8 @@ def run(max_staleness: int) -> Iterator[State]:
 
 def explore(actions: int, max_staleness: int = 1) -> int:
     """Visit all states that a run with so many other actions at its end comes to, wherever it ends,
-    and count them. Raises AssertionError, CorruptFileError."""
+    and count them. Raises AssertionError, CorruptFileError.
+    """
     seen = set(run(max_staleness))
     level = set(seen)
     for _ in range(actions):

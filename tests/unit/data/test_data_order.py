@@ -61,7 +61,8 @@ def source_of(index: int) -> int:
 
 def test_a_mixture_takes_each_source_s_items_in_its_order_and_once() -> None:
     """What a source gives is its own endless order without gaps, so each (epoch, index) comes
-    once."""
+    once.
+    """
     items = mixture(1).items(range(600))
     for source, (first, size) in enumerate(((0, 7), (7, 5), (12, 40))):
         own = [(e, i - first) for e, i in items if source_of(i) == source]
@@ -98,7 +99,8 @@ def test_batches_are_balanced_and_come_longest_first() -> None:
 @pytest.mark.parametrize(("size", "batch"), [(10, 4), (7, 10), (9, 3), (11, 1), (5, 7)])
 def test_batches_that_reach_into_the_next_epoch_stay_whole(size: int, batch: int) -> None:
     """Batches are those of the steps: of an epoch that begins within a batch, the first items
-    complete it, and only whole batches are sorted."""
+    complete it, and only whole batches are sorted.
+    """
     lengths = [float(i) for i in range(size)]
     begun = 0
     for _epoch in range(5):

@@ -1,5 +1,6 @@
 """The look into a container: the real job and the real command line; only the container's program
-is a stand-in, which sees what a container would show of the machine."""
+is a stand-in, which sees what a container would show of the machine.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Which parts of the parameters lie where in megatron's modules, by assembling them from all
-ranks of a layout."""
+ranks of a layout.
+"""
 
 from __future__ import annotations
 

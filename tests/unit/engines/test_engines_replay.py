@@ -44,7 +44,8 @@ OPTIONS = GenerationOptions(
 
 def expected_support(logits: Tensor, banned: tuple[int, ...]) -> tuple[list[int], Tensor]:
     """What top-k and then top-p leave of one token's logits [V], by sorting; log-probabilities
-    under it [V]."""
+    under it [V].
+    """
     scaled = logits / OPTIONS.temperature
     scaled[list(banned)] = -torch.inf
     assert OPTIONS.top_k is not None
@@ -81,7 +82,8 @@ def check(decoder: Any, prompt: tuple[int, ...], made: Completion) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_requests_get_the_tokens_that_each_one_was_drawn_from(late: bool) -> None:
     """With rows that are preempted, and requests beside them that ask for no support, or a larger
-    one."""
+    one.
+    """
     decoder, texts = decoder_of(), prompts(9)
     others = GenerationOptions(max_new_tokens=9, temperature=0.5)
     wider = GenerationOptions(max_new_tokens=9, top_k=20, support=True)
@@ -137,7 +139,8 @@ def test_completions_that_share_their_beginning_keep_their_own_supports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Sequences of the same tokens are read once; what each was drawn from may still differ, as
-    after an update of the weights between them."""
+    after an update of the weights between them.
+    """
     ids = torch.randint(4, 50, (24,), generator=torch.Generator().manual_seed(2))
     batch = SequenceSample.grouped([[24, 24]], ["a"], {"input_ids": ids.repeat(2)})
     support = SampledSupport()
@@ -286,7 +289,8 @@ def routed(seed: int = 4) -> SequenceSample:
 
 def test_whole_batches_are_replayed_with_their_experts() -> None:
     """The recorded experts are those that the same weights choose, so nothing changes; after others
-    were drawn, outputs do."""
+    were drawn, outputs do.
+    """
     model = experts_engine()
     options = GenerationOptions(max_new_tokens=9, temperature=0.7, experts=True)
     output = generated(model, sample("prompt_ids"), options, seed=1, step=2, keys=torch.arange(6))
@@ -306,7 +310,8 @@ def test_whole_batches_are_replayed_with_their_experts() -> None:
 
 def test_experts_follow_their_tokens_through_micro_batches_and_recomputation() -> None:
     """Each sequence has its own, whatever else is in its micro-batch, and backward passes that
-    compute a layer again have the same ones."""
+    compute a layer again have the same ones.
+    """
     batch = routed()
     alone = [experts_engine().forward(batch.take([n]))["logp"] for n in range(batch.bs)]
     steps = []

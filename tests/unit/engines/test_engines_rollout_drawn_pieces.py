@@ -37,7 +37,8 @@ def answer(
     rest: Sequence[int], options: GenerationOptions, pause: int | None, chance: random.Random
 ) -> DrawnPiece:
     """What SGLang draws of the stream for one request: strings end it whatever the minimum, and a
-    pause after one more token, which is not looked at."""
+    pause after one more token, which is not looked at.
+    """
     tokens: list[int] = []
     finish: Finish | None = None
     stop = ""
@@ -63,7 +64,8 @@ def answer(
 def test_pieces_make_what_one_request_would() -> None:
     """Wherever updates cut a completion: within stop strings of which others are the beginnings or
     the ends, before the least number of tokens, within a character, and at the last token. Requests
-    that no update cuts make progress each."""
+    that no update cuts make progress each.
+    """
     pieces = 0
     for seed in range(4000):
         chance = random.Random(seed)

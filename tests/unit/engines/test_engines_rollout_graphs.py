@@ -89,7 +89,8 @@ def test_replayed_calls_draw_what_computed_ones_do(
     start: Any, name: str, limits: Limits, late: bool
 ) -> None:
     """Also where the cache and its tables move, rows are preempted, and tokens are read late;
-    tokens drawn behind the end of a row are not counted."""
+    tokens drawn behind the end of a row are not counted.
+    """
     direct, replayed = (
         start(name, limits, late=late and graphs, graphs=graphs) for graphs in (False, True)
     )

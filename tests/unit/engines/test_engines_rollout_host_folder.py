@@ -28,8 +28,10 @@ time.sleep(600)
 def test_a_killed_process_leaves_nothing_that_the_next_one_does_not_remove(
     tmp_path: Path, start: Callable[[Path], HostFolder | None]
 ) -> None:
-    """A folder stays while its process lives. After a kill it goes with the next start, or once its
-    parent cleans up."""
+    """A folder stays while its process lives.
+
+    After a kill it goes with the next start, or once its parent cleans up.
+    """
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None

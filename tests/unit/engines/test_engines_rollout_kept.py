@@ -26,8 +26,10 @@ SERVER = "import os, sys, time; open(sys.argv[1], 'a').write(f'{os.getpid()} ');
 
 
 async def started(folder: Path, count: int) -> list[int]:
-    """The pids of all starts of the server, once there are that many. (Every test has a deadline.)
-    A server is ready here before it runs."""
+    """The pids of all starts of the server, once there are that many.
+
+    (Every test has a deadline.) A server is ready here before it runs.
+    """
     record = folder / "starts"
     while not record.exists() or len(pids := record.read_text().split()) < count:
         await asyncio.sleep(0.02)
@@ -113,7 +115,8 @@ def within(
 
 def test_a_refused_version_leaves_the_one_before_in_service(tmp_path: Path) -> None:
     """The refused load may have replaced some tensors, so the earlier version is loaded again
-    before the server resumes and requests are answered."""
+    before the server resumes and requests are answered.
+    """
 
     async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
         dialect.refused = {"2.1"}
@@ -174,7 +177,8 @@ def test_a_server_that_hangs_while_it_takes_weights_is_started_again(tmp_path: P
 
 def test_a_start_that_does_not_take_the_weights_is_not_the_last(tmp_path: Path) -> None:
     """Servers answer status 400 also for a full disk or memory, so a start that fails to load what
-    an earlier one has held counts as one failed start."""
+    an earlier one has held counts as one failed start.
+    """
 
     async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
         dialect.refused = {"1.1"}
@@ -291,8 +295,10 @@ def test_a_server_that_does_not_free_its_memory_is_ended(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_server_that_does_not_wake_is_started_again(tmp_path: Path, dies: bool) -> None:
-    """It may answer probes all the same, or have ended because of it. The next start gets the
-    weights, and requests are answered."""
+    """It may answer probes all the same, or have ended because of it.
+
+    The next start gets the weights, and requests are answered.
+    """
 
     async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
         await engine.sleep()

@@ -97,7 +97,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-windows", "mixtral-windows", "gpt2"])
 def test_completions_do_not_depend_on_the_batch(name: str, limits: Limits, late: bool) -> None:
     """However few rows, tokens or pages there are, and whether tokens are read one call late,
-    completions are those of a batch that begins and ends together."""
+    completions are those of a batch that begins and ends together.
+    """
     decoder = decoder_of(name)
     options = GenerationOptions(
         max_new_tokens=25, min_new_tokens=2, temperature=0.8, stop_token_ids=(STOP, 11)
@@ -127,7 +128,8 @@ def test_completions_do_not_depend_on_the_batch(name: str, limits: Limits, late:
 
 def test_a_turn_shares_no_cell_that_was_not_computed() -> None:
     """Two sequences end as a third one needs a page, in the call that would have read their last
-    tokens. These fill pages, which a later prompt may then not share."""
+    tokens. These fill pages, which a later prompt may then not share.
+    """
     decoder = decoder_of()
     limits = Limits(rows=4, step_tokens=16, cache_tokens=24, page_tokens=4)
     texts, four = [(5, 6, 7, 8), (9, 8, 7, 6)], GenerationOptions(max_new_tokens=4)
@@ -238,7 +240,8 @@ def test_a_prompt_is_read_once_for_all_of_its_completions(
 
 def test_the_turns_of_an_episode_share_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that begins with an ended request's tokens reads only what follows its full pages,
-    until the weights change."""
+    until the weights change.
+    """
     decoder, options = decoder_of(), GenerationOptions(max_new_tokens=9)
     counts = reads(monkeypatch)
 
@@ -270,7 +273,8 @@ def test_equal_prompts_at_once_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_new_weights_take_over_in_the_middle(tmp_path: Path) -> None:
     """Tokens behind an update are those of the new weights, given the tokens before it; each token
-    has its version, and an update from a folder changes the decoder's own tensors."""
+    has its version, and an update from a folder changes the decoder's own tensors.
+    """
     first, second = decoder_of(seed=0), decoder_of(seed=1)
     to_hf(second, tmp_path)
     options = GenerationOptions(max_new_tokens=20)
@@ -306,7 +310,8 @@ def test_with_a_stale_cache_tokens_behind_an_update_are_drawn_over_older_keys(
 ) -> None:
     """They have the log-probabilities of the new weights over the keys and values that the old ones
     have computed (transformers'), and later prompts share nothing of that: also if the first page
-    was not full at the update."""
+    was not full at the update.
+    """
     models = [hf_model(ODD["qwen3"], seed) for seed in (1, 2)]
     old, new = (tmp_path / name for name in ("old", "new"))
     for model, folder in zip(models, (old, new), strict=True):
@@ -347,7 +352,8 @@ def test_with_a_stale_cache_all_completions_of_a_prompt_keep_their_pages_to_them
     tmp_path: Path,
 ) -> None:
     """Also those that begin behind the update, because only a part of the prompt was read by then:
-    a later prompt that begins like one of them is read by the new weights alone."""
+    a later prompt that begins like one of them is read by the new weights alone.
+    """
     models = [hf_model(ODD["qwen3"], seed) for seed in (1, 2)]
     old, new = (tmp_path / name for name in ("old", "new"))
     for model, folder in zip(models, (old, new), strict=True):
@@ -387,7 +393,8 @@ def check_greedy(completion: Completion, logits: Tensor) -> None:
 @pytest.mark.parametrize("paused", [False, True])
 def test_updates_at_every_step_do_not_stop_requests(paused: bool) -> None:
     """Prompts longer than a call's tokens are read again after each update; still each version
-    draws at least one token, so requests end."""
+    draws at least one token, so requests end.
+    """
     decoder, options = decoder_of(), GenerationOptions(max_new_tokens=6)
     texts = [tuple(4 + (n + i) % 30 for n in range(30)) for i in range(4)]
 
@@ -623,7 +630,8 @@ def letters(tokens: Any) -> str:
 @pytest.mark.parametrize("least", [0, 5])
 def test_stop_strings_end_completions_across_tokens(least: int, late: bool) -> None:
     """A completion ends with the first token after which its text has a stop string, wherever in
-    tokens it begins and ends, and after the least number of tokens."""
+    tokens it begins and ends, and after the least number of tokens.
+    """
     decoder, stops = decoder_of(), ("ab", "cccd", "hhij", "ff")
     free = GenerationOptions(max_new_tokens=40)
     options = GenerationOptions(max_new_tokens=40, min_new_tokens=least, stop_strings=stops)
@@ -701,7 +709,8 @@ def test_the_cache_stays_within_its_bytes() -> None:
 
 def test_the_cache_of_a_gpu_leaves_memory_for_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit it gets a share of what is free, memory that torch holds unused included;
-    with one, exactly that. Where not a page fits, the error says so."""
+    with one, exactly that. Where not a page fits, the error says so.
+    """
     decoder: Any = SimpleNamespace(
         config=decoder_of().config,
         split=WHOLE,

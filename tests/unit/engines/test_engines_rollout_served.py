@@ -19,8 +19,11 @@ CONTEXT = 16
 
 
 class ScriptedDialect(Dialect):
-    """Draws wait until the test ends them. Aborts of draws younger than ``deaf`` calls of `abort`
-    get lost, as those that overtake their request do."""
+    """Draws wait until the test ends them.
+
+    Aborts of draws younger than ``deaf`` calls of `abort` get lost, as those that overtake their
+    request do.
+    """
 
     where = "server"
 
@@ -118,7 +121,8 @@ async def ready(dialect: ScriptedDialect, **options: int) -> ServedEngine:
 
 def test_tokens_of_weights_that_were_not_installed_are_refused() -> None:
     """A server that was started again, or that another run has updated, is found out by the
-    versions of its tokens; `health` then fails, so that it gets the weights again."""
+    versions of its tokens; `health` then fails, so that it gets the weights again.
+    """
 
     async def main() -> None:
         dialect = ScriptedDialect()
@@ -190,7 +194,8 @@ def test_a_server_with_a_shorter_context_is_refused() -> None:
 
 def test_requests_wait_for_the_first_version_and_are_bounded() -> None:
     """No token is drawn before a version was installed; then at most ``concurrency`` completions
-    are requested at a time, and each is answered once, in the order of its keys."""
+    are requested at a time, and each is answered once, in the order of its keys.
+    """
 
     async def main() -> None:
         dialect = ScriptedDialect()

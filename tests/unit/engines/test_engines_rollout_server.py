@@ -112,7 +112,8 @@ def test_closing_ends_every_process_of_a_server_daemons_included(tmp_path: Path)
 @pytest.mark.parametrize("killed", ["owner", "server"])
 def test_nothing_outlives_a_kill(tmp_path: Path, killed: str) -> None:
     """Whether the owner or the server is killed, no process of the server is left, nor its shared
-    memory."""
+    memory.
+    """
     with (tmp_path / "owner.log").open("wb") as output:
         owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stderr=output)
     try:
@@ -128,7 +129,8 @@ def test_nothing_outlives_a_kill(tmp_path: Path, killed: str) -> None:
 @pytest.mark.parametrize("killed", ["nothing", "server", "everything"])
 def test_shared_memory_of_server_is_removed_and_no_other(tmp_path: Path, killed: str) -> None:
     """Also of one that was killed together with its warden, by the next process that makes a folder
-    on the host. Files of other servers stay, whatever their names."""
+    on the host. Files of other servers stay, whatever their names.
+    """
     folder, temporary = HostFolder(tmp_path), "tmp"
     (folder.path / temporary).mkdir()
     other = Path(f"/dev/shm/sglang_loads_{os.getpid()}_other.shm")
@@ -161,8 +163,10 @@ def test_shared_memory_of_server_is_removed_and_no_other(tmp_path: Path, killed:
 
 
 def test_a_killed_warden_takes_the_server_with_it(tmp_path: Path) -> None:
-    """The kernel ends the server, and closing what runs in its session. (The fork server kills
-    a daemon after the worker, which adopts it.)"""
+    """The kernel ends the server, and closing what runs in its session.
+
+    (The fork server kills a daemon after the worker, which adopts it.)
+    """
     process = start(tmp_path)
     pids = family(tmp_path)
     warden = int(Path(f"/proc/{pids['server']}/stat").read_text().rpartition(")")[2].split()[1])
@@ -430,7 +434,8 @@ def test_a_start_that_answers_no_request_has_failed_however_long_it_served(
 
 def test_a_server_that_can_never_be_used_is_given_up_at_once(tmp_path: Path) -> None:
     """A server that runs, but has another model, is not started again: the error has the reason,
-    and its processes are gone."""
+    and its processes are gone.
+    """
 
     async def test() -> None:
         life = Life(tmp_path)

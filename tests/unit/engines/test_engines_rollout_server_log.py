@@ -161,7 +161,8 @@ def failed(*endings: EndedStart) -> FailedStarts:
 
 def test_only_the_same_error_without_an_answer_is_hopeless() -> None:
     """However long each start was ready, if it was asked nothing; an answer or another error in
-    between begins the count again."""
+    between begins the count again.
+    """
     same = EndedStart(reason="", error="E", served_s=100.0)
     assert failed(same, same, same).hopeless
     assert not failed(same, same).hopeless

@@ -161,7 +161,8 @@ def test_a_stop_string_is_found_across_a_pause(
     stop: str, asked: list[list[str]], tokens: tuple[int, ...]
 ) -> None:
     """The tokens before the pause are kept, and the server, which would not see a text that the
-    pause has cut in two, also stops at the rest of one that may have begun."""
+    pause has cut in two, also stops at the rest of one that may have begun.
+    """
     server, made = asyncio.run(paused(draw(stop_strings=(stop,))))
     assert [body["sampling_params"]["stop"] for body in server.asked] == [[stop], *asked]
     assert server.asked[1]["input_ids"] == [1, 2, 3, 4]
@@ -495,9 +496,11 @@ KEEPS: dict[str, Any] = {**INFO, "version": "0.5.22", "pp_size": 1, "disaggregat
 def test_how_a_server_is_paused_depends_on_its_version_and_its_requests(
     tmp_path: Path, info: Mapping[str, Any], least: int, stale_cache: bool, modes: list[str]
 ) -> None:
-    """A server that retracts is idle at once. Before the first update its cache may be of another
-    run, so it is emptied; one that is kept is shared by requests of the same version only. A paused
-    server stays in its mode."""
+    """A server that retracts is idle at once.
+
+    Before the first update its cache may be of another run, so it is emptied; one that is kept is
+    shared by requests of the same version only. A paused server stays in its mode.
+    """
 
     async def work() -> ScriptedServer:
         server = ScriptedServer({**info, "weight_version": "1.1"})
@@ -544,7 +547,9 @@ def test_a_request_that_is_aborted_while_it_waits_has_no_masks(support: bool) ->
 @pytest.mark.parametrize("busy", [False, True])
 def test_weights_and_sleep_wait_until_no_batch_runs(tmp_path: Path, busy: bool) -> None:
     """In the middle of a batch SGLang would end, or refuse the update as if the weights were wrong.
-    A batch that does not end is a failure of the server, not a user's error."""
+
+    A batch that does not end is a failure of the server, not a user's error.
+    """
 
     async def work() -> list[str]:
         server = ScriptedServer({**INFO, "weight_version": "2.1"})
@@ -586,8 +591,10 @@ def test_servers_that_hold_weights_in_another_form_are_not_checked(
 
 @pytest.mark.parametrize("version", ["0.5.20", "0.5.21"])
 def test_checksums_of_another_model_than_the_trained_one_are_left_out(version: str) -> None:
-    """Of a draft model, which a server may have beside it. From 0.5.21 on, a rank reports both
-    together."""
+    """Of a draft model, which a server may have beside it.
+
+    From 0.5.21 on, a rank reports both together.
+    """
     place = {"tp_rank": 1, "tp_size": 2, "pp_rank": 0, "rank": 1}
     places = [{**place, "role": "target"}, {**place, "role": "draft"}]
     ranks: list[object] = [{"checksums": {"a": "1", "draft.a": "2"}, "parallelism_info": places}]

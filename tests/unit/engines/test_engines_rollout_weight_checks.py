@@ -118,7 +118,8 @@ def test_checksums_of_parameters_on_gpus_are_sglangs(
     count: int, dtype: torch.dtype, expected: str
 ) -> None:
     """The values are those of SGLang's kernel (tests/engines runs it): of a part of a word, a tile,
-    and more than is computed at a time."""
+    and more than is computed at a time.
+    """
     assert on_gpu((torch.arange(count) % 1000 - 300).to(dtype), CPU) == expected
 
 
@@ -173,7 +174,8 @@ def test_parameters_in_another_form_are_compared_between_starts_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They have changed with the first weights of a server and are not the expected ones: a kernel
-    has reordered them, or checksums are of another kind."""
+    has reordered them, or checksums are of another kind.
+    """
     first, second = version(tmp_path), version(tmp_path, "2.1", seed=1)
     checks, dummy = WeightChecks(own=True), report(tensors(6))
     name = f"{LAYER}.mlp.down_proj.weight"

@@ -1,5 +1,6 @@
 """How often the host would wait for a GPU: a few times for each training step and every few tokens
-of generation, but never for a micro-batch, a layer or a token."""
+of generation, but never for a micro-batch, a layer or a token.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +109,8 @@ def test_requests_wait_only_for_what_an_earlier_call_has_drawn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Calls of the model and draws are queued without a wait; tokens are read when the next call
-    runs, and completions are those of the whole batch. (Products are those of a GPU.)"""
+    runs, and completions are those of the whole batch. (Products are those of a GPU.)
+    """
     monkeypatch.setattr(inference_module, "packable", lambda weight: False)
     model, batch, keys = engine(), sample("prompt_ids"), torch.arange(len(LENGTHS))
     options = GenerationOptions(max_new_tokens=12, top_k=20, stop_token_ids=(10, 11))

@@ -264,7 +264,8 @@ def check(state: State) -> None:
 @cache
 def needed(log: Log) -> frozenset[str]:
     """The checkpoints that must exist: the committed ones, and the base of the newest incarnation
-    until it has its own commit. Checks the history itself."""
+    until it has its own commit. Checks the history itself.
+    """
     try:
         now = fold(records(log))
     except CorruptFileError as error:

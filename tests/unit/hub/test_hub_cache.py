@@ -37,8 +37,10 @@ def test_a_commit_is_fetched_once_and_found_without_a_network(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A branch is asked for each time; a commit is not. Files are readable by their owner only, and
-    torch is not imported."""
+    """A branch is asked for each time; a commit is not.
+
+    Files are readable by their owner only, and torch is not imported.
+    """
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     first = hub.commit("datasets/org/sums", {"train.jsonl": LINES, "test.jsonl": LINES})
     reference = parse("hf://datasets/org/sums", HubKind.DATASET)
@@ -134,8 +136,10 @@ def test_an_interrupted_download_is_no_folder_and_is_resumed(hub: Hub, cache: Hu
 def test_what_has_lost_files_is_fetched_again_as_it_was(
     hub: Hub, cache: HubCache, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
-    """The same commit with the same bytes, after the branch has moved on. Without a network it is
-    not taken for whole, and the next call tries again."""
+    """The same commit with the same bytes, after the branch has moved on.
+
+    Without a network it is not taken for whole, and the next call tries again.
+    """
     commit = hub.commit("datasets/org/sums", {"train.jsonl": LINES * 50, "test.jsonl": LINES})
     folder = cache.fetch(parse("hf://org/sums", HubKind.DATASET))
     hub.commit("datasets/org/sums", {"train.jsonl": LINES})

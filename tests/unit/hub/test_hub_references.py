@@ -93,7 +93,8 @@ def test_a_trial_that_is_resumed_gets_back_what_was_removed(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commits that it had, although the branches have moved on; where the hub cannot be
-    reached, one message for each folder, and nothing is queued."""
+    reached, one message for each folder, and nothing is queued.
+    """
     config = site.load().config
     paths = RunPaths.of(site.root, user_name(), "sums", "1")
     paths.run.mkdir(parents=True)

@@ -232,7 +232,8 @@ def test_a_model_is_never_in_memory_twice(
     tmp_path: Path, small_decoder: Callable[..., Decoder]
 ) -> None:
     """A process that reads and writes a model needs little memory beyond one copy of it (pages of
-    mapped files do not count)."""
+    mapped files do not count).
+    """
     changes = {"hidden_size": 128, "intermediate_size": 1024, "num_hidden_layers": 2}
     decoder = small_decoder("mixtral", **changes, num_local_experts=8)
     size = 4 * sum(p.numel() for p in decoder.parameters())

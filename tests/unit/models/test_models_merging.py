@@ -17,7 +17,8 @@ EDGES = ((0, 1, 8, 8, 21), (0, 2, 5, 67))
 @pytest.mark.parametrize("rank", [1, 3, 16])
 def test_parts_have_the_bits_of_the_whole(dtype: torch.dtype, rank: int) -> None:
     """In odd parts of rows and columns, in blocks of one row, and by NumPy, for weights whose
-    product is as large as they are."""
+    product is as large as they are.
+    """
     generator = torch.Generator().manual_seed(rank)
     rows, columns = (edges[-1] for edges in EDGES)
     weight = torch.randn(rows, columns, generator=generator).to(dtype)

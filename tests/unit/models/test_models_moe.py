@@ -1,5 +1,6 @@
 """The load-balancing loss of experts equals transformers' and, over micro-batches, the formula in
-float64."""
+float64.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def blocks() -> tuple[list[SparseMLP], Balance]:
 
 def balanced(parts: Sequence[slice]) -> list[Tensor]:
     """Gradients of the loss alone, computed in these micro-batches: of the blocks' inputs and of
-    their routers."""
+    their routers.
+    """
     made, balance = blocks()
     inputs = tokens()
     balance.begin(torch.device("cpu"))

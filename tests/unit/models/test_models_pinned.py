@@ -69,8 +69,10 @@ def test_a_pinned_checkpoint_has_the_tensors_of_its_export(tmp_path: Path, famil
 
 
 def test_adapters_are_merged_with_the_model_that_they_belong_to(tmp_path: Path) -> None:
-    """It may be a pinned checkpoint of adapters itself. Without it there is one message that names
-    it."""
+    """It may be a pinned checkpoint of adapters itself.
+
+    Without it there is one message that names it.
+    """
     base = tmp_path / "base"
     values = {**BASE, "model_type": "llama"}
     config = ModelConfig.from_hf(values)

@@ -35,8 +35,10 @@ def sequences() -> list[Tensor]:
 
 
 def in_pieces() -> tuple[Tensor, Pieces, Tensor]:
-    """Tokens of the pieces, their boundaries, and where the tokens of the sequences are among
-    them. Rests are before and behind their prefixes."""
+    """Tokens of the pieces, their boundaries, and where the tokens of the sequences are among them.
+
+    Rests are before and behind their prefixes.
+    """
     first, second, alone, third, fourth, fifth = sequences()
     long, short = PREFIXES
     parts = [

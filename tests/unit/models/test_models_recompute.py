@@ -23,7 +23,8 @@ print(*(str(operator) for operator in _operators(ATTENTION) | _operators(PRODUCT
 
 def test_the_packed_kernels_are_known_before_the_first_attention() -> None:
     """The packed attention kernels are kept even before the first attention call, whose import
-    registers them."""
+    registers them.
+    """
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
@@ -61,7 +62,8 @@ def test_products_that_run_again(
     dtype: torch.dtype,
 ) -> None:
     """Of each layer's seven: ``selective`` repeats those to the inner units, ``full`` all but the
-    last one, whose result no gradient needs."""
+    last one, whose result no gradient needs.
+    """
     decoder = small_decoder("llama").to(dtype)
     decoder.use(mode)
     cu_seqlens = torch.tensor([0, 8], dtype=torch.int32)

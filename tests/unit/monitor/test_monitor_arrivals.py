@@ -58,7 +58,8 @@ def test_all_sinks_have_each_evaluation_once_after_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever comes first, wherever processes are killed on the way, and also those that are new
-    in the configuration."""
+    in the configuration.
+    """
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     run = trained(tmp_path, tensorboard=True)
     paths = run.paths
@@ -161,8 +162,10 @@ def test_turns_follow_each_other_and_a_dead_holder_is_not_waited_for_long(tmp_pa
 def test_a_turn_that_others_have_had_meanwhile_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that was stopped between its look and the creation of the file. Its time runs from
-    before that."""
+    """A process that was stopped between its look and the creation of the file.
+
+    Its time runs from before that.
+    """
     (tmp_path / "8").touch()
     (tmp_path / "8.ended").touch()
     create, listed, alarms = arrivals.atomic.exclusive_create, arrivals.atomic.list_names, []

@@ -78,7 +78,8 @@ def test_checkpoints_that_were_evaluated_have_lines(run: FakeRun) -> None:
 
 def test_what_says_nothing_about_the_trial_is_left_out(run: FakeRun, tmp_path: Path) -> None:
     """Another trial's model, a checkpoint that training did not continue from, a trial that has not
-    finished, and a file that was cut."""
+    finished, and a file that was cut.
+    """
     paths = run.paths
     another = FakeRun(tmp_path, trial="2")
     another.begin()

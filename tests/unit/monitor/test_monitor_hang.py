@@ -115,7 +115,8 @@ def test_one_rank_on_one_line() -> None:
 
 def test_ranks_of_another_world_are_apart_and_named() -> None:
     """Rank 0 of a rollout task is not rank 0 of the trainers: they are never one group, and no
-    explanation of what the trainers wait for blames it."""
+    explanation of what the trainers wait for blames it.
+    """
     away = row(3, "generate", world="rollout/7")
     found = grouped([away, *THREE, row(3, "generate")])
     assert [(one.document().get("world"), one.ranks) for one in found] == [

@@ -70,7 +70,8 @@ def test_samples_continue_in_another_file_after_the_limit(
 
 def test_repeated_steps_are_those_of_newest_incarnation(tmp_path: Path) -> None:
     """The second incarnation continues from the commit of step 4, the third from that of step 2,
-    because the checkpoint of step 4 is damaged. The first one still lives and writes."""
+    because the checkpoint of step 4 is damaged. The first one still lives and writes.
+    """
     stale = keep(tmp_path, 1, 0, 6)
     keep(tmp_path, 2, 5, 8)
     assert read(tmp_path) == {step: f"by {1 if step < 5 else 2}" for step in range(9)}

@@ -120,8 +120,10 @@ def incarnation(paths: RunPaths, base: int, end: int, place: str) -> None:
 def test_all_sinks_hold_each_committed_step_once_after_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed when the steps are handed over, and half-way through that. Steps that were recorded
-    but not committed have other values when they are done again."""
+    """Killed when the steps are handed over, and half-way through that.
+
+    Steps that were recorded but not committed have other values when they are done again.
+    """
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     paths = FakeRun(tmp_path / "runs").paths
     variables = "cluster.env={TOKEN: secret}"

@@ -331,7 +331,8 @@ def test_every_element_of_an_elastic_group_is_a_task(run: FakeRun) -> None:
 
 def test_tasks_of_other_groups_do_not_make_a_trial_run(run: FakeRun) -> None:
     """A rollout task that holds its GPUs while the trainers' job waits in the queue is no running
-    trial: that has not begun, and its time left is not the task's."""
+    trial: that has not begun, and its time left is not the task's.
+    """
     trainers = '{"name": "trainer", "hosts": 1, "elastic": false}'
     rollout = '{"name": "rollout", "hosts": 1, "elastic": true}'
     run.paths.plan.write_text(f'{{"groups": [{rollout}, {trainers}]}}')
@@ -408,8 +409,10 @@ def test_steps_that_follow_from_the_dataset_are_those_that_the_master_reports(
 
 
 def test_a_pass_that_ends_before_its_limit_has_the_steps_of_its_dataset(tmp_path: Path) -> None:
-    """Also in a trial that an older version has submitted with the limit. A submission with another
-    one counts before its master reports."""
+    """Also in a trial that an older version has submitted with the limit.
+
+    A submission with another one counts before its master reports.
+    """
     run = FakeRun(tmp_path)
     run.submission(total_steps=100)
     run.say(run.begin(submission=1), step=6, total_steps=6)

@@ -88,8 +88,11 @@ def start(run: FakeRun, job: str = "7.0.0", number: int = 0, job_id: str = "41_0
     ],
 )
 def test_failures_in_words(failure: dict[str, Any], words: str) -> None:
-    """Exit codes and times come from fields. Where an older version wrote none, the line repeats
-    the reason, and nothing is guessed from its words."""
+    """Exit codes and times come from fields.
+
+    Where an older version wrote none, the line repeats the reason, and nothing is guessed from its
+    words.
+    """
     assert failure_words(Failure(**failure)) == words
 
 
@@ -287,8 +290,10 @@ def test_steps_commits_and_hosts(run: FakeRun) -> None:
 
 
 def test_steps_that_a_kill_lost(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At first the metrics show them, later the event of the incarnation that does them again. The
-    useful time leaves them out at once, and the time in which they ran counts."""
+    """At first the metrics show them, later the event of the incarnation that does them again.
+
+    The useful time leaves them out at once, and the time in which they ran counts.
+    """
     now = [1000.0]
     monkeypatch.setattr("time.time", lambda: now[0])
     start(run)

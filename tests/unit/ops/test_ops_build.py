@@ -132,8 +132,10 @@ def lines(log: Path) -> list[str]:
 def test_many_builders_of_one_host_and_one_is_killed(
     made: Recipe, cache: Path, host: Path, tmp_path: Path
 ) -> None:
-    """32 processes request the library at once. The one that builds it is killed; exactly one other
-    builds it, and all get the complete library."""
+    """32 processes request the library at once.
+
+    The one that builds it is killed; exactly one other builds it, and all get the complete library.
+    """
     began, done, go = tmp_path / "began", tmp_path / "done", tmp_path / "go"
     content = os.urandom(1 << 20)
 
@@ -363,8 +365,11 @@ SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def run_program(folder: Path, sources: list[str], flags: list[str], made: Recipe) -> str:
-    """The output of a C++ program, which must succeed. It is built from sources in ``folder`` with
-    sanitizers, and cached until the sources, flags or compiler change."""
+    """The output of a C++ program, which must succeed.
+
+    It is built from sources in ``folder`` with sanitizers, and cached until the sources, flags or
+    compiler change.
+    """
     common = ["-std=c++20", "-Wall", "-Wextra", "-Werror", *SANITIZE]
     command = [recipe.find_toolchain().cxx, *common, *flags, *sources, "-o", "{}/program"]
     versions = " ".join(made.versions)
@@ -385,7 +390,8 @@ def run_program(folder: Path, sources: list[str], flags: list[str], made: Recipe
 @pytest.mark.timeout(2 * PROGRAM_TIMEOUT_S)
 def test_the_loops_under_sanitizers(made: Recipe) -> None:
     """The CPU kernels pass the address and undefined-behaviour sanitizers, in a program without
-    torch."""
+    torch.
+    """
     sources = ["tests/cpu_loops.cpp", "cpu/scan.cpp", "cpu/intervals.cpp", "cpu/products.cpp"]
     flags = ["-O1", "-ffp-contract=off", "-pthread"]
     said = run_program(ROOT / "cuda", sources, flags, made)
@@ -394,7 +400,8 @@ def test_the_loops_under_sanitizers(made: Recipe) -> None:
 
 def without_launch_syntax(source: Path) -> str:
     """Translate the launches ``kernel<<<grid>>>(arguments)`` of a .cu file into C++; return the new
-    file's name."""
+    file's name.
+    """
     text, launches = re.subn(
         r"(\w+)<<<(.*?)>>>\(",
         r"emulated::Grid(\2).run([](auto... given) { \1(given...); }, ",
@@ -410,7 +417,8 @@ def without_launch_syntax(source: Path) -> str:
 @pytest.mark.timeout(2 * PROGRAM_TIMEOUT_S)
 def test_the_cuda_kernels_on_a_cpu_under_sanitizers(made: Recipe, tmp_path: Path) -> None:
     """The GPU kernels, run thread by thread in fibers, give right numbers, stay within their
-    tensors and wait correctly between blocks."""
+    tensors and wait correctly between blocks.
+    """
     tree = tmp_path / "cuda"
     shutil.copytree(ROOT / "cuda", tree)
     kernels = [without_launch_syntax(tree / "gpu" / name) for name in ("scan.cu", "intervals.cu")]

@@ -1,5 +1,7 @@
-"""The fused operators, run by Triton's interpreter, equal float64 references. Compiled and on a GPU
-they are tested by tests/null_gpu and tests/gpu."""
+"""The fused operators, run by Triton's interpreter, equal float64 references.
+
+Compiled and on a GPU they are tested by tests/null_gpu and tests/gpu.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The gated feed-forward part and products with wider results, in torch's form, which is also used
-where Triton does not work."""
+where Triton does not work.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Triton's kernels run by its interpreter: their tests, in a process that finds Triton. CPU builds
-of torch come without it."""
+"""Triton's kernels run by its interpreter: their tests, in a process that finds Triton.
+
+CPU builds of torch come without it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """The kernels for key-value caches in pages, run by Triton's interpreter, equal float64 references.
-Compiled and on a GPU they are tested by tests/null_gpu and tests/gpu."""
+
+Compiled and on a GPU they are tested by tests/null_gpu and tests/gpu.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def case(
     lengths: Sequence[int], rows: Sequence[int], heads: int, kv_heads: int, size: int
 ) -> tuple[Any, ...]:
     """q, keys, values, tables, rows and lengths; pages in random order, and cells that no row has
-    read are not numbers."""
+    read are not numbers.
+    """
     draw = torch.Generator().manual_seed(sum(lengths) + size)
     width = -(-max(lengths) // PAGE) + 1
     count = max(rows) + 1
@@ -113,7 +116,8 @@ def test_attention_equals_float64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Single tokens of many rows, and chunks of prompts beside them; rows of 300 cells are split
-    where the card has more processors than the call has programs."""
+    where the card has more processors than the call has programs.
+    """
     lengths, rows = list(LENGTHS), list(range(len(LENGTHS)))
     for first, count in CHUNKS if chunked else ():
         rows += [max(rows) + 1] * count

@@ -12,8 +12,10 @@ from slurmrl.tensors.ops.products import PackedMatrix, packable
 def test_a_packed_matrix_multiplies_like_the_matrix(
     rows: int, inputs: int, outputs: int, bias: bool
 ) -> None:
-    """With its bias, and added to another tensor that it leaves as it is. Strides of the inputs,
-    other rows and threads change no bit."""
+    """With its bias, and added to another tensor that it leaves as it is.
+
+    Strides of the inputs, other rows and threads change no bit.
+    """
     draw = torch.Generator().manual_seed(rows)
     weight = torch.randn(outputs, inputs, generator=draw)
     added = torch.randn(outputs, generator=draw) if bias else None

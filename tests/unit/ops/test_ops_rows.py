@@ -1,5 +1,6 @@
 """The compiled passes over rows on CPUs: norms, gated products, rotations, and attention that turns
-its heads and writes to the cache. The torch forms, in float64, are the reference."""
+its heads and writes to the cache. The torch forms, in float64, are the reference.
+"""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ def test_values_and_gradients_are_those_of_the_restricted_distribution(
 
 def test_packed_sequences_have_the_support_of_each_token_itself() -> None:
     """Not that of the token before it, whose hidden state it is drawn from; from hidden states
-    and from logits."""
+    and from logits.
+    """
     hidden, weight, targets, support = inputs()
     rest = [token for token in range(TOKENS) if token not in CU_SEQLENS[:-1].tolist()]
     before = torch.tensor(rest) - 1
@@ -110,8 +111,10 @@ class _Ranks:
 
 
 def test_ranks_with_parts_of_the_vocabulary_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a rank has no token of a support. Each rank's statistics are computed first, and
-    given to all as the group would."""
+    """Also where a rank has no token of a support.
+
+    Each rank's statistics are computed first, and given to all as the group would.
+    """
     hidden, weight, targets, support = inputs()
     each = -(-VOCABULARY // 4)
     parts = weight.split(each)

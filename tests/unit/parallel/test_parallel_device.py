@@ -45,8 +45,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_a_gpu_that_torch_cannot_use_is_the_hosts_failure_with_torchs_reason(
     cuda: pytest.MonkeyPatch, reason: Exception
 ) -> None:
-    """Another host may have a newer driver. The failure names host and GPU; the text does not, so
-    that the same lack on another host is recognised."""
+    """Another host may have a newer driver.
+
+    The failure names host and GPU; the text does not, so that the same lack on another host is
+    recognised.
+    """
     cuda.setattr(torch.cuda, "init", lambda: refuse(reason))
     cuda.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnusableGpuError) as caught:
@@ -118,7 +121,8 @@ def test_deterministic_runs_give_cublas_the_workspace_that_torch_demands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise `deterministic: true` fails on a GPU at its first matrix product. torch reads the
-    variable by C's getenv."""
+    variable by C's getenv.
+    """
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     monkeypatch.setattr(torch, "set_deterministic_debug_mode", lambda mode: None)
     monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "")

@@ -52,8 +52,10 @@ def test_a_score_of_1_is_correct_where_scores_are_1_or_0(load_ppo: Load, reward:
 def test_other_scores_have_no_rates_unless_the_configuration_says_what_is_correct(
     load_ppo: Load, reward: str
 ) -> None:
-    """A rate of scores that are never 1 would be 0, whatever the model can do. One line names the
-    setting."""
+    """A rate of scores that are never 1 would be 0, whatever the model can do.
+
+    One line names the setting.
+    """
     settings = load_ppo(SEVERAL, reward)
     assert settings.config.evaluation is not None
     assert settings.config.evaluation.pass_score is None

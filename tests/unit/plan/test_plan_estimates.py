@@ -1,5 +1,6 @@
 """Memory and FLOPs against other sources: the decoder's own parameters and FLOPs, and published
-figures."""
+figures.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +130,8 @@ def test_flops_are_those_that_utilisation_is_counted_with(head: Any, method: Met
 
 def test_a_prompt_is_read_once_for_all_of_its_completions() -> None:
     """Each completion costs the forward pass of its sequence but, after the first one, that of the
-    prompt. Other calls read whole sequences."""
+    prompt. Other calls read whole sequences.
+    """
     shape, config = shape_of(LLAMA_8B), ModelConfig.from_hf(LLAMA_8B)
     group, prompt = replace(LENGTHS, group=4), LENGTHS.longest - LENGTHS.new_tokens
     alone = call_flops(shape, "lm", Method.GENERATE, LENGTHS, passes=1)
@@ -152,7 +154,8 @@ def test_only_the_experts_of_a_token_count() -> None:
 )
 def test_standing_bytes_per_parameter(backend: str, per_parameter: float) -> None:
     """Megatron-LM's table for bfloat16 weights with float32 gradients: 18, or 6 + 12/d; ZeRO's 16/d
-    with everything in shards."""
+    with everything in shards.
+    """
     found = estimate(job(LLAMA_8B, backend))
     count = parameters(shape_of(LLAMA_8B), parse("fsdp:d1"), "lm").total
     kept = found.weights + found.gradients + found.optimizer
@@ -230,7 +233,8 @@ def test_peaks_are_those_that_were_measured_on_the_null_gpu(
     architecture: dict[str, Any], mode: Any, tokens: int, measured_gib: float
 ) -> None:
     """Allocated bytes of one of eight FSDP ranks with 7.6 or 1.5 billion parameters, for one
-    micro-batch of sequences of 4,096 tokens, in bfloat16 with AdamW."""
+    micro-batch of sequences of 4,096 tokens, in bfloat16 with AdamW.
+    """
     model = Model(dtype="bfloat16", max_tokens_per_microbatch=16384, gradient_checkpointing=mode)
     lengths = Lengths(sequences=8 * tokens // 4096, longest=4096, new_tokens=0, assumed=False)
     found = estimate(job(architecture, "fsdp:d8", model=model, lengths=lengths))

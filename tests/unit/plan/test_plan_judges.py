@@ -32,7 +32,8 @@ def problems(load: Callable[..., Any], *overrides: str) -> list[tuple[str, str]]
 
 def test_a_reward_model_scores_completions_before_they_are_judged(load: Load) -> None:
     """It is a frozen model with a value head and the actor's layout, in training and in
-    evaluations."""
+    evaluations.
+    """
     settings = load(*SCORED)
     plan = make_plan(settings, scheduler="local")
     model = plan.models["reward_model"]
@@ -73,8 +74,10 @@ def test_one_part_of_a_reward_may_be_the_model(load: Load) -> None:
 def test_a_section_of_a_model_that_nothing_uses_is_refused(
     load: Load, folder: Path, key: str, reason: str, overrides: tuple[str, ...]
 ) -> None:
-    """Its settings would be ignored. The section of a trial that is resumed is left alone, since
-    an older slurmrl accepted it."""
+    """Its settings would be ignored.
+
+    The section of a trial that is resumed is left alone, since an older slurmrl accepted it.
+    """
     with pytest.raises(ConfigError) as refused:
         load(*overrides)
     (problem,) = (each for each in refused.value.problems if each.key == key)
@@ -86,7 +89,8 @@ def test_a_section_of_a_model_that_nothing_uses_is_refused(
 
 def test_a_teacher_gives_logprobs_of_the_completions(load: Load) -> None:
     """A reward is needed only to judge completions of evaluations; without one they measure the
-    divergence alone."""
+    divergence alone.
+    """
     plan = make_plan(load(*DISTILL), scheduler="local")
     assert (plan.models["teacher"].head, plan.models["teacher"].trained) == ("lm", False)
     assert [call.name for call in plan.calls] == ["actor_gen", "teacher_inf", "actor_train"]

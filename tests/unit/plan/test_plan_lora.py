@@ -137,8 +137,11 @@ def test_the_number_of_trained_parameters_is_exact(load: Load, head: Any, target
 
 
 def test_hosts_of_versions_have_room_for_adapters_and_merged_weights(load: Load) -> None:
-    """Trainers keep copies of the adapters alone. A task keeps the frozen weights, and twice those
-    that it merges: with all-linear all but the embeddings, with one target few."""
+    """Trainers keep copies of the adapters alone.
+
+    A task keeps the frozen weights, and twice those that it merges: with all-linear all but the
+    embeddings, with one target few.
+    """
     tasks = "rollout.tasks={max: 1}"
     plain, adapted = load(tasks), load(tasks, LORA)
     few = load(tasks, "actor.lora={rank: 4, targets: [q_proj]}")
@@ -235,8 +238,10 @@ MERGE = r"slurmrl export other/1 --step {} --form merged"
 def test_an_adapter_is_no_start_model(
     load: Load, folder: Path, names: list[str], reference: str, message: str
 ) -> None:
-    """The message says how to make one, by a command that does it: of that step, and whole. An
-    older whole model does not silently take the place of a newer adapter."""
+    """The message says how to make one, by a command that does it: of that step, and whole.
+
+    An older whole model does not silently take the place of a newer adapter.
+    """
     paths = committed(folder, 2, 3)
     for name in names:
         step, _, rest = name.partition("-")

@@ -101,8 +101,10 @@ def test_the_smallest_layout_that_fits_is_suggested(plan_ppo: Load) -> None:
 
 
 def test_a_worker_refuses_what_cannot_fit_into_its_gpu(plan_ppo: Load) -> None:
-    """The refusal names models, parts, the GPU and what to change. It counts neither a margin nor
-    assumed lengths, and ``cluster.gpu_memory`` takes precedence."""
+    """The refusal names models, parts, the GPU and what to change.
+
+    It counts neither a margin nor assumed lengths, and ``cluster.gpu_memory`` takes precedence.
+    """
     settings = plan_ppo(*LAYOUT, architecture=SEVEN_BILLION)
     needed = fullest_gpu(settings).size
     assert refusal(settings, "NVIDIA H100", needed) is None

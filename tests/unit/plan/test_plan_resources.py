@@ -116,14 +116,16 @@ def test_the_estimated_host_memory_is_requested_as_far_as_hosts_have_it(
     plan_ppo: Load, hosts: list[HostRow] | None, overrides: tuple[str, ...], memory: str | None
 ) -> None:
     """Nothing is requested where Slurm does not know its hosts' memory, which it would refuse, or
-    where the user's own lines request it."""
+    where the user's own lines request it.
+    """
     settings = plan_ppo("cluster.gpus_per_worker=1", *overrides)
     assert group_of(settings, hosts).mem_per_worker == memory
 
 
 def test_host_memory_is_that_of_the_copies_for_checkpoints(plan_ppo: Load) -> None:
     """Weights and both moments of the trained roles in float32 (10.6 GiB for one of 7.6 billion
-    parameters on eight ranks), if checkpoints are asynchronous; more with offloading."""
+    parameters on eight ranks), if checkpoints are asynchronous; more with offloading.
+    """
     shape = ("cluster.gpus_per_worker=1", "actor.backend=fsdp:d8")
     settings = plan_ppo(*shape, architecture=SEVEN_BILLION)
     found = worker_bytes(settings)
@@ -135,8 +137,10 @@ def test_host_memory_is_that_of_the_copies_for_checkpoints(plan_ppo: Load) -> No
 
 
 def test_host_memory_for_weight_versions_is_that_of_two_copies(plan_ppo: Load) -> None:
-    """A copy of 7.6 billion parameters in bfloat16 takes 1.77 GiB on each of eight ranks. Whole
-    versions need no copy of the one before."""
+    """A copy of 7.6 billion parameters in bfloat16 takes 1.77 GiB on each of eight ranks.
+
+    Whole versions need no copy of the one before.
+    """
     shape = ("cluster.gpus_per_worker=1", "actor.backend=fsdp:d8", "checkpoint.asynchronous=false")
     dtype = "actor.dtype=bfloat16"
     found = [
@@ -158,8 +162,11 @@ def test_offloaded_models_are_counted_as_torch_locks_them(
     container: bool,
     factor: int,
 ) -> None:
-    """Weights, gradients and both moments. Before torch 2.13 weights and gradients, which are
-    page-locked, take up to twice their size; a container may have such a release."""
+    """Weights, gradients and both moments.
+
+    Before torch 2.13 weights and gradients, which are page-locked, take up to twice their size; a
+    container may have such a release.
+    """
     monkeypatch.setattr(metadata, "version", lambda name: torch_release)
     settings = plan_ppo(
         *("cluster.gpus_per_worker=1", "actor.backend=fsdp:d8"),

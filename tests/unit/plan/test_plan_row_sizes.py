@@ -48,13 +48,16 @@ def reported(settings: Settings) -> dict[str, Any]:
 
 def kept_bytes(tokens: int) -> int:
     """What a layer keeps by hand: 4 h of the residual stream and its norms, queries and output of
-    attention, keys, values, the gate and its other half; at the end three hidden states."""
+    attention, keys, values, the gate and its other half; at the end three hidden states.
+    """
     return (LAYERS * (4 * H + 2 * H + 2 * H + 2 * INNER) + 3 * H) * tokens * 4
 
 
 def test_memory_of_cpus_counts_the_rows_of_the_data(tmp_path: Path) -> None:
-    """Within what the backward pass adds for one layer. A full micro-batch would need 16,384
-    tokens."""
+    """Within what the backward pass adds for one layer.
+
+    A full micro-batch would need 16,384 tokens.
+    """
     settings = settings_of(tmp_path)
     found = reported(settings)
     row = len(ROW) - 1 + TEMPLATES + MARKS

@@ -46,8 +46,10 @@ def load(plan_ppo: Load, *overrides: str) -> Settings:
 def test_a_server_that_sleeps_gets_what_the_models_keep_between_their_calls(
     plan_ppo: Load,
 ) -> None:
-    """Where GPUs are shared it sleeps by default. Then activations and gradients are not there
-    while it draws, and its memory is there for them."""
+    """Where GPUs are shared it sleeps by default.
+
+    Then activations and gradients are not there while it draws, and its memory is there for them.
+    """
     settings = load(plan_ppo, *SHARED)
     gpus = trainers_gpus(settings)
     assert gpus.server_sleeps
@@ -159,8 +161,11 @@ def test_a_share_in_arguments_is_found(arguments: tuple[str, ...], share: float 
 
 
 def test_the_share_becomes_the_engines_own_fractions() -> None:
-    """vLLM's is of the whole GPU. SGLang's is of what is free when it starts, for weights and
-    caches alone, so that they are the same whatever the other models hold at that time."""
+    """vLLM's is of the whole GPU.
+
+    SGLang's is of what is free when it starts, for weights and caches alone, so that they are the
+    same whatever the other models hold at that time.
+    """
     share = 40 * GIB
     assert VllmServer.memory_flags(share, GPU, GPU) == ("--gpu-memory-utilization", "0.5000")
     for free in (45 * GIB, 70 * GIB):

@@ -111,7 +111,8 @@ def test_a_server_in_the_trainers_job_has_several_gpus(plan_ppo: Load) -> None:
 
 def test_the_array_has_options_of_its_own(plan_ppo: Load) -> None:
     """What is left out is that of the trainers, and an empty text is nothing; the same once the
-    resolved configuration is read again. The hosts are those of its own partition."""
+    resolved configuration is read again. The hosts are those of its own partition.
+    """
     settings = plan_ppo(
         "cluster={gpus_per_worker: 1, slurm: {partition: main, qos: high, account: us, links: 3}}",
         "rollout.tasks={max: 2}",
@@ -132,7 +133,9 @@ def test_the_array_has_options_of_its_own(plan_ppo: Load) -> None:
 
 def test_a_task_of_servers_has_one_worker_with_all_its_gpus(plan_ppo: Load) -> None:
     """Its job requests the cores of all of them, and host memory for two versions of the weights.
-    The plan shows where each part of the model lies, and what of a GPU the server gets."""
+
+    The plan shows where each part of the model lies, and what of a GPU the server gets.
+    """
     settings = plan_ppo(*SERVERS, architecture=SEVEN_BILLION)
     rows = [HostRow(f"n{number}", "idle", 8, 64, 2**20) for number in range(4)]
     hosts = {"trainer": rows, "rollout": rows}

@@ -81,8 +81,10 @@ def contents(root: Path) -> dict[Path, int]:
 def test_a_model_that_is_not_trained_is_a_checkpoint_itself(
     judge: Judge, text: str, step: int
 ) -> None:
-    """Without a copy of its files, and of its role alone; also once the run has deleted them. A
-    plan writes nothing, and knows the architecture."""
+    """Without a copy of its files, and of its role alone; also once the run has deleted them.
+
+    A plan writes nothing, and knows the architecture.
+    """
     before = contents(judge.root)
     planned = judge.load(f"trial:sft/1{text}", planning=True)
     assert planned.missing == ()
@@ -172,7 +174,8 @@ def test_the_command_that_is_proposed_makes_the_trial_that_is_missing(
 
 def test_a_model_that_is_trained_starts_from_an_export(judge: Judge) -> None:
     """A frozen one beside it may be a checkpoint, and so may all models of a trial without
-    steps."""
+    steps.
+    """
     for text in ("@8", "@last"):
         message = judge.problem(f"trial:sft/1{text}", *PPO)
         step = 8 if text == "@8" else 12
@@ -247,7 +250,8 @@ def test_a_damaged_checkpoint_is_refused(judge: Judge, damage: str) -> None:
 
 def test_a_checkpoint_to_evaluate_has_a_place_of_its_own(judge: Judge) -> None:
     """The files stay when their trial deletes it, and the trial that evaluates is named as by
-    hand."""
+    hand.
+    """
     paths = judge.source.paths
     commit = fold(History(paths.history).read()).commits[1]
     pin_to_evaluate(paths, commit)

@@ -116,7 +116,8 @@ ESCAPES = {
 @pytest.mark.parametrize("namespaces", ["auto", "off"])
 def test_no_program_affects_another_one(make: Make, namespaces: str) -> None:
     """Each scores 0 (the first is right), ends within its time, leaves no process and no file, and
-    the sandbox still judges."""
+    the sandbox still judges.
+    """
     programs = dict(ESCAPES)
     if namespaces == "off":  # what only namespaces prevent; the user's processes would be killed
         del programs["kills everybody"], programs["files"]
@@ -210,7 +211,8 @@ def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
 @pytest.mark.parametrize("folder", ["/tmp", "/var/tmp", "/dev/shm"], indirect=True)
 def test_temporary_files_are_private_wherever_python_lies(make: Make, folder: Path) -> None:
     """Programs write to /tmp and /dev/shm and find nothing of others there, except the
-    interpreter and its modules, which they cannot change."""
+    interpreter and its modules, which they cannot change.
+    """
     venv.EnvBuilder(symlinks=True).create(folder / "venv")
     reward = make(python=str(folder / "venv" / "bin" / "python"))
     if not isolated(reward)["files"]:
@@ -403,7 +405,8 @@ def test_a_container_runs_the_sandbox(make: Make, tmp_path: Path) -> None:
 
 def test_a_real_apptainer_runs_the_sandbox(make: Make, tmp_path: Path) -> None:
     """Programs are judged in a container of Apptainer, where root has no privileges and cannot set
-    the users of a namespace."""
+    the users of a namespace.
+    """
     settings = apptainer.cluster(tmp_path, "--containall")
     reward = make(container=settings["container"], python=sys.executable)
     assert judge(reward, {"tests": SUM}, [ADDS, "print(3)"]) == [1.0, 0.0]
@@ -412,7 +415,8 @@ def test_a_real_apptainer_runs_the_sandbox(make: Make, tmp_path: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may be without its privileges")
 def test_root_without_privileges_runs_the_sandbox(make: Make) -> None:
     """Where a namespace of users can be made but not used, programs run without namespaces, and
-    the sandbox reports what is missing."""
+    the sandbox reports what is missing.
+    """
     reward = make(container="setpriv --inh-caps=-all --bounding-set=-all", python=sys.executable)
     assert judge(reward, {"tests": SUM}, [ADDS, "print(3)"]) == [1.0, 0.0]
     assert not any(isolated(reward).values())

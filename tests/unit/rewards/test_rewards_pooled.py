@@ -60,7 +60,8 @@ def test_a_failure_costs_its_own_completion(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others get their scores; a failed one gets `unjudged_score`, is counted, and is logged
-    with its row and the reason."""
+    with its row and the reason.
+    """
     monkeypatch.setattr(weighted, "MOST_LOGGED", 100)
     reward = make(memory_mib=2048, unjudged_score=-1.0)
     with caplog.at_level(logging.WARNING):

@@ -75,7 +75,8 @@ def test_a_reward_that_is_no_sum_has_no_part_metrics(reward: Make) -> None:
 
 def test_rows_choose_their_parts(reward: Make) -> None:
     """Environments: each row is judged by the parts that are meant for it, and a row without any is
-    refused, at submission and in a run."""
+    refused, at submission and in a run.
+    """
     parts = {
         "first": {"name": "exact_match", "where": {"source": "one"}},
         "second": {**LENGTHS, "where": {"source": ["two", "three"]}},

@@ -27,7 +27,8 @@ LINE = ((1, 1), (1, 2), (2, 3), (2, 4))
 
 class Story:
     """Two incarnations of a trial whose steps train items in order, with samples of the weights
-    before them. Item 8 is dropped, and 9 waits."""
+    before them. Item 8 is dropped, and 9 waits.
+    """
 
     def __init__(self, *, filtered: bool = False) -> None:
         """``filtered``: the samples are those of candidates."""

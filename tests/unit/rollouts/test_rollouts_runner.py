@@ -148,8 +148,11 @@ def test_metrics_are_the_same_of_samples_in_files(tokenizer: Any) -> None:
 
 
 def test_drawn_tokens_are_kept_where_the_text_would_be_other_tokens(tokenizer: Any) -> None:
-    """The policy draws ``a`` and ``b``, which would be encoded as ``ab``. The next request and the
-    result have the two drawn ids and the template's own pieces as ids around the message."""
+    """The policy draws ``a`` and ``b``, which would be encoded as ``ab``.
+
+    The next request and the result have the two drawn ids and the template's own pieces as ids
+    around the message.
+    """
     engine = ScriptedEngine(say(4, 5, STOP))
     (outcome,) = run(rounds(2), engine, tokenizer, items(1, (2, 4, 1, 3)), chat=True)
     assert tokenizer("ab", add_special_tokens=False).input_ids == [6]
@@ -279,7 +282,8 @@ def test_an_episode_that_fails_costs_itself(
     how: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others are complete and in order; the failed one has its prompt alone, and the log says
-    which sample it was and why."""
+    which sample it was and why.
+    """
 
     async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
         if item.row["number"] == 1:
@@ -350,8 +354,10 @@ class Echo(Environment):
 
 
 def test_an_environment_answers_turns_and_rewards_them(tokenizer: Any) -> None:
-    """Rewards are at the last tokens of their turns; what the policy reads last is left out. Later
-    turns are more urgent than episodes that have not begun."""
+    """Rewards are at the last tokens of their turns; what the policy reads last is left out.
+
+    Later turns are more urgent than episodes that have not begun.
+    """
     texts = iter([(4, STOP), (4, 5, STOP), (7, STOP)])
     engine = ScriptedEngine(lambda _: next(texts))
     (outcome,) = run(MultiTurn(Echo), engine, tokenizer, items(1))
@@ -375,7 +381,8 @@ def test_a_turn_that_was_cut_is_not_shown_to_the_environment(tokenizer: Any) -> 
 
 def test_another_turn_from_the_same_place_is_another_draw(tokenizer: Any) -> None:
     """Branches of an episode do not repeat each other, and the first one is the sample's own
-    stream."""
+    stream.
+    """
 
     async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
         both = [Completions(item.prompt) for _ in range(2)]

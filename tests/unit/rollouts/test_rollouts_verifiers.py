@@ -63,7 +63,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_an_environment_of_verifiers_is_an_episode(environment: ModuleType, tokenizer: Any) -> None:
     """Its messages are added behind the tokens that were drawn, and its rubric's reward is that
-    of the last turn."""
+    of the last turn.
+    """
     texts = iter([(4, 5, STOP), (4, STOP), (7, STOP)])
     engine = ScriptedEngine(lambda _: next(texts))
     episode = make_episode(EpisodeSettings(**SETTINGS), Tools({}))

@@ -1,5 +1,7 @@
 """Extending a group by another array: by whom, once, and what becomes of claims without a job.
-Slurm is scripted; the real one is in tests/slurm."""
+
+Slurm is scripted; the real one is in tests/slurm.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +142,8 @@ def test_void_claims_wait_where_squeue_does_not_answer(
 
 def keep_beside(run: RunPaths, slurm: Slurm, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The upkeep of link 1 looks after the group; that of link 0, which is still alive, adds a task
-    at the moment when the first one's squeue has been answered."""
+    at the moment when the first one's squeue has been answered.
+    """
     ask = getattr(slurm, when)
 
     def answer(wanted: Iterable[str]) -> list[QueueRow]:
@@ -161,7 +164,8 @@ def test_upkeep_waits_for_the_tasks_that_another_link_is_adding(
     run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two links of the trainers are alive at once; neither may take the other's claim for its own
-    of a start before."""
+    of a start before.
+    """
     slurm.running = ("41", 2)
     monkeypatch.setattr(extensions, "LOOK_S", 0.0)
     theirs = extensions.Claim(index=1, first=3, count=1, by="40_0", records=0)

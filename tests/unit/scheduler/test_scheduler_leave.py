@@ -166,7 +166,8 @@ def test_a_set_up_line_that_fails_where_no_other_host_can_be_used_is_the_users(
 @pytest.mark.parametrize("why", ["other failures", "it has worked", "not the set-up", "no Python"])
 def test_other_failures_stay_the_hosts(paths: RunPaths, run_leave: Leave, why: str) -> None:
     """Hosts that fail in different ways, after the set-up lines, or after an incarnation of this
-    submission; and where the trial cannot be ended, the job is requeued."""
+    submission; and where the trial cannot be ended, the job is requeued.
+    """
     begun = pack(Record(0, Kind.BEGIN, 1, 0.0, {"job": "1", "submission": 3}), "nonce")
     if why == "it has worked":
         paths.history.joinpath("00000000").write_bytes(begun)

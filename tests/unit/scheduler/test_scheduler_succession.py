@@ -1,5 +1,7 @@
-"""The duties of a link at its end: more links, its own requeue, the end of the chain. Slurm is
-scripted; the real one is in tests/slurm."""
+"""The duties of a link at its end: more links, its own requeue, the end of the chain.
+
+Slurm is scripted; the real one is in tests/slurm.
+"""
 
 from __future__ import annotations
 

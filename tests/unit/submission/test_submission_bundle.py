@@ -99,7 +99,8 @@ def test_a_trial_of_this_machine_is_refused(tmp_path: Path) -> None:
 
 def test_a_site_profile_stays_on_its_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the configuration sets itself goes along, and the cluster's own profile gives the
-    rest."""
+    rest.
+    """
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("SLURMRL_PROFILE", raising=False)
     profile = tmp_path / "config/slurmrl/default.yaml"

@@ -327,7 +327,8 @@ def test_lines_that_are_left_out_are_counted(tmp_path: Path) -> None:
 
 def test_lines_beyond_the_positions_of_the_model_are_refused(tmp_path: Path) -> None:
     """The model would be trained at positions that it does not know, or could not write a token
-    after a prompt. Each dataset counts, also a source of several."""
+    after a prompt. Each dataset counts, also a source of several.
+    """
     rows = [{"prompt": "1" * n, "answer": "2"} for n in (1, 9, 10)]  # and the end of the text
     path = write_rows(tmp_path / "rows.jsonl", *rows)
     settings = settings_of(

@@ -191,7 +191,8 @@ def test_a_trial_of_another_slurmrl_reads_none_of_our_settings(
     user: Path, scheduler: FakeScheduler
 ) -> None:
     """Its version may not know a setting of ours: the checks leave it alone, so that the refusal
-    names the cause, also where a default has changed."""
+    names the cause, also where a default has changed.
+    """
     paths = submit(proposed(user)).paths
     end(History(paths.history), Kind.CANCELLED, {})
     scheduler.tasks = []
@@ -207,7 +208,8 @@ def test_a_snapshot_never_mixes_two_versions(
     user: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Code that changes while it is copied is copied again; where it changes each time, the
-    submission is refused and leaves nothing."""
+    submission is refused and leaves nothing.
+    """
     mine, copy, copies = user / "helper.py", copying.copy, 0
     changes = 1
 
@@ -282,8 +284,10 @@ def test_update_code_of_a_trial_that_lacks_a_setting(
     value: str,
     difference: str,
 ) -> None:
-    """The present algorithm has a setting that it did not have when the trial was submitted. The
-    trial continues with the setting's default, and with no other value."""
+    """The present algorithm has a setting that it did not have when the trial was submitted.
+
+    The trial continues with the setting's default, and with no other value.
+    """
     prompts = ("dataset.type=prompt", "reward={name: exact_match}")
     paths = submit(proposed(user, f"algorithm={algorithm}", *prompts)).paths
     log = History(paths.history)

@@ -112,7 +112,8 @@ def test_a_trial_keeps_its_precision_where_the_default_is_another_one(
     again: Submit, scheduler: FakeScheduler
 ) -> None:
     """A configuration without a precision continues a trial in the one it began with; one that
-    sets another precision is refused. Before the first commit the default applies."""
+    sets another precision is refused. Before the first commit the default applies.
+    """
     paths = again("actor.dtype=bfloat16").paths
     scheduler.tasks = [task(0, JobState.FAILED)]
     again()

@@ -39,8 +39,10 @@ FORMS = boxes(torch.float32)
 def test_interval_operators_copy_what_torch_copies(
     form: str, source: torch.dtype, target: torch.dtype
 ) -> None:
-    """Every element of the box, converted, and none beside it. A moving average equals the one
-    computed in float64."""
+    """Every element of the box, converted, and none beside it.
+
+    A moving average equals the one computed in float64.
+    """
     made = BoxCopies(CPU, kernels=True)
     view = boxes(source)[form]
     packed = made.packed(view, target)
@@ -78,8 +80,10 @@ def test_the_layers_of_a_model_share_intervals(monkeypatch: pytest.MonkeyPatch) 
     ids=["short runs", "transposed", "integers"],
 )
 def test_torch_copies_other_boxes(view: Tensor) -> None:
-    """And those of integers, which interval operators do not average. Intervals of short runs
-    would be as large as the elements."""
+    """And those of integers, which interval operators do not average.
+
+    Intervals of short runs would be as large as the elements.
+    """
     made = BoxCopies(CPU, kernels=True)
     assert made.packed(view, view.dtype) is None
     for eta in (1.0, 0.5):

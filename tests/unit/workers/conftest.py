@@ -42,7 +42,8 @@ def paths(tmp_path: Path) -> RunPaths:
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     """A run directory with a configuration and a plan, which tests only copy: preparation copies
-    the package file by file, with an fsync each."""
+    the package file by file, with an fsync each.
+    """
     folder = tmp_path_factory.mktemp("prepared")
     proposal = propose(write_config(folder), [], root=str(folder / "runs"), scheduler="local")
     prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
@@ -141,7 +142,8 @@ def make_plan(
 @pytest.fixture
 def plans() -> Callable[..., Plan]:
     """``plans(hosts=…, per_host=…, calls=…, evaluation_calls=…)``; ``tasks`` of a group "rollout"
-    beside the trainers."""
+    beside the trainers.
+    """
     return make_plan
 
 

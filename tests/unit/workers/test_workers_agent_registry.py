@@ -137,7 +137,8 @@ def test_a_host_that_is_lost_again(bed: Bed) -> None:
 
 def test_only_agents_of_the_trainers_end_an_incarnation(plans: Callable[..., Plan]) -> None:
     """A rollout task whose lease expires is nobody's host to lose, task 0 included, and claims of
-    its group are not looked for."""
+    its group are not looked for.
+    """
     bed = Bed(plans(hosts=1, tasks=2))
     for task in range(2):
         away = Identity("rollout", task, 0, f"r{task}", JOB, "41")

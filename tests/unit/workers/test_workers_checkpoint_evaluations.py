@@ -203,8 +203,10 @@ def test_a_kill_while_a_folder_is_removed_is_made_up_for(
 def test_folders_stay_while_it_is_uncertain_who_reads_them(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another path to the root of the trials changes nothing. A listing may lack a trial that was
-    submitted a moment ago."""
+    """Another path to the root of the trials changes nothing.
+
+    A listing may lack a trial that was submitted a moment ago.
+    """
     paths = site.run.paths
     site.run.commit(2)
     a = site.evaluation(2, "a")

@@ -267,7 +267,8 @@ def test_fork_server_stays_if_a_worker_takes_long_to_end(
     slow: Ear, monkeypatch: pytest.MonkeyPatch, gpus: int
 ) -> None:
     """The driver unpins tens of gigabytes, or a file system does not answer: until then the kernel
-    reports no end. The lease is renewed meanwhile."""
+    reports no end. The lease is renewed meanwhile.
+    """
     slow.children.group = slow.children.group.model_copy(update={"gpus_per_worker": gpus})
     monkeypatch.setattr(children_module, "REPORT_S", 60.0)
     ended, ends = os.pipe()

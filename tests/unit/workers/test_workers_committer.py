@@ -377,7 +377,8 @@ def _run_directory(folder: Path) -> RunPaths:
 
 def test_killed_at_any_operation(tmp_path: Path) -> None:
     """There is always a whole commit to resume from: the old one until the new one's slot, then
-    the new one. The next incarnation removes what is not named, and commits."""
+    the new one. The next incarnation removes what is not named, and commits.
+    """
     total = operations_of_a_commit(tmp_path / "count")
     assert total > 20
     steps = []

@@ -80,7 +80,8 @@ def test_no_store_of_ours_listens_on_a_port() -> None:
 
 def test_no_collective_takes_all_ranks_for_granted() -> None:
     """One without a group makes a communicator of the whole world: memory on each GPU, and an
-    incarnation that resumes would differ from one that does not."""
+    incarnation that resumes would differ from one that does not.
+    """
     found = []
     for path in Path(slurmrl.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

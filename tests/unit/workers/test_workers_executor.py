@@ -380,8 +380,10 @@ def test_each_suite_has_its_rows_its_settings_and_its_reward(
 def test_calls_of_an_evaluation_write_the_scores_of_their_items(
     make_ranks: Callable[..., Ranks], paths: RunPaths
 ) -> None:
-    """A file for each share, named by the rank that leads it; those of training write nothing. A
-    rank without items has nothing to write."""
+    """A file for each share, named by the rank that leads it; those of training write nothing.
+
+    A rank without items has nothing to write.
+    """
     ranks = make_ranks(4, sizes={"dp": 2, "tp": 2})
     ranks.load([[0, 1], [0, 2], [0, 3]], evaluation=True)
     answers = ranks.call("held_out", evaluation=True)
@@ -430,7 +432,8 @@ def test_a_batch_keeps_what_was_made_of_its_candidates(
     make_ranks: Callable[..., Ranks], calls: Callable[..., CallPlan]
 ) -> None:
     """The accepted items of both rounds, in the order of the batch; places of dropped items are
-    those in the batch of candidates."""
+    those in the batch of candidates.
+    """
     ranks = make_ranks(1)
     plan = ranks.executors[0].plan
     judge, train = plan.calls

@@ -221,8 +221,10 @@ def ended(rank: int, number: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGRTMIN + 2])
 def test_leftovers_of_worker_are_killed_with_it(host: Host, number: int) -> None:
-    """Even one that left its process group: it could hold the GPU against the next worker. Its
-    shared memory is freed. The workers of other ranks and their children are spared."""
+    """Even one that left its process group: it could hold the GPU against the next worker.
+
+    Its shared memory is freed. The workers of other ranks and their children are spared.
+    """
     said, other = host.start(0), host.start(1)
     assert alive(said["left"])
     memory = Path("/dev/shm", said["memory"])

@@ -108,7 +108,8 @@ def test_starts_at_once_get_different_attempts(tmp_path: Path, starts: int) -> N
 
 def test_the_world_of_an_agent() -> None:
     """The trainers share one world; a task of another group is one of its own, and none of its
-    tasks is the first agent of the trial."""
+    tasks is the first agent of the trial.
+    """
     store = MemoryNameStore()
     trainer = claim(store, "trainer", elastic=False, environ={})
     rollout = claim(store, "rollout", elastic=True, environ={"SLURM_ARRAY_TASK_ID": "0"})

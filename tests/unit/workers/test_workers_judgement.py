@@ -206,8 +206,10 @@ def test_too_many_starts_without_a_commit(past: Past) -> None:
 
 
 def test_trial_given_up_for_hangs_reports_who_waited_for_whom(past: Past) -> None:
-    """The record that ends the trial explains its last hang. What two incarnations are compared
-    by does not: the times in it differ."""
+    """The record that ends the trial explains its last hang.
+
+    What two incarnations are compared by does not: the times in it differ.
+    """
     silence = "rank 3 on n1 gave no sign of life for 60 s and was killed"
     for number in range(MOST):
         writer = past.ends(rank=3, call="gen", reason=silence, cause="hung")
@@ -369,7 +371,8 @@ def test_no_verdict_on_what_was_not_seen(past: Past) -> None:
 
 def test_hosts_that_are_lost_before_the_first_commit_are_no_fault_of_the_trial(past: Past) -> None:
     """Each loss is two starts: the other ranks see broken connections, and the next incarnation
-    of the same job waits for the host until its lease is dead, or Slurm ends the job."""
+    of the same job waits for the host until its lease is dead, or Slurm ends the job.
+    """
     for loss in range(MOST + 2):
         past.job = f"7.{loss}.0"
         past.raises("RuntimeError: Connection closed by peer", echo=True)

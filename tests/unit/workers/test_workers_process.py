@@ -176,7 +176,8 @@ def test_children_are_ended_together_and_none_is_waited_for_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that the kernel holds in a system call cannot be ended; here its kill does not come
-    through."""
+    through.
+    """
     held, other = (
         child_process.Child(name, subprocess.Popen(["sleep", "600"])) for name in ("held", "other")
     )

@@ -167,7 +167,8 @@ def test_a_ledger_that_contradicts_itself_is_damage(
     make_settings: Any, ledger: Any, tmp_path: Path
 ) -> None:
     """It is found where the state is read, which makes an older commit the base, or at least
-    before anything is trained."""
+    before anything is trained.
+    """
     state = committed(start(make_settings())) | {"ledger": ledger}
     write_manifest(tmp_path, step=1, files=[], state=state)
     if ledger is not None:

@@ -1,5 +1,6 @@
 """Signs of life: sent as long as somebody reads, missed when they stop, and nobody's fault when
-the listener itself did not run."""
+the listener itself did not run.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Results of a trial: each item once, whichever incarnations wrote part files and whatever they
-left behind."""
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +109,8 @@ def test_the_steps_of_a_pass_are_known_once_its_dataset_was_read(
 
 def test_what_no_commit_names_is_not_in_the_results(paths: RunPaths, begin: Begin) -> None:
     """The first incarnation ends after a step that is not committed, the second one within a part
-    file of that step; both left other texts there."""
+    file of that step; both left other texts there.
+    """
     first = begin(1)
     first.step("first")
     state = first.state()
@@ -163,7 +165,8 @@ def test_an_incarnation_on_other_numbers_of_ranks(
 
 def test_items_that_a_filter_drops_have_no_lines(paths: RunPaths, begin: Begin) -> None:
     """Whether they were dropped before or after items that are trained later; a step that is left
-    without items has no part files."""
+    without items has no part files.
+    """
     incarnation = begin(1)
     progress = incarnation.progress
     candidates = progress.take(4)

@@ -167,8 +167,10 @@ def bed(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 def test_its_worker_serves_one_incarnation_after_the_other(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those of other jobs, and while the history cannot be read for some time. The end of the
-    trial ends it."""
+    """Also those of other jobs, and while the history cannot be read for some time.
+
+    The end of the trial ends it.
+    """
 
     def story() -> Story:
         yield from bed.until_heard("start")
@@ -347,8 +349,10 @@ def test_in_the_job_of_the_trainers_a_task_that_must_leave_is_started_again(bed:
 
 
 def test_a_task_ends_whose_directory_the_master_has_removed(bed: Bed) -> None:
-    """It was suspended, and lost meanwhile: nobody can tell its workers. A directory that is moved
-    for a moment is waited for."""
+    """It was suspended, and lost meanwhile: nobody can tell its workers.
+
+    A directory that is moved for a moment is waited for.
+    """
     folder = bed.paths.rollout_task("rollout", 0, 0)
     aside = bed.paths.run / "aside"
 

@@ -23,7 +23,8 @@ async def counted(bell: TaskBell, times: int) -> None:
 
 def test_rings_without_end_count_once_in_every_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one counts at once, so that a task is as fast as its doorbell; the others together
-    once the interval is over, so that the last one is never lost."""
+    once the interval is over, so that the last one is never lost.
+    """
 
     async def listen(own: Bell, master: Bell, look_s: float) -> None:
         monkeypatch.setattr("slurmrl.workers.rollout.session.LOOK_S", look_s)

@@ -226,8 +226,10 @@ def test_the_trainers_take_what_tasks_have_judged_as_if_they_had(rewards: str) -
 def test_what_a_task_cannot_judge_is_left_to_the_trainers(
     rewards: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A reward that hangs, kills its process, raises, or gives no number costs nothing else. A pool
-    judges such completions itself."""
+    """A reward that hangs, kills its process, raises, or gives no number costs nothing else.
+
+    A pool judges such completions itself.
+    """
     reward = {"name": rewards + "by_row"}
     groups = [group_of(item) for item in (0, 1, 2, 3, GONE, 4)]
     found = all_judged(judging(call_with(reward, cores=1), _timeout_s=2.0), groups)
@@ -306,7 +308,8 @@ def test_a_reward_that_nobody_waits_for_is_stopped_and_its_item_left_to_the_trai
     rewards: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else a reward that is too slow for the staleness would never be trained on, and one that
-    hangs would keep the process from others, and nobody would be told."""
+    hangs would keep the process from others, and nobody would be told.
+    """
     reward = {"name": rewards + "hanging", "options": {"folder": str(tmp_path)}}
     made = judging(call_with(reward, cores=1))
 

@@ -140,8 +140,10 @@ def trial(tmp_path: Path) -> Trial:
     [("qwen3", "float32"), ("qwen3_moe", "bfloat16"), ("qwen2", "float16")],
 )
 def test_a_task_has_the_weights_of_an_export(tmp_path: Path, family: str, dtype: str) -> None:
-    """The frozen weights are read once, and all versions link those without adapters. An engine
-    reads the folder in place."""
+    """The frozen weights are read once, and all versions link those without adapters.
+
+    An engine reads the folder in place.
+    """
     trial = Trial(tmp_path, family, dtype)
     first, second = Adapters(trial.config, 1), Adapters(trial.config, 2)
     trial.publish(FIRST, first)
@@ -194,8 +196,10 @@ def test_versions_hold_adapters_alone(trial: Trial) -> None:
 
 
 def test_other_frozen_weights_are_refused_and_nothing_is_served(trial: Trial) -> None:
-    """One element of the folder has changed by one bit. The task fails, and says what it found;
-    with the right folder a later one serves."""
+    """One element of the folder has changed by one bit.
+
+    The task fails, and says what it found; with the right folder a later one serves.
+    """
     adapters = Adapters(trial.config, 1)
     trial.publish(FIRST, adapters)
     path = trial.source / "model.safetensors"

@@ -228,7 +228,8 @@ def test_completions_that_are_not_interrupted_end_with_the_weights_that_began_th
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New weights that are there in the middle of completions wait for these, and items that have
-    not begun wait for the weights."""
+    not begun wait for the weights.
+    """
     step, calls = ContinuousBatch.step, []
 
     def counted(self: ContinuousBatch) -> Any:

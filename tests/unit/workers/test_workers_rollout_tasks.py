@@ -165,9 +165,11 @@ class Bed:
         return one
 
     def train(self, *, dull: int | None = None, back: int = 0) -> list[int]:
-        """A step, whose items are returned; none if there are not enough. With ``dull``, a filter
-        drops so many items first, and the last ``back`` of others are too many for the step. Raises
-        SampleFileError as the trainers do."""
+        """A step, whose items are returned; none if there are not enough.
+
+        With ``dull``, a filter drops so many items first, and the last ``back`` of others are too
+        many for the step. Raises SampleFileError as the trainers do.
+        """
         filtered = dull is not None
         step, count = self.step + 1, self.admission.batch_size
         samples = self.tasks.take(step, count, filtered=filtered) or ()
@@ -376,7 +378,8 @@ def test_a_group_that_the_next_step_could_not_train_is_made_again(
 
 def test_a_filtered_step_does_not_overtake_the_longest_groups(beds: Callable[..., Bed]) -> None:
     """Those that later steps could not train are waited for, as long as the step before took, if
-    there is a task that can finish them."""
+    there is a task that can finish them.
+    """
     bed = beds(batch_size=1, max_staleness=1)
     task = bed.begin(0, "0.1")
     assert list(task.open) == [0, 1]
@@ -471,8 +474,10 @@ def test_the_first_task_with_new_weights_leaves_others_their_share(
 def test_rings_announce_results_requests_and_weights(
     beds: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hardly any time passes: without a ring nothing would be read. Only the task's own rings
-    count, and rings without news cause few reads."""
+    """Hardly any time passes: without a ring nothing would be read.
+
+    Only the task's own rings count, and rings without news cause few reads.
+    """
     reads: list[str] = []
 
     def counted(attempt: RolloutAttempt) -> Iterator[RolloutResult]:
@@ -581,8 +586,11 @@ def test_items_of_a_lost_task_go_to_another_and_its_results_are_late(
 def test_items_of_a_task_that_cannot_write_go_to_others(
     beds: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without staleness the step waits for them alone. A task that says anything keeps its own, as
-    does the only one, and all do while nothing can be read."""
+    """Without staleness the step waits for them alone.
+
+    A task that says anything keeps its own, as does the only one, and all do while nothing can be
+    read.
+    """
     bed = beds(max_staleness=0, batch_size=4)
     mute, other = bed.begin(0, "0.1"), bed.begin(1, "0.1")
     other.hear(1)
@@ -665,8 +673,10 @@ def test_an_attempt_that_begins_frees_the_items_of_the_one_before(
 def test_an_attempt_may_join_long_after_it_began(
     beds: Callable[..., Bed], paths: RunPaths, restarts: bool
 ) -> None:
-    """The status tells of it while its agent lives. Supervisors begin attempts whose agents come
-    hours later, if their jobs were preempted then."""
+    """The status tells of it while its agent lives.
+
+    Supervisors begin attempts whose agents come hours later, if their jobs were preempted then.
+    """
     bed = beds()
     for task in (7, 8):
         make_private_directory(paths.rollout_task("rollout", task, 0))
@@ -974,7 +984,8 @@ def test_files_that_no_commit_needs_are_removed(beds: Callable[..., Bed], paths:
 
 def test_tasks_that_are_too_many_are_asked_to_leave(beds: Callable[..., Bed]) -> None:
     """Not before lost ones would be known, and the newest first; a smaller number holds for the
-    next incarnation too."""
+    next incarnation too.
+    """
     bed = beds()
     first, second, third = (bed.begin(task, "0.1") for task in range(3))
     demand.set_wanted_tasks(bed.paths, "rollout", 1, MOST_COUNT)

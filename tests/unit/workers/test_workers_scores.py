@@ -1,5 +1,6 @@
 """The scores of evaluations during training: one file for each evaluation, whatever incarnations
-wrote."""
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -221,7 +222,8 @@ def test_the_folder_of_part_files_is_there_before_ranks_write_and_stays(
     paths: RunPaths, settings: Settings
 ) -> None:
     """The master's NFS client would believe for a minute that the folder is missing, had it looked
-    before a rank on another host makes it."""
+    before a rank on another host makes it.
+    """
     scores = scores_of(paths, settings)
     scores.restart(-1)
     folder = paths.parts.stat()
@@ -277,7 +279,8 @@ def test_only_the_newest_evaluations_of_committed_steps_are_kept(
     paths: RunPaths, make_settings: Any, make_evaluation: Callable[..., dict[str, Any]]
 ) -> None:
     """Until the commit of the step of an evaluation, the older ones stay: that evaluation may be
-    lost."""
+    lost.
+    """
     scores = scores_of(paths, make_settings(evaluation=make_evaluation(keep_last=2)))
     for step in (0, 20, 40, 60):
         scores.write(step, 3, record(paths, step, 1, LINES))

@@ -35,7 +35,8 @@ Verdict = Callable[[tuple[int, int], int], str]
 
 class Ranks:
     """Two ranks that execute orders; the filter's verdicts on the even and the odd places of a
-    batch come from one each."""
+    batch come from one each.
+    """
 
     def __init__(self, verdict: Verdict) -> None:
         self._verdict = verdict
@@ -249,8 +250,10 @@ def test_a_step_without_any_item_trains_nothing(run: Callable[..., Any]) -> None
 def test_the_groups_of_rollout_tasks_go_to_the_ranks_with_the_items(
     run: Callable[..., Any],
 ) -> None:
-    """They fill up the batch after what the filter drops. The step ends with the job if there are
-    not enough, and what it has taken is not trained."""
+    """They fill up the batch after what the filter drops.
+
+    The step ends with the job if there are not enough, and what it has taken is not trained.
+    """
     _, progress, _ = run(lambda item, step: "")
     order = progress.items(range(SIZE))
     rollouts = Samples(8)
@@ -273,8 +276,10 @@ def test_the_groups_of_rollout_tasks_go_to_the_ranks_with_the_items(
 def test_groups_that_are_too_many_for_a_batch_wait_for_the_next_step(
     run: Callable[..., Any],
 ) -> None:
-    """Where a filter drops many, a step judges more groups at once. It trains those that come
-    first, and the next one begins with the others."""
+    """Where a filter drops many, a step judges more groups at once.
+
+    It trains those that come first, and the next one begins with the others.
+    """
     _, progress, _ = run(lambda item, step: "")
     order = progress.items(range(3 * SIZE))
     rollouts = Samples(64)

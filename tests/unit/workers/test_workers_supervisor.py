@@ -243,8 +243,10 @@ def test_a_task_that_has_worked_for_long_is_started_again_however_often(
 
 
 def test_the_items_of_a_task_do_not_wait_for_its_next_agent(tmp_path: Path) -> None:
-    """Its next attempt has begun when the agent is started again. Attempts of other jobs do not
-    count: their agents may live."""
+    """Its next attempt has begun when the agent is started again.
+
+    Attempts of other jobs do not count: their agents may live.
+    """
     paths = RunPaths(tmp_path / "run")
     with job(tmp_path, "direct", "rollout") as running:
         agent = int(running.line().split()[1])
@@ -318,7 +320,9 @@ def test_a_spare_replaces_a_host_that_could_not_do_what_was_needed(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does so after the first incarnation that failed because of the host, as for a lost mount.
-    With too few spares, the host that failed longest ago is used again."""
+
+    With too few spares, the host that failed longest ago is used again.
+    """
     monkeypatch.setattr(SlurmClient, "hosts", lambda *_: [])
     allocation = JobHosts(paths, 2, ("n0", "n1", "n2"), job="7.0")
     for number, host, chosen in ((1, "n1", ("n0", "n2")), (2, "n0", ("n1", "n2"))):

@@ -45,8 +45,10 @@ def started(paths: RunPaths) -> list[tuple[int, str]]:
 def test_a_task_that_fails_is_started_again_so_many_times(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failure after a long time is the first of a new row. The items of what has failed do not
-    wait for the next agent: its attempt has begun."""
+    """A failure after a long time is the first of a new row.
+
+    The items of what has failed do not wait for the next agent: its attempt has begun.
+    """
     now = 0.0
     with FileNameStore(paths.names) as names:
         claim = json.dumps(objects.to_json(Identity("rollout", 0, 0, "n0", "7.0.0", "7", 1)))

@@ -213,7 +213,8 @@ def test_an_input_that_certainly_does_not_exist_is_reported_soon(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A deleted file does not cost a minute, and the failure names it for the next start; where a
-    mount may be missing, the minute is waited for."""
+    mount may be missing, the minute is waited for.
+    """
     clock = [0.0]
     monkeypatch.setattr(backoff.time, "monotonic", lambda: clock[0])
 

@@ -1,5 +1,6 @@
 """Publication of weight versions: the ranks' parts, then the manifest; killed anywhere, what is
-published is right."""
+published is right.
+"""
 
 from __future__ import annotations
 
@@ -290,8 +291,11 @@ def test_a_master_that_is_no_longer_the_newest_publishes_nothing(trial: Trial) -
 
 
 def test_a_new_incarnation_removes_what_no_longer_counts(trial: Trial) -> None:
-    """It goes on from step 2 of the first one. Versions of the first one's later steps go, and so
-    does what it did not finish; what a newer incarnation writes stays."""
+    """It goes on from step 2 of the first one.
+
+    Versions of the first one's later steps go, and so does what it did not finish; what a newer
+    incarnation writes stays.
+    """
     publisher = trial.publisher()
     for step in range(5):
         publish(publisher, step)
@@ -308,8 +312,10 @@ def test_a_new_incarnation_removes_what_no_longer_counts(trial: Trial) -> None:
 
 
 def test_killed_at_any_operation(tmp_path: Path) -> None:
-    """What was published before stays until a newer whole version is there. The next incarnation
-    removes what is not published, and publishes."""
+    """What was published before stays until a newer whole version is there.
+
+    The next incarnation removes what is not published, and publishes.
+    """
 
     def prepared(name: str) -> tuple[Trial, VersionPublisher]:
         trial = Trial(tmp_path / name)

@@ -134,7 +134,8 @@ def test_a_rank_that_tokenises_puts_the_deadline_of_the_start_off(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that takes longer than start_timeout_s can be tokenised; silence still ends the
-    start."""
+    start.
+    """
     now_s = 0.0
 
     def later(*sent: FromAgent) -> Callable[[], None]:
@@ -249,7 +250,8 @@ def test_mailbox_keeps_the_newest_hello() -> None:
 
 def test_answers_are_those_of_the_trainers(paths: RunPaths, plans: Callable[..., Plan]) -> None:
     """What an agent of another group sends is never taken for an answer, a failure or a warning of
-    the trainers, although its ranks have the same numbers."""
+    the trainers, although its ranks have the same numbers.
+    """
     site = Site(paths, plans(hosts=2, per_host=2, tasks=3))
     for task in range(3):
         failure = Failure(cause="died", reason="rank 0 of rollout/0", rank=0)

@@ -163,7 +163,8 @@ def test_agent_that_goes_later(ready: Rank) -> None:
 @pytest.mark.parametrize("error", [KeyError("id-7"), SystemExit(0)])
 def test_error_is_described_and_the_rank_stays(ready: Rank, error: BaseException) -> None:
     """User code that calls sys.exit(0) must not look like a rank that was ordered to leave; and
-    while a failed rank is there, no other one fails because it is gone."""
+    while a failed rank is there, no other one fails because it is gone.
+    """
     ready.executor.raises["reward_inf"] = error
     ready.order(RunCall(seq=5, step=9, name="reward_inf", scalars={}))
     said = ready.failure()

@@ -19,8 +19,11 @@ from slurmrl.rollouts.generation.native.stops import ends_with_stop
 
 
 class ContinuousBatch:
-    """Requests that one decoder serves together. All ranks of a decoder that is split call each
-    method with the same arguments and get the same results."""
+    """Requests that one decoder serves together.
+
+    All ranks of a decoder that is split call each method with the same arguments and get the same
+    results.
+    """
 
     def __init__(
         self,
@@ -33,11 +36,13 @@ class ContinuousBatch:
         turns: bool = True,
         late: bool | None = None,
     ) -> None:
-        """``context`` is the most tokens of a sequence, prompt included, at which it ends. None: a
-        request that may become longer than the model's positions is refused.
-        ``decode`` is needed for stop strings. ``support``: see ``Runner``. Without ``turns``, the
-        cache does not grow to keep what later prompts might begin with. With ``late``, the tokens
-        of a call are read while the next one runs (default: on a GPU)."""
+        """``context`` is the most tokens of a sequence, prompt included, at which it ends.
+
+        None: a request that may become longer than the model's positions is refused. ``decode`` is
+        needed for stop strings. ``support``: see ``Runner``. Without ``turns``, the cache does not
+        grow to keep what later prompts might begin with. With ``late``, the tokens of a call are
+        read while the next one runs (default: on a GPU).
+        """
         limits = bounded(limits, decoder)
         self._pool = PagePool(limits.page_tokens, limits.pages, keep=turns)
         self._schedule = Schedule(limits, self._pool)
@@ -65,7 +70,8 @@ class ContinuousBatch:
     def add(self, request: GenerationRequest) -> list[Sequence]:
         """Queue a request; its completions, one for each key.
 
-        Raises UsageError for a request that can never be served."""
+        Raises UsageError for a request that can never be served.
+        """
         limit = self._limit(request)
         if request.options.experts and not self._runner.has_experts:
             raise UsageError(f"request {request.request_id}: the model has no experts to record")
@@ -111,7 +117,8 @@ class ContinuousBatch:
     def renew(self, version: str, *, stale_cache: bool = False) -> None:
         """The decoder's weights have changed: sequences keep their tokens, which are read again, or
         with ``stale_cache`` also the keys and values of these, which no other sequence then
-        shares."""
+        shares.
+        """
         if stale_cache:
             self._settle()
             self._schedule.seclude()

@@ -86,7 +86,8 @@ class _CUDAGraph:
 
 def capture_for(decoder: PagedDecoder) -> Capture | None:
     """How to capture a decoder's calls; None to compute them directly: on CPUs, with ranks that
-    compute together, and with experts, of which the host reads how many tokens each gets."""
+    compute together, and with experts, of which the host reads how many tokens each gets.
+    """
     model = decoder.decoder
     if not model.head_weight().is_cuda or not model.split.whole or model.config.moe is not None:
         return None
@@ -113,8 +114,11 @@ class DecodeStep:
         self._graphs = dict.fromkeys(self._graphs)
 
     def run(self, inputs: list[RowInput], law: Law, banned: tuple[int, ...]) -> Sampled:
-        """Read a token of each row and draw the next, which the next call can read. The results
-        are valid until the next call; nothing waits for a GPU, except where a graph is made."""
+        """Read a token of each row and draw the next, which the next call can read.
+
+        The results are valid until the next call; nothing waits for a GPU, except where a graph is
+        made.
+        """
         shape = self._shape(inputs, law, banned)
         more = shape.rows - len(inputs)
         spare = RowInput(0, self._decoder.cache.spare, 0, self._state.spare, 0)
@@ -149,8 +153,11 @@ class DecodeStep:
     def _captured(
         self, capture: Capture, inputs: tuple[Tensor, ...], shape: DecodeShape
     ) -> Sampled:
-        """Make the graph of a shape. Its first replay must draw what a direct call draws; else, or
-        if it cannot be made, all later calls are direct ones."""
+        """Make the graph of a shape.
+
+        Its first replay must draw what a direct call draws; else, or if it cannot be made, all
+        later calls are direct ones.
+        """
         last = self._state.last.clone()
         draws = self._compute(inputs, shape)
         after = self._state.last.clone()

@@ -105,7 +105,8 @@ class RepeatedBatch:
     def run(self) -> None:
         """Repeat the leader's calls until it ends.
 
-        Raises RunFailedError if this rank has drawn other tokens than the leader."""
+        Raises RunFailedError if this rank has drawn other tokens than the leader.
+        """
         while True:
             for name, *arguments in self._peers.receive():
                 if name == "end":

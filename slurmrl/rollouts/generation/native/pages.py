@@ -10,12 +10,18 @@ Prefix = tuple[int, tuple[int, ...]]
 
 
 class PagePool:
-    """Pages with numbers of users. A page without users keeps its content until it is needed, so
-    a sequence that begins with the same tokens can share it."""
+    """Pages with numbers of users.
+
+    A page without users keeps its content until it is needed, so a sequence that begins with the
+    same tokens can share it.
+    """
 
     def __init__(self, page: int, limit: int | None, *, keep: bool = True) -> None:
-        """Pages of ``page`` tokens; ``limit`` is their number, None for no limit. Without ``keep``
-        the content of pages without users is given up before further pages are used."""
+        """Pages of ``page`` tokens; ``limit`` is their number, None for no limit.
+
+        Without ``keep`` the content of pages without users is given up before further pages are
+        used.
+        """
         self.page, self._limit, self._keep = page, limit, keep
         self.made = 0
         """Pages that were ever used."""
@@ -58,8 +64,11 @@ class PagePool:
         self._idle.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Undo one ``take`` or ``share`` of each page. The last page of a sequence is reused
-        first: without it, the pages before it can still be shared."""
+        """Undo one ``take`` or ``share`` of each page.
+
+        The last page of a sequence is reused first: without it, the pages before it can still be
+        shared.
+        """
         for page in reversed(pages):
             self._users[page] -= 1
             if self._users[page]:
@@ -80,7 +89,8 @@ class PagePool:
 
     def find(self, tokens: Sequence[int]) -> list[int]:
         """The pages that hold the longest known beginning of ``tokens`` but not its last token,
-        whose logits are needed."""
+        whose logits are needed.
+        """
         found: list[int] = []
         parent = 0
         for end in range(self.page, len(tokens), self.page):

@@ -26,7 +26,8 @@ IDLE: Final = timedelta(days=30)
 
 def other_tokens(rank: int, own: tuple[int, int], leader: tuple[int, int]) -> RunFailedError:
     """The error of a rank that has drawn other tokens than its leader; each as (number of tokens,
-    checksum)."""
+    checksum).
+    """
     return RunFailedError(
         f"rank {rank} of a model that is split has drawn other tokens than its leader "
         f"({own[0]} and {leader[0]} tokens, checksums {own[1]:08x} and {leader[1]:08x}): "
@@ -60,7 +61,8 @@ class Peers:
     def receive(self) -> list[Call]:
         """Wait for the leader's next calls, however long it has none. On the others only.
 
-        Raises RuntimeError if the leader is gone."""
+        Raises RuntimeError if the leader is gone.
+        """
         message = self._begin(torch.zeros(INLINE_BYTES, dtype=torch.uint8))
         size = int.from_bytes(message[:SIZE_BYTES], "little")
         content = message[SIZE_BYTES : SIZE_BYTES + size]
@@ -77,7 +79,8 @@ class Peers:
     def compare(self, drawn: int, checksum: int) -> None:
         """Compare what the ranks have drawn: the number of tokens, and a checksum. Collective.
 
-        Raises RunFailedError on all of them if they differ."""
+        Raises RunFailedError on all of them if they differ.
+        """
         own = torch.tensor([[drawn, checksum]], device=self.device)
         leader, *others = map(tuple, gathered(own, self.group).tolist())
         for rank, other in enumerate(others, start=1):

@@ -47,8 +47,10 @@ class _Job:
 
 
 class NativeRollout(RolloutEngine):
-    """Serves requests with a decoder whose parameters are plain tensors of its own. Between two
-    calls of the model it lets the loop's other tasks run."""
+    """Serves requests with a decoder whose parameters are plain tensors of its own.
+
+    Between two calls of the model it lets the loop's other tasks run.
+    """
 
     def __init__(
         self,
@@ -65,14 +67,16 @@ class NativeRollout(RolloutEngine):
         support: bool = True,
     ) -> None:
         """``version`` names the decoder's weights; without it requests wait for ``update_weights``.
+
         ``context`` is the most tokens of a sequence (default: ``max_position_embeddings``);
         ``decode`` turns token ids into text, for stop strings. The parameters of a decoder that is
         the engine's ``own`` are moved in memory. ``peers`` are the ranks of a decoder that is
         split: each makes an engine with the same arguments, the leader's serves, and the others
-        call ``follow``. ``stale_cache``: over an update, requests in flight keep what older
-        weights have computed. Without ``turns``, no request continues an earlier one's sequence,
-        a request beyond the model's positions is refused, and all ``peers`` serve the same
-        requests. ``support``: see ``Runner``."""
+        call ``follow``. ``stale_cache``: over an update, requests in flight keep what older weights
+        have computed. Without ``turns``, no request continues an earlier one's sequence, a request
+        beyond the model's positions is refused, and all ``peers`` serve the same requests.
+        ``support``: see ``Runner``.
+        """
         assert peers is not None or decoder.split.whole, "ranks of a split decoder compute together"
         if own:
             join_matrices(decoder)
@@ -142,8 +146,11 @@ class NativeRollout(RolloutEngine):
         self._serve()
 
     def _read(self, name: str, folder: Path) -> None:
-        """Read weights. If reading breaks off, or succeeds on some ranks only, the decoder has
-        parts of two versions, and the engine is lost."""
+        """Read weights.
+
+        If reading breaks off, or succeeds on some ranks only, the decoder has parts of two
+        versions, and the engine is lost.
+        """
         if isinstance(self._batch, LedBatch):
             self._batch.read_weights(name, folder)
         error: UsageError | OSError | CorruptFileError | None = None
@@ -182,7 +189,8 @@ class NativeRollout(RolloutEngine):
     def follow(self) -> None:
         """Compute what the leader's engine serves, until it is closed or dismisses this rank.
 
-        Raises RuntimeError if the leader is gone."""
+        Raises RuntimeError if the leader is gone.
+        """
         assert self._peers is not None, "a rank alone has no leader"
         assert not self._peers.leads, "the leader serves requests"
 
@@ -242,7 +250,8 @@ class NativeRollout(RolloutEngine):
 
     async def _progress(self) -> None:
         """Wait until a token was drawn with the weights of the last update, so that updates that
-        come faster than prompts can be read again do not stop all requests."""
+        come faster than prompts can be read again do not stop all requests.
+        """
         while self._fresh and self._serving:
             self._serve()
             self._stepped.clear()

@@ -17,8 +17,10 @@ UNREAD = -1
 
 
 class RowState:
-    """The page tables and the last tokens of all rows. Behind the rows lies one more, the ``spare``
-    one, for tokens that belong to no sequence."""
+    """The page tables and the last tokens of all rows.
+
+    Behind the rows lies one more, the ``spare`` one, for tokens that belong to no sequence.
+    """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.spare = rows

@@ -59,7 +59,8 @@ class Runner:
 
     def __init__(self, decoder: Decoder, limits: Limits, pool: PagePool, *, support: bool) -> None:
         """With ``support``, log-probabilities are those of the tokens that top-k and top-p leave;
-        otherwise of the whole distribution, as training computes them."""
+        otherwise of the whole distribution, as training computes them.
+        """
         self._limits, self._pool, self._support = limits, pool, support
         self._device = decoder.head_weight().device
         self._decoder = PagedDecoder(decoder, limits.page_tokens)
@@ -77,7 +78,9 @@ class Runner:
     @torch.no_grad()
     def run(self, step: Step, version: str) -> Drawn | None:
         """Read the step's tokens and draw the next ones, if any of its sequences is complete.
-        Nothing waits for a GPU."""
+
+        Nothing waits for a GPU.
+        """
         self._grow()
         if _only_decodes(step):
             return self._decoded([reading.sequence for reading in step.readings], version)
@@ -152,7 +155,8 @@ class Runner:
 
     def _logits(self, readings: list[Reading], fresh: int) -> Tensor:
         """The logits [·, V] after the readings that draw; the first ``fresh`` begin at 0 and are
-        read apart."""
+        read apart.
+        """
         page = self._limits.page_tokens
         ids: list[int] = []
         slots: list[int] = []
@@ -212,7 +216,8 @@ class Runner:
         places: list[int],
     ) -> Sampled:
         """The tokens of the sequences at these places, which are drawn from one law without the
-        same stop tokens."""
+        same stop tokens.
+        """
         group = [sequences[place] for place in places]
         (temperature, top_k, top_p, greedy, record), banned = settings
         host = (

@@ -110,8 +110,11 @@ class Schedule:
         self.add(sequence)
 
     def next(self, settle: Callable[[], None]) -> Step:
-        """Choose what to read next. Tokens and pages count as stored from now on. ``settle`` reads
-        all tokens that were drawn; sequences can be preempted only then."""
+        """Choose what to read next.
+
+        Tokens and pages count as stored from now on. ``settle`` reads all tokens that were drawn;
+        sequences can be preempted only then.
+        """
         step = Step()
         budget = self._limits.step_tokens
         pending = [(ahead, sequence) for sequence in self.running if (ahead := sequence.ahead)]
@@ -146,8 +149,10 @@ class Schedule:
         sequence.shared = max(sequence.shared, full)
 
     def seclude(self) -> None:
-        """No page of those that run is stored from now on. (Without its first page, which may not
-        be full yet, the pool stores none of a sequence.)"""
+        """No page of those that run is stored from now on.
+
+        (Without its first page, which may not be full yet, the pool stores none of a sequence.)
+        """
         for sequence in self.running:
             sequence.shared = max(sequence.shared, 1)
 
@@ -180,7 +185,8 @@ class Schedule:
 
     def _admit(self, sequence: Sequence, settle: Callable[[], None]) -> bool:
         """Give the first waiting sequence a row and the pages for all of its tokens, if there are
-        enough and every other row can have another one."""
+        enough and every other row can have another one.
+        """
         shared = self._pool.find(sequence.tokens)
         needed = self._pages(sequence.length) - len(shared) + self._pool.idle_among(shared)
         if self.running and self._pool.available() < needed + len(self.running):
@@ -201,7 +207,8 @@ class Schedule:
 
     def _reserve(self, sequence: Sequence, tokens: int, settle: Callable[[], None]) -> bool:
         """Give it the pages for this many tokens, those of the last in the order of service if
-        there are no others. False if it was the last itself, and is preempted."""
+        there are no others. False if it was the last itself, and is preempted.
+        """
         while len(sequence.pages) < self._pages(tokens):
             if self._pool.available():
                 sequence.pages.append(self._pool.take())

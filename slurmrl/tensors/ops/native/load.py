@@ -56,7 +56,8 @@ def operators(device: torch.device, elements: int) -> Any | None:
 
 def for_floats(like: Tensor) -> Any:
     """The operators for tensors of this dtype and device that have only a float32 form for CPUs,
-    whatever their size; None if there are none."""
+    whatever their size; None if there are none.
+    """
     if like.dtype != torch.float32 or like.device.type != "cpu":
         return None
     return operators(like.device, BUILT)

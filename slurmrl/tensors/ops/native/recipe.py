@@ -186,7 +186,8 @@ def inputs(half: Half) -> dict[str, bytes]:
 
 def find_toolchain() -> Toolchain:
     """The compilers set by CXX and CUDA_HOME; else those on PATH, in the toolkit's usual folder or
-    in this environment's packages."""
+    in this environment's packages.
+    """
     return Toolchain(shutil.which(env.CXX.get()) or "", _find_nvcc())
 
 

@@ -1,5 +1,6 @@
 """Declares two operators of torchvision, without kernels. torchvision's own are built for CUDA and
-do not load beside a CPU build of torch, and its import needs their names."""
+do not load beside a CPU build of torch, and its import needs their names.
+"""
 
 import torch
 
