@@ -103,9 +103,13 @@ def load_settings(
         raise ConfigError(tuple(problems))
     searched = list(dict.fromkeys([*own, *searched]))
     with importable(searched):
-        schema, searched, problems = _schema(source, searched)
-        checked = partial(_checked, source, schema, searched, problems, root, scheduler, resumed)
-        if not planning and hub_references.are_in(source.values):
+        config, wrong = validate(Config, source)
+        schema, searched, more = _schema(source, searched)
+        problems = [*source.problems, *wrong, *more]
+        checked = partial(
+            _checked, source, config, schema, searched, problems, root, scheduler, resumed
+        )
+        if not planning and config is not None and hub_references.are_in(config):
             # Refuse an invalid configuration before anything large is fetched.
             checked(planning=True, data=False)
         return checked(planning=planning, data=data)
@@ -113,9 +117,10 @@ def load_settings(
 
 def _checked(
     source: Source,
+    config: Config | None,
     schema: type[BaseModel] | None,
     folders: list[Path],
-    problems: list[Problem],
+    problems: Sequence[Problem],
     root: Path | None,
     scheduler: str | None,
     resumed: bool,
@@ -123,8 +128,7 @@ def _checked(
     planning: bool,
     data: bool,
 ) -> Settings:
-    config, more = validate(Config, source)
-    problems = [*source.problems, *more, *problems]
+    problems = list(problems)
     algorithm: Algorithm | None = None
     if schema is not None:
         algorithm, more = _algorithm(schema, source)

@@ -26,13 +26,13 @@ logger = log.get(__name__)
 LATER: Final = "is not fetched yet: slurmrl submit does that"
 
 
-def are_in(values: object) -> bool:
-    """Whether the values of a configuration name a repository."""
-    if isinstance(values, dict):
-        return any(map(are_in, values.values()))
-    if isinstance(values, list):
-        return any(map(are_in, values))
-    return isinstance(values, str) and values.startswith(PREFIX)
+def are_in(config: Config) -> bool:
+    """Whether a configuration names a repository."""
+    models = (config.find_model(role) for role in config.roles)
+    texts = [text for model in models if model for text in (model.path, model.tokenizer)]
+    return any(
+        text is not None and text.startswith(PREFIX) for text in (*texts, *config.data_paths())
+    )
 
 
 class HubResolver:
