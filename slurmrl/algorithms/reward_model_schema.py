@@ -10,6 +10,8 @@ from slurmrl.config.schema import Config, NonNegativeFloat
 from slurmrl.plan.dataflow import Call, Measure, RoleUse
 
 INTERFACE = "slurmrl.algorithms.reward_model:RewardModelInterface"
+INTERFACES = (INTERFACE, "slurmrl.algorithms.reward_model.interface:RewardModelInterface")
+"""Its names in plans: today's, and that of older releases."""
 INPUTS = ("input_ids", "prompt_mask")
 SCORE_METRICS = ("accuracy", "margin", "score_chosen", "score_rejected")
 

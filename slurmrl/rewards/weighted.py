@@ -220,7 +220,7 @@ def reward_program(
         f"the reward '{reward.title}'",
         [sys.executable, "-P", "-m", MODULE],
         {
-            "reward": reward.model_dump(mode="json"),
+            "reward": reward.model_dump(),
             "cores": cores,
             "memory_bytes": memory_bytes,
             "of_groups": of_groups,

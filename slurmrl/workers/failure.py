@@ -93,7 +93,7 @@ def _is_users(file: str) -> bool:
     if {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(ours):
         return False
     own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    return any(map(path.is_relative_to, own))
+    return any(path.is_relative_to(os.path.abspath(entry)) for entry in own)
 
 
 def concerning(error: BaseException, failure: Failure) -> Failure:

@@ -26,7 +26,8 @@ class GreedyRolloutInterface(RolloutInterface):
     ) -> CallResult:
         """One completion of each prompt from its most probable tokens."""
         result = super().generate(engine, sample, _greedy(context))
-        assert result.sample is not None
+        if result.sample is None:  # another rank of this copy has the completions
+            return result
         names = {key: GREEDY + key for key in COMPLETION if key in result.sample.keys}
         lengths = result.stats["response_length"]
         return CallResult(_renamed(result.sample, names), {"greedy_response_length": lengths})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slurmrl.algorithms.reward_model_schema import INPUTS as REWARD_MODEL_INPUTS
-from slurmrl.algorithms.reward_model_schema import INTERFACE as REWARD_MODEL
+from slurmrl.algorithms.reward_model_schema import INTERFACES as REWARD_MODELS
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config, Lora, Model
 from slurmrl.config.schema.config import ExportDtype, ExportForm
@@ -369,10 +369,10 @@ def _scores_turn_ends(paths: RunPaths, role: str) -> bool:
     """Whether the role is a reward model that was trained at the ends of turns. A trial that an
     older slurmrl has planned trains at the ends of whole conversations, which only its plan
     tells. Raises CorruptFileError, EnvironmentFailure."""
-    if role != ROLE or all(call.interface != REWARD_MODEL for call in _plan(paths).calls):
+    if role != ROLE or all(call.interface not in REWARD_MODELS for call in _plan(paths).calls):
         return False
     return any(
-        call.interface == REWARD_MODEL and set(call.inputs) == set(REWARD_MODEL_INPUTS)
+        call.interface in REWARD_MODELS and set(call.inputs) == set(REWARD_MODEL_INPUTS)
         for call in Plan.read(paths.plan).calls
     )
 

@@ -17,7 +17,6 @@ from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.hang import PendingCollective, RankProgress
 from slurmrl.run.worlds import RankId, group_of
 from slurmrl.tensors.ops.native import build
-from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers import child_process, pulse, stacks
 from slurmrl.workers.child_process import (
     PIPE_FD_OPTION,
@@ -48,6 +47,7 @@ def main() -> int:
     try:
         import numpy.random
 
+        from slurmrl.tensors.parallel.groups import Activity
         from slurmrl.workers.worker import fork_server
         from slurmrl.workers.worker.orders import serve
         from slurmrl.workers.worker.pending_collectives import Collectives

@@ -26,7 +26,7 @@ from slurmrl.rollouts.generation.native.rollout import NativeRollout
 from slurmrl.rollouts.generation.native.schedule import Limits
 from slurmrl.rollouts.generation.native.stops import ends_with_stop
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy
-from tests.support.generated import generate, generated
+from tests.support.generated import generate
 from tests.unit.models.conftest import BASE, ODD, hf_model, random_decoder
 
 STOP = 3
@@ -191,8 +191,7 @@ def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
     found, _ = served(from_hf(tmp_path), requests, SMALL)
     compared = 0
     for text, completion in zip(texts, found, strict=True):
-        result = generated(
-            model,
+        result = model.generate(
             torch.tensor([text]),
             max_new_tokens=12,
             do_sample=False,

@@ -14,8 +14,11 @@ from torch.utils._pytree import tree_leaves
 from slurmrl.engines.initial_weights import init_tensor
 from slurmrl.models.config import Head
 from slurmrl.models.decoder import Decoder, build
+from slurmrl.models.inference import short_forward
+from slurmrl.models.paged import PagedCall, PagedCore, PagedDecoder
 from slurmrl.models.recompute import Recompute
 from slurmrl.models.shapes import parameter_shapes
+from slurmrl.tensors.ops.attention import Packing
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy
 
 LENGTHS = (5, 1, 17, 5, 33, 1, 40)
@@ -224,11 +227,23 @@ def test_a_decoder_from_the_meta_device_keeps_its_positions(
 def test_logits_of_a_bfloat16_decoder_are_float32(small_decoder: Callable[..., Decoder]) -> None:
     """In decoding as in training; the products are exact, so only their sums are rounded."""
     decoder = small_decoder("llama").to(torch.bfloat16)
-    session = decoder.session([3, 5], 1, 8)
-    hidden: list[torch.Tensor] = []
-    decoder.model.norm.register_forward_hook(lambda *call: hidden.append(call[2]))
-    logits = session.prompts(torch.arange(8))
-    exact = hidden[0][[2, 7]].double() @ decoder.head_weight().double().t()
+    paged = PagedDecoder(decoder, page=8)
+    paged.cache.grow(2)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    call = PagedCall(
+        slots=torch.tensor([0, 1, 2, 8, 9, 10, 11, 12]),
+        fresh=Packing(torch.tensor([0, 3, 8], dtype=torch.int32), 5),
+        fresh_tokens=8,
+        tables=torch.tensor([[0], [1]]),
+        rows=nothing,
+        lengths=nothing,
+        longest=0,
+    )
+    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
+    logits = paged.logits(torch.arange(8), positions, call, torch.tensor([2, 7]))
+    forward = short_forward(decoder) or decoder.run_unhooked
+    hidden = forward(torch.arange(8), positions, PagedCore(paged.cache, call))
+    exact = hidden[[2, 7]].double() @ decoder.head_weight().double().t()
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
 
