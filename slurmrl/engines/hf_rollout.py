@@ -64,6 +64,8 @@ class HFRollout(RolloutEngine):
         self._running = asyncio.Event()
         self._running.set()
         self._task: asyncio.Task[None] | None = None
+        self._lost: RunFailedError | None = None
+        """Why it serves no more requests."""
 
     @property
     def version(self) -> str:
@@ -71,7 +73,9 @@ class HFRollout(RolloutEngine):
 
     def submit(self, request: GenerationRequest) -> Answer:
         future: Answer = asyncio.get_running_loop().create_future()
-        if fault := self._fault(request):
+        if self._lost is not None:
+            future.set_exception(self._lost)
+        elif fault := self._fault(request):
             future.set_exception(UsageError(f"request {request.request_id} {fault}"))
         else:
             self._waiting[request.request_id] = request, future
@@ -95,7 +99,8 @@ class HFRollout(RolloutEngine):
         self._version = version.name
 
     async def health(self) -> None:
-        pass
+        if self._lost is not None:
+            raise self._lost
 
     async def close(self) -> None:
         if self._task is not None:
@@ -104,9 +109,11 @@ class HFRollout(RolloutEngine):
 
     def _fault(self, request: GenerationRequest) -> str:
         """Return why a request can never be served, or ""."""
+        earlier = self._waiting.get(request.request_id)
         faults = {
             "has an empty prompt": not request.prompt,
-            "is in flight already": request.request_id in self._waiting,
+            "asks for no completion": not request.keys,
+            "is in flight already": earlier is not None and not earlier[1].done(),
             "has stop strings, which models of transformers cannot find": bool(
                 request.options.stop_strings
             ),
@@ -142,6 +149,8 @@ class HFRollout(RolloutEngine):
             self._fail(failure)
 
     def _fail(self, failure: RunFailedError | UsageError) -> None:
+        if isinstance(failure, RunFailedError):
+            self._lost = failure
         for _, future in self._waiting.values():
             if not future.done():
                 future.set_exception(failure)

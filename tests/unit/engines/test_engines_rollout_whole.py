@@ -275,3 +275,31 @@ async def answered(
     requests = requests_of(batch, [options] * len(keys), keys.tolist())
     futures = map(served.submit, requests)
     return [completion for (completion,) in await asyncio.gather(*futures)]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_transformers_model_that_failed_or_was_closed_serves_no_more(
+    monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    model, batch = engine(implementation="hf"), sample("prompt_ids")
+    options = [GenerationOptions(max_new_tokens=3)] * batch.bs
+    request, *_ = requests_of(batch, options, range(batch.bs))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    async def run(served: RolloutEngine) -> None:
+        if closed:
+            await served.close()
+        else:
+            monkeypatch.setattr(served, "_round", fail)
+            with pytest.raises(RunFailedError, match="no memory"):
+                await served.submit(request)
+        with pytest.raises(RunFailedError):
+            await served.health()
+        with pytest.raises(RunFailedError):
+            await served.submit(replace(request, request_id="later"))
+
+    with model.serving("1.0", ServingOptions()) as served:
+        assert served is not None
+        asyncio.run(run(served))
